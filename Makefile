@@ -1,0 +1,69 @@
+# The verbs: install, lint, check, test. Each installs what it needs first; nothing is installed twice.
+#
+#   make train ARGS="recipe=toy trainer.max_epochs=3"    overrides for the run
+#   make test ARGS="tests/unit -k sampler"               arguments for pytest
+#   make install PYTHON=python3.12                       the interpreter .venv is made with
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install train test lint check format wheel clean
+
+help:
+	@echo "make install   make $(VENV) and install the project and its tools in it"
+	@echo "make train     train the default recipe; ARGS=\"recipe=toy trainer.gpus=0\" passes overrides"
+	@echo "make test      run the tests; ARGS=\"tests/unit\" passes arguments to pytest"
+	@echo "make lint      style and format (ruff)"
+	@echo "make check     types (mypy)"
+	@echo "make format    put the code in format and mend what ruff can mend"
+	@echo "make wheel     build dist/*.whl and dist/*.tar.gz"
+	@echo "make clean     remove $(VENV), dist and caches; outputs stay"
+
+install: $(STAMP)
+
+# The stamp is written last, so an install that was interrupted is done again. An environment that can't run its own
+# Python (another machine's, or one whose interpreter was removed) is made afresh.
+$(STAMP): pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "'$(PYTHON)' was not found. Install Python 3.10 or newer, or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "'$(PYTHON)' is $$("$(PYTHON)" --version 2>&1); Python 3.10 or newer is needed." >&2; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' can't make virtual environments: its venv module is missing." >&2; \
+	  echo "On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	@"$(BIN)/python" -m pip --version >/dev/null 2>&1 || { \
+	  echo "Making $(VENV) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv --clear "$(VENV)"; }
+	@echo "Installing the project and its tools in $(VENV); the first time this downloads PyTorch"
+	"$(BIN)/python" -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	@touch "$@"
+
+train: install
+	"$(BIN)/python" -m framework $(ARGS)
+
+test: install
+	"$(BIN)/python" -m pytest $(ARGS)
+
+lint: install
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+
+check: install
+	"$(BIN)/mypy"
+
+format: install
+	"$(BIN)/ruff" check --fix .
+	"$(BIN)/ruff" format .
+
+wheel: install
+	"$(BIN)/python" -m build
+
+clean:
+	rm -rf "$(VENV)" build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path "./$(VENV)" -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +

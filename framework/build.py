@@ -1,0 +1,208 @@
+"""From config to objects: the only place that instantiates. Each function checks what came out.
+
+Errors get the config key added to their message; exceptions that aren't ours keep their traceback.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from framework.config.schema import Node, SchedulerConfig
+from framework.config.suggest import did_you_mean, nearest
+from framework.distributed.context import Context
+from framework.errors import ConfigError, FrameworkError, TargetError, TopologyError
+from framework.optim import Schedule
+from framework.run_dir import RunDir
+from framework.targets import check_targets, requires, takes
+from framework.types import Callback, Datasets, Logger, Strategy, Task
+
+__all__ = [
+    "build_callbacks",
+    "build_datasets",
+    "build_loggers",
+    "build_model",
+    "build_optimizer",
+    "build_scheduler",
+    "build_strategy",
+    "build_task",
+    "check_targets",
+]
+
+_HOOKS = (
+    "on_fit_start",
+    "on_train_step_end",
+    "on_validation_end",
+    "on_fit_end",
+    "evaluation_weights",
+)
+
+
+def build_model(node: Node, *, context: Context) -> nn.Module:
+    """The model on its device. One that takes `devices` gets all of the context's and places itself.
+
+    Raises TopologyError for several devices and a model that takes none.
+    """
+    spread = takes(node, "devices")
+    if len(context.devices) > 1 and not spread:
+        raise TopologyError(_too_many_devices(node, context=context))
+    model = _build("model", node, **({"devices": context.devices} if spread else {}))
+    if not isinstance(model, nn.Module):
+        raise _wrong_result("model", node, model, expected="a torch.nn.Module")
+    return model if spread else model.to(context.device)
+
+
+def build_datasets(node: Node) -> Datasets:
+    """The datasets; a plain tuple (train, val, test) or shorter is taken too."""
+    key = "data.datasets"
+    result = _build(key, node)
+    if not isinstance(result, tuple) or not 1 <= len(result) <= 3:
+        raise _wrong_result(key, node, result, expected="framework.Datasets(train, val, test)")
+    datasets = Datasets(*result)
+    for part, dataset in zip(Datasets._fields, datasets, strict=True):
+        if dataset is None and part != "train":
+            continue
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            expected = f"a map-style dataset, with __len__ and __getitem__, as its {part} part"
+            raise _wrong_result(key, node, dataset, expected=expected)
+    return datasets
+
+
+def build_task(node: Node) -> Task:
+    task: Task = _with_methods("task", node, _build("task", node), names=("training_step", "validation_step"))
+    return task
+
+
+def build_strategy(node: Node, *, context: Context) -> Strategy:
+    supplied = {"context": context} if takes(node, "context") else {}
+    built = _build("strategy", node, **supplied)
+    strategy: Strategy = _with_methods("strategy", node, built, names=("wrap", "unwrap", "accumulate"))
+    return strategy
+
+
+def build_optimizer(node: Node, parameters: Iterable[Tensor | dict[str, Any]]) -> Optimizer:
+    """The optimizer over `parameters`, or groups of them. Raises ConfigError where there is nothing to train."""
+    given = list(parameters)
+    if not any(isinstance(item, dict) or item.requires_grad for item in given):
+        raise ConfigError("No parameter of the model requires a gradient, so there is nothing to train.")
+    optimizer = _build("optimizer", node, given)
+    if not isinstance(optimizer, Optimizer):
+        raise _wrong_result("optimizer", node, optimizer, expected="a torch.optim.Optimizer")
+    return optimizer
+
+
+def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps: int | None) -> Schedule:
+    """The schedule of the learning rate.
+
+    total_steps: how often it will move in the whole run, counted in `settings.interval`; None: the run has no end.
+    Raises ConfigError for a scheduler that must know when a run without an end would end.
+    """
+    key, node = "scheduler.schedule", settings.schedule
+    if node is None:
+        return Schedule(None, interval=settings.interval, monitor=settings.monitor)
+    supplied = {}
+    if takes(node, "total_steps") and "total_steps" not in node:
+        if total_steps is not None:
+            supplied["total_steps"] = total_steps
+        elif requires(node, "total_steps"):
+            raise ConfigError(
+                f"{node['_target_']} must know when training ends, and trainer.max_epochs and max_steps are null.\n"
+                f"Set one of them, or {key}.total_steps."
+            )
+    scheduler = _build(key, node, optimizer, **supplied)
+    if not isinstance(scheduler, LRScheduler):
+        raise _wrong_result(key, node, scheduler, expected="a torch.optim.lr_scheduler.LRScheduler")
+    return Schedule(scheduler, interval=settings.interval, monitor=settings.monitor)
+
+
+def build_callbacks(nodes: Mapping[str, Node]) -> dict[str, Callback]:
+    """The callbacks by name, in the config's order. Raises TargetError for a misspelt hook."""
+    callbacks: dict[str, Callback] = {}
+    for name, node in nodes.items():
+        key = f"callbacks.{name}"
+        callback = _build(key, node)
+        for attribute in dir(callback):
+            if attribute.startswith("on_") and attribute not in _HOOKS:
+                hint = did_you_mean(nearest(attribute, _HOOKS))
+                raise TargetError(
+                    f"{key}: {node['_target_']}.{attribute} isn't a hook and would never be called.{hint}"
+                )
+        if not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
+            raise _wrong_result(key, node, callback, expected=f"a callback, with one of {', '.join(_HOOKS)}")
+        callbacks[name] = callback
+    return callbacks
+
+
+def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir) -> dict[str, Logger]:
+    """The loggers by name, in the config's order. Call it on rank 0 only: they open files."""
+    loggers: dict[str, Logger] = {}
+    for name, node in nodes.items():
+        key = f"logger.{name}"
+        built = _build(key, node, **({"run_dir": run_dir} if takes(node, "run_dir") else {}))
+        loggers[name] = _with_methods(key, node, built, names=("metrics", "text", "close"))
+    return loggers
+
+
+def _build(key: str, node: Node, *args: Any, **supplied: Any) -> Any:
+    """Build what is inside the node through Hydra, then call its target with what the framework supplies.
+
+    In two moves, because Hydra would copy what it is handed into config containers. All containers reach targets as
+    plain lists and dicts: a ListConfig in an optimizer's state would make its checkpoint unreadable.
+    """
+    place = key
+    try:
+        factory = instantiate({"_convert_": "all", **node, "_partial_": True})
+        return factory(*args, **supplied)
+    except InstantiationException as raised:
+        if raised.__cause__ is None:  # Hydra's own refusal
+            raise TargetError(f"{key}: {raised}") from raised
+        inner = re.search(r"^full_key: (\S+)$", str(raised), flags=re.MULTILINE)
+        place = f"{key}.{inner[1]}" if inner else key
+        error: BaseException = raised.__cause__
+    except Exception as raised:
+        error = raised
+    # Outside the handlers, so that the error keeps the context it was raised in.
+    _add_line(error, f"While building {place} ({node['_target_']}).")
+    raise error
+
+
+def _add_line(error: BaseException, line: str) -> None:
+    if isinstance(error, FrameworkError) or not hasattr(error, "add_note"):  # notes came with Python 3.11
+        error.args = (f"{error}\n{line}",)
+    else:
+        error.add_note(line)
+
+
+def _with_methods(key: str, node: Node, built: Any, *, names: Sequence[str]) -> Any:
+    missing = [name for name in names if not callable(getattr(built, name, None))]
+    if missing:
+        raise _wrong_result(key, node, built, expected=f"an object with {', '.join(names)}; {missing[0]} is missing")
+    return built
+
+
+def _wrong_result(key: str, node: Node, result: Any, *, expected: str) -> TargetError:
+    return TargetError(f"{key}: {node['_target_']} gave {_described(result)}. It must give {expected}.")
+
+
+def _described(result: Any) -> str:
+    return "None" if result is None else f"an object of type {type(result).__module__}.{type(result).__qualname__}"
+
+
+def _too_many_devices(node: Node, *, context: Context) -> str:
+    topology = context.topology
+    told = f"{node['_target_']} can't use {topology.span} devices: it takes no keyword `devices`.\n"
+    if topology.gpus_per_node == 0:
+        return (
+            f"{told}Use topology.gpus_per_process=1 topology.min_gpus_per_process=1, or a model that takes `devices`."
+        )
+    return (
+        f"{told}Give each process one GPU: topology.procs_per_node={topology.gpus_per_node} "
+        "topology.gpus_per_process=auto topology.min_gpus_per_process=1; or use a model that takes it."
+    )

@@ -1,0 +1,7 @@
+"""Observers of training that come with the framework. Names and meanings of their settings are Lightning's."""
+
+from framework.callbacks.early_stopping import EarlyStopping
+from framework.callbacks.ema import EMAWeightAveraging
+from framework.callbacks.timer import Timer
+
+__all__ = ["EMAWeightAveraging", "EarlyStopping", "Timer"]

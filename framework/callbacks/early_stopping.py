@@ -1,0 +1,88 @@
+"""Ends training when a validation metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, final
+
+from framework.config.schema import Mode
+from framework.config.suggest import did_you_mean, nearest
+from framework.errors import ConfigError
+from framework.types import EvalReport, Stop
+
+
+@final
+class EarlyStopping:
+    """Asks to stop after `patience` evaluations in a row without an improvement of `monitor`, as Lightning's.
+
+    mode: min or max, which way is better. min_delta: a change that is not above it is no improvement.
+    check_finite: stop at once where the metric is NaN or infinite. stopping_threshold: stop once the metric is better.
+    divergence_threshold: stop once the metric is worse. Raises ConfigError where `monitor` isn't evaluated.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        mode: str = "min",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+    ) -> None:
+        if mode not in (known := [each.value for each in Mode]):
+            raise ConfigError(f"EarlyStopping: mode={mode!r} is not known. Use one of: {', '.join(known)}.")
+        for name, value in (("patience", patience), ("min_delta", min_delta)):
+            if value < 0:
+                raise ConfigError(f"EarlyStopping: {name}={value} is below 0. Give 0 or more.")
+        self._monitor = monitor
+        self._mode = Mode(mode)
+        self._patience = patience
+        self._min_delta = min_delta
+        self._check_finite = check_finite
+        self._stopping_threshold = stopping_threshold
+        self._divergence_threshold = divergence_threshold
+        self._wait_count = 0
+        self._best_score = math.inf if self._mode is Mode.MIN else -math.inf
+
+    def on_validation_end(self, report: EvalReport) -> Stop | None:
+        if self._monitor not in report.metrics:
+            raise self._unknown_monitor(report)
+        reason = self._reason_to_stop(report.metrics[self._monitor])
+        return None if reason is None else Stop(f"EarlyStopping: {reason} (step {report.step})")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wait_count": self._wait_count, "best_score": self._best_score}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._wait_count = state["wait_count"]
+        self._best_score = state["best_score"]
+
+    def _reason_to_stop(self, score: float) -> str | None:
+        metric = f"{self._monitor} = {score:.6g}"
+        if self._check_finite and not math.isfinite(score):
+            return f"{metric} is not finite; the best was {self._best_score:.6g}"
+        if self._stopping_threshold is not None and self._is_better(score, than=self._stopping_threshold):
+            return f"{metric} reached stopping_threshold={self._stopping_threshold}"
+        if self._divergence_threshold is not None and self._is_better(self._divergence_threshold, than=score):
+            return f"{metric} is worse than divergence_threshold={self._divergence_threshold}"
+        if self._is_better(self._less_min_delta(score), than=self._best_score):
+            self._best_score = score
+            self._wait_count = 0
+            return None
+        self._wait_count += 1
+        if self._wait_count < self._patience:
+            return None
+        return f"{self._monitor} did not improve in {self._wait_count} evaluations; the best was {self._best_score:.6g}"
+
+    def _is_better(self, score: float, *, than: float) -> bool:
+        return score < than if self._mode is Mode.MIN else score > than
+
+    def _less_min_delta(self, score: float) -> float:
+        return score + self._min_delta if self._mode is Mode.MIN else score - self._min_delta
+
+    def _unknown_monitor(self, report: EvalReport) -> ConfigError:
+        return ConfigError(
+            f"EarlyStopping: monitor={self._monitor} is not a metric of the evaluation.\n"
+            f"There are: {', '.join(report.metrics) or 'none'}.{did_you_mean(nearest(self._monitor, report.metrics))}"
+        )

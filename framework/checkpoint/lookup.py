@@ -1,0 +1,137 @@
+"""From what someone typed to the directory of one complete checkpoint. Only reads, and imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from framework.checkpoint.format import BEST, LAST, MANIFEST_NAME, Manifest, decode, step_name, step_of
+from framework.config.suggest import nearest
+from framework.errors import CheckpointError
+
+REPLACED = ".replaced_"
+"""Marks a checkpoint set aside while another of the same step takes its place; it counts while its place is empty."""
+
+_NAMES_SHOWN = 8
+
+
+def find(path: Path) -> Path:
+    """The step directory that `path` means, as an absolute path without symlinks.
+
+    path: a run directory or its checkpoints folder (both mean `last`), a step directory, or a pointer such as `best`,
+    which may also be written right behind the run directory. Raises CheckpointError, naming what is there, where
+    there is none, or where the one that is meant isn't complete: another is never taken in its place.
+    """
+    path = path.expanduser()
+    if not _is_there(path) and _is_there(path.parent / "checkpoints" / path.name):
+        path = path.parent / "checkpoints" / path.name
+    if path.is_symlink() and not path.exists():
+        return _follow_dangling(path)
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file. Give the directory of the checkpoint: {path.parent}")
+    if not path.is_dir():
+        raise CheckpointError(f"There is no {path}.\n{_what_is_near(path)}")
+    path = path.resolve()
+    if (path / MANIFEST_NAME).exists() or step_of(path.name) is not None:
+        read_manifest(path)
+        return path
+    return _find_last(path)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a step directory. Raises CheckpointError where it is missing, damaged or of a newer format."""
+    try:
+        text = (directory / MANIFEST_NAME).read_text()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"The checkpoint {directory} is not complete: it has no {MANIFEST_NAME}.\n{describe_others(directory)}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"The checkpoint {directory} is damaged: its {MANIFEST_NAME} can't be read ({error}).\n"
+            f"{describe_others(directory)}"
+        ) from error
+    try:
+        return decode(text, directory=directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}\n{describe_others(directory)}") from error
+
+
+def complete_steps(folder: Path) -> dict[int, tuple[Path, Manifest]]:
+    """Every complete checkpoint of a checkpoints folder: step → (directory, manifest), in the order of steps."""
+    found = dict(_complete_among(folder, prefix=REPLACED))
+    found.update(_complete_among(folder, prefix=""))
+    return dict(sorted(found.items()))
+
+
+def describe_others(directory: Path) -> str:
+    """What else there is beside a checkpoint that can't be used, and so what to do."""
+    others = [path.name for path, _ in complete_steps(directory.parent).values() if path.name != directory.name]
+    if not others:
+        return "There is no other complete checkpoint beside it."
+    return f"Use another one of {directory.parent}: {', '.join(others[-_NAMES_SHOWN:])}"
+
+
+def _complete_among(folder: Path, *, prefix: str) -> Iterator[tuple[int, tuple[Path, Manifest]]]:
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        step = step_of(path.name[len(prefix) :]) if path.name.startswith(prefix) else None
+        if step is None or path.is_symlink():
+            continue
+        manifest = manifest_if_complete(path)
+        # A directory that was renamed by hand would be taken for another step, and deleted as that.
+        if manifest is not None and manifest.step == step:
+            yield step, (path, manifest)
+
+
+def manifest_if_complete(directory: Path) -> Manifest | None:
+    try:
+        return decode((directory / MANIFEST_NAME).read_text(), directory=directory)
+    except (OSError, ValueError, CheckpointError):
+        return None
+
+
+def _find_last(path: Path) -> Path:
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if _is_there(folder / LAST):
+        return find(folder / LAST)
+    # Only where the pointer was lost: in a kill before the first one was made, or by a copy that skipped symlinks.
+    complete = complete_steps(folder)
+    if complete:
+        return complete[max(complete)][0]
+    raise CheckpointError(f"There is no complete checkpoint in {folder}.\n{_what_is_in(folder)}")
+
+
+def _follow_dangling(pointer: Path) -> Path:
+    target = pointer.parent / pointer.readlink()
+    aside = target.with_name(REPLACED + target.name)
+    if manifest_if_complete(aside) is not None:
+        return aside.resolve()
+    raise CheckpointError(
+        f"{pointer} points to {target.name}, which is gone.\n{describe_others(pointer.parent / target.name)}"
+    )
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _what_is_near(path: Path) -> str:
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    folder = parent / "checkpoints" if (parent / "checkpoints").is_dir() else parent
+    return _what_is_in(folder, wanted=path.name)
+
+
+def _what_is_in(folder: Path, *, wanted: str | None = None) -> str:
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if not names:
+        return f"{folder} is empty: the run ended before its first checkpoint."
+    if wanted is not None and (close := nearest(wanted, names)):
+        return f"Did you mean {folder / close}?"
+    pointers = [name for name in (BEST, LAST) if name in names]
+    steps = [step_name(step) for step in complete_steps(folder)]
+    shown = pointers + steps[-_NAMES_SHOWN:] or names[:_NAMES_SHOWN]
+    return f"In {folder} there is: {', '.join(shown)}"

@@ -1,0 +1,314 @@
+"""The command: Hydra composes what was typed, the result is parsed and checked, and a job is given it.
+
+All configurations of a command (one, or those of a sweep with -m) are composed and checked before a job sees any. No
+torch here, and none of Hydra's frames or settings around a job.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from framework.config.assets import config_dir, user_config_dir
+from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError
+
+if TYPE_CHECKING:
+    from framework.config.saved import Saved
+    from framework.jobs.request import Request
+    from framework.launch.warm import WarmServer
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+_RESUME = "resume="
+_QUIET = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # as in our config.yaml
+
+
+def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None) -> int:
+    """Do what `argv` (default: the process's arguments) asks for; gives the exit status.
+
+    warm: the fork server to start ranks from. Mistakes are a few lines on stderr. An unexpected exception of a job
+    comes out of here as it is, except in a sweep, where its traceback is printed and the next run starts.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        requests = _requests(arguments, warm=warm)
+        if len(requests) > 1:
+            return _run_all(requests)
+        return sum(_run(request) for request in requests)
+    except FrameworkError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+@dataclass(frozen=True)
+class _Composition:
+    """What Hydra gave for one run, resolved."""
+
+    raw: dict[str, Any]
+    overrides: tuple[str, ...]
+    choices: Mapping[str, str]
+
+
+def _requests(arguments: list[str], *, warm: WarmServer | None) -> list[Request]:
+    """What the command asks for: nothing where it only shows something (`--help`, `--cfg job`)."""
+    working_dir = str(Path.cwd())
+    if not {working_dir, ""} & set(sys.path):
+        sys.path.insert(0, working_dir)  # recipes and classes of the user's, as `python -m` finds them
+    typed = [text for text in arguments if _is_override(text)]
+    try:
+        saved = _saved(typed)
+        compositions = _compose(_composable(arguments, typed, saved))
+        if saved is not None and len(compositions) > 1:
+            raise ConfigError("resume can't go with several runs: they would go on in one directory. Leave -m out.")
+        # Composing is all that `--cfg job` needs; the schema is read for what runs.
+        return [_request(composition, typed=typed, saved=saved, warm=warm) for composition in compositions]
+    except ConfigError as error:
+        own = _own_config()
+        if own is None:
+            raise
+        raise ConfigError(f"{error}\n{own} was used instead of the framework's own.") from error
+
+
+def _request(
+    composition: _Composition, *, typed: Sequence[str], saved: Saved | None, warm: WarmServer | None
+) -> Request:
+    from framework.config.checks import check
+    from framework.config.parse import parse
+    from framework.jobs.request import Request
+
+    raw = composition.raw
+    if saved is not None:
+        raw = _resumed(saved, raw, typed=typed)
+    elif raw.get("resume") is not None:
+        raise ConfigError(f"resume={raw['resume']} is set in a file. Type it on the command line: resume=RUN")
+    config = parse(raw)
+    check(config)
+    overrides = tuple(text for text in composition.overrides if not text.startswith(_RESUME))
+    return Request(config=config, raw=raw, overrides=overrides, choices=composition.choices, warm=warm)
+
+
+def _run(request: Request) -> int:
+    job = importlib.import_module(f"framework.jobs.{request.config.job}")
+    status: int = job.main(request)
+    return status
+
+
+def _run_all(requests: Sequence[Request]) -> int:
+    """One after another, also after one has failed; 1 if any did. Ctrl-C ends them all."""
+    failed: list[str] = []
+    for number, request in enumerate(requests):
+        name = f"run {number} of 0…{len(requests) - 1}: {' '.join(request.overrides)}"
+        print(f"\n=== {name}", flush=True)
+        try:
+            status = _run(request)
+        except FrameworkError as error:
+            print(error, file=sys.stderr)
+            status = error.exit_status
+        except Exception:
+            traceback.print_exc()
+            status = EXIT_RUN_FAILED
+        if status != 0:
+            failed.append(f"  {name} (exit status {status})")
+    if failed:
+        print("\n".join([f"\n{len(failed)} of {len(requests)} runs failed:", *failed]), file=sys.stderr)
+    return EXIT_RUN_FAILED if failed else 0
+
+
+# Composing
+
+
+class UserConfigFirst(SearchPathPlugin):
+    """Hydra looks in the folder `conf` of the working directory before the framework's own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        place = user_config_dir(Path.cwd())
+        if place is not None:
+            search_path.prepend(provider="user", path=f"file://{place}", anchor="main")
+
+
+def _compose(arguments: list[str]) -> list[_Composition]:
+    """Let `@hydra.main` read the arguments. Gives no composition where it answered them itself (`--help`).
+
+    Raises ConfigError for whatever can't be composed.
+    """
+    found: list[_Composition] = []
+    failures: list[Exception] = []
+
+    def collect(config: Any) -> None:
+        # An exception that Hydra sees here is announced on stderr by Hydra.
+        try:
+            found.append(_composition(config))
+        except Exception as error:
+            failures.append(error)
+
+    Plugins.instance().register(UserConfigFirst)
+    command = hydra.main(config_path=str(config_dir()), config_name="config", version_base="1.3")(collect)
+    try:
+        with TemporaryDirectory() as scratch, _as_command_line(_for_hydra(arguments, scratch=scratch)):
+            command()
+        if failures:
+            raise failures[0]
+    except Exception as error:
+        if os.environ.get(_FULL_ERROR) != "1":
+            _explain(error, arguments)
+        raise
+    return found
+
+
+def _composition(config: Any) -> _Composition:
+    """The plain, resolved form of what Hydra composed; called while Hydra's own values can be interpolated."""
+    missing = OmegaConf.missing_keys(config)
+    if missing:
+        from framework.config.explain import missing_values
+
+        raise missing_values(list(missing))
+    raw: Any = OmegaConf.to_container(config, resolve=True)
+    settings = HydraConfig.get()
+    choices = {group: option for group, option in settings.runtime.choices.items() if not group.startswith("hydra/")}
+    return _Composition(raw=raw, overrides=tuple(settings.overrides.task), choices=choices)
+
+
+def _explain(error: Exception, arguments: Sequence[str]) -> None:
+    """Raise ConfigError in our words; return where `error` isn't about a configuration."""
+    if isinstance(error, FrameworkError):
+        return
+    from framework.config.explain import explain
+
+    typed = [text for text in arguments if _is_override(text) or text == getattr(error, "override", None)]
+    explain(error, config_dir=config_dir(), typed=typed, sweep=_is_sweep(arguments))
+
+
+@contextmanager
+def _as_command_line(arguments: list[str]) -> Iterator[None]:
+    """While this is entered, Hydra finds `arguments` in `sys.argv` and raises its errors instead of printing them.
+
+    Hydra ends the process where it has answered (status 0), and where arguments make no sense: a ConfigError here.
+    """
+    argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
+    printed = io.StringIO()
+    sys.argv, os.environ[_FULL_ERROR] = ["framework", *arguments], "1"
+    try:
+        with redirect_stderr(printed):
+            yield
+    except SystemExit as end:
+        if end.code == EXIT_WRONG_REQUEST:  # argparse's; it has printed its usage and a line with the mistake
+            raise ConfigError(_flag_mistake(printed.getvalue(), arguments)) from None
+        if end.code not in (0, None):
+            raise ConfigError(printed.getvalue().strip()) from None
+        sys.stderr.write(printed.getvalue())
+    else:
+        sys.stderr.write(printed.getvalue())
+    finally:
+        sys.argv = argv
+        if full_error is None:
+            del os.environ[_FULL_ERROR]
+        else:
+            os.environ[_FULL_ERROR] = full_error
+
+
+def _flag_mistake(printed: str, arguments: Sequence[str]) -> str:
+    mistake = printed.strip().rpartition("error: ")[2]
+    dashed = [text for text in arguments if text.startswith("--") and "=" in text]
+    advice = "`--hydra-help` lists the options."
+    if dashed:
+        advice = f"Keys are written without dashes: {dashed[0].lstrip('-')}"
+    return f"{mistake}\n{advice}"
+
+
+def _is_sweep(arguments: Sequence[str]) -> bool:
+    return bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
+
+
+def _for_hydra(arguments: Sequence[str], *, scratch: str) -> list[str]:
+    """The arguments with what is set before the options: argparse refuses `a=1 -m b=2`. Hydra's files go to `scratch`."""
+    overrides = [text for text in arguments if _is_override(text)]
+    if _is_sweep(arguments):
+        overrides.append(f"hydra.sweep.dir={scratch}")  # its sweeper writes a file, also where nothing can be composed
+    if _own_config() is not None:
+        overrides += [f"hydra.run.dir={scratch}", *_QUIET]
+    return [*overrides, *(text for text in arguments if not _is_override(text))]
+
+
+def _own_config() -> Path | None:
+    """The user's own `conf/config.yaml`, which hides the framework's and its settings for Hydra; None without one."""
+    place = user_config_dir(Path.cwd())
+    return place / "config.yaml" if place is not None and (place / "config.yaml").is_file() else None
+
+
+def _is_override(text: str) -> bool:
+    return not text.startswith("-") and ("=" in text or text.startswith("~"))
+
+
+# Resuming
+
+
+def _saved(typed: Sequence[str]) -> Saved | None:
+    """The run that `resume=RUN` names. Raises ConfigError where it isn't one, or another recipe was typed."""
+    given = [text for text in typed if text.lstrip("+").startswith(_RESUME)]
+    if not given:
+        return None
+    value = _value(given[-1])
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{given[-1]}: must be one run directory, such as resume=outputs/RECIPE/RUN.")
+    from framework.config.saved import load_saved
+
+    saved = load_saved(value)
+    other = [text for text in typed if text.startswith("recipe=") and text != f"recipe={saved.recipe}"]
+    if other:
+        raise ConfigError(
+            f"{other[-1]} can't go with resume: that run's recipe is {saved.recipe}. "
+            f"Leave it out, or start a new run with {other[-1]}."
+        )
+    return saved
+
+
+def _value(override: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(override).value()
+    except HydraException:
+        return override.partition("=")[2].strip("'\"")  # a path with characters that Hydra would want quoted
+
+
+def _composable(arguments: list[str], typed: Sequence[str], saved: Saved | None) -> list[str]:
+    """The arguments to compose: for a resumed run, those it was started with and then what is typed."""
+    if saved is None:
+        return arguments
+    from framework.config.saved import merge_overrides
+
+    others = [text for text in arguments if text not in typed]
+    return [*merge_overrides(saved.overrides, [text for text in typed if not _is_resume(text)]), *others]
+
+
+def _resumed(saved: Saved, raw: Mapping[str, Any], *, typed: Sequence[str]) -> dict[str, Any]:
+    from framework.config.saved import apply_typed, key_of
+
+    if "init_from" in map(key_of, typed):
+        raise ConfigError("resume can't go with init_from: the run goes on from its own checkpoint. Leave one out.")
+    keys = [text for text in typed if key_of(text) not in ("recipe", "resume") and not key_of(text).startswith("hydra")]
+    return {**apply_typed(saved.raw, raw, typed=keys), "resume": str(saved.run_dir.path)}
+
+
+def _is_resume(text: str) -> bool:
+    return text.lstrip("+").startswith(_RESUME)

@@ -1,0 +1,49 @@
+"""Where configuration comes from: the folders of YAML, and the launchers and jobs there are. Imports none of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from framework.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CONFIG_NAME = "config.yaml"
+
+
+def config_dir() -> Path:
+    """The folder with the framework's own YAML: inside the package when installed, else the repository's.
+
+    Raises ConfigError where the installation has neither.
+    """
+    places = (_PACKAGE / "conf", _PACKAGE.parent / "conf")
+    for place in places:
+        if (place / _CONFIG_NAME).is_file():
+            return place
+    raise ConfigError(
+        f"This installation is incomplete: there is no {_CONFIG_NAME} in {places[0]} or {places[1]}.\nInstall it again."
+    )
+
+
+def user_config_dir(working_dir: Path) -> Path | None:
+    """The user's own `conf` in `working_dir`, whose files come before the framework's; None where there isn't one."""
+    place = working_dir / "conf"
+    return place.resolve() if place.is_dir() and not place.samefile(config_dir()) else None
+
+
+def launcher_names() -> tuple[str, ...]:
+    """What `launcher.name` can be: `auto` and the modules of `framework.launch` that define `launch`."""
+    return ("auto", *_modules_defining("launch", folder=_PACKAGE / "launch"))
+
+
+def job_names() -> tuple[str, ...]:
+    """What `job` can be: the modules of `framework.jobs` that define `main`."""
+    return _modules_defining("main", folder=_PACKAGE / "jobs")
+
+
+def _modules_defining(function: str, *, folder: Path) -> tuple[str, ...]:
+    # Read, not imported: a module may import torch, which takes seconds, and the answer is needed before that.
+    definition = re.compile(rf"^def {function}\(", re.MULTILINE)
+    return tuple(
+        sorted(file.stem for file in folder.glob("[!_]*.py") if definition.search(file.read_text(encoding="utf-8")))
+    )

@@ -1,0 +1,156 @@
+"""What no single key can say: names that must exist, and values that don't go together. Needs no torch.
+
+Each check says what was set, what it can't go with, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from framework.config.assets import job_names, launcher_names
+from framework.config.parse import raise_mistakes
+from framework.config.schema import BackendName, Config, Interval
+from framework.config.suggest import did_you_mean, nearest
+
+_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "overfit_batches")
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError with everything in `config` that doesn't fit together."""
+    raise_mistakes([mistake for one in _CHECKS for mistake in one(config)])
+
+
+def _names(config: Config) -> Iterator[str]:
+    given = {"job": (config.job, job_names()), "launcher.name": (config.launcher.name, launcher_names())}
+    for key, (name, allowed) in given.items():
+        if name not in allowed:
+            guess = nearest(name, allowed)
+            yield f"{key}={name}: must be one of {', '.join(allowed)}.{did_you_mean(guess and f'{key}={guess}')}"
+
+
+def _length(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.max_epochs is None and trainer.max_steps is None and not trainer.fast_dev_run:
+        yield "trainer.max_epochs and trainer.max_steps are both null, so training would never end. Set one of them."
+
+
+def _shares(config: Config) -> Iterator[str]:
+    for name in _LIMITS:
+        value = getattr(config.trainer, name)
+        if isinstance(value, float) and value > 1:
+            yield (
+                f"trainer.{name}={value}: a fraction is a share of the batches, so it is at most 1.0. "
+                f"Write a whole number for that many batches."
+            )
+
+
+def _few_batches(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.overfit_batches is None:
+        return
+    for name in ("limit_train_batches", "limit_val_batches"):
+        if getattr(trainer, name) is not None:
+            yield f"trainer.overfit_batches can't go with trainer.{name}: it decides both. Set one of them to null."
+    if trainer.fast_dev_run:
+        yield "trainer.overfit_batches can't go with trainer.fast_dev_run: each decides the batches. Set one of them."
+
+
+def _fast_dev_run(config: Config) -> Iterator[str]:
+    if config.trainer.fast_dev_run and config.resume is not None:
+        yield (
+            "trainer.fast_dev_run can't go with resume: it writes no checkpoints, so the run would not go on. "
+            "Use trainer.max_steps for a short continuation."
+        )
+
+
+def _processes(config: Config) -> Iterator[str]:
+    procs = config.topology.procs_per_node
+    if config.launcher.name == "in_place" and procs is not None and procs > 1:
+        yield (
+            f"launcher=in_place runs one process, this one; topology.procs_per_node={procs} needs launcher=local. "
+            f"Change one of them."
+        )
+    if config.backend.name is BackendName.NCCL and config.trainer.gpus == 0:
+        yield "backend=nccl needs GPUs, and trainer.gpus=0 uses none. Use backend=gloo or backend=auto."
+
+
+def _batches(config: Config) -> Iterator[str]:
+    size = config.data.global_batch_size
+    procs = config.topology.procs_per_node or 1
+    parts = config.trainer.accumulate_grad_batches * procs
+    if size is not None and size < parts:
+        yield (
+            f"data.global_batch_size={size} can't be dealt: trainer.accumulate_grad_batches="
+            f"{config.trainer.accumulate_grad_batches} over {procs} process(es) makes {parts} parts. "
+            f"Use at least {parts}."
+        )
+
+
+def _deterministic(config: Config) -> Iterator[str]:
+    if config.trainer.deterministic and config.trainer.benchmark:
+        yield (
+            "trainer.benchmark=true can't go with trainer.deterministic=true: it picks kernels by their speed, "
+            "differently each time. Set trainer.benchmark=null."
+        )
+
+
+def _scheduler(config: Config) -> Iterator[str]:
+    scheduler = config.scheduler
+    if scheduler.schedule is None:
+        if scheduler.monitor is not None:
+            yield f"scheduler.monitor={scheduler.monitor} is watched by nothing: there is no scheduler.schedule."
+        return
+    if scheduler.schedule["_target_"].rpartition(".")[2] != "ReduceLROnPlateau":
+        return
+    if scheduler.monitor is None:
+        yield "ReduceLROnPlateau needs a metric to watch. Set scheduler.monitor, to val/loss for instance."
+    if scheduler.interval is Interval.STEP:
+        yield (
+            "scheduler.interval=step can't go with ReduceLROnPlateau: its metric is new only after a validation. "
+            "Use scheduler.interval=epoch."
+        )
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.enabled and checkpoint.monitor is None and checkpoint.save_top_k > 1:
+        yield (
+            f"checkpoint.save_top_k={checkpoint.save_top_k} keeps the best ones, but checkpoint.monitor=null says "
+            f"nothing about what is better. Set checkpoint.monitor, to val/loss for instance, or save_top_k=1 or -1."
+        )
+
+
+def _monitors(config: Config) -> Iterator[str]:
+    monitors = {"scheduler.monitor": config.scheduler.monitor}
+    if config.checkpoint.enabled:
+        monitors["checkpoint.monitor"] = config.checkpoint.monitor
+    trainer = config.trainer
+    never = trainer.val_check_interval is None and trainer.check_val_every_n_epoch is None
+    for key, metric in monitors.items():
+        if metric is None:
+            continue
+        part, slash, name = metric.partition("/")
+        if part != "val" or not name:
+            reason = " The test part is looked at once, at the end." if part == "test" else ""
+            guess = f"{key}=val/{name if slash and name else metric.strip('/')}"
+            yield f"{key}={metric}: must be a validation metric, named val/….{reason}{did_you_mean(guess)}"
+        elif trainer.limit_val_batches == 0 or never:
+            cause = "trainer.val_check_interval=null with trainer.check_val_every_n_epoch=null switch"
+            if trainer.limit_val_batches == 0:
+                cause = "trainer.limit_val_batches=0 switches"
+            yield f"{key}={metric} is never known: {cause} validation off. Set {key}=null, or validate."
+
+
+_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _names,
+    _length,
+    _shares,
+    _few_batches,
+    _fast_dev_run,
+    _processes,
+    _batches,
+    _deterministic,
+    _scheduler,
+    _checkpoint,
+    _monitors,
+)

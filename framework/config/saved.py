@@ -1,0 +1,150 @@
+"""The configuration in a run directory: written when the run is made, read again to go on with it.
+
+A resumed run uses its saved configuration, to which only what was typed is applied: defaults that changed since, in
+`conf/` or in a recipe, don't reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from framework.config.suggest import nearest
+from framework.errors import ConfigError
+from framework.run_dir import RunDir, write_atomically
+
+# The safe loader, in C where there is one.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_NOT_THERE = object()
+
+
+class Saveable(Protocol):
+    """The part of a request that is saved."""
+
+    @property
+    def raw(self) -> Mapping[str, Any]: ...
+    @property
+    def overrides(self) -> Sequence[str]: ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run directory holds, whose paths are absolute."""
+
+    run_dir: RunDir
+    raw: Mapping[str, Any]
+    overrides: tuple[str, ...]
+
+    @property
+    def recipe(self) -> str:
+        return str(self.raw.get("recipe"))
+
+
+def save_config(run_dir: RunDir, request: Saveable) -> None:
+    """Write `config.yaml` and `overrides.yaml`; each is complete or absent, whenever the process is killed."""
+    raw = dict(request.raw)
+    others = [text for text in request.overrides if key_of(text) not in ("recipe", "resume")]
+    overrides = [f"recipe={raw['recipe']}", *others]
+    write_atomically(run_dir.overrides_file, _dump(overrides))
+    write_atomically(run_dir.config_file, _dump(raw))
+
+
+def load_saved(path: str | Path) -> Saved:
+    """What was saved in the run directory `path`; its checkpoints, or the last of them, stand for it too.
+
+    Raises ConfigError where there is no run, its files can't be read, or `path` is another checkpoint than the last.
+    """
+    given = Path(path).expanduser().absolute()
+    if not given.exists():
+        raise ConfigError(f"resume={path}: there is no such directory.{_hint(given)}")
+    run_dir = next((RunDir(place) for place in (given, *given.parents) if _is_run(place)), None)
+    if run_dir is None:
+        raise ConfigError(
+            f"resume={path}: this is no run directory, for it has no config.yaml and overrides.yaml.{_hint(given)}"
+        )
+    if given not in (run_dir.path, run_dir.checkpoints, run_dir.checkpoints / "last"):
+        raise ConfigError(
+            f"resume={path}: a run goes on from its last checkpoint. Use resume={run_dir.path}, "
+            f"or init_from={path} for a new run that starts from these weights."
+        )
+    raw, overrides = _load(run_dir.config_file), _load(run_dir.overrides_file)
+    are_texts = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
+    if not isinstance(raw, dict) or not are_texts:
+        raise ConfigError(
+            f"resume={path}: {run_dir.config_file.name} must hold a mapping and {run_dir.overrides_file.name} a list "
+            f"of texts. One of them was changed; restore it, or start a new run."
+        )
+    return Saved(run_dir=run_dir, raw=raw, overrides=tuple(overrides))
+
+
+def key_of(override: str) -> str:
+    """The key or group an override is about: `trainer.gpus` of `+trainer.gpus=2`."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def merge_overrides(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """What composes a resumed run: what was typed then, unless typed again now, followed by what is typed now.
+
+    What was typed for a group's old option goes when another option is chosen: it may not know those keys.
+    """
+    # A mapping is merged into what is there (`optimizer={lr:0.1}`), anything else replaces it.
+    keys = {key_of(text) for text in typed if not text.partition("=")[2].lstrip().startswith("{")}
+    groups = {key for key in keys if "." not in key}
+    kept = [text for text in saved if key_of(text) not in keys and key_of(text).partition(".")[0] not in groups]
+    return [*kept, *typed]
+
+
+def apply_typed(saved: Mapping[str, Any], composed: Mapping[str, Any], *, typed: Sequence[str]) -> dict[str, Any]:
+    """The saved configuration with the keys of `typed`, and whole groups, taken from `composed`."""
+    result = deepcopy(dict(saved))
+    for text in typed:
+        parts = key_of(text).partition("@")[0].replace("/", ".").split(".")
+        _copy(composed, result, parts)
+    return result
+
+
+def _is_run(place: Path) -> bool:
+    # A folder of YAML may have a config.yaml; both files are in a run only.
+    return RunDir(place).config_file.is_file() and RunDir(place).overrides_file.is_file()
+
+
+def _copy(source: Mapping[str, Any], target: dict[str, Any], parts: list[str]) -> None:
+    head, *rest = parts
+    value = source.get(head, _NOT_THERE)
+    if value is _NOT_THERE:
+        target.pop(head, None)
+    elif rest and isinstance(value, Mapping) and isinstance(target.get(head), dict):
+        _copy(value, target[head], rest)
+    else:  # the key itself, or something inside a list or a new mapping, which is taken whole
+        target[head] = deepcopy(value)
+
+
+def _hint(given: Path) -> str:
+    """The run that was probably meant: the one with the nearest name, or the newest in a folder of runs."""
+    place = next(parent for parent in (given, *given.parents) if parent.is_dir())
+    if place == place.parent:
+        return ""
+    found = [file.parent for pattern in ("*/overrides.yaml", "*/*/overrides.yaml") for file in place.glob(pattern)]
+    if not found:
+        return ""
+    if place == given:
+        return f"\nThe newest run in it: resume={max(found, key=lambda run: run.name)}"
+    guess = nearest(str(given), map(str, found))
+    return f"\nDid you mean resume={guess}?" if guess else ""
+
+
+def _load(file: Path) -> Any:
+    try:
+        return yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} can't be read: {' '.join(str(error).split())}") from error
+
+
+def _dump(value: Any) -> str:
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
+    return text

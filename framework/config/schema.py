@@ -1,0 +1,169 @@
+"""The configuration as frozen dataclasses: every key the framework reads, its type, its range and what it means.
+
+Written by hand in `conf/`, composed by Hydra, turned into these by `framework.config.parse`. Past that door nothing
+reads a `DictConfig`. What the user plugs in (`_target_` and keywords) is a `Node`, opaque outside `framework.build`.
+
+Types the parser knows: `bool int float str`, `X | None`, `Enum`, `Duration`, `Node`, `dict[str, Node]`, dataclasses.
+`None` is written `null`, and also `auto` where `auto()` is used. A bound is inclusive unless `above`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NewType
+
+Duration = NewType("Duration", float)
+"""Seconds. Written as a number of seconds, `90s`, `30m`, `2h` or `1d`; above 0, at most a year."""
+
+Node = Mapping[str, Any]
+"""A mapping with `_target_`: something to import and call with the other keys as keywords."""
+
+
+def bounded(*, at_least: float | None = None, at_most: float | None = None, above: float | None = None) -> Any:
+    """A required number within bounds."""
+    return field(metadata={"at_least": at_least, "at_most": at_most, "above": above})
+
+
+def auto(*, at_least: float | None = None) -> Any:
+    """A required number, or `auto` (also `null`): decided by the framework, `None` in the dataclass."""
+    return field(metadata={"auto": True, "at_least": at_least})
+
+
+class BackendName(Enum):
+    AUTO = "auto"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    MPI = "mpi"
+
+
+class InitMethod(Enum):
+    ENV = "env"
+    TCP = "tcp"
+    FILE = "file"
+
+
+class Precision(Enum):
+    """Lightning's names."""
+
+    FP32 = "32-true"
+    BF16_MIXED = "bf16-mixed"
+    FP16_MIXED = "16-mixed"
+    BF16 = "bf16-true"
+    FP64 = "64-true"
+
+
+class Interval(Enum):
+    STEP = "step"
+    EPOCH = "epoch"
+
+
+class Mode(Enum):
+    MIN = "min"
+    MAX = "max"
+
+
+class ClipAlgorithm(Enum):
+    NORM = "norm"
+    VALUE = "value"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    datasets: Node  # gives framework.Datasets(train, val, test)
+    batch_size: int = bounded(at_least=1)  # per process, as in PyTorch
+    global_batch_size: int | None = bounded(at_least=1)  # over ranks and accumulation; wins over batch_size
+    eval_batch_size: int | None = bounded(at_least=1)  # per process; default: batch_size
+    num_workers: int = bounded(at_least=0)  # data-loader processes per rank
+    shuffle: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendConfig:
+    name: BackendName
+    init_method: InitMethod
+    init_timeout: Duration  # for set-up, until the first step is done
+    timeout: Duration  # for every collective after it
+
+
+@dataclass(frozen=True)
+class TopologyConfig:
+    procs_per_node: int | None = auto(at_least=1)
+    gpus_per_process: int | None = auto(at_least=1)
+    min_gpus_per_process: int = bounded(at_least=1)  # what the model needs; the span where nothing else says
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Lightning's names, where it has one."""
+
+    gpus: int | None = auto(at_least=0)  # GPUs used per node
+    max_epochs: int | None = bounded(at_least=1)
+    max_steps: int | None = bounded(at_least=1)  # optimizer steps
+    precision: Precision
+    accumulate_grad_batches: int = bounded(at_least=1)
+    gradient_clip_val: float | None = bounded(above=0)
+    gradient_clip_algorithm: ClipAlgorithm
+    log_every_n_steps: int = bounded(at_least=1)
+    val_check_interval: int | None = bounded(at_least=1)  # optimizer steps; null: at the end of epochs
+    check_val_every_n_epoch: int | None = bounded(at_least=1)  # null: not at the end of epochs
+    limit_train_batches: int | float | None = bounded(above=0)  # int: batches; float in (0, 1]: that share
+    limit_val_batches: int | float | None = bounded(at_least=0)
+    limit_test_batches: int | float | None = bounded(at_least=0)
+    fast_dev_run: int | bool = bounded(at_least=0)  # n batches of everything, no checkpoints; true: 1
+    overfit_batches: int | float | None = bounded(above=0)  # train and validate on the same few batches, in order
+    deterministic: bool
+    benchmark: bool | None  # cudnn.benchmark; null: off in deterministic mode, else on
+    num_threads: int | None = auto(at_least=1)  # intra-op threads of a process; auto: its share of the cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    schedule: Node | None  # gets the optimizer, and total_steps where it takes that and wasn't given it
+    interval: Interval
+    monitor: str | None  # the metric ReduceLROnPlateau watches
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    enabled: bool
+    monitor: str | None  # a validation metric, such as val/accuracy; null: no `best`
+    mode: Mode
+    save_top_k: int = bounded(at_least=-1)  # best ones kept; -1 keeps every checkpoint
+    every_n_steps: int | None = bounded(at_least=1)
+    every_n_epochs: int | None = bounded(at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherConfig:
+    name: str  # a module of framework.launch that has `launch`
+    grace: Duration  # from SIGTERM to SIGKILL when a run is ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathConfig:
+    outputs: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    recipe: str
+    job: str
+    seed: int = bounded(at_least=0, at_most=2**32 - 1)
+    resume: str | None  # a run directory: go on in it
+    init_from: str | None  # a checkpoint: take only its weights
+    path: PathConfig
+    model: Node
+    data: DataConfig
+    task: Node
+    backend: BackendConfig
+    topology: TopologyConfig
+    trainer: TrainerConfig
+    strategy: Node
+    optimizer: Node
+    scheduler: SchedulerConfig
+    checkpoint: CheckpointConfig
+    logger: dict[str, Node]
+    callbacks: dict[str, Node]
+    launcher: LauncherConfig

@@ -1,0 +1,69 @@
+"""How a global batch is dealt: over the ranks, then over the micro-batches of each rank.
+
+Pure arithmetic on positions, the same on every rank, so that nothing has to be exchanged. Only how many samples come
+together in one optimizer step matters to the numbers; who computes which of them doesn't.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from framework.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """global_batch_size: samples per optimizer step, of all ranks and micro-batches; micro_batches: passes per rank."""
+
+    global_batch_size: int
+    micro_batches: int
+    world_size: int
+
+    @property
+    def largest_share(self) -> int:
+        """Samples of a full global batch that the rank with most of them gets."""
+        return -(-self.global_batch_size // self.world_size)
+
+
+def plan_batches(*, batch_size: int, global_batch_size: int | None, world_size: int, accumulate: int) -> BatchPlan:
+    """Decide how many samples one optimizer step takes: `global_batch_size`, else `batch_size` per forward pass.
+
+    Raises ConfigError when a full global batch has not a sample for every micro-batch of every rank.
+    """
+    if global_batch_size is None:
+        return BatchPlan(batch_size * world_size * accumulate, accumulate, world_size)
+    passes = world_size * accumulate
+    if global_batch_size < passes:
+        raise ConfigError(
+            f"data.global_batch_size={global_batch_size} is less than one sample for each of the {passes} forward "
+            f"passes of a step ({world_size} processes × trainer.accumulate_grad_batches={accumulate}).\n"
+            f"Use data.global_batch_size={passes} or more, or fewer processes or accumulation steps."
+        )
+    return BatchPlan(global_batch_size, accumulate, world_size)
+
+
+def share(count: int, *, rank: int, world_size: int) -> range:
+    """The positions in [0, count) that `rank` gets: contiguous, in the order of ranks, sizes differing by at most 1."""
+    size, extra = divmod(count, world_size)
+    begin = rank * size + min(rank, extra)
+    return range(begin, begin + size + int(rank < extra))
+
+
+def micro_batches(plan: BatchPlan, *, global_count: int, rank: int) -> list[range]:
+    """The positions in a global batch of `global_count` samples that each of this rank's micro-batches takes.
+
+    A full global batch makes `plan.micro_batches`; a short one no more than it needs, every rank as many, so that all
+    join the gradient exchange. A range may be empty: then the caller takes a stand-in of weight 0.
+    """
+    # For the rank with most samples: as large as in a full global batch, and its number rounded up.
+    most = -(-global_count // plan.world_size)
+    number = -(-most * plan.micro_batches // plan.largest_share)
+    mine = share(global_count, rank=rank, world_size=plan.world_size)
+    return [
+        mine[part.start : part.stop] for part in (share(len(mine), rank=i, world_size=number) for i in range(number))
+    ]
+
+
+def count_windows(num_samples: int, *, global_batch_size: int) -> int:
+    """Optimizer steps it takes to consume `num_samples`; the last, short global batch is kept."""
+    return -(-num_samples // global_batch_size)

@@ -1,0 +1,134 @@
+"""From indices to a batch on the CPU, in whichever process does it.
+
+A random transform in a dataset draws from generators seeded per sample, by (seed, epoch, index): what it draws depends
+neither on the number of ranks or loader workers nor on the order in which samples are loaded.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from framework.errors import RunError
+from framework.seed import mix
+from framework.types import Batch, MapDataset
+
+
+class Request(NamedTuple):
+    """A batch to be loaded: `indices` of the dataset, int64, and the epoch it is for."""
+
+    indices: Tensor
+    epoch: int
+
+
+class Fetch(Protocol):
+    """Loads and collates the samples of a request, on the CPU."""
+
+    def __call__(self, request: Request, /) -> Batch: ...
+
+
+def fetch_for(dataset: MapDataset, *, part: str, seed: int, resident: bool) -> Fetch:
+    """How to load batches of `dataset`; `resident` allows the short way for data that lies in memory as tensors."""
+    tensors = resident_tensors(dataset) if resident else None
+    return FetchResident(*tensors) if tensors is not None else FetchSamples(dataset, part=part, seed=seed)
+
+
+def resident_tensors(dataset: MapDataset) -> tuple[list[Tensor], Tensor | None] | None:
+    """The tensors of a TensorDataset, and where it is a Subset of one, which rows; None for any other dataset.
+
+    Subclasses don't count: they may have a `__getitem__` of their own.
+    """
+    if type(dataset) is TensorDataset:
+        return list(dataset.tensors), None
+    if type(dataset) is Subset:
+        inner = resident_tensors(dataset.dataset)  # type: ignore[arg-type]
+        if inner is not None:
+            tensors, rows = inner
+            chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
+            return tensors, chosen if rows is None else rows[chosen]
+    return None
+
+
+@final
+class FetchResident:
+    """One indexing operation per tensor, instead of one `__getitem__` per sample and a collation."""
+
+    def __init__(self, tensors: list[Tensor], rows: Tensor | None) -> None:
+        self._tensors = tensors
+        self._rows = rows
+
+    def __call__(self, request: Request, /) -> Batch:
+        rows = request.indices if self._rows is None else self._rows[request.indices]
+        return [tensor[rows] for tensor in self._tensors]  # a list, as `default_collate` makes of tuples
+
+
+@final
+class FetchSamples:
+    """`dataset[index]` for each index, then `default_collate`. The generators of the caller are left as they were.
+
+    Raises RunError that names the sample where the dataset raises, or where samples can't be collated.
+    """
+
+    def __init__(self, dataset: MapDataset, *, part: str, seed: int) -> None:
+        self._dataset = dataset
+        self._part = part
+        self._seed = seed
+
+    def __call__(self, request: Request, /) -> Batch:
+        indices = request.indices.tolist()
+        with preserved_generators():
+            samples = [self._load(index, epoch=request.epoch) for index in indices]
+        try:
+            return default_collate(samples)
+        except Exception as error:
+            raise RunError(
+                f"Samples {indices} of the {self._part} dataset don't make a batch: {type(error).__name__}: {error}\n"
+                "Every sample must have the same structure, with tensors of the same shapes."
+            ) from error
+
+    def _load(self, index: int, *, epoch: int) -> Any:
+        seed_generators(mix(self._seed, "sample", epoch, index))
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            raise RunError(
+                f"Sample {index} of the {self._part} dataset raised {type(error).__name__}: {error}\n{_where(error)}"
+            ) from error
+
+
+def seed_generators(seed: int) -> None:
+    """Seed what a transform may draw from: Python's generator, torch's on the CPU, and NumPy's where it is loaded."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Put the generators that `seed_generators` seeds back afterwards."""
+    python, pytorch = random.getstate(), torch.default_generator.get_state()
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.default_generator.set_state(pytorch)
+        if numpy is not None:
+            numpy.random.set_state(state)
+
+
+def _where(error: Exception) -> str:
+    """The line of the dataset's code that raised, for an error that is shown without its traceback."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"It was raised in {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"

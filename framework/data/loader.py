@@ -1,0 +1,159 @@
+"""The batches of one rank, on its device: `TrainLoader` for optimizer steps, `EvalLoader` for every sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import tee
+from typing import final
+
+import torch
+from torch.utils.data import IterableDataset
+
+from framework.data.batching import BatchPlan
+from framework.data.device import pins_memory, to_device
+from framework.data.fetch import Request, fetch_for
+from framework.data.sampler import GlobalOrder, WindowIndices, evaluation_indices, windows, windows_per_epoch
+from framework.data.workers import Workers
+from framework.errors import DataError
+from framework.types import Batch, MapDataset, MicroBatch, Window
+
+
+@final
+class BatchSource:
+    """Loads batches of a dataset and moves them to the device: in this process, or ahead of time in workers."""
+
+    def __init__(self, dataset: MapDataset, *, part: str, seed: int, num_workers: int, device: torch.device) -> None:
+        self._device = device
+        self._fetch = fetch_for(dataset, part=part, seed=seed, resident=num_workers == 0)
+        self._workers: Workers | None = None
+        if num_workers > 0:
+            self._workers = Workers(self._fetch, num_workers=num_workers, pin_memory=pins_memory(device))
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """The batches asked for, in order. Without workers each is loaded when it is taken."""
+        loaded = map(self._fetch, requests) if self._workers is None else self._workers.batches(requests)
+        for batch in loaded:
+            yield to_device(batch, self._device)
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+
+@final
+class TrainLoader:
+    """This rank's part of every global batch. All ranks make one with the same order, plan and limit.
+
+    limit: global batches per epoch at most. Raises DataError when the dataset is empty, isn't map-style, or has less
+    than one sample per process.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        *,
+        order: GlobalOrder,
+        plan: BatchPlan,
+        rank: int,
+        device: torch.device,
+        num_workers: int = 0,
+        limit: int | None = None,
+    ) -> None:
+        size = dataset_size(dataset, part="train")
+        if size != order.size:
+            raise ValueError(f"The order is of {order.size} samples, the dataset has {size}.")
+        if size < plan.world_size:
+            raise DataError(
+                f"The train dataset has {size} samples for {plan.world_size} processes: some would never get one.\n"
+                f"Use at most {size} processes (topology.procs_per_node), or more data."
+            )
+        self._order, self._plan, self._rank, self._limit = order, plan, rank, limit
+        self._source = BatchSource(dataset, part="train", seed=order.seed, num_workers=num_workers, device=device)
+
+    def __len__(self) -> int:
+        """Windows of a whole epoch."""
+        return windows_per_epoch(self._order, self._plan, limit=self._limit)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self._plan.global_batch_size
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
+        """The windows of `epoch` from the sample cursor `start` on; samples before it are not loaded.
+
+        Take all micro-batches of a window before the next window, and end one epoch before another is begun.
+        Raises DataError when the cursor isn't inside the epoch, RunError when a sample can't be loaded.
+        """
+        dealt = windows(self._order, self._plan, rank=self._rank, epoch=epoch, start=start, limit=self._limit)
+        shown, asked = tee(dealt)  # with workers, requests run ahead of the window being shown
+        batches = self._source.batches(_requests(asked, epoch=epoch))
+        for window in shown:
+            micro_batches = _take(batches, window)
+            yield Window(micro_batches, len(window.micro_batches), window.global_count, window.epoch_end)
+            assert next(micro_batches, None) is None, "a window's micro-batches were not all taken"
+
+    def close(self) -> None:
+        """End the loader's worker processes; may be called again."""
+        self._source.close()
+
+
+@final
+class EvalLoader:
+    """This rank's share of a whole part: over all ranks every sample exactly once, in the dataset's order.
+
+    Ranks may have different numbers of batches, or none. Random transforms draw the same in every evaluation.
+    part: `val` or `test`, for messages. Raises DataError when the dataset is empty or isn't map-style.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        *,
+        part: str,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        num_workers: int = 0,
+    ) -> None:
+        size = dataset_size(dataset, part=part)
+        indices = evaluation_indices(size, rank=rank, world_size=world_size)
+        # Splitting nothing would give one empty piece.
+        self._batches = torch.split(indices, batch_size) if len(indices) else ()
+        self._source = BatchSource(dataset, part=part, seed=0, num_workers=num_workers, device=device)
+
+    def __len__(self) -> int:
+        """Batches of this rank."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        requests = (Request(indices, epoch=0) for indices in self._batches)
+        for indices, batch in zip(self._batches, self._source.batches(requests), strict=True):
+            yield MicroBatch(batch, len(indices))
+
+    def close(self) -> None:
+        """End the loader's worker processes; may be called again."""
+        self._source.close()
+
+
+def dataset_size(dataset: MapDataset, *, part: str) -> int:
+    """Samples of a dataset. Raises DataError when it is empty or isn't map-style."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"The {part} dataset, a {type(dataset).__name__}, isn't map-style.\n"
+            "data.datasets must give datasets with __len__ and with __getitem__ for every index below the length."
+        )
+    size = len(dataset)
+    if size == 0:
+        raise DataError(f"The {part} dataset is empty. Look at the keywords of data.datasets.")
+    return size
+
+
+def _requests(dealt: Iterable[WindowIndices], *, epoch: int) -> Iterator[Request]:
+    return (Request(micro.indices, epoch) for window in dealt for micro in window.micro_batches)
+
+
+def _take(batches: Iterator[Batch], window: WindowIndices) -> Iterator[MicroBatch]:
+    """The next batches of a stream, as this window's; loads nothing before it is asked to."""
+    for micro in window.micro_batches:
+        yield MicroBatch(next(batches), micro.num_samples)

@@ -1,0 +1,97 @@
+"""Processes that load batches ahead of time: torch's DataLoader, asked for whole batches."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from framework.data.fetch import Fetch, Request
+from framework.errors import RunError
+from framework.types import Batch
+
+
+class Failure(NamedTuple):
+    """An error on its way from a worker; torch would bury its message in a traceback."""
+
+    message: str
+
+
+@final
+class Workers:
+    """Worker processes, started by the first `batches` and kept until `close`."""
+
+    def __init__(self, fetch: Fetch, *, num_workers: int, pin_memory: bool) -> None:
+        self._queue = RequestQueue()
+        self._loader: DataLoader[Any] | None = DataLoader(
+            FetchDataset(fetch),
+            batch_size=None,  # the dataset gives batches
+            sampler=self._queue,
+            num_workers=num_workers,
+            collate_fn=_as_is,
+            pin_memory=pin_memory,
+            persistent_workers=True,
+            worker_init_fn=partial(_init_worker, parent=os.getpid()),
+            # Forked workers share the dataset's memory and are our children, as the request to die with us needs.
+            multiprocessing_context="fork" if sys.platform.startswith("linux") else "spawn",
+            # Its own, so that the numbers it draws for the workers don't shift the generator that training draws from.
+            generator=torch.Generator(),
+        )
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """The batches asked for, in order. A new call discards what an earlier one has not consumed."""
+        if self._loader is None:
+            raise RuntimeError("These loader workers were closed.")
+        self._queue.requests = requests
+        for batch in self._loader:
+            if isinstance(batch, Failure):
+                raise RunError(batch.message)
+            yield batch
+
+    def close(self) -> None:
+        """End the worker processes; may be called again."""
+        self._loader = None  # the DataLoader's iterator ends them when it is let go
+
+
+@final
+class RequestQueue:
+    """What the DataLoader takes for its sampler: iterating gives the requests set last.
+
+    Indices travel as plain numbers: a tensor would go through shared memory, and a thread to serve it.
+    """
+
+    def __init__(self) -> None:
+        self.requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[tuple[list[int], int]]:
+        return ((request.indices.tolist(), request.epoch) for request in self.requests)
+
+
+@final
+class FetchDataset(Dataset[Batch]):
+    """What the DataLoader takes for its dataset: a "sample" is a whole batch, so an epoch travels with its indices."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def __getitem__(self, key: tuple[list[int], int]) -> Batch:
+        indices, epoch = key
+        try:
+            return self._fetch(Request(torch.tensor(indices), epoch))
+        except RunError as error:
+            return Failure(str(error))
+
+
+def _init_worker(_worker: int, *, parent: int) -> None:
+    from framework.launch.lifetime import die_with_parent
+
+    die_with_parent(parent)
+
+
+def _as_is(batch: Batch) -> Batch:
+    return batch

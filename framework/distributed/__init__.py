@@ -1,0 +1,1 @@
+"""What a rank knows of the others: its place (`context`), the process group, and the few collectives used off the path."""

@@ -1,0 +1,81 @@
+"""A rank's place in the run, as a value that is handed to whoever needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from framework.config.schema import BackendName
+from framework.errors import RequestError, TopologyError
+from framework.topology import Topology
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where this rank is and what it owns. `backend` is torch.distributed's name of it."""
+
+    topology: Topology
+    rank: int
+    local_rank: int
+    node_rank: int
+    devices: tuple[torch.device, ...]
+    backend: str
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """The first device: batches and what is reduced over ranks live there."""
+        return self.devices[0]
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def make_context(topology: Topology, *, node_rank: int, local_rank: int, backend_name: BackendName) -> Context:
+    """The context of one rank. Makes no process group and opens no GPU.
+
+    Raises RequestError for a backend that this torch lacks or that can't serve the devices, TopologyError where
+    torch sees fewer GPUs than the topology names.
+    """
+    devices = _devices(topology, local_rank)
+    return Context(
+        topology=topology,
+        rank=topology.rank_of(node_rank, local_rank),
+        local_rank=local_rank,
+        node_rank=node_rank,
+        devices=devices,
+        backend=_backend(backend_name, device=devices[0]),
+    )
+
+
+def _devices(topology: Topology, local_rank: int) -> tuple[torch.device, ...]:
+    indices = topology.device_indices(local_rank)
+    if not indices:
+        return (torch.device("cpu"),) * topology.span
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    seen = torch.accelerator.device_count()
+    if accelerator is None or seen < topology.gpus_per_node:
+        raise TopologyError(
+            f"trainer.gpus={topology.gpus_per_node}, but torch {torch.__version__} sees {seen}.\n"
+            "Install a build of torch for this machine's driver, or use trainer.gpus=0 for the CPU."
+        )
+    return tuple(torch.device(accelerator.type, index) for index in indices)
+
+
+def _backend(name: BackendName, *, device: torch.device) -> str:
+    backend = dist.get_default_backend_for_device(device) if name is BackendName.AUTO else name.value
+    if backend == BackendName.NCCL.value and device.type == "cpu":
+        raise RequestError(
+            "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"
+            "Use backend.name=gloo or backend.name=auto."
+        )
+    if not dist.is_backend_available(backend):
+        there = ", ".join(b.value for b in BackendName if b is BackendName.AUTO or dist.is_backend_available(b.value))
+        raise RequestError(f"backend.name={backend} isn't in this torch, {torch.__version__}. Use one of {there}.")
+    return backend

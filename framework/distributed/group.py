@@ -1,0 +1,65 @@
+"""The process group of a run: set up with one time-out, used with another, always destroyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from framework.config.schema import BackendConfig
+from framework.distributed.context import Context
+from framework.errors import RunError
+
+
+@contextmanager
+def process_group(context: Context, settings: BackendConfig, *, rendezvous: str | None) -> Iterator[None]:
+    """The default group while this is entered, destroyed on every way out. Every rank must enter.
+
+    `rendezvous` is a URL for `init_process_group`; None makes a group of this rank alone that meets nobody.
+    Raises RunError when the ranks don't all arrive within `settings.init_timeout`.
+    """
+    # Before the group is made: otherwise the first collective of every rank opens a context on GPU 0.
+    if context.device.type != "cpu":
+        torch.accelerator.set_device_index(context.device)
+    try:
+        _init(context, settings, rendezvous=rendezvous)
+    except dist.DistError as error:
+        raise RunError(
+            f"Rank {context.rank} of {context.world_size} could not join the process group within "
+            f"backend.init_timeout={settings.init_timeout:g} s: {error}\n"
+            "Look into the other ranks' logs; raise backend.init_timeout if they are only slow."
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def set_timeout(timeout_s: float, context: Context) -> None:
+    """Give every later collective this time-out. Every rank must call it at the same place, none ahead of the others."""
+    if context.world_size == 1:
+        return
+    dist.barrier()  # the new, shorter limit must not catch a rank that is still setting up
+    timeout = timedelta(seconds=timeout_s)
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout)
+    else:
+        # Before the public function came, this private one was the only way.
+        dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def _init(context: Context, settings: BackendConfig, *, rendezvous: str | None) -> None:
+    # With a device, NCCL connects eagerly and every collective knows its GPU; a replica over several has no single one.
+    one_gpu = context.device.type != "cpu" and len(context.devices) == 1
+    dist.init_process_group(
+        context.backend,
+        init_method=rendezvous,
+        store=dist.HashStore() if rendezvous is None else None,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timedelta(seconds=settings.init_timeout),
+        device_id=context.device if one_gpu else None,
+    )

@@ -1,0 +1,290 @@
+"""One rank's life: who am I, meet the others, build, restore, train, test, leave."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import yaml
+
+from framework import build
+from framework.checkpoint import CheckpointManager, find, load, load_weights
+from framework.checkpoint.format import BEST
+from framework.config.parse import parse
+from framework.config.schema import Config, Interval
+from framework.data.batching import BatchPlan, plan_batches
+from framework.data.loader import EvalLoader, TrainLoader, dataset_size
+from framework.data.sampler import GlobalOrder
+from framework.distributed.collectives import barrier
+from framework.distributed.context import Context, make_context
+from framework.distributed.group import process_group, set_timeout
+from framework.errors import CheckpointError
+from framework.evaluator import evaluate
+from framework.hardware import threads_per_process
+from framework.launch.plan import RankArguments
+from framework.limits import first_samples, limited, overfitted, shortened, train_windows
+from framework.precision import PrecisionPlugin
+from framework.rank_log import logger, rank_log
+from framework.run_dir import RunDir
+from framework.seed import restore_generator_states, seed_everything, set_deterministic
+from framework.trainer import Parts, Trainer, total_steps
+from framework.types import Datasets, MapDataset, Strategy
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What every step of a rank's life needs to know; all of it known before the process group is made."""
+
+    config: Config
+    context: Context
+    run_dir: RunDir
+    plan: BatchPlan
+    strategy: Strategy
+
+
+def run_rank(arguments: RankArguments) -> None:
+    """Train as the run directory's `config.yaml` says, on this rank.
+
+    What can be wrong with the request is found before the process group is made. Raises FrameworkError for it, and
+    passes what the user's code raises.
+    """
+    run_dir = RunDir(Path(arguments.run_dir))
+    config = shortened(parse(yaml.safe_load(run_dir.config_file.read_text())))
+    context = make_context(
+        arguments.topology,
+        node_rank=arguments.node_rank,
+        local_rank=arguments.local_rank,
+        backend_name=config.backend.name,
+    )
+    with rank_log(run_dir, context):
+        _prepare_process(config, context)
+        build.check_targets(config)
+        strategy = build.build_strategy(config.strategy, context=context)
+        rank = Rank(config, context, run_dir, _plan_batches(config, context), strategy)
+        datasets = overfitted(build.build_datasets(config.data.datasets), config.trainer, rank.plan)
+        train_loader = _train_loader(rank, datasets.train)
+        with process_group(context, config.backend, rendezvous=arguments.rendezvous):
+            _run(rank, datasets, train_loader)
+
+
+def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> None:
+    """Build, restore, train, test: inside the process group."""
+    settings = rank.config.trainer
+    val_loader = _eval_loader(rank, datasets.val, part="val", limit=settings.limit_val_batches)
+    test_loader = _eval_loader(rank, datasets.test, part="test", limit=settings.limit_test_batches)
+    trainer = _build_trainer(rank, train_loader, val_loader)
+    try:
+        _restore(rank, trainer)
+        if rank.context.is_main:
+            _introduce(rank, trainer, datasets)
+        started = time.perf_counter()
+        trainer.fit()
+        seconds = time.perf_counter() - started
+        metrics = {**trainer.val_metrics, **_test(rank, trainer, test_loader)}
+        if rank.context.is_main:
+            _report(rank, trainer, metrics=metrics, seconds=seconds)
+    finally:
+        for part in (*trainer.parts.loggers.values(), train_loader, val_loader, test_loader):
+            if part is not None:
+                part.close()
+
+
+def _prepare_process(config: Config, context: Context) -> None:
+    """Process-wide settings, made once, before anything computes."""
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_per_process(context.topology.procs_per_node))
+    set_deterministic(config.trainer.deterministic, benchmark=config.trainer.benchmark)
+
+
+def _plan_batches(config: Config, context: Context) -> BatchPlan:
+    return plan_batches(
+        batch_size=config.data.batch_size,
+        global_batch_size=config.data.global_batch_size,
+        world_size=context.world_size,
+        accumulate=config.trainer.accumulate_grad_batches,
+    )
+
+
+def _train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
+    config = rank.config
+    size = dataset_size(dataset, part="train")
+    shuffle = config.data.shuffle and config.trainer.overfit_batches is None
+    return TrainLoader(
+        dataset,
+        order=GlobalOrder(size, seed=config.seed, shuffle=shuffle),
+        plan=rank.plan,
+        rank=rank.context.rank,
+        device=rank.context.device,
+        num_workers=config.data.num_workers,
+        limit=train_windows(config.trainer, rank.plan, size=size),
+    )
+
+
+def _eval_loader(
+    rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None
+) -> EvalLoader | None:
+    """The loader of an evaluation part cut to its limit; None where there is nothing to evaluate."""
+    if dataset is None:
+        return None
+    context, data = rank.context, rank.config.data
+    batch_size = data.eval_batch_size or data.batch_size
+    if limit is not None:
+        together = batch_size * context.world_size
+        batches = limited(-(-dataset_size(dataset, part=part) // together), limit)
+        if batches == 0:
+            return None
+        dataset = first_samples(dataset, batches * together)
+    return EvalLoader(
+        dataset,
+        part=part,
+        batch_size=batch_size,
+        rank=context.rank,
+        world_size=context.world_size,
+        device=context.device,
+        num_workers=data.num_workers,
+    )
+
+
+def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader | None) -> Trainer:
+    config, context = rank.config, rank.context
+    # The same on every rank: replicas begin equal, whether or not the strategy makes them so.
+    seed_everything(config.seed, rank=0)
+    precision = PrecisionPlugin(config.trainer.precision, device=context.device)
+    model = precision.convert_model(build.build_model(config.model, context=context))
+    if config.init_from is not None:
+        source = find(Path(config.init_from))
+        load_weights(model, load(source, map_location=context.device, parts=["model"])["model"], source=source)
+    wrapped = rank.strategy.wrap(model)
+    optimizer = build.build_optimizer(config.optimizer, model.parameters())
+    parts = Parts(
+        model=wrapped,
+        task=build.build_task(config.task),
+        strategy=rank.strategy,
+        precision=precision,
+        optimizer=optimizer,
+        schedule=build.build_scheduler(config.scheduler, optimizer, _schedule_length(config, len(train_loader))),
+        callbacks=build.build_callbacks(config.callbacks),
+        loggers=build.build_loggers(config.logger, run_dir=rank.run_dir) if context.is_main else {},
+    )
+    seed_everything(config.seed, rank=context.rank)
+    return Trainer(
+        parts,
+        config.trainer,
+        context=context,
+        train_loader=train_loader,
+        val_loader=val_loader,
+        checkpoints=_checkpoints(rank),
+        after_first_step=partial(set_timeout, config.backend.timeout, context),
+    )
+
+
+def _schedule_length(config: Config, steps_per_epoch: int) -> int | None:
+    """How often a scheduler of this interval moves in the whole run; None where nothing but a callback ends it."""
+    steps = total_steps(config.trainer, steps_per_epoch=steps_per_epoch)
+    if steps is None or config.scheduler.interval is Interval.STEP:
+        return steps
+    return -(-steps // steps_per_epoch)
+
+
+def _checkpoints(rank: Rank) -> CheckpointManager | None:
+    if not rank.config.checkpoint.enabled:
+        return None
+    return CheckpointManager(
+        rank.config.checkpoint,
+        rank.run_dir.checkpoints,
+        config_text=rank.run_dir.config_file.read_text(),
+        is_writer=rank.context.is_main,
+        barrier=partial(barrier, rank.context),
+    )
+
+
+def _restore(rank: Rank, trainer: Trainer) -> None:
+    """Go on from the run's last checkpoint where the config says `resume`; a run without one begins again."""
+    config, context = rank.config, rank.context
+    if config.resume is None:
+        return
+    try:
+        source = find(rank.run_dir.checkpoints)
+    except CheckpointError as error:
+        if any(rank.run_dir.checkpoints.glob("step_*")):
+            raise
+        logger.warning("Nothing to resume from, beginning anew: %s", error)
+        return
+    state = load(source, map_location=context.device)
+    weights = state["training"].get("model", state["model"])
+    load_weights(trainer.parts.bare_model, weights, source=source)
+    trainer.load_state_dict(state["training"])
+    generators = state["generators"]
+    if len(generators) == context.world_size:
+        if not restore_generator_states(generators[context.rank], devices=context.devices):
+            logger.warning("The checkpoint is of other devices: their random generators begin anew")
+    else:
+        logger.warning(
+            "The checkpoint is of %d ranks, this run has %d: random generators begin anew",
+            len(generators),
+            context.world_size,
+        )
+    logger.info("resumed from %s", source)
+
+
+def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> dict[str, float]:
+    """Metrics of the test part, with the weights that validation found best, else with the last ones."""
+    if loader is None:
+        return {}
+    model = trainer.parts.bare_model
+    best = rank.run_dir.checkpoints / BEST
+    chosen = trainer.checkpoints is not None and trainer.checkpoints.monitor is not None and best.exists()
+    if chosen:
+        source = find(best)
+        load_weights(model, load(source, map_location=rank.context.device, parts=["model"])["model"], source=source)
+    with nullcontext() if chosen else trainer.evaluation_weights():
+        metrics = evaluate(
+            model,
+            loader,
+            task=trainer.parts.task,
+            precision=trainer.parts.precision,
+            context=rank.context,
+            prefix="test",
+        )
+    for each in trainer.parts.loggers.values():
+        each.metrics(metrics, step=trainer.progress.step, epoch=trainer.last_epoch)
+    return metrics
+
+
+def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
+    """Show what is about to train, and give the loggers the config."""
+    context, parts = rank.context, trainer.parts
+    sizes = {"train": datasets.train, "val": datasets.val, "test": datasets.test}
+    counts = ", ".join(f"{name} {len(part):,}" for name, part in sizes.items() if part is not None)
+    parameters = sum(parameter.numel() for parameter in parts.bare_model.parameters())
+    print(
+        f"{type(parts.bare_model).__name__} with {parameters:,} parameters on {context.devices[0]} ({context.backend}); "
+        f"{counts} samples; global batch {rank.plan.global_batch_size}, {len(trainer.train_loader)} steps an epoch",
+        flush=True,
+    )
+    if trainer.progress.step:
+        print(f"Going on after step {trainer.progress.step:,}, epoch {trainer.progress.epoch}", flush=True)
+    for each in parts.loggers.values():
+        each.text("config", rank.run_dir.config_file.read_text())
+
+
+def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], seconds: float) -> None:
+    """Leave the results in `run.json`, where the parent reads them for the closing summary."""
+    progress = trainer.progress
+    reached = "max_epochs" if progress.epoch == rank.config.trainer.max_epochs else "max_steps"
+    ended_by = trainer.stop_reason or f"trainer.{reached} reached"
+    results = {
+        "steps": progress.step,
+        "epochs": progress.epoch,
+        "seconds": seconds,
+        "ended_by": ended_by,
+        "metrics": metrics,
+    }
+    rank.run_dir.update_run({"results": results})

@@ -1,0 +1,183 @@
+"""What this machine has: GPUs through NVML and cores this process may use. Without torch, without opening a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.errors import TopologyError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that CUDA would show to a process started now."""
+
+    name: str
+    uuid: str
+    memory_bytes: int
+
+
+def visible_gpus() -> list[Gpu]:
+    """The NVIDIA GPUs left by CUDA_VISIBLE_DEVICES, in its order; none without a driver.
+
+    Raises TopologyError when there is a driver and it doesn't answer: training on the CPU instead would hide that.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return []
+    except Exception as error:
+        if type(error).__name__ in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"):
+            return []
+        raise TopologyError(_driver_trouble(error)) from error
+    try:
+        gpus = [_describe(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
+        return _select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), nvml=nvml)
+    except nvml.NVMLError as error:
+        raise TopologyError(_driver_trouble(error)) from error
+    finally:
+        nvml.nvmlShutdown()
+
+
+def count_gpus() -> int:
+    return len(visible_gpus())
+
+
+def resolve_gpus(requested: int | None) -> int:
+    """GPUs to use on this node: `requested`, or all there are for None.
+
+    Raises TopologyError when more are requested than there are. 0 asks no driver.
+    """
+    if requested == 0:
+        return 0
+    there = count_gpus()
+    if requested is None:
+        return there
+    if requested > there:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        limit = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown!r})"
+        many = "no GPU" if there == 0 else "1 GPU" if there == 1 else f"{there} GPUs"
+        use = "" if there == 0 else f"Use trainer.gpus={there} or trainer.gpus=auto. "
+        raise TopologyError(
+            f"trainer.gpus={requested}, but this machine has {many}{limit}.\n"
+            f"{use}To run as CPU processes instead: trainer.gpus=0 topology.procs_per_node={requested}"
+        )
+    return requested
+
+
+def cpu_count(root: Path = Path("/")) -> int:
+    """Cores this process may use: its affinity, or less where a control group's quota grants less; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    # Rounded down: one thread more than the quota grants gets all of them throttled.
+    return max(1, min([cores, *(int(quota) for quota in _cpu_quotas(root))]))
+
+
+def threads_per_process(procs: int) -> int:
+    """A process's share of the cores, at least 1."""
+    return max(1, cpu_count() // procs)
+
+
+def _driver_trouble(error: Exception) -> str:
+    way_out = "Mend it (does nvidia-smi work?), or use trainer.gpus=0 for the CPU."
+    return f"The NVIDIA driver doesn't answer: {error}.\n{way_out}"
+
+
+def _describe(nvml: Any, handle: Any) -> Gpu:
+    # Very old bindings give bytes.
+    name, uuid = (_text(read(handle)) for read in (nvml.nvmlDeviceGetName, nvml.nvmlDeviceGetUUID))
+    try:
+        memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError_NotSupported:  # GPUs that share the host's memory
+        memory = 0
+    return Gpu(name, uuid, memory)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _select(gpus: list[Gpu], visible: str | None, *, nvml: Any) -> list[Gpu]:
+    """What CUDA makes of CUDA_VISIBLE_DEVICES: entries up to the first that names nothing; none if one comes twice.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
+    """
+    if visible is None:
+        return gpus
+    selected: list[Gpu] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        gpu = _find(gpus, entry, nvml=nvml)
+        if gpu is None:
+            break
+        if gpu in selected:
+            return []
+        selected.append(gpu)
+    return selected
+
+
+def _find(gpus: list[Gpu], entry: str, *, nvml: Any) -> Gpu | None:
+    if entry.startswith("MIG-"):
+        try:
+            return _describe(nvml, nvml.nvmlDeviceGetHandleByUUID(entry))
+        except nvml.NVMLError:
+            return None
+    if entry.startswith("GPU-"):  # the beginning of a UUID is enough where it fits one
+        found = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+        return found[0] if len(found) == 1 else None
+    if entry.isdecimal() and int(entry) < len(gpus):
+        return gpus[int(entry)]
+    return None
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Cores granted by the process's control groups and all above them, versions 1 and 2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux, or no /proc
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            yield from _quotas_up(root / "sys/fs/cgroup", group, read=_quota_v2)
+        elif "cpu" in controllers.split(","):
+            for mount in (root / "sys/fs/cgroup" / name for name in ("cpu", controllers)):
+                if mount.is_dir():
+                    yield from _quotas_up(mount, group, read=_quota_v1)
+                    break
+
+
+def _quotas_up(mount: Path, group: str, *, read: Any) -> Iterator[float]:
+    # In a container the path may be the host's and not exist here; the container's own limit is at the mount.
+    folder = mount / group.strip("/")
+    for level in (folder, *folder.parents):
+        if not level.is_relative_to(mount):
+            return
+        quota = read(level)
+        if quota is not None:
+            yield quota
+
+
+def _quota_v2(folder: Path) -> float | None:
+    return _ratio(_read(folder / "cpu.max").split())
+
+
+def _quota_v1(folder: Path) -> float | None:
+    return _ratio([_read(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")])
+
+
+def _ratio(words: list[str]) -> float | None:
+    """`quota period`, both in microseconds; "max" or -1 is no limit."""
+    if len(words) != 2 or not words[0].isdecimal() or not words[1].isdecimal():
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,109 @@
+"""The parent's side of the fork server: start it before anything slow, ask it for processes, hear of their ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from framework.errors import LaunchError
+from framework.launch.wire import Channel, Message
+
+# What libraries read when they are loaded, set where the user hasn't. Spinning OpenMP threads are ruinous once two
+# processes share a core, and a BLAS pool in the server would be threads lost at every fork.
+_LOAD_TIME_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process to fork: `entry` ("module:function") is called as `function(arguments, fd)`."""
+
+    key: str
+    entry: str
+    arguments: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None  # where its output goes; None keeps the parent's
+    terminal: bool = False  # output goes to the terminal as well
+
+
+@final
+class WarmServer:
+    """A running fork server. `close` ends it and every child it has."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel, *, environment: Mapping[str, str]) -> None:
+        self._process = process
+        self._channel = channel
+        self._environment = dict(environment)  # what the server, and so every child, started with
+
+    @staticmethod
+    def start(preload: Sequence[str]) -> WarmServer:
+        """Start the server; it begins to import `preload` at once. Takes milliseconds."""
+        channel, theirs = Channel.pair()
+        environment = {**_LOAD_TIME_ENVIRONMENT, **os.environ}
+        # A session of its own: Ctrl-C at the terminal reaches the parent alone, which decides for all.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "framework.launch.fork_server", str(theirs.fileno()), str(os.getpid()), *preload],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            start_new_session=True,
+        )
+        theirs.close()
+        return WarmServer(process, channel, environment=environment)
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def spawn(self, child: Child, *, fd: int | None = None) -> None:
+        """Ask for a child in this process's present environment and folder. `fd` is passed on to it."""
+        wanted = {**self._environment, **os.environ, **child.environment}
+        self._send(
+            {
+                "op": "spawn",
+                "key": child.key,
+                "entry": child.entry,
+                "arguments": dict(child.arguments),
+                "environment": {k: v for k, v in wanted.items() if self._environment.get(k) != v},
+                "unset": [k for k in self._environment if k not in os.environ and k not in _LOAD_TIME_ENVIRONMENT],
+                "cwd": str(Path.cwd()),
+                "sys_path": sys.path,
+                "argv": sys.argv,
+                "log": None if child.log is None else str(child.log),
+                "terminal": child.terminal,
+                "takes_fd": fd is not None,
+            },
+            fds=() if fd is None else (fd,),
+        )
+
+    def kill(self, key: str, signal_number: signal.Signals) -> None:
+        """Send a signal to a child, if it is still there: only who reaps a process can be sure of its number."""
+        self._send({"op": "kill", "key": key, "signal": int(signal_number)})
+
+    def events(self) -> Iterator[Message]:
+        """Events that have arrived; waits for at least one. Raises LaunchError when the server is gone."""
+        try:
+            yield from self._channel.receive_ready()
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
+
+    def close(self) -> None:
+        """End the server and every child, and wait for the server. May be called twice."""
+        self._channel.close()
+        self._process.terminate()
+        self._process.wait()
+
+    def _send(self, message: Message, *, fds: Sequence[int] = ()) -> None:
+        try:
+            self._channel.send(message, fds=fds)
+        except OSError as error:
+            raise self._lost() from error
+
+    def _lost(self) -> LaunchError:
+        return LaunchError(
+            f"The fork server (pid {self._process.pid}) ended, and the run with it; its exit status is "
+            f"{self._process.poll()}. If its own output above says nothing, the system may have been out of memory."
+        )

@@ -1,0 +1,67 @@
+"""The settings that shorten a run, turned into numbers: `limit_*_batches`, `overfit_batches`, `fast_dev_run`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch.utils.data import Subset
+
+from framework.config.schema import Config, TrainerConfig
+from framework.data.batching import BatchPlan, count_windows
+from framework.types import Datasets, MapDataset
+
+
+def shortened(config: Config) -> Config:
+    """The config with `fast_dev_run=n` spelled out: n batches of every part, no checkpoints, loggers or callbacks."""
+    batches = int(config.trainer.fast_dev_run)
+    if batches == 0:
+        return config
+    trainer = replace(
+        config.trainer,
+        max_epochs=1,
+        max_steps=None,
+        limit_train_batches=batches,
+        limit_val_batches=batches,
+        limit_test_batches=batches,
+        log_every_n_steps=1,
+        val_check_interval=None,
+        check_val_every_n_epoch=1,
+    )
+    return replace(
+        config, trainer=trainer, checkpoint=replace(config.checkpoint, enabled=False), logger={}, callbacks={}
+    )
+
+
+def limited(total: int, limit: int | float | None) -> int:
+    """How many of `total` batches a limit leaves: an int counts them, a float is a share of them; at least 1 of some."""
+    if limit is None:
+        return total
+    if isinstance(limit, float):
+        return max(1, int(total * limit)) if limit > 0 and total else 0
+    return min(total, limit)
+
+
+def train_windows(settings: TrainerConfig, plan: BatchPlan, *, size: int) -> int | None:
+    """Global batches an epoch is cut to, or None. The limit counts each process's batches, as PyTorch's loaders do."""
+    if settings.limit_train_batches is None:
+        return None
+    batches = count_windows(size, global_batch_size=plan.global_batch_size) * plan.micro_batches
+    return math.ceil(limited(batches, settings.limit_train_batches) / plan.micro_batches)
+
+
+def overfitted(datasets: Datasets, settings: TrainerConfig, plan: BatchPlan) -> Datasets:
+    """With `overfit_batches`, the same few global batches for training and validation, and no test."""
+    if settings.overfit_batches is None:
+        return datasets
+    size = len(datasets.train)
+    windows = limited(count_windows(size, global_batch_size=plan.global_batch_size), settings.overfit_batches)
+    few = first_samples(datasets.train, windows * plan.global_batch_size)
+    return Datasets(train=few, val=few, test=None)
+
+
+def first_samples(dataset: MapDataset, count: int) -> MapDataset:
+    """The first `count` samples, or all where there are fewer."""
+    if count >= len(dataset):
+        return dataset
+    return Subset(dataset, range(count))  # type: ignore[arg-type]

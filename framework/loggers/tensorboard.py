@@ -1,0 +1,76 @@
+"""Curves and texts for TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from textwrap import indent
+from typing import TYPE_CHECKING, final
+
+from framework.loggers.names import of_evaluation
+from framework.run_dir import RunDir
+from framework.types import FitInfo
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@final
+class TensorBoardLogger:
+    """Writes event files to the run's tensorboard folder: scalars under the names they come with, texts as code blocks.
+
+    After a resume TensorBoard shows no step twice: what was written beyond the step the run goes on from is hidden.
+    A file is begun with the first thing to write; texts from before `fit_start` wait for it, so none is hidden.
+    """
+
+    def __init__(self, *, run_dir: RunDir) -> None:
+        self._folder = run_dir.tensorboard
+        self._writer: SummaryWriter | None = None
+        self._waiting_texts: list[tuple[str, str]] = []
+        self._start_step = 0
+
+    def fit_start(self, info: FitInfo) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._start_step = info.start_step
+        # TensorBoard hides the steps from purge_step on; the one started from was logged before.
+        self._writer = self._open(purge_step=info.start_step + 1 if info.start_step else None)
+
+    def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
+        writer = self._opened()
+        for name, value in values.items():
+            writer.add_scalar(name, value, global_step=step)
+        if of_evaluation(values):
+            writer.flush()
+
+    def text(self, tag: str, text: str) -> None:
+        if self._writer is None:
+            self._waiting_texts.append((tag, text))
+        else:
+            self._write_text(self._writer, tag, text)
+
+    def close(self) -> None:
+        """Write everything out and end the writer's thread; another call, or one without anything to write, is fine."""
+        if self._waiting_texts:
+            self._opened()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _opened(self) -> SummaryWriter:
+        if self._writer is None:
+            self._writer = self._open(purge_step=None)
+        return self._writer
+
+    def _open(self, *, purge_step: int | None) -> SummaryWriter:
+        # Half a second, and only rank 0 of a run that logs to TensorBoard has to spend it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+        for tag, text in self._waiting_texts:
+            self._write_text(writer, tag, text)
+        self._waiting_texts.clear()
+        return writer
+
+    def _write_text(self, writer: SummaryWriter, tag: str, text: str) -> None:
+        # Indented, not fenced: a fence would end at the first fence inside the text.
+        writer.add_text(tag, indent(text, "    ", lambda _: True), global_step=self._start_step)

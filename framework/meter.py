@@ -1,0 +1,131 @@
+"""Sums and counts: kept on the device while steps run, added over ranks in one go when somebody wants to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from framework.distributed.collectives import gather_to_all, sum_over_ranks
+from framework.distributed.context import Context
+from framework.errors import RunError
+from framework.types import StepOutput
+
+LOSS = "loss"
+_CHUNK = 1024  # scalars packed into one tensor, so that reading rarely doesn't keep a tensor for every step
+
+
+@final
+class Series:
+    """The values of one name since they were last read: each a sum over samples, or a mean with its weight."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._packed: list[Tensor] = []
+        self._loose: list[Tensor] = []
+        self._weights: list[int] = []
+        self._steps: list[int] = []
+
+    def add(self, value: Tensor, *, weight: int, count: int, step: int) -> None:
+        self._loose.append(value)
+        self._weights.append(weight)
+        self._steps.append(step)
+        self.count += count
+        if len(self._loose) == _CHUNK:
+            self._pack()
+
+    def total(self, device: torch.device) -> Tensor:
+        """The weighted sum, in double precision where the device has it, as a tensor of one element."""
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._pack()
+        if not self._packed:
+            return torch.zeros(1, dtype=dtype, device=device)
+        values = torch.cat(self._packed).to(device=device, dtype=dtype)
+        weights = torch.tensor(self._weights, dtype=dtype, device=device)
+        return (values * weights).sum().reshape(1)
+
+    def first_nonfinite(self) -> int | None:
+        """The step of the first value that is NaN or infinite; waits for the device."""
+        self._pack()
+        if not self._packed:
+            return None
+        bad = (~torch.isfinite(torch.cat(self._packed))).nonzero().flatten().tolist()
+        return self._steps[bad[0]] if bad else None
+
+    def _pack(self) -> None:
+        if self._loose:
+            self._packed.append(torch.stack(self._loose).flatten())
+            self._loose = []
+
+
+@final
+class Meter:
+    """Collects what steps compute. Adding keeps references only: no kernel, no waiting for the device."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, Series] = {}
+        self._agreed: list[str] | None = None  # names all ranks have, known after the first reduction
+
+    def add(self, output: StepOutput, *, step: int = 0) -> None:
+        """Take in one batch: its loss is a mean and weighs `output.num_samples`, metrics are sums already."""
+        samples = output.num_samples
+        self._get(LOSS).add(output.loss.detach(), weight=samples, count=samples, step=step)
+        for name, (total, count) in output.metrics.items():
+            self._get(name).add(torch.as_tensor(total).detach(), weight=1, count=count, step=step)
+
+    def reduce(self, context: Context, *, extra: Sequence[float] = ()) -> tuple[dict[str, float], list[float]]:
+        """Means over all ranks since the last reduction, and `extra` summed over ranks; one flat reduction for all.
+
+        Every rank must call it; it waits for the device. A name without samples on any rank is left out.
+        Raises RunError where this rank has names that the others don't.
+        """
+        names = self._agree(context)
+        device = context.device
+        sums = [self._get(name).total(device) for name in names]
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        tail = [float(self._get(name).count) for name in names] + list(extra)
+        flat = torch.cat([*sums, torch.tensor(tail, dtype=dtype, device=device)])
+        numbers = sum_over_ranks(flat, context).tolist()
+        totals, counts, extras = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names) :]
+        return {n: t / c for n, t, c in zip(names, totals, counts, strict=True) if c}, extras
+
+    def first_nonfinite_step(self, context: Context) -> int | None:
+        """The first step whose loss was NaN or infinite on any rank. Every rank must call it, before `clear`."""
+        steps = [step for step in gather_to_all(self._get(LOSS).first_nonfinite(), context) if step is not None]
+        return min(steps, default=None)
+
+    def clear(self) -> None:
+        """Begin anew; the names stay agreed."""
+        self._series.clear()
+
+    def _get(self, name: str) -> Series:
+        series = self._series.get(name)
+        if series is None:
+            series = self._series[name] = Series()
+        return series
+
+    def _agree(self, context: Context) -> list[str]:
+        """The names to reduce, in one order on every rank. Asked once: later ones must be among them.
+
+        A rank without samples has no names and takes the others'.
+        """
+        mine = sorted(self._series)
+        if self._agreed is None:
+            by_rank = gather_to_all(mine, context)
+            self._agreed = max(by_rank, key=len)
+            differing = [rank for rank, names in enumerate(by_rank) if names and names != self._agreed]
+            if differing:
+                rank = differing[0]
+                raise RunError(
+                    f"Ranks report different metrics: rank {rank} has {by_rank[rank]}, others {self._agreed}.\n"
+                    "A task must return the same names on every rank and for every batch."
+                )
+        unknown = set(mine) - set(self._agreed)
+        if unknown and context.world_size > 1:
+            raise RunError(
+                f"Rank {context.rank} reports {sorted(unknown)}, which the first report didn't have: {self._agreed}.\n"
+                "A task must return the same names on every rank and for every batch."
+            )
+        return self._agreed if context.world_size > 1 else mine

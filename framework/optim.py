@@ -1,0 +1,101 @@
+"""Around the optimizer: when the learning rate moves, a schedule of our own, and gradients clipped and measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from framework.config.schema import ClipAlgorithm, Interval
+from framework.errors import ConfigError
+
+
+@final
+class Schedule:
+    """A scheduler (or none) with when it moves: the trainer calls every `after_` method, and one of them acts.
+
+    ReduceLROnPlateau moves after validations, by the metric `monitor`; all others after steps or epochs.
+    Raises ConfigError where the two are mixed.
+    """
+
+    def __init__(self, scheduler: LRScheduler | None, *, interval: Interval, monitor: str | None) -> None:
+        self._plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+        if self._plateau is not None and monitor is None:
+            raise ConfigError("ReduceLROnPlateau watches a metric: set scheduler.monitor, such as val/loss.")
+        if self._plateau is None and monitor is not None:
+            raise ConfigError(
+                f"scheduler.monitor={monitor} is read by ReduceLROnPlateau only. Set scheduler.monitor=null."
+            )
+        self._scheduler = scheduler
+        self._monitor = monitor
+        timed = None if self._plateau is not None else scheduler
+        self._each_step = timed if interval is Interval.STEP else None
+        self._each_epoch = timed if interval is Interval.EPOCH else None
+
+    def after_step(self) -> None:
+        if self._each_step is not None:
+            self._each_step.step()
+
+    def after_epoch(self) -> None:
+        if self._each_epoch is not None:
+            self._each_epoch.step()
+
+    def after_validation(self, metrics: Mapping[str, float]) -> None:
+        """Raises ConfigError when the metric to watch isn't among those computed."""
+        if self._plateau is None or self._monitor is None:
+            return
+        if self._monitor not in metrics:
+            raise ConfigError(
+                f"scheduler.monitor={self._monitor} isn't a validation metric. Use one of {', '.join(sorted(metrics))}."
+            )
+        self._plateau.step(metrics[self._monitor])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scheduler is None else self._scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state)
+
+
+def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, min_factor: float = 0.0) -> LambdaLR:
+    """Linear warm-up to the optimizer's learning rate, then half a cosine down to `min_factor` times it.
+
+    Step s of the warm-up has (s + 1) / warmup_steps of the rate; after `total_steps` it stays at the end's.
+    SGDR, https://arxiv.org/abs/1608.03983, without restarts. Raises ConfigError for numbers out of range.
+    """
+    if not 0 <= warmup_steps < total_steps:
+        raise ConfigError(f"warmup_steps={warmup_steps} must be at least 0 and less than total_steps={total_steps}.")
+    if not 0 <= min_factor <= 1:
+        raise ConfigError(f"min_factor={min_factor} must be within 0 and 1: it is a share of the learning rate.")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        done = min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
+        return min_factor + (1 - min_factor) * (1 + math.cos(math.pi * done)) / 2
+
+    return LambdaLR(optimizer, factor)
+
+
+def clip_gradients(parameters: Iterable[Tensor], *, value: float, algorithm: ClipAlgorithm) -> Tensor | None:
+    """Clip the gradients in place, without waiting for the device; they must be unscaled and synchronised.
+
+    norm: scale all so that their total norm is at most `value`; gives the norm before, on the first one's device.
+    value: cut each element to within ±`value`; gives None. Parameters may be on several devices.
+    """
+    if algorithm is ClipAlgorithm.NORM:
+        return nn.utils.clip_grad_norm_(parameters, value)
+    nn.utils.clip_grad_value_(parameters, value)
+    return None
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together, on the first one's device; doesn't wait for it. 0 without gradients."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -1,0 +1,58 @@
+"""Number formats: what the model and batches are kept in, what autocast computes in, and how losses are scaled."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+
+from framework.config.schema import Precision
+
+_AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
+_TRUE = {Precision.BF16: torch.bfloat16, Precision.FP64: torch.float64}
+
+_Tree = TypeVar("_Tree")
+
+
+@final
+class PrecisionPlugin:
+    """`trainer.precision`, Lightning's names, for one kind of device.
+
+    32-true: everything as it is. bf16-mixed, 16-mixed: float32 weights, matrix products in the short format
+    (torch.autocast). bf16-true, 64-true: the model's and the batches' floats are of that type.
+    `scaler` is a GradScaler that does nothing except for 16-mixed, so one line serves all precisions.
+    """
+
+    def __init__(self, precision: Precision, *, device: torch.device) -> None:
+        self.dtype = _TRUE.get(precision)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision is Precision.FP16_MIXED)
+        short = _AUTOCAST.get(precision)
+        self._autocast: AbstractContextManager[Any] = (
+            nullcontext() if short is None else torch.autocast(device.type, dtype=short)
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Surrounds forward and loss. Always the same object, made once: it may be entered again, but not nested."""
+        return self._autocast
+
+    def convert_model(self, model: nn.Module) -> nn.Module:
+        """The model with its floats in the true precision's type. Call it before the optimizer is made."""
+        return model if self.dtype is None else model.to(dtype=self.dtype)
+
+    def convert_batch(self, batch: _Tree) -> _Tree:
+        """The batch with its float tensors in the true precision's type; integers stay what they are."""
+        return batch if self.dtype is None else _convert(batch, dtype=self.dtype)
+
+
+def _convert(tree: Any, *, dtype: torch.dtype) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, dict):
+        return {key: _convert(value, dtype=dtype) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_convert(value, dtype=dtype) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_convert(value, dtype=dtype) for value in tree)
+    return tree

@@ -1,0 +1,108 @@
+"""The run directory: made exclusively by one process, laid out the same for every run."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from framework.errors import RequestError
+
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside one run's directory. Making the value touches no disk; `create` does."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def overrides_file(self) -> Path:
+        return self.path / "overrides.yaml"
+
+    @property
+    def run_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def failure_file(self) -> Path:
+        return self.path / "failure.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank_{rank}.log"
+
+    def read_run(self) -> dict[str, Any]:
+        """What `run.json` says; raises `OSError` or `ValueError` where it isn't there or isn't JSON."""
+        content: dict[str, Any] = json.loads(self.run_file.read_text())
+        return content
+
+    def update_run(self, facts: Mapping[str, Any]) -> None:
+        """Add to `run.json`. One process at a time: the parent before and after the ranks, rank 0 in between."""
+        known = self.read_run() if self.run_file.exists() else {}
+        write_atomically(self.run_file, json.dumps({**known, **facts}, indent=2) + "\n")
+
+
+def create_run_dir(outputs: Path, *, recipe: str) -> RunDir:
+    """Make `outputs/<recipe>/<date>_<time>_<4 hex>` and its sub-folders; no other process can get the same one.
+
+    Raises RequestError where the place can't be written.
+    """
+    parent = outputs / recipe
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        run_dir = RunDir(_make_exclusive(parent).resolve())
+        run_dir.logs.mkdir()
+        run_dir.checkpoints.mkdir()
+    except OSError as error:
+        raise RequestError(
+            f"The run directory can't be made under {parent}: {error.strerror or error}.\n"
+            f"Choose a folder that can be written with path.outputs=FOLDER."
+        ) from error
+    return run_dir
+
+
+def _make_exclusive(parent: Path) -> Path:
+    for _ in range(_ATTEMPTS):
+        path = parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"{_ATTEMPTS} names under {parent} were all taken")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old or the new content, never a part, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

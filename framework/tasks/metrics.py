@@ -1,0 +1,65 @@
+"""Metrics of one batch as (sum, count): adding those of all batches and ranks gives the metric of the whole, exactly.
+
+The sum stays on the device; nothing here waits for it. Shapes: B samples, C classes, `...` any further dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from framework.errors import ConfigError, DataError
+
+
+class Metric(Protocol):
+    """A metric that `Supervised` computes: any callable of a batch's output and target that gives (sum, count)."""
+
+    def __call__(self, output: Any, target: Any, /) -> tuple[Tensor, int]: ...
+
+
+@final
+class Accuracy:
+    """Share of targets whose class is among the `top_k` highest scores.
+
+    output: scores of shape (B, C, ...), of which only the order counts. target: class indices of shape (B, ...).
+    """
+
+    def __init__(self, top_k: int = 1) -> None:
+        if top_k < 1:
+            raise ConfigError(f"Accuracy got top_k={top_k}. Use 1 or more.")
+        self.top_k = top_k
+
+    def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, int]:
+        self._check(output, target)
+        if self.top_k == 1:
+            return (output.argmax(dim=1) == target).sum(), target.numel()
+        best = output.topk(self.top_k, dim=1).indices
+        return (best == target.unsqueeze(1)).sum(), target.numel()
+
+    def _check(self, output: Tensor, target: Tensor) -> None:
+        if output.ndim < 2 or output.shape[:1] + output.shape[2:] != target.shape or target.is_floating_point():
+            raise DataError(
+                f"Accuracy got scores of shape {tuple(output.shape)} and targets of shape {tuple(target.shape)}, "
+                f"{target.dtype}.\nIt takes scores of shape (samples, classes, ...) and class indices of shape "
+                "(samples, ...), of an integer type."
+            )
+        if self.top_k > output.shape[1]:
+            raise ConfigError(f"Accuracy got top_k={self.top_k}, but the model gives {output.shape[1]} classes.")
+
+
+@final
+class MeanAbsoluteError:
+    """Mean of |output - target| over all elements. Both have the same shape."""
+
+    def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, int]:
+        if output.shape != target.shape:
+            raise DataError(
+                f"MeanAbsoluteError got outputs of shape {tuple(output.shape)} and targets of shape "
+                f"{tuple(target.shape)}. They must be the same; broadcasting would compare the wrong pairs."
+            )
+        difference = (output - target).abs()
+        # Sums of half-precision values would stop growing early.
+        dtype = torch.promote_types(difference.dtype, torch.float32)
+        return difference.sum(dtype=dtype), difference.numel()

@@ -1,0 +1,97 @@
+"""Supervised learning by config alone: a model, a loss, metrics, and samples of an input and a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from framework.errors import ConfigError, DataError
+from framework.tasks.metrics import Metric
+from framework.types import Batch, StepOutput
+
+
+@final
+class Supervised:
+    """`loss(model(input), target)`.
+
+    A batch is a pair (input, target), or a mapping with just the keys `input` and `target`. The target is a tensor
+    whose first dimension is the sample; it is brought to the output's device, so a model may end on another device
+    than it begins on. The input may be anything the model takes as its one argument.
+
+    loss: a module or function that gives the mean over the batch's samples as a scalar, as torch's do by default. One
+        that weighs samples (`CrossEntropyLoss(weight=...)`, `ignore_index`) is a mean per micro-batch, and then the
+        numbers do depend on how a global batch is dealt.
+    metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
+
+    Raises ConfigError where the loss isn't such a mean, DataError where a batch has another form.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Tensor],
+        metrics: Mapping[str, Metric] | None = None,
+        train_metrics: bool = False,
+    ) -> None:
+        reduction = getattr(loss, "reduction", "mean")
+        if reduction != "mean":
+            raise ConfigError(
+                f"task.loss: {type(loss).__name__} has reduction={reduction!r}. Use reduction='mean': the framework "
+                "weighs every batch by its samples, and reduces over batches and processes itself."
+            )
+        self.loss = loss
+        self.metrics: dict[str, Metric] = dict(metrics or {})
+        if "loss" in self.metrics:
+            raise ConfigError("task.metrics has a metric called 'loss', the name of the loss itself. Choose another.")
+        self._train_metrics: dict[str, Metric] = self.metrics if train_metrics else {}
+
+    def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        return self._step(model, batch, metrics=self._train_metrics)
+
+    def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        return self._step(model, batch, metrics=self.metrics)
+
+    def _step(self, model: nn.Module, batch: Batch, *, metrics: Mapping[str, Metric]) -> StepOutput:
+        input_, target = split_batch(batch)
+        output = model(input_)
+        if isinstance(output, Tensor):
+            target = target.to(output.device, non_blocking=True)
+        loss = self.loss(output, target)
+        if loss.ndim != 0:
+            raise ConfigError(
+                f"task.loss gave a tensor of shape {tuple(loss.shape)}. It must give one number: the mean over the "
+                "batch's samples."
+            )
+        if not metrics:
+            return StepOutput(loss, len(target))
+        seen = output.detach() if isinstance(output, Tensor) else output
+        return StepOutput(loss, len(target), {name: metric(seen, target) for name, metric in metrics.items()})
+
+
+def split_batch(batch: Batch) -> tuple[Any, Tensor]:
+    """Input and target of a batch. Raises DataError when it has another form, or the target is no tensor."""
+    if isinstance(batch, Mapping) and batch.keys() == {"input", "target"}:
+        input_, target = batch["input"], batch["target"]
+    elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+        input_, target = batch
+    else:
+        raise DataError(
+            f"Supervised got a batch that is {_describe(batch)}.\nThe dataset must give samples (input, target) or "
+            "{'input': ..., 'target': ...}. For any other form write a task with training_step and validation_step."
+        )
+    if not isinstance(target, Tensor) or target.ndim == 0:
+        raise DataError(
+            f"Supervised got a target that is {_describe(target)}. It must be a tensor of one row per sample."
+        )
+    return input_, target
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a mapping with the keys {list(value)}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,362 @@
+"""The training loop. Start reading at `Trainer.fit`.
+
+    for window in windows:                      # this rank's part of one global batch
+        report = train_step(window)             #   forward, backward, clip, step, schedule
+        tell the observers
+        log          every log_every_n_steps    #   one reduction over ranks, one wait for the device
+        evaluate     when it is due             #   every validation sample once
+        save         when it is due             #   all ranks wait for the writer
+        stop         when the ranks agreed to
+
+The loop calls what it needs by name; callbacks and loggers observe. Nothing on the way of a step waits for the device,
+talks to other ranks (but for the gradients) or formats text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from framework.checkpoint import CheckpointManager
+from framework.config.schema import TrainerConfig
+from framework.data.loader import EvalLoader, TrainLoader
+from framework.distributed.collectives import any_over_ranks, gather_to_all
+from framework.distributed.context import Context
+from framework.errors import RunError
+from framework.evaluator import evaluate
+from framework.meter import LOSS, Meter
+from framework.optim import Schedule, clip_gradients, gradient_norm
+from framework.precision import PrecisionPlugin
+from framework.progress import Progress, hooks
+from framework.seed import generator_states
+from framework.types import Callback, EvalReport, FitInfo, Logger, StepReport, Stop, Strategy, Task, Window
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. `model` is as the strategy wrapped it."""
+
+    model: nn.Module
+    task: Task
+    strategy: Strategy
+    precision: PrecisionPlugin
+    optimizer: Optimizer
+    schedule: Schedule
+    callbacks: Mapping[str, Callback]
+    loggers: Mapping[str, Logger]  # empty but on rank 0
+
+    @property
+    def bare_model(self) -> nn.Module:
+        return self.strategy.unwrap(self.model)
+
+
+@final
+@dataclass
+class Throughput:
+    """Samples of all ranks and the time they took, without the time spent evaluating and saving."""
+
+    samples: int = 0
+    since: float = field(default_factory=time.perf_counter)
+
+    def read(self) -> float:
+        """Samples per second since the last reading."""
+        now = time.perf_counter()
+        rate = self.samples / max(now - self.since, 1e-9)
+        self.samples, self.since = 0, now
+        return rate
+
+
+@final
+class Trainer:
+    """Trains one replica on one rank. Every rank makes one and calls `fit`."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        settings: TrainerConfig,
+        *,
+        context: Context,
+        train_loader: TrainLoader,
+        val_loader: EvalLoader | None,
+        checkpoints: CheckpointManager | None,
+        after_first_step: Callable[[], None],
+    ) -> None:
+        self.parts = parts
+        self.settings = settings
+        self.context = context
+        self.train_loader = train_loader
+        self.val_loader = val_loader
+        self.checkpoints = checkpoints
+        self.progress = Progress()
+        self.val_metrics: dict[str, float] = {}
+        self.stop_reason: str | None = None
+        self._after_first_step = after_first_step
+        self._stop_wish: str | None = None
+        self._saved_step: int | None = None
+        self._evaluated_step: int | None = None
+        self._grad_norm: Tensor | None = None
+        self._meter = Meter()
+        self._throughput = Throughput()
+        self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of the last step done, from 0."""
+        return max(self.progress.epoch - int(self.progress.samples == 0), 0)
+
+    def fit(self) -> None:
+        """Train from where `progress` stands until the limits of the settings or an agreed stop.
+
+        Raises RunError when the loss is no longer finite; whatever a task, a model or a callback raises passes.
+        """
+        first_step = self.progress.step
+        parts, settings, progress = self.parts, self.settings, self.progress
+        observe_step = self._bind()
+        parts.model.train()
+        self._throughput.read()
+        for window in self._windows():
+            epoch = progress.epoch
+            loss = self.train_step(window)
+            progress.advance(global_count=window.global_count, epoch_end=window.epoch_end)
+            report = StepReport(progress.step, epoch, loss, window.global_count)
+            for observe in observe_step:
+                self._heed(observe(report))
+            if progress.step - first_step == 1:
+                self._after_first_step()
+            if progress.step % settings.log_every_n_steps == 0:
+                self.log(epoch=epoch)
+            if window.epoch_end:
+                parts.schedule.after_epoch()
+            if self._evaluation_due(epoch, epoch_end=window.epoch_end):
+                self.evaluate(epoch=epoch)
+            if self._save_due(epoch, epoch_end=window.epoch_end):
+                self.save(epoch=epoch)
+        self._finish()
+
+    def train_step(self, window: Window) -> Tensor:
+        """One optimizer step over this rank's micro-batches; gives the detached loss of the last one.
+
+        Each micro-batch's mean loss weighs its share of the global batch times W: strategies average gradients over
+        ranks, so the sum is the gradient of the mean over the global batch, however it was dealt.
+        """
+        parts = self.parts
+        scale = self.context.world_size / window.global_count
+        position = 0
+        for micro in window.micro_batches:
+            position += 1
+            weight = micro.num_samples * scale
+            with parts.strategy.accumulate(parts.model, synchronise=position == window.num_micro_batches):
+                with parts.precision.autocast():
+                    output = parts.task.training_step(parts.model, parts.precision.convert_batch(micro.batch))
+                # Times 1.0 would be the same number at the price of two kernels.
+                loss = output.loss if weight == 1.0 else output.loss * weight
+                parts.precision.scaler.scale(loss).backward()
+            if micro.num_samples:
+                self._meter.add(output, step=self.progress.step + 1)
+        self._throughput.samples += window.global_count
+        self._update()
+        return output.loss.detach()
+
+    def _update(self) -> None:
+        """Clip, step, schedule."""
+        parts, settings = self.parts, self.settings
+        scaler = parts.precision.scaler
+        if settings.gradient_clip_val is not None:
+            scaler.unscale_(parts.optimizer)
+            self._grad_norm = clip_gradients(
+                self._parameters, value=settings.gradient_clip_val, algorithm=settings.gradient_clip_algorithm
+            )
+        elif (self.progress.step + 1) % settings.log_every_n_steps == 0:
+            scaler.unscale_(parts.optimizer)
+            self._grad_norm = gradient_norm(self._parameters)
+        scaler.step(parts.optimizer)
+        scaler.update()
+        parts.optimizer.zero_grad(set_to_none=True)
+        parts.schedule.after_step()
+
+    def log(self, *, epoch: int) -> None:
+        """Reduce what the last steps computed over ranks and give it to the loggers; agree on wishes to stop.
+
+        Every rank must call it; waits for the device. Raises RunError when a loss was NaN or infinite.
+        """
+        values, (wishes,) = self._meter.reduce(self.context, extra=[float(self._stop_wish is not None)])
+        if not math.isfinite(values.get(LOSS, 0.0)):
+            step = self._meter.first_nonfinite_step(self.context)
+            raise RunError(
+                f"The training loss is {values[LOSS]} since step {step} (epoch {epoch}).\n"
+                "Nothing was saved after it. Lower optimizer.lr, set trainer.gradient_clip_val, or look at that batch."
+            )
+        self._meter.clear()
+        self._agree_to_stop(wishes > 0)
+        if not values:
+            return
+        named = {f"train/{name}": value for name, value in values.items()}
+        named["lr"] = self.parts.optimizer.param_groups[0]["lr"]
+        if self._grad_norm is not None:
+            named["grad_norm"], self._grad_norm = float(self._grad_norm), None
+        named["samples_per_s"] = self._throughput.read()
+        self._tell_loggers(named, epoch=epoch)
+
+    def evaluate(self, *, epoch: int) -> None:
+        """Run the validation part, log it, ask the callbacks; ranks agree on wishes to stop. Every rank must call it."""
+        if self.val_loader is None:
+            return
+        with self.evaluation_weights():
+            self.val_metrics = evaluate(
+                self.parts.bare_model,
+                self.val_loader,
+                task=self.parts.task,
+                precision=self.parts.precision,
+                context=self.context,
+                prefix="val",
+            )
+        self._evaluated_step = self.progress.step
+        self._tell_loggers(self.val_metrics, epoch=epoch)
+        self.parts.schedule.after_validation(self.val_metrics)
+        report = EvalReport("val", self.progress.step, epoch, self.val_metrics)
+        for observe in hooks(self.parts.callbacks.values(), "on_validation_end"):
+            self._heed(observe(report))
+        self._agree_to_stop(any_over_ranks(self._stop_wish is not None, self.context))
+        self._throughput.read()
+
+    def save(self, *, epoch: int) -> None:
+        """Write a checkpoint of this moment, between two steps. Every rank must call it.
+
+        Logs first, so that nothing is saved after a loss that wasn't finite.
+        """
+        if self.checkpoints is None:
+            return
+        self.log(epoch=epoch)
+        fresh = self._evaluated_step == self.progress.step
+        self.checkpoints.save(
+            self.state_dict(), step=self.progress.step, epoch=epoch, metrics=self.val_metrics if fresh else None
+        )
+        self._saved_step = self.progress.step
+        self._throughput.read()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a later run needs to go on from here. Every rank must call it; the same on every rank.
+
+        `model` holds the weights to evaluate; where a callback averages them, those to train on are in `training`.
+        """
+        parts = self.parts
+        training: dict[str, Any] = {
+            "optimizer": parts.optimizer.state_dict(),
+            "schedule": parts.schedule.state_dict(),
+            "scaler": parts.precision.scaler.state_dict(),
+            "callbacks": {name: hook() for name, hook in self._callback_hooks("state_dict")},
+            "progress": self.progress.state_dict(),
+        }
+        model = parts.bare_model.state_dict()
+        if hooks(parts.callbacks.values(), "evaluation_weights"):
+            training["model"] = {name: tensor.clone() for name, tensor in model.items()}
+            with self.evaluation_weights():
+                # Cloned: these tensors hold the average only while it is swapped in.
+                model = {name: tensor.clone() for name, tensor in parts.bare_model.state_dict().items()}
+        generators = gather_to_all(generator_states(self.context.devices), self.context)
+        return {"model": model, "training": training, "generators": list(generators)}
+
+    def load_state_dict(self, training: Mapping[str, Any]) -> None:
+        """Take up the `training` part of what `state_dict` gave; weights and generators are the engine's to restore."""
+        parts = self.parts
+        parts.optimizer.load_state_dict(training["optimizer"])
+        parts.schedule.load_state_dict(training["schedule"])
+        parts.precision.scaler.load_state_dict(training["scaler"])
+        for name, load in self._callback_hooks("load_state_dict"):
+            if name in training["callbacks"]:
+                load(training["callbacks"][name])
+        self.progress.load_state_dict(training["progress"])
+        self._saved_step = self.progress.step
+
+    def _bind(self) -> list[Callable[[StepReport], Stop | None]]:
+        """Tell the observers that training starts; gives those who want to hear of every step."""
+        parts = self.parts
+        steps_per_epoch = len(self.train_loader)
+        info = FitInfo(
+            model=parts.bare_model,
+            start_step=self.progress.step,
+            total_steps=total_steps(self.settings, steps_per_epoch=steps_per_epoch),
+            steps_per_epoch=steps_per_epoch,
+            max_epochs=self.settings.max_epochs,
+        )
+        for start in hooks(parts.callbacks.values(), "on_fit_start") + hooks(parts.loggers.values(), "fit_start"):
+            start(info)
+        return hooks(parts.callbacks.values(), "on_train_step_end") + hooks(parts.loggers.values(), "step")
+
+    def _windows(self) -> Iterator[Window]:
+        """This rank's windows from where the progress stands, epoch after epoch."""
+        while not self._done():
+            for window in self.train_loader.epoch(self.progress.epoch, start=self.progress.samples):
+                yield window
+                if self._done():
+                    return
+
+    def _done(self) -> bool:
+        settings, progress = self.settings, self.progress
+        return (
+            self.stop_reason is not None
+            or (settings.max_steps is not None and progress.step >= settings.max_steps)
+            or (settings.max_epochs is not None and progress.epoch >= settings.max_epochs)
+        )
+
+    def _evaluation_due(self, epoch: int, *, epoch_end: bool) -> bool:
+        interval, every = self.settings.val_check_interval, self.settings.check_val_every_n_epoch
+        if interval is not None:
+            return self.progress.step % interval == 0
+        return epoch_end and every is not None and (epoch + 1) % every == 0
+
+    def _save_due(self, epoch: int, *, epoch_end: bool) -> bool:
+        if self.checkpoints is None:
+            return False
+        ranked = self.checkpoints.monitor is not None and self._evaluated_step == self.progress.step
+        by_epoch = epoch_end and self.checkpoints.due_epoch(epoch)
+        return ranked or by_epoch or self.checkpoints.due_step(self.progress.step)
+
+    def _finish(self) -> None:
+        """Log and save what is left, and tell the callbacks."""
+        if self._saved_step != self.progress.step:
+            self.save(epoch=self.last_epoch)
+        self.log(epoch=self.last_epoch)
+        for end in hooks(self.parts.callbacks.values(), "on_fit_end"):
+            end()
+
+    def evaluation_weights(self) -> ExitStack:
+        """While entered, the bare model holds the weights to evaluate."""
+        stack = ExitStack()
+        for swap in hooks(self.parts.callbacks.values(), "evaluation_weights"):
+            stack.enter_context(swap(self.parts.bare_model))
+        return stack
+
+    def _callback_hooks(self, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+        for key, callback in self.parts.callbacks.items():
+            for hook in hooks([callback], name):
+                yield key, hook
+
+    def _tell_loggers(self, values: Mapping[str, float], *, epoch: int) -> None:
+        for logger in self.parts.loggers.values():
+            logger.metrics(values, step=self.progress.step, epoch=epoch)
+
+    def _heed(self, answer: Stop | None) -> None:
+        if answer is not None:
+            self._stop_wish = answer.reason
+            # Alone there is nobody to agree with.
+            if self.context.world_size == 1:
+                self.stop_reason = answer.reason
+
+    def _agree_to_stop(self, wished: bool) -> None:
+        if wished:
+            self.stop_reason = self._stop_wish or "another rank asked for it"
+
+
+def total_steps(settings: TrainerConfig, *, steps_per_epoch: int) -> int | None:
+    """Optimizer steps of the whole run, or None where only a callback will end it."""
+    by_epochs = None if settings.max_epochs is None else settings.max_epochs * steps_per_epoch
+    known = [limit for limit in (settings.max_steps, by_epochs) if limit is not None]
+    return min(known, default=None)

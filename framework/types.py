@@ -1,0 +1,163 @@
+"""What the parts hand each other: small values and the Protocols that make a part replaceable.
+
+Torch is imported by nothing here at run time, so every layer may import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch = Any
+"""What a dataset's samples collate to: a tensor, or a tuple or dict of tensors whose first dimension is the sample."""
+
+SumCount = tuple["Tensor | float", int]
+"""A metric as a sum over samples and how many samples are in it, so that adding parts gives the exact whole."""
+
+
+class MapDataset(Protocol):
+    """A map-style dataset, as `torch.utils.data.Dataset` has it."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Datasets(NamedTuple):
+    """What `data.datasets` builds. Validation chooses the best checkpoint; test is looked at once, at the end."""
+
+    train: MapDataset
+    val: MapDataset | None = None
+    test: MapDataset | None = None
+
+
+class StepOutput(NamedTuple):
+    """What a task computes from one batch.
+
+    loss: scalar, the *mean* over the batch's samples, with its graph in training.
+    num_samples: what the mean is over; the logged and evaluated loss weighs it. Gradients weigh the batch's samples.
+    metrics: name → (sum over samples, count); sums may stay on the device.
+    """
+
+    loss: Tensor
+    num_samples: int
+    metrics: Mapping[str, SumCount] = {}
+
+
+class MicroBatch(NamedTuple):
+    """One forward and backward of one rank. `num_samples` 0 means a stand-in whose loss weighs nothing."""
+
+    batch: Batch
+    num_samples: int
+
+
+class Window(NamedTuple):
+    """What one rank contributes to one optimizer step: its micro-batches of one global batch.
+
+    global_count: samples of the global batch over all ranks and micro-batches; the same on every rank.
+    epoch_end: this is the epoch's last window.
+    """
+
+    micro_batches: Iterator[MicroBatch]
+    num_micro_batches: int
+    global_count: int
+    epoch_end: bool
+
+
+class StepReport(NamedTuple):
+    """What observers learn after an optimizer step. Tensors stay on the device: reading one waits for it.
+
+    step: optimizer steps done, this one included. epoch: of this step, from 0.
+    loss: of this rank's last micro-batch, detached. global_count: samples of the step over all ranks.
+    """
+
+    step: int
+    epoch: int
+    loss: Tensor
+    global_count: int
+
+
+class EvalReport(NamedTuple):
+    """Metrics over one whole evaluation part (`val` or `test`), the same on every rank. Names bear the part: `val/loss`."""
+
+    part: str
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+
+
+class Stop(NamedTuple):
+    """What a callback answers to end training; the ranks agree before they act on it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class FitInfo:
+    """What observers learn before the first step. `model` is the unwrapped module; it may be read and kept."""
+
+    model: nn.Module
+    start_step: int
+    total_steps: int | None
+    steps_per_epoch: int
+    max_epochs: int | None
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What a step computes. Both methods get the model as the strategy wrapped it and a batch on its device."""
+
+    def training_step(self, model: nn.Module, batch: Batch) -> StepOutput: ...
+    def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput: ...
+
+
+class Strategy(Protocol):
+    """How replicas stay equal. Gradients after a synchronising backward are the *mean* over ranks of each rank's own."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The module to call in training. Every rank must call it; `model` is on its device already."""
+        ...
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's module inside what `wrap` gave: for `state_dict` and evaluation without collectives."""
+        ...
+
+    def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
+        """Surrounds forward and backward of a micro-batch; gradients are exchanged only where `synchronise`."""
+        ...
+
+
+class Callback(Protocol):
+    """Observes training on every rank. Write only the hooks you need: one that is left out costs nothing.
+
+    Hooks are bound once before the first step. A hook that answers `Stop` ends training once the ranks have agreed.
+    State that a resumed run needs goes through `state_dict` and `load_state_dict` (plain types and tensors only).
+    """
+
+    def on_fit_start(self, info: FitInfo) -> None: ...
+    def on_train_step_end(self, report: StepReport) -> Stop | None: ...
+    def on_validation_end(self, report: EvalReport) -> Stop | None: ...
+    def on_fit_end(self) -> None: ...
+    def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
+        """While this is entered, `model` holds the weights to evaluate and to keep as the best (an average, say)."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Logger(Protocol):
+    """Writes what a run reports, on rank 0 only. `fit_start` and `step` may be left out.
+
+    `step` is called after every optimizer step and must cost next to nothing; `metrics` gets plain numbers.
+    """
+
+    def fit_start(self, info: FitInfo) -> None: ...
+    def step(self, report: StepReport) -> None: ...
+    def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None: ...
+    def text(self, tag: str, text: str) -> None: ...
+    def close(self) -> None: ...

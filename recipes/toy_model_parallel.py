@@ -1,0 +1,43 @@
+"""The toy network spread over the devices of one process, one layer on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from framework import ConfigError
+
+INPUTS, HIDDEN, OUTPUTS = 10, 10, 5
+
+
+class ToyModelParallel(nn.Module):
+    """k linear layers on k ≥ 2 devices: 10→10 with ReLU k−1 times, then 10→5. For k = 2 it is the toy network.
+
+    devices: given by the framework, in the order in which activations pass them. The input may come on any device;
+    the output lies on the last one. A device may be named more than once. Weights are drawn on the CPU in the layers'
+    order, so that a seed gives the same ones wherever they end up.
+    """
+
+    def __init__(self, devices: Sequence[torch.device | str]) -> None:
+        super().__init__()
+        self.devices = [torch.device(device) for device in devices]
+        if len(self.devices) < 2:
+            raise ConfigError(
+                f"ToyModelParallel got {len(self.devices)} device(s) and needs at least 2, one for each layer.\n"
+                "Set topology.gpus_per_process=2 (or topology=model_parallel); without GPUs that is 2 times the CPU."
+            )
+        self.relu = nn.ReLU()
+        sizes = [HIDDEN] * (len(self.devices) - 1) + [OUTPUTS]
+        for number, (size, device) in enumerate(zip(sizes, self.devices, strict=True), start=1):
+            layer = nn.Linear(INPUTS if number == 1 else HIDDEN, size, device="cpu")
+            self.add_module(f"net{number}", layer.to(device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = len(self.devices)
+        for number, device in enumerate(self.devices, start=1):
+            x = self.get_submodule(f"net{number}")(x.to(device, non_blocking=True))
+            if number < last:
+                x = self.relu(x)
+        return x

@@ -1,0 +1,1 @@
+"""What several tests share: running the command, finding processes, guarding against leaks, reading source."""

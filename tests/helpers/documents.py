@@ -1,0 +1,74 @@
+"""Commands and files that the documentation shows, so that tests can hold it to them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.helpers.source import ROOT
+
+PLACEHOLDER = re.compile(r"\.\.\.|…|\b(?:RUN|CHECKPOINT|FOLDER)\b")
+"""What stands for a name that only the reader knows: `resume=outputs/digits/...`, `init_from=RUN`."""
+
+_COMMAND = re.compile(r"(?:python -m framework|make train ARGS=)[^`\n]*")
+_FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_OUTPUT = re.compile(r"^```text\n.*?^```", re.MULTILINE | re.DOTALL)
+_FILE_NAME = re.compile(r"^(?:# @package \S+\n)?# ((?:conf|recipes)/[\w/]+\.(?:yaml|py))\n")
+
+
+class Command(NamedTuple):
+    """One command line: what is given to the command, and where it is written."""
+
+    arguments: list[str]
+    text: str
+    place: str
+
+    @property
+    def concrete(self) -> list[str]:
+        """The arguments without those that hold a placeholder."""
+        return [argument for argument in self.arguments if not PLACEHOLDER.search(argument)]
+
+    @property
+    def placeholders(self) -> list[str]:
+        return [argument for argument in self.arguments if PLACEHOLDER.search(argument)]
+
+
+def documents() -> list[Path]:
+    """The pages people read, and the YAML that holds the text of `--help`."""
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+        ROOT / "conf/config.yaml",
+    ]
+
+
+def commands(text: str, *, place: str) -> Iterator[Command]:
+    """Every `python -m framework …` and `make train ARGS=…`, in blocks and in running text.
+
+    A comment, or two spaces, ends the command. Blocks marked as `text` show what a run prints and aren't looked at.
+    """
+    for match in _COMMAND.finditer(re.sub(r"\s*\\\n\s*", " ", _OUTPUT.sub("", text))):
+        line = re.split(r"\s{2,}|\s#", match[0])[0]
+        words = shlex.split(line)
+        if words[0] == "make":
+            yield Command(shlex.split(words[2].removeprefix("ARGS=")), line, place)
+        else:
+            yield Command(words[3:], line, place)
+
+
+def make_targets(text: str) -> set[str]:
+    """Every `make TARGET` in a code block or between backticks."""
+    in_code = [*_FENCE.findall(text), *re.findall(r"`([^`\n]+)`", text)]
+    return {target for code in in_code for target in re.findall(r"^make (\w+)", code, re.MULTILINE)}
+
+
+def shown_files(text: str) -> dict[str, str]:
+    """Path → content, of code blocks that begin with a comment that is a path in conf/ or recipes/.
+
+    Hydra wants its own comment, `# @package`, to be the very first.
+    """
+    return {match[1]: block for block in _FENCE.findall(text) if (match := _FILE_NAME.match(block))}

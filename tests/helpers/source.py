@@ -1,0 +1,132 @@
+"""Reading the project's own source: modules, what they import, how long things are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, final
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@final
+@dataclass(frozen=True)
+class Module:
+    """One source file; `name` is what it is imported as."""
+
+    name: str
+    text: str
+    is_package: bool = False
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def package(self) -> str:
+        """What `from .` means in it."""
+        return self.name if self.is_package else self.name.rpartition(".")[0]
+
+    def functions(self) -> Iterator[Function]:
+        """Every function and method, nested ones too."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, Function):
+                yield node
+
+
+class Import(NamedTuple):
+    """`from module import name`, absolute; `name` is None for `import module`."""
+
+    module: str
+    name: str | None
+    line: int
+
+
+def modules_in(folder: str) -> dict[str, Module]:
+    """Module name → module, of all Python files under a folder of the repository."""
+    modules = {}
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules[name] = Module(name, file.read_text(), is_package=is_package)
+    return modules
+
+
+def imports(module: Module) -> list[Import]:
+    """Every import of a module, wherever it stands: inside functions and for type checkers too."""
+    found = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            found += [Import(alias.name, None, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            found += [Import(base, alias.name, node.lineno) for alias in node.names]
+    return found
+
+
+def imported_modules(module: Module, known: Mapping[str, Module]) -> dict[str, int]:
+    """Those of the known modules that a module imports → the line: `from a import b` means a.b where that is one."""
+    found = {}
+    for entry in imports(module):
+        submodule = f"{entry.module}.{entry.name}"
+        target = submodule if submodule in known else entry.module
+        if target in known:
+            found[target] = entry.line
+    return found
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that can all reach each other, each sorted; none where the graph has no cycle."""
+    reachable = {node: _reachable(graph, node) for node in graph}
+    groups = {
+        tuple(sorted(other for other in reachable[node] if node in reachable.get(other, ())))
+        for node in graph
+        if node in reachable[node]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def string_literals(module: Module) -> Iterator[tuple[str, int]]:
+    """Every string constant and its line."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value, node.lineno
+
+
+def num_lines(node: ast.AST) -> int:
+    """From the `def` to the last line; decorators aren't counted."""
+    return (getattr(node, "end_lineno", 0) or 0) - getattr(node, "lineno", 0) + 1
+
+
+def num_parameters(function: Function) -> int:
+    """Parameters a caller may give: `self` and `cls` aren't counted, `*args` and `**kwargs` are one each."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    starred = [argument for argument in (arguments.vararg, arguments.kwarg) if argument]
+    implied = bool(named) and named[0].arg in ("self", "cls")
+    return len(named) + len(starred) - implied
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.package.split(".")
+    base = parts[: len(parts) - (node.level - 1)]
+    return ".".join([*base, *filter(None, [node.module])])
+
+
+def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += graph.get(node, ())
+    return seen

@@ -1,0 +1,146 @@
+"""However a run ends, it says so once and leaves no process: looked up in the process table, with a user's own recipe."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import Started, run_framework, started_framework
+
+pytestmark = pytest.mark.multiproc
+
+RECIPE = '''
+"""A recipe of the user's own, in a folder of the user's own."""
+import os, time
+from pathlib import Path
+import torch
+from torch.utils.data import Dataset
+from framework import Datasets, StepOutput
+
+class Samples(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.full((4,), float(index)), torch.zeros(1)
+
+def samples(): return Datasets(train=Samples(), val=Samples())
+
+class Trouble:
+    """Does `what` on `rank` at step `step`; tells when it is about to."""
+    def __init__(self, what, rank, step=3):
+        self.what, self.rank, self.step, self.steps = what, rank, step, 0
+    def training_step(self, model, batch):
+        self.steps += 1
+        if self.steps == self.step and os.environ["RANK"] == str(self.rank):
+            Path("trouble").write_text(str(time.time()))
+            if self.what == "raise": raise ValueError("a mistake in the task")
+            if self.what == "sleep": time.sleep(300)
+        inputs, targets = batch
+        return StepOutput(loss=((model(inputs) - targets) ** 2).mean(), num_samples=len(inputs))
+    def validation_step(self, model, batch): return self.training_step(model, batch)
+'''
+YAML = """# @package _global_
+defaults:
+  - override /optimizer: sgd
+model: {_target_: torch.nn.Linear, in_features: 4, out_features: 1}
+data: {datasets: {_target_: recipes.trouble.samples}, batch_size: 4, num_workers: 0}
+task: {_target_: recipes.trouble.Trouble, what: nothing, rank: 0}
+trainer: {gpus: 0}
+optimizer: {lr: 1.0e-6}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder with `recipes/trouble.py` and `conf/recipe/trouble.yaml`."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "trouble.py").write_text(RECIPE)
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    # The node of another recipe's group option is replaced whole, not merged: its keywords would not fit.
+    (tmp_path / "conf" / "recipe" / "trouble.yaml").write_text(YAML)
+    for group in ("model", "data", "task"):
+        (tmp_path / "conf" / group).mkdir()
+    return tmp_path
+
+
+def run_file(folder: Path) -> dict[str, object]:
+    (path,) = folder.glob("outputs/trouble/*/run.json")
+    content: dict[str, object] = json.loads(path.read_text())
+    return content
+
+
+def wait_for_trouble(folder: Path, started: Started) -> float:
+    """The time at which the recipe says it is in trouble."""
+    deadline = time.monotonic() + 60.0
+    while not (folder / "trouble").exists() or not (folder / "trouble").read_text():
+        assert started.process.poll() is None, started.printed()
+        assert time.monotonic() < deadline, started.printed()
+        time.sleep(0.02)
+    return float((folder / "trouble").read_text())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_the_run_within_5_s(folder: Path, rank: int) -> None:
+    result = run_framework(
+        "recipe=trouble", "task.what=raise", f"task.rank={rank}", "topology.procs_per_node=2", cwd=folder
+    )
+    ended = time.time()
+    assert result.returncode == 1
+    assert ended - float((folder / "trouble").read_text()) < 5.0
+    assert result.stderr.count("Traceback") == 1
+    assert result.stderr.startswith("Traceback")
+    assert f"Rank {rank} of 2" in result.stderr
+    assert "ValueError: a mistake in the task" in result.stderr
+    assert run_file(folder)["status"] == "failed"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sigkill_of_the_parent_leaves_no_process(folder: Path, workers: int) -> None:
+    overrides = ("task.what=sleep", "topology.procs_per_node=2", f"data.num_workers={workers}")
+    with started_framework("recipe=trouble", *overrides, cwd=folder) as started:
+        wait_for_trouble(folder, started)
+        # parent, fork server, keeper, two ranks; torch's workers and whatever else it starts
+        assert len(started.processes()) >= 5 + 2 * workers
+        started.process.send_signal(signal.SIGKILL)
+        assert started.wait(timeout=5.0) == -signal.SIGKILL
+        started.assert_all_gone(within_s=5.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_run_and_says_how_to_go_on(folder: Path, number: signal.Signals) -> None:
+    overrides = ("task.what=sleep", "topology.procs_per_node=2", "data.num_workers=1")
+    with started_framework("recipe=trouble", *overrides, cwd=folder) as started:
+        wait_for_trouble(folder, started)
+        started.process.send_signal(number)
+        assert started.wait(timeout=10.0) == 130
+        started.assert_all_gone()
+        assert "resume=outputs/trouble/" in started.stderr()
+        assert "Traceback" not in started.stderr()
+    assert run_file(folder)["status"] == "interrupted"
+
+
+def test_an_interrupt_before_anything_runs_leaves_no_process(folder: Path) -> None:
+    with started_framework("recipe=trouble", cwd=folder) as started:
+        while len(started.processes()) < 2 and started.process.poll() is None:
+            time.sleep(0.005)
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait(timeout=10.0) == 130
+        started.assert_all_gone()
+        assert "Traceback" not in started.stderr()
+
+
+def test_a_lost_peer_is_an_error_after_the_backends_timeout(folder: Path) -> None:
+    result = run_framework(
+        "recipe=trouble",
+        "task.what=sleep",
+        "task.rank=1",
+        "topology.procs_per_node=2",
+        "backend.timeout=2s",
+        cwd=folder,
+        timeout=60.0,
+    )
+    assert result.returncode == 1
+    assert time.time() - float((folder / "trouble").read_text()) < 20.0
+    assert "Rank 0 of 2" in result.stderr

@@ -1,0 +1,121 @@
+"""What the documentation tells people to type works: it composes, fits its targets, and its own example trains."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from framework import cli
+from framework.config.assets import job_names
+from framework.config.parse import schema_keys
+from framework.jobs.request import Request
+from framework.targets import check_targets
+from tests.helpers.command import run_framework
+from tests.helpers.documents import Command, commands, documents, make_targets, shown_files
+from tests.helpers.source import ROOT
+
+ALL = [command for file in documents() for command in commands(file.read_text(), place=file.name)]
+ONLY_ANSWERS = {"--help", "--hydra-help", "--cfg", "--info"}
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files that the documentation shows, as a reader would have made them."""
+    for file in documents():
+        for name, content in shown_files(file.read_text()).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What jobs were asked to do; none of them does anything."""
+    asked: list[Request] = []
+
+    def note(request: Request) -> int:
+        asked.append(request)
+        return 0
+
+    for name in job_names():
+        monkeypatch.setattr(importlib.import_module(f"framework.jobs.{name}"), "main", note)
+    return asked
+
+
+def test_the_readme_shows_commands() -> None:
+    shown = [command.text for command in ALL if command.place == "README.md"]
+    assert "python -m framework" in shown
+    assert len(shown) >= 10
+
+
+@pytest.mark.parametrize("command", ALL, ids=lambda command: f"{command.place}: {command.text}")
+def test_a_shown_command_composes_and_fits_its_targets(
+    command: Command, shown: Path, requests: list[Request], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = cli.main(command.concrete)
+    assert status == 0, capsys.readouterr().err
+    if ONLY_ANSWERS & set(command.arguments):
+        assert capsys.readouterr().out.strip()
+        assert requests == []
+    else:
+        assert requests
+    for request in requests:
+        check_targets(request.config)
+
+
+@pytest.mark.parametrize(
+    "command", [command for command in ALL if command.placeholders], ids=lambda command: command.text
+)
+def test_a_placeholder_stands_for_the_value_of_a_key(command: Command) -> None:
+    keys = {argument.partition("=")[0] for argument in command.placeholders if "=" in argument}
+    assert keys <= set(schema_keys())
+
+
+@pytest.mark.parametrize("file", documents(), ids=lambda file: file.name)
+def test_make_targets_exist(file: Path) -> None:
+    known = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert make_targets(file.read_text()) - known == set()
+
+
+@pytest.mark.multiproc
+def test_the_recipe_shown_in_the_readme_trains(shown: Path) -> None:
+    recipes = [Path(name).stem for name in shown_files((ROOT / "README.md").read_text()) if "conf/recipe/" in name]
+    assert recipes
+    for recipe in recipes:
+        result = run_framework(f"recipe={recipe}", "trainer.gpus=0", "trainer.fast_dev_run=true", cwd=shown)
+        assert result.returncode == 0, result.stderr
+
+
+def test_commands_are_found_as_they_are_written() -> None:
+    text = """Type `python -m framework recipe=toy` or
+```
+$ make train ARGS="recipe=toy seed=1"
+python -m framework a=1 \\
+    b=2    # a comment
+python -m framework resume=outputs/digits/...
+  python -m framework --help   says more
+```
+```text
+look at it with: python -m framework resume=outputs/digits/2026
+```
+"""
+    found = list(commands(text, place="here"))
+    assert [command.arguments for command in found] == [
+        ["recipe=toy"],
+        ["recipe=toy", "seed=1"],
+        ["a=1", "b=2"],
+        ["resume=outputs/digits/..."],
+        ["--help"],
+    ]
+    assert found[3].placeholders == ["resume=outputs/digits/..."]
+    assert found[3].concrete == []
+
+
+def test_shown_files_are_found() -> None:
+    text = "```yaml\n# conf/recipe/mine.yaml\na: 1\n```\n\n```python\nx = 1\n```\n"
+    assert shown_files(text) == {"conf/recipe/mine.yaml": "# conf/recipe/mine.yaml\na: 1\n"}

@@ -1,0 +1,111 @@
+"""Torch isn't imported where seconds count: by what reads the configuration, and by commands that only answer.
+
+A package named torch stands in for it that notes who imported it, in whatever process; then every import fails.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import run_framework, run_python
+from tests.helpers.source import modules_in
+
+# Runs in processes that have torch, as what they host and report needs it.
+RANK_SIDE: set[str] = set()
+
+PARENT_SIDE = sorted(
+    name
+    for name in modules_in("framework")
+    if name == "framework"
+    or name.startswith(("framework.config", "framework.jobs", "framework.launch"))
+    or name.split(".")[1] in ("cli", "errors", "hardware", "run_dir", "topology", "types", "__main__")
+    if name not in RANK_SIDE
+)
+
+STAND_IN = """
+import os, sys, traceback
+with open(os.environ["TORCH_NOTES"], "a") as notes:
+    notes.write(f"{sys.argv}\\n" + "".join(traceback.format_stack()))
+raise ImportError("torch was imported")
+"""
+
+
+@pytest.fixture
+def tripwire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """From here on every process that imports torch writes to this file how it came to it."""
+    package = tmp_path / "stand_in" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(STAND_IN)
+    notes = tmp_path / "notes"
+    path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("TORCH_NOTES", str(notes))
+    return notes
+
+
+def noted(tripwire: Path) -> str:
+    return tripwire.read_text() if tripwire.exists() else ""
+
+
+def test_the_tripwire_sees_an_import(tripwire: Path) -> None:
+    result = run_python("-c", "import torch")
+    assert result.returncode != 0
+    assert "import torch" in noted(tripwire) or "<module>" in noted(tripwire)
+
+
+def test_the_tripwire_sees_an_import_in_a_child(tripwire: Path) -> None:
+    run_python("-c", "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import torch'])")
+    assert "<module>" in noted(tripwire)
+
+
+def test_the_list_covers_what_was_promised() -> None:
+    assert {
+        "framework",
+        "framework.cli",
+        "framework.config.parse",
+        "framework.errors",
+        "framework.hardware",
+        "framework.jobs.train",
+        "framework.launch.local",
+        "framework.run_dir",
+        "framework.topology",
+        "framework.types",
+    } <= set(PARENT_SIDE)
+
+
+@pytest.mark.parametrize("name", PARENT_SIDE)
+def test_importing_the_parent_side_leaves_torch_out(name: str, tripwire: Path) -> None:
+    result = run_python("-c", f"import {name}")
+    assert noted(tripwire) == ""
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--cfg", "job"], ["recipe=toy", "--cfg", "job", "--resolve"], ["--info", "defaults"]],
+    ids=" ".join,
+)
+def test_a_command_that_only_answers_imports_torch_in_no_process(
+    arguments: list[str], tripwire: Path, tmp_path: Path
+) -> None:
+    result = run_framework(*arguments, cwd=tmp_path)
+    assert noted(tripwire) == ""
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["+trainer.gpsu=2"], ["trainer.max_epochs=-1"], ["recipe=nonesuch"]], ids=" ".join
+)
+def test_a_wrong_request_is_answered_by_a_process_without_torch(
+    arguments: list[str], tripwire: Path, tmp_path: Path
+) -> None:
+    """Only the fork server may have tried; it is no child that answers, for its attempt has failed here."""
+    result = run_framework(*arguments, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    importers = [line for line in noted(tripwire).splitlines() if line.startswith("[")]
+    assert [line for line in importers if "fork_server" not in line and arguments[0] in line] == []

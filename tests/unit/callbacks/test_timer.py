@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from framework.callbacks import Timer, timer
+from framework.checkpoint import check_plain
+from framework.errors import ConfigError
+from framework.types import FitInfo, StepReport, Stop
+
+INFO = FitInfo(model=nn.Identity(), start_step=0, total_steps=None, steps_per_epoch=10, max_epochs=None)
+REPORT = StepReport(7, 0, torch.zeros(()), 1)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr(timer, "monotonic", lambda: clock.now_s)
+    return clock
+
+
+def test_it_stops_when_the_time_is_used_up(clock: SimpleNamespace) -> None:
+    callback = Timer(duration=90)
+    callback.on_fit_start(INFO)
+    clock.now_s += 89.9
+    assert callback.on_train_step_end(REPORT) is None
+    clock.now_s += 0.2
+    assert callback.on_train_step_end(REPORT) == Stop("Timer: the 0:01:30 for training are used up at step 7.")
+
+
+def test_the_time_counts_on_over_a_resume(clock: SimpleNamespace) -> None:
+    first = Timer(duration=90)
+    first.on_fit_start(INFO)
+    clock.now_s += 60
+    state = first.state_dict()
+    check_plain(state)
+    clock.now_s += 10_000  # the run lay still
+    second = Timer(duration=90)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    second.on_fit_start(INFO)
+    clock.now_s += 29
+    assert second.on_train_step_end(REPORT) is None
+    clock.now_s += 1
+    assert second.on_train_step_end(REPORT) is not None
+
+
+@pytest.mark.parametrize("duration", [0, -1, float("nan")])
+def test_a_duration_is_above_zero(duration: float) -> None:
+    with pytest.raises(ConfigError, match="duration="):
+        Timer(duration=duration)

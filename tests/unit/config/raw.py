@@ -1,0 +1,81 @@
+"""A whole configuration as plain values, to change in tests of what reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+_RAW: dict[str, Any] = {
+    "recipe": "some",
+    "job": "train",
+    "seed": 0,
+    "resume": None,
+    "init_from": None,
+    "path": {"outputs": "outputs"},
+    "model": {"_target_": "recipes.some.Model", "width": 8},
+    "data": {
+        "datasets": {"_target_": "recipes.some.data"},
+        "batch_size": 4,
+        "global_batch_size": None,
+        "eval_batch_size": None,
+        "num_workers": 0,
+        "shuffle": True,
+    },
+    "task": {"_target_": "framework.tasks.Supervised", "loss": {"_target_": "torch.nn.MSELoss"}, "metrics": {}},
+    "backend": {"name": "auto", "init_method": "env", "init_timeout": "5m", "timeout": 600},
+    "topology": {"procs_per_node": "auto", "gpus_per_process": None, "min_gpus_per_process": 1},
+    "trainer": {
+        "gpus": "auto",
+        "max_epochs": 2,
+        "max_steps": None,
+        "precision": "32-true",
+        "accumulate_grad_batches": 1,
+        "gradient_clip_val": None,
+        "gradient_clip_algorithm": "norm",
+        "log_every_n_steps": 10,
+        "val_check_interval": None,
+        "check_val_every_n_epoch": 1,
+        "limit_train_batches": None,
+        "limit_val_batches": None,
+        "limit_test_batches": None,
+        "fast_dev_run": False,
+        "overfit_batches": None,
+        "deterministic": False,
+        "benchmark": None,
+        "num_threads": "auto",
+    },
+    "strategy": {"_target_": "framework.strategies.auto"},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "scheduler": {"schedule": None, "interval": "epoch", "monitor": None},
+    "checkpoint": {
+        "enabled": True,
+        "monitor": None,
+        "mode": "min",
+        "save_top_k": 1,
+        "every_n_steps": None,
+        "every_n_epochs": 1,
+    },
+    "logger": {"jsonl": {"_target_": "framework.loggers.JsonlLogger"}},
+    "callbacks": {},
+    "launcher": {"name": "auto", "grace": "5s"},
+}
+
+
+def raw_config(changes: Mapping[str, Any] | None = None, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A configuration that is right, with values put at dotted keys and keys taken out."""
+    raw = deepcopy(_RAW)
+    for key, value in (changes or {}).items():
+        parent, name = _find(raw, key)
+        parent[name] = value
+    for key in without:
+        parent, name = _find(raw, key)
+        del parent[name]
+    return raw
+
+
+def _find(raw: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    *above, name = key.split(".")
+    for part in above:
+        raw = raw.setdefault(part, {})
+    return raw, name

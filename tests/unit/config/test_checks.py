@@ -1,0 +1,81 @@
+"""Combinations that don't go together, one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from framework.config.checks import check
+from framework.config.parse import parse
+from framework.errors import ConfigError
+from tests.unit.config.raw import raw_config
+
+PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"job": "tain"}, "job=tain: must be one of"),
+        ({"launcher.name": "loca"}, "Did you mean launcher.name=local?"),
+        ({"launcher.name": "fork_server"}, "launcher.name=fork_server: must be one of auto, "),
+        ({"trainer.max_epochs": None}, "both null"),
+        ({"trainer.limit_train_batches": 1.5}, "trainer.limit_train_batches=1.5: a fraction is a share"),
+        ({"trainer.limit_val_batches": 2.0}, "trainer.limit_val_batches=2.0"),
+        ({"trainer.limit_test_batches": 2.0}, "trainer.limit_test_batches=2.0"),
+        ({"trainer.overfit_batches": 1.01}, "trainer.overfit_batches=1.01"),
+        ({"trainer.overfit_batches": 2, "trainer.limit_train_batches": 3}, "can't go with trainer.limit_train_batches"),
+        ({"trainer.overfit_batches": 2, "trainer.limit_val_batches": 3}, "can't go with trainer.limit_val_batches"),
+        ({"trainer.overfit_batches": 2, "trainer.fast_dev_run": True}, "can't go with trainer.fast_dev_run"),
+        ({"trainer.fast_dev_run": 2, "resume": "run"}, "trainer.fast_dev_run can't go with resume"),
+        ({"launcher.name": "in_place", "topology.procs_per_node": 2}, "topology.procs_per_node=2 needs launcher=local"),
+        ({"backend.name": "nccl", "trainer.gpus": 0}, "Use backend=gloo or backend=auto"),
+        ({"data.global_batch_size": 3, "trainer.accumulate_grad_batches": 4}, "Use at least 4"),
+        ({"data.global_batch_size": 3, "topology.procs_per_node": 4}, "Use at least 4"),
+        ({"trainer.deterministic": True, "trainer.benchmark": True}, "Set trainer.benchmark=null"),
+        ({"scheduler.monitor": "val/loss"}, "watched by nothing"),
+        ({"scheduler.schedule": PLATEAU}, "Set scheduler.monitor"),
+        (
+            {"scheduler.schedule": PLATEAU, "scheduler.monitor": "val/loss", "scheduler.interval": "step"},
+            "Use scheduler.interval=epoch",
+        ),
+        ({"checkpoint.save_top_k": 2}, "Set checkpoint.monitor"),
+        ({"checkpoint.monitor": "accuracy"}, "Did you mean checkpoint.monitor=val/accuracy?"),
+        ({"checkpoint.monitor": "test/loss"}, "The test part is looked at once, at the end."),
+        ({"checkpoint.monitor": "val/"}, "checkpoint.monitor=val/: must be a validation metric"),
+        ({"checkpoint.monitor": "val/loss", "trainer.limit_val_batches": 0}, "switches validation off"),
+        ({"checkpoint.monitor": "val/loss", "trainer.check_val_every_n_epoch": None}, "switch validation off"),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(parse(raw_config(changes)))
+    assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"trainer.max_epochs": None, "trainer.max_steps": 3},
+        {"trainer.max_epochs": None, "trainer.fast_dev_run": True},
+        {"trainer.limit_train_batches": 1.0, "trainer.limit_val_batches": 0},
+        {"scheduler.schedule": PLATEAU, "scheduler.monitor": "val/loss"},
+        {"checkpoint.save_top_k": -1},
+        {"checkpoint.enabled": False, "checkpoint.monitor": "val/loss", "trainer.limit_val_batches": 0},
+        {"launcher.name": "in_place", "topology.procs_per_node": 1},
+        {"launcher.name": "local"},
+        {"data.global_batch_size": 8, "trainer.accumulate_grad_batches": 4, "topology.procs_per_node": 2},
+        {"resume": "run", "init_from": "what/the/run/started/from"},
+    ],
+)
+def test_what_goes_together(changes: dict[str, Any]) -> None:
+    check(parse(raw_config(changes)))
+
+
+def test_all_are_shown_together() -> None:
+    with pytest.raises(ConfigError, match="The configuration has 2 mistakes") as caught:
+        check(parse(raw_config({"job": "x", "trainer.max_epochs": None})))
+    assert len(str(caught.value).splitlines()) == 3

@@ -1,0 +1,106 @@
+"""Things for `_target_` nodes to name in tests of what checks and builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from framework.errors import DataError
+from framework.types import Datasets, StepReport
+
+NUMBER = 3
+
+
+class Net(nn.Linear):
+    def __init__(self, hidden: int = 3, activation: nn.Module | None = None) -> None:
+        super().__init__(hidden, 2)
+        self.activation = activation
+
+
+class Spread(nn.Module):
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        self.devices = devices
+        self.layer = nn.Linear(2, 2)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a model that takes devices must not be moved")
+
+
+class Anything(nn.Module):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.given = kwargs
+
+
+def echo(**kwargs: Any) -> dict[str, Any]:
+    return kwargs
+
+
+def datasets(parts: int = 3, wrong: bool = False) -> Any:
+    made = [TensorDataset(torch.zeros(4, 2), torch.zeros(4))] * parts
+    return (*made, iter([])) if wrong else tuple(made)
+
+
+def named_datasets() -> Datasets:
+    return Datasets(TensorDataset(torch.zeros(4, 2)))
+
+
+def missing_data(root: str) -> Any:
+    raise DataError(f"{root} isn't there.")
+
+
+def broken(text: str = "x") -> Any:
+    try:
+        raise KeyError(text)
+    except KeyError:
+        raise ZeroDivisionError("a bug") from None
+
+
+class FakeTask:
+    def __init__(self, loss: Any = None) -> None:
+        self.loss = loss
+
+    def training_step(self, model: Any, batch: Any) -> Any: ...
+    def validation_step(self, model: Any, batch: Any) -> Any: ...
+
+
+class HalfTask:
+    def training_step(self, model: Any, batch: Any) -> Any: ...
+
+
+class Watcher:
+    def __init__(self, patience: int, /) -> None:
+        self.patience = patience
+
+    def on_train_step_end(self, report: StepReport) -> None: ...
+
+
+class Observer:
+    def __init__(self, patience: int = 1) -> None:
+        self.patience = patience
+
+    def on_train_step_end(self, report: StepReport) -> None: ...
+
+
+class Misspelt:
+    def on_train_step_ends(self, report: StepReport) -> None: ...
+
+
+class FakeLogger:
+    def __init__(self, run_dir: Any, prefix: str = "") -> None:
+        self.run_dir, self.prefix = run_dir, prefix
+
+    def metrics(self, values: Any, *, step: int, epoch: int) -> None: ...
+    def text(self, tag: str, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class PlainLogger:
+    def metrics(self, values: Any, *, step: int, epoch: int) -> None: ...
+    def text(self, tag: str, text: str) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from framework.loggers import ConsoleLogger, console
+from framework.run_dir import RunDir
+from framework.types import FitInfo, StepReport
+
+LOSS = torch.zeros((), device="meta")
+"""A loss nobody can read: what looks at its value fails."""
+
+
+def info(*, start_step: int = 0, total_steps: int | None = 100, max_epochs: int | None = 10) -> FitInfo:
+    return FitInfo(nn.Identity(), start_step, total_steps=total_steps, steps_per_epoch=10, max_epochs=max_epochs)
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step, (step - 1) // 10, LOSS, 8)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr(console, "monotonic", lambda: clock.now_s)
+    return clock
+
+
+def started(path: Path, **keywords: Any) -> ConsoleLogger:
+    logger = ConsoleLogger(run_dir=RunDir(path))
+    logger.fit_start(info(**keywords))
+    return logger
+
+
+def test_on_a_pipe_there_is_a_line_every_few_seconds_and_one_each_evaluation(
+    tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = started(tmp_path)
+    assert capsys.readouterr().out == f"{tmp_path}: starts to step 100 for 10 epochs, 10 steps each epoch\n"
+    for step in range(1, 26):
+        clock.now_s += 0.5
+        logger.step(report(step))
+        logger.metrics({"train/loss": 1.0 / step, "lr": 0.1, "grad_norm": 3.0}, step=step, epoch=(step - 1) // 10)
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 1/10  step 10/100  2 steps/s  ETA 0:00:45  loss 0.1111 lr 0.1",
+        "epoch 2/10  step 20/100  2 steps/s  ETA 0:00:40  loss 0.05263 lr 0.1",
+    ]
+    logger.metrics({"val/loss": 0.25, "val/accuracy": 0.9712345}, step=25, epoch=2)
+    assert capsys.readouterr().out == "epoch 3  step 25  val/loss 0.25 val/accuracy 0.9712\n"
+    logger.close()
+    line = "epoch 3/10  step 25/100  2 steps/s  ETA 0:00:38  loss 0.04 lr 0.1  val/loss 0.25 val/accuracy 0.9712\n"
+    assert capsys.readouterr().out == line
+    logger.close()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("keywords", "head", "line"),
+    [
+        ({"max_epochs": None}, "starts to step 100, 10", "epoch 5  step 44/100  4 steps/s  ETA 0:00:14"),
+        ({"total_steps": None, "max_epochs": None}, "starts, 10", "epoch 5  step 44  4 steps/s"),
+        ({"start_step": 40}, "goes on from step 40 to step 100 for 10", "epoch 5/10  step 44/100  0.3636 steps/s"),
+    ],
+)
+def test_runs_by_steps_or_without_end_and_resumed_ones(
+    tmp_path: Path,
+    clock: SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
+    keywords: dict[str, Any],
+    head: str,
+    line: str,
+) -> None:
+    logger = started(tmp_path, **keywords)
+    assert head in capsys.readouterr().out
+    clock.now_s += 11
+    logger.step(report(44))
+    assert capsys.readouterr().out.startswith(line)
+    logger.close()
+
+
+def test_a_resumed_run_shows_where_it_stands_before_its_first_step(tmp_path: Path) -> None:
+    logger = started(tmp_path, start_step=40)
+    assert logger.line() == "epoch 5/10  step 40/100"
+    logger.close()
+
+
+def test_without_training_only_evaluations_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = ConsoleLogger(run_dir=RunDir(tmp_path))
+    logger.text("config", "a: 1")
+    logger.metrics({"train/loss": 1.0}, step=1, epoch=0)
+    logger.metrics({"test/accuracy": 0.5, "test/loss": float("nan")}, step=30, epoch=2)
+    logger.close()
+    assert capsys.readouterr().out == "epoch 3  step 30  test/accuracy 0.5 test/loss nan\n"
+
+
+def test_a_step_costs_less_than_a_microsecond(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    reports = [report(step) for step in range(1, 1001)]
+    best_s = float("inf")
+    for _ in range(20):
+        begin = time.perf_counter()
+        for each in reports:
+            logger.step(each)
+        best_s = min(best_s, time.perf_counter() - begin)
+    logger.close()
+    assert best_s / len(reports) < 1e-6
+
+
+PROGRAM = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from torch import nn
+from framework.loggers import ConsoleLogger
+from framework.run_dir import RunDir
+from framework.types import FitInfo, StepReport
+
+stdout = sys.stdout
+logger = ConsoleLogger(run_dir=RunDir(Path("run")))
+logger.fit_start(FitInfo(nn.Identity(), 0, total_steps=400, steps_per_epoch=100, max_epochs=4))
+for step in range(1, 401):
+    logger.step(StepReport(step, (step - 1) // 100, torch.zeros((), device="meta"), 1))
+    if step % 100 == 0:
+        logger.metrics({"train/loss": 1 / step, "lr": 0.5}, step=step, epoch=0)
+    time.sleep(0.002)
+logger.metrics({"val/accuracy": 0.875}, step=400, epoch=3)
+print("said in between")
+logger.close()
+assert sys.stdout is stdout and threading.active_count() == 1
+print("after")
+"""
+
+
+def run_on_a_terminal(*, term: str) -> str:
+    """What a terminal of 120 columns gets."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": term, "COLUMNS": "120", "LINES": "30"}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=slave, stderr=slave, env=environment) as process:
+        os.close(slave)
+        output: list[bytes] = []
+
+        def read() -> None:
+            while True:
+                try:
+                    data = os.read(master, 65536)
+                except OSError:  # how a terminal says that nobody writes to it any more
+                    return
+                output.append(data)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        status = process.wait(timeout=60)
+        reader.join(timeout=10)
+    os.close(master)
+    text = b"".join(output).decode()
+    assert status == 0, text
+    return text
+
+
+def test_on_a_terminal_one_line_is_drawn_anew() -> None:
+    text = run_on_a_terminal(term="xterm-256color")
+    frames = text.count("steps/s")
+    assert 3 <= frames <= 10, "about four times a second, for a second"
+    assert "\x1b[?25l" in text, "the cursor is hidden"
+    assert "\x1b[?25h" in text, "and shown again"
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
+    assert re.search(
+        r"━+ +epoch 4/4  step 400/400  \S+ steps/s  ETA 0:00:00  loss 0.0025 lr 0.5  val/accuracy 0.875", plain
+    )
+    assert plain.index("said in between") < plain.index("after")
+
+
+def test_a_terminal_that_cannot_redraw_gets_plain_lines() -> None:
+    text = run_on_a_terminal(term="dumb")
+    assert "\x1b[" not in text
+    assert "epoch 4  step 400  val/accuracy 0.875" in text

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from framework.distributed.context import Context
+from framework.errors import ConfigError, TopologyError
+from framework.strategies import DDP, Single, auto
+from framework.topology import Topology
+
+
+def make(*, procs: int = 1, devices: tuple[str, ...] = ("cpu",)) -> Context:
+    topology = Topology(nnodes=1, procs_per_node=procs, gpus_per_node=0, span=len(devices))
+    return Context(topology, 0, 0, 0, tuple(map(torch.device, devices)), "gloo")
+
+
+@pytest.fixture
+def group():
+    """A gloo group of this process alone, which opens no port."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=20),
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def linear() -> nn.Linear:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6.0).reshape(2, 3))
+    return model
+
+
+def test_single_leaves_the_model_alone_and_allocates_nothing_per_step(own_state):
+    strategy, model = Single(context=make()), linear()
+    assert strategy.wrap(model) is model
+    assert strategy.unwrap(model) is model
+    assert strategy.accumulate(model, synchronise=True) is strategy.accumulate(model, synchronise=False)
+
+
+def test_single_refuses_several_processes_and_says_what_to_do():
+    with pytest.raises(TopologyError, match=r"strategy=ddp \(or auto\), or topology\.procs_per_node=1"):
+        Single(context=make(procs=2))
+
+
+def test_auto_is_single_for_one_process_and_ddp_for_several():
+    assert isinstance(auto(context=make()), Single)
+    assert isinstance(auto(context=make(procs=2), static_graph=True), DDP)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_ddp_wraps_and_unwraps_and_synchronises_only_when_told(own_state, group, broadcast):
+    strategy, model = DDP(context=make(), broadcast_buffers=broadcast, bucket_cap_mb=1), linear()
+    wrapped = strategy.wrap(model)
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert wrapped.device_ids is None
+    assert strategy.unwrap(wrapped) is model
+    assert strategy.unwrap(model) is model
+    seen = []
+    for synchronise in (False, True):
+        with strategy.accumulate(wrapped, synchronise=synchronise):
+            seen.append(wrapped.require_backward_grad_sync)
+            wrapped(torch.ones(4, 3)).sum().backward()
+    assert seen == [False, True]
+    assert wrapped.require_backward_grad_sync
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.full((2, 3), 8.0))
+
+
+def test_ddp_hands_its_options_to_torch(own_state, group):
+    strategy = DDP(context=make(), broadcast_buffers=False, find_unused_parameters=True, gradient_as_bucket_view=False)
+    wrapped = strategy.wrap(linear())
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert wrapped.find_unused_parameters is True
+    assert wrapped.gradient_as_bucket_view is False
+    buffers = "forward_sync_buffers" if hasattr(wrapped, "forward_sync_buffers") else "broadcast_buffers"
+    assert getattr(wrapped, buffers) is False
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [(("cpu",), None), (("cpu", "cpu"), None), (("cuda:3",), [3]), (("cuda:2", "cuda:3"), None)],
+)
+def test_device_ids_are_given_only_for_a_replica_that_is_one_gpu(own_state, monkeypatch, devices, expected):
+    given = {}
+    monkeypatch.setattr("framework.strategies.ddp.DistributedDataParallel", lambda _, **how: given.update(how))
+    strategy = DDP.__new__(DDP)
+    strategy._context, strategy._options = make(devices=devices), {}
+    strategy.wrap(linear())
+    assert given["device_ids"] == expected
+
+
+def test_ddp_refuses_a_model_with_nothing_to_train(own_state):
+    model = linear().requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter of Linear requires one"):
+        DDP(context=make()).wrap(model)

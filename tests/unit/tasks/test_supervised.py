@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from framework.errors import ConfigError, DataError
+from framework.tasks import Accuracy, MeanAbsoluteError, Supervised
+from framework.types import StepOutput, Task
+
+X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(3, (12,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(6, 3)
+
+
+@pytest.fixture
+def classification():
+    return Supervised(loss=nn.CrossEntropyLoss(), metrics={"accuracy": Accuracy()})
+
+
+def summed(output: StepOutput, name: str) -> tuple[torch.Tensor, int]:
+    total, count = output.metrics[name]
+    assert isinstance(total, torch.Tensor)
+    return total, count
+
+
+def test_it_is_a_task(classification):
+    assert isinstance(classification, Task)
+
+
+def test_training_gives_the_mean_loss_with_its_graph_and_no_metrics(classification, model):
+    output = classification.training_step(model, [X, LABELS])
+    assert output.loss.equal(nn.functional.cross_entropy(model(X), LABELS))
+    assert output.loss.requires_grad
+    assert output.num_samples == 12
+    assert output.metrics == {}
+
+
+def test_validation_gives_metrics(classification, model):
+    output = classification.validation_step(model, [X, LABELS])
+    total, count = summed(output, "accuracy")
+    assert (total.item(), count) == ((model(X).argmax(dim=1) == LABELS).sum().item(), 12)
+
+
+def test_metrics_in_training_only_when_asked_and_without_graph(model):
+    task = Supervised(loss=nn.L1Loss(), metrics={"mae": MeanAbsoluteError()}, train_metrics=True)
+    output = task.training_step(model, (X, torch.zeros(12, 3)))
+    total, count = summed(output, "mae")
+    assert total.item() / count == pytest.approx(output.loss.item())
+    assert not total.requires_grad
+    assert output.loss.requires_grad
+
+
+@pytest.mark.parametrize("form", [tuple, list, lambda pair: {"input": pair[0], "target": pair[1]}])
+def test_forms_of_a_batch(classification, model, form):
+    output = classification.training_step(model, form((X, LABELS)))
+    assert output.loss.equal(classification.training_step(model, [X, LABELS]).loss)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (X, r"a tensor of shape \(12, 6\)"),
+        ((X, LABELS, X), "a tuple of 3"),
+        ({"image": X, "label": LABELS}, r"keys \['image', 'label'\]"),
+        ("ab", "a str"),
+        ((X, [1, 2]), "target that is a list of 2"),
+        ((X, torch.tensor(1)), r"target that is a tensor of shape \(\)"),
+    ],
+)
+def test_other_forms_are_refused(classification, model, batch, said):
+    with pytest.raises(DataError, match=said):
+        classification.training_step(model, batch)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_loss_that_is_no_mean_is_refused(reduction):
+    with pytest.raises(ConfigError, match=f"CrossEntropyLoss has reduction='{reduction}'. Use reduction='mean'"):
+        Supervised(loss=nn.CrossEntropyLoss(reduction=reduction))
+
+
+def test_a_function_that_gives_no_scalar_is_refused(model):
+    task = Supervised(loss=lambda output, target: (output - target).abs())
+    with pytest.raises(ConfigError, match=r"shape \(12, 3\)"):
+        task.training_step(model, (X, torch.zeros(12, 3)))
+
+
+def test_a_metric_called_loss_is_refused():
+    with pytest.raises(ConfigError, match="called 'loss'"):
+        Supervised(loss=nn.MSELoss(), metrics={"loss": MeanAbsoluteError()})
+
+
+def test_targets_follow_the_output_to_its_device():
+    class EndsElsewhere(nn.Module):
+        def forward(self, x):
+            return x.to("meta")
+
+    output = Supervised(loss=nn.MSELoss()).training_step(EndsElsewhere(), (X, torch.zeros(12, 6)))
+    assert output.loss.device.type == "meta"
+
+
+def test_a_step_reads_nothing_from_the_device():
+    """The meta device has no values: anything that waits for one raises."""
+    task = Supervised(loss=nn.MSELoss(), metrics={"mae": MeanAbsoluteError()}, train_metrics=True)
+    model = nn.Linear(6, 3, device="meta")
+    batch = (torch.zeros(4, 6, device="meta"), torch.zeros(4, 3, device="meta"))
+    for step in (task.training_step, task.validation_step):
+        output = step(model, batch)
+        assert summed(output, "mae")[0].device.type == output.loss.device.type == "meta"
+
+
+@pytest.mark.parametrize("cuts", [(0, 12), (0, 6, 12), (0, 1, 8, 12)])
+def test_means_weighed_by_their_counts_give_the_gradient_of_the_whole(classification, model, cuts):
+    whole = copy.deepcopy(model)
+    classification.training_step(whole, (X, LABELS)).loss.backward()
+    for begin, end in pairwise(cuts):
+        output = classification.training_step(model, (X[begin:end], LABELS[begin:end]))
+        (output.loss * (output.num_samples / 12)).backward()
+    torch.testing.assert_close(model.weight.grad, whole.weight.grad)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import io
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from framework.build import (
+    build_callbacks,
+    build_datasets,
+    build_loggers,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    build_strategy,
+    build_task,
+)
+from framework.config.schema import Interval, SchedulerConfig
+from framework.distributed.context import Context
+from framework.errors import ConfigError, DataError, TargetError, TopologyError
+from framework.run_dir import RunDir
+from framework.strategies import Single
+from framework.topology import Topology
+from framework.types import Datasets
+from tests.unit import fake_targets
+
+FAKES = "tests.unit.fake_targets"
+
+
+def node(name: str, **keywords: Any) -> dict[str, Any]:
+    return {"_target_": name if "." in name else f"{FAKES}.{name}", **keywords}
+
+
+def make(*, span: int = 1, gpus: int = 0, device: str = "cpu") -> Context:
+    topology = Topology(nnodes=1, procs_per_node=1, gpus_per_node=gpus, span=span)
+    return Context(topology, 0, 0, 0, (torch.device(device),) * span, "gloo")
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2))]
+
+
+def test_a_model_is_built_with_what_is_nested_and_moved_to_its_device(own_state):
+    built = build_model(node("Net", hidden=5, activation=node("torch.nn.ReLU")), context=make(device="meta"))
+    assert isinstance(built, fake_targets.Net)
+    assert isinstance(built.activation, nn.ReLU)
+    assert built.weight.shape == (2, 5)
+    assert built.weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("span", [1, 2])
+def test_a_model_that_takes_devices_gets_them_and_is_not_moved(own_state, span):
+    built = build_model(node("Spread"), context=make(span=span))
+    assert isinstance(built, fake_targets.Spread)
+    assert built.devices == (torch.device("cpu"),) * span
+
+
+@pytest.mark.parametrize(("gpus", "way_out"), [(4, "topology.procs_per_node=4"), (0, "topology.gpus_per_process=1")])
+def test_several_devices_need_a_model_that_takes_them(gpus, way_out):
+    with pytest.raises(TopologyError) as caught:
+        build_model(node("Net"), context=make(span=2, gpus=gpus))
+    assert way_out in str(caught.value)
+    assert "can't use 2 devices" in str(caught.value)
+
+
+def test_targets_get_plain_containers(own_state):
+    given = build_model(node("Anything", sizes=[1, [2]], more={"a": [3], "b": node("echo", c=[4])}), context=make())
+    assert isinstance(given, fake_targets.Anything)
+    assert given.given == {"sizes": [1, [2]], "more": {"a": [3], "b": {"c": [4]}}}
+    more = given.given["more"]
+    for container, kind in ((given.given["sizes"], list), (more, dict), (more["a"], list), (more["b"]["c"], list)):
+        assert type(container) is kind
+
+
+def test_an_optimizers_state_is_readable_with_weights_only():
+    optimizer = build_optimizer(node("torch.optim.Adam", lr=0.5, betas=[0.8, 0.9]), parameters())
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    (group,) = torch.load(file, weights_only=True)["param_groups"]
+    assert (group["lr"], list(group["betas"])) == (0.5, [0.8, 0.9])
+
+
+def test_an_optimizer_holds_the_very_parameters():
+    (parameter,) = given = parameters()
+    assert build_optimizer(node("torch.optim.SGD"), iter(given)).param_groups[0]["params"][0] is parameter
+
+
+def test_an_optimizer_without_parameters_is_refused():
+    for nothing in ([], [torch.ones(1)]):
+        with pytest.raises(ConfigError, match="nothing to train"):
+            build_optimizer(node("torch.optim.SGD"), nothing)
+
+
+@pytest.mark.parametrize("name", ["datasets", "named_datasets"])
+def test_datasets_are_named(name):
+    built = build_datasets(node(name))
+    assert isinstance(built, Datasets)
+    assert len(built.train) == 4
+    assert (built.test is None) == (name == "named_datasets")
+
+
+def test_a_strategy_gets_the_context():
+    assert isinstance(build_strategy(node("framework.strategies.auto"), context=make()), Single)
+
+
+def test_a_task_gets_its_loss():
+    task = build_task(node("FakeTask", loss=node("torch.nn.MSELoss")))
+    assert isinstance(task, fake_targets.FakeTask)
+    assert isinstance(task.loss, nn.MSELoss)
+
+
+def test_loggers_and_callbacks_are_named_and_keep_their_order():
+    run_dir = RunDir(Path("somewhere"))
+    loggers = build_loggers({"b": node("FakeLogger", prefix="x"), "a": node("PlainLogger")}, run_dir=run_dir)
+    assert list(loggers) == ["b", "a"]
+    assert isinstance(loggers["b"], fake_targets.FakeLogger)
+    assert loggers["b"].run_dir is run_dir
+    callbacks = build_callbacks({"z": node("Observer", patience=4), "c": node("Observer")})
+    assert {name: vars(callback)["patience"] for name, callback in callbacks.items()} == {"z": 4, "c": 1}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: build_model(node("echo"), context=make()),
+            "model: .*echo gave .*dict. It must give a torch.nn.Module",
+        ),
+        (lambda: build_datasets(node("echo")), "data.datasets: .* must give framework.Datasets"),
+        (lambda: build_datasets(node("datasets", parts=1, wrong=True)), "a map-style dataset, .* as its val part"),
+        (lambda: build_datasets(node("datasets", parts=0)), "must give framework.Datasets"),
+        (lambda: build_task(node("HalfTask")), "task: .* validation_step is missing"),
+        (lambda: build_strategy(node("echo"), context=make()), "strategy: .* wrap is missing"),
+        (lambda: build_loggers({"x": node("Observer")}, run_dir=RunDir(Path())), "logger.x: .* metrics is missing"),
+        (lambda: build_callbacks({"x": node("PlainLogger")}), "callbacks.x: .* must give a callback"),
+        (
+            lambda: build_callbacks({"x": node("Misspelt")}),
+            r"callbacks.x: .*on_train_step_ends isn't a hook .* Did you mean on_train_step_end\?",
+        ),
+        (lambda: build_model(node("os.system", command="true"), context=make()), "model: .*os.system"),
+    ],
+)
+def test_what_a_target_gives_is_checked(build, message):
+    with pytest.raises(TargetError, match=message):
+        build()
+
+
+def test_our_errors_say_what_was_being_built():
+    with pytest.raises(DataError) as caught:
+        build_datasets(node("missing_data", root="/x"))
+    assert str(caught.value).splitlines() == [
+        "/x isn't there.",
+        f"While building data.datasets ({FAKES}.missing_data).",
+    ]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_unexpected_exceptions_keep_their_traceback_and_context_and_say_where(nested):
+    given = node("FakeTask", loss=node("broken")) if nested else node("broken")
+    with pytest.raises(ZeroDivisionError) as caught:
+        build_task(given)
+    text = "".join(traceback.format_exception(caught.value))
+    assert 'raise ZeroDivisionError("a bug") from None' in text
+    assert f"While building task{'.loss' if nested else ''} ({FAKES}." in text
+    assert "InstantiationException" not in text
+    assert isinstance(caught.value.__context__, KeyError)
+
+
+def scheduler(schedule: dict[str, Any] | None, **how: Any) -> SchedulerConfig:
+    return SchedulerConfig(**{"schedule": schedule, "interval": Interval.STEP, "monitor": None, **how})
+
+
+def test_total_steps_are_filled_in_unless_given():
+    for given, expected in (({}, 4), ({"total_steps": 2}, 2)):
+        optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
+        schedule = build_scheduler(scheduler(node("framework.optim.cosine", **given)), optimizer, total_steps=4)
+        for _ in range(expected):
+            assert optimizer.param_groups[0]["lr"] > 1e-6
+            optimizer.step()
+            schedule.after_step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_scheduler_without_total_steps_is_not_given_them():
+    optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
+    settings = scheduler(node("torch.optim.lr_scheduler.StepLR", step_size=1, gamma=0.5), interval=Interval.EPOCH)
+    schedule = build_scheduler(settings, optimizer, total_steps=None)
+    optimizer.step()
+    schedule.after_epoch()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_an_endless_run_refuses_a_scheduler_that_must_know_its_end():
+    optimizer = build_optimizer(node("torch.optim.SGD"), parameters())
+    with pytest.raises(ConfigError, match=r"must know when training ends.*\nSet one of them, or .*total_steps"):
+        build_scheduler(scheduler(node("framework.optim.cosine")), optimizer, total_steps=None)
+
+
+def test_what_is_no_scheduler_is_refused_and_none_never_moves():
+    optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
+    with pytest.raises(TargetError, match=r"scheduler\.schedule: .*LRScheduler"):
+        build_scheduler(scheduler(node("torch.nn.Identity")), optimizer, total_steps=1)
+    build_scheduler(scheduler(None), optimizer, total_steps=None).after_step()
+    assert optimizer.param_groups[0]["lr"] == 1.0

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from framework import hardware
+from framework.errors import TopologyError
+
+
+class NVMLError(Exception):
+    pass
+
+
+class NVMLError_DriverNotLoaded(NVMLError):  # noqa: N801, N818 (NVML's name)
+    pass
+
+
+class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818
+    pass
+
+
+class FakeNvml:
+    """The part of pynvml that is used, for a machine with these UUIDs."""
+
+    NVMLError = NVMLError
+    NVMLError_NotSupported = NVMLError_NotSupported
+
+    def __init__(self, uuids, *, on_init=None, mig=()):
+        self.uuids, self.on_init, self.mig, self.open = list(uuids), on_init, mig, 0
+
+    def nvmlInit(self):  # noqa: N802
+        if self.on_init is not None:
+            raise self.on_init
+        self.open += 1
+
+    def nvmlShutdown(self):  # noqa: N802
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return len(self.uuids)
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        return self.uuids[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        if uuid not in self.mig:
+            raise NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetName(self, handle):  # noqa: N802
+        return b"Some GPU"
+
+    def nvmlDeviceGetUUID(self, handle):  # noqa: N802
+        return handle
+
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+        if handle.startswith("MIG-"):
+            raise NVMLError_NotSupported
+        return SimpleNamespace(total=2**34)
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    def install(uuids=(), **how):
+        fake = FakeNvml(uuids, **how)
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        return fake
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return install
+
+
+FOUR = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44")
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, "aa11 aa22 bb33 cc44"),
+        ("", ""),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+        ("2", "bb33"),
+        ("3, 0", "cc44 aa11"),
+        ("1,-1,2", "aa22"),
+        ("0,9,1", "aa11"),
+        ("0,0", ""),
+        ("GPU-bb,GPU-aa22", "bb33 aa22"),
+        ("GPU-aa", ""),
+        ("GPU-zz", ""),
+        ("MIG-1", "MIG-1"),
+        ("MIG-2", ""),
+    ],
+)
+def test_visible_gpus_are_those_cuda_shows(nvml, monkeypatch, visible, expected):
+    fake = nvml(FOUR, mig=("MIG-1",))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus = hardware.visible_gpus()
+    assert [gpu.uuid.removeprefix("GPU-") for gpu in gpus] == expected.split()
+    assert {gpu.name for gpu in gpus} <= {"Some GPU"}
+    assert fake.open == 0
+
+
+def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(nvml):
+    nvml(on_init=NVMLError_DriverNotLoaded())
+    assert hardware.count_gpus() == 0
+    nvml(on_init=NVMLError("Driver/library version mismatch"))
+    with pytest.raises(TopologyError, match="version mismatch") as caught:
+        hardware.resolve_gpus(None)
+    assert "trainer.gpus=0" in str(caught.value)
+    assert hardware.resolve_gpus(0) == 0
+
+
+def test_gpus_are_those_asked_for_or_all(nvml):
+    nvml(FOUR)
+    assert [hardware.resolve_gpus(n) for n in (None, 0, 3, 4)] == [4, 0, 3, 4]
+
+
+@pytest.mark.parametrize(("there", "says"), [(FOUR, "has 4 GPUs"), (FOUR[:1], "has 1 GPU"), ((), "has no GPU")])
+def test_too_many_gpus_says_how_many_there_are_and_how_to_use_the_cpu(nvml, there, says):
+    nvml(there)
+    with pytest.raises(TopologyError) as caught:
+        hardware.resolve_gpus(8)
+    message = str(caught.value)
+    assert says in message
+    assert "trainer.gpus=0 topology.procs_per_node=8" in message
+    assert ("trainer.gpus=auto" in message) == bool(there)
+
+
+def test_too_many_gpus_names_the_variable_that_hides_some(nvml, monkeypatch):
+    nvml(FOUR)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(TopologyError, match=r"has 1 GPU \(CUDA_VISIBLE_DEVICES='1'\)"):
+        hardware.resolve_gpus(2)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 64),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, 64),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "350000 100000"}, 3),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "200000 100000"}, 2),
+        ({"proc/self/cgroup": "0::/host", "sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n0::/",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "400000\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
+            },
+            4,
+        ),
+        (
+            {
+                "proc/self/cgroup": "1:cpu:/",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            64,
+        ),
+    ],
+)
+def test_cores_are_those_that_affinity_and_control_groups_leave(tmp_path, monkeypatch, files, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert hardware.cpu_count(tmp_path) == expected
+
+
+def test_affinity_below_the_quota_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
+    assert hardware.cpu_count(tmp_path) == 1
+
+
+def test_threads_are_a_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(hardware, "cpu_count", lambda: 7)
+    assert [hardware.threads_per_process(n) for n in (1, 2, 7, 100)] == [7, 3, 1, 1]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from framework.config.schema import ClipAlgorithm, Interval
+from framework.errors import ConfigError
+from framework.optim import Schedule, clip_gradients, cosine, gradient_norm
+
+
+def sgd(lr: float = 1.0) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr)
+
+
+def rates(schedule: Schedule, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.after_step()
+    return seen
+
+
+@given(total=st.integers(1, 40), share=st.floats(0, 0.99), least=st.floats(0, 1))
+def test_cosine_warms_up_falls_and_stays(total, share, least):
+    warmup = int(total * share)
+    optimizer = sgd(2.0)
+    schedule = Schedule(cosine(optimizer, total, warmup, least), interval=Interval.STEP, monitor=None)
+    seen = [rate / 2.0 for rate in rates(schedule, optimizer, total + 3)]
+    assert seen[:warmup] == pytest.approx([(s + 1) / warmup for s in range(warmup)])
+    assert seen[warmup] == pytest.approx(1.0)
+    assert all(later <= earlier + 1e-12 for earlier, later in zip(seen[warmup:], seen[warmup + 1 :], strict=False))
+    assert seen[total:] == pytest.approx([least] * 3)
+
+
+def test_cosine_is_half_way_in_the_middle():
+    optimizer = sgd()
+    schedule = Schedule(cosine(optimizer, 10), interval=Interval.STEP, monitor=None)
+    assert rates(schedule, optimizer, 6)[5] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("wrong", [{"warmup_steps": 5}, {"warmup_steps": -1}, {"min_factor": 1.5}])
+def test_cosine_refuses_numbers_out_of_range(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        cosine(sgd(), 5, **wrong)
+
+
+def test_a_schedule_goes_on_from_its_state_read_with_weights_only():
+    whole, first, second = sgd(), sgd(), sgd()
+    expected = rates(Schedule(cosine(whole, 9, 2), interval=Interval.STEP, monitor=None), whole, 9)
+    schedule = Schedule(cosine(first, 9, 2), interval=Interval.STEP, monitor=None)
+    begun = rates(schedule, first, 4)
+    file = io.BytesIO()
+    torch.save((schedule.state_dict(), first.state_dict()), file)
+    file.seek(0)
+    state, optimizer_state = torch.load(file, weights_only=True)
+    resumed = Schedule(cosine(second, 9, 2), interval=Interval.STEP, monitor=None)
+    resumed.load_state_dict(state)
+    second.load_state_dict(optimizer_state)
+    assert begun + rates(resumed, second, 5) == expected
+
+
+def test_a_schedule_moves_only_when_it_should():
+    for interval in Interval:
+        optimizer = sgd()
+        schedule = Schedule(StepLR(optimizer, 1, gamma=0.5), interval=interval, monitor=None)
+        optimizer.step()
+        schedule.after_validation({"val/loss": 1.0})
+        schedule.after_step()
+        assert optimizer.param_groups[0]["lr"] == (0.5 if interval is Interval.STEP else 1.0)
+        schedule.after_epoch()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_no_schedule_never_moves():
+    schedule = Schedule(None, interval=Interval.STEP, monitor=None)
+    schedule.after_step()
+    schedule.after_epoch()
+    schedule.after_validation({})
+    assert schedule.state_dict() == {}
+    schedule.load_state_dict({})
+
+
+def test_plateau_watches_its_metric():
+    optimizer = sgd()
+    plateau = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    schedule = Schedule(plateau, interval=Interval.EPOCH, monitor="val/loss")
+    for loss in (1.0, 1.0):
+        schedule.after_step()
+        schedule.after_epoch()
+        schedule.after_validation({"val/loss": loss})
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    with pytest.raises(ConfigError, match="Use one of val/accuracy"):
+        schedule.after_validation({"val/accuracy": 1.0})
+
+
+def test_a_monitor_and_a_plateau_need_each_other():
+    with pytest.raises(ConfigError, match=r"set scheduler\.monitor"):
+        Schedule(ReduceLROnPlateau(sgd()), interval=Interval.EPOCH, monitor=None)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau only"):
+        Schedule(StepLR(sgd(), 1), interval=Interval.EPOCH, monitor="val/loss")
+
+
+def with_gradients(*values: list[float] | None) -> list[nn.Parameter]:
+    parameters = []
+    for value in values:
+        parameter = nn.Parameter(torch.zeros(len(value or [0.0])))
+        parameter.grad = None if value is None else torch.tensor(value)
+        parameters.append(parameter)
+    return parameters
+
+
+def test_clipping_by_norm_scales_all_and_tells_the_norm_before():
+    parameters = with_gradients([3.0, 0.0], None, [-4.0])
+    assert gradient_norm(parameters) == torch.tensor(5.0)
+    before = clip_gradients(iter(parameters), value=1.0, algorithm=ClipAlgorithm.NORM)
+    assert before == torch.tensor(5.0)
+    assert gradient_norm(parameters).item() == pytest.approx(1.0, rel=1e-5)
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.tolist() == pytest.approx([0.6, 0.0], rel=1e-5)
+
+
+def test_clipping_by_value_cuts_each_element():
+    parameters = with_gradients([3.0, -0.5], [-4.0])
+    assert clip_gradients(parameters, value=1.0, algorithm=ClipAlgorithm.VALUE) is None
+    assert [p.grad.tolist() for p in parameters if p.grad is not None] == [[1.0, -0.5], [-1.0]]
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm_without_raising():
+    assert math.isnan(clip_gradients(with_gradients([math.nan]), value=1.0, algorithm=ClipAlgorithm.NORM) or 0.0)
+    assert gradient_norm([]).item() == 0.0
