@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+from framework.errors import EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from framework.launch.warm import WarmServer
 
 # What ranks need, the heaviest first. Loaded while the configuration is composed; the first step would otherwise pull
 # in torch._dynamo and more, seconds for each rank.
@@ -21,19 +27,24 @@ _ONLY_ANSWER = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--i
 def main() -> int:
     """The command. Gives its exit status: 0, 1 for a failed run, 2 for a wrong request, 130 after Ctrl-C."""
     arguments = sys.argv[1:]
-    if not _starts_ranks(arguments):
-        from framework.cli import main as cli_main
-
-        return cli_main(arguments)
-    from framework.launch.warm import WarmServer
-
-    warm = WarmServer.start(PRELOAD)
     try:
-        from framework.cli import main as cli_main
+        if not _starts_ranks(arguments):
+            return _answer(arguments, warm=None)
+        from framework.launch.warm import WarmServer
 
-        return cli_main(arguments, warm=warm)
-    finally:
-        warm.close()
+        warm = WarmServer.start(PRELOAD)
+        try:
+            return _answer(arguments, warm=warm)
+        finally:
+            warm.close()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _answer(arguments: list[str], *, warm: WarmServer | None) -> int:
+    from framework.cli import main as cli_main  # imports Hydra, while the fork server imports torch
+
+    return cli_main(arguments, warm=warm)
 
 
 def _starts_ranks(arguments: list[str]) -> bool:

@@ -174,14 +174,10 @@ def _compose(arguments: list[str]) -> list[_Composition]:
 
 def _composition(config: Any) -> _Composition:
     """The plain, resolved form of what Hydra composed; called while Hydra's own values can be interpolated."""
-    missing = OmegaConf.missing_keys(config)
-    if missing:
-        from framework.config.explain import missing_values
-
-        raise missing_values(list(missing))
     raw: Any = OmegaConf.to_container(config, resolve=True)
     settings = HydraConfig.get()
-    choices = {group: option for group, option in settings.runtime.choices.items() if not group.startswith("hydra/")}
+    chosen = settings.runtime.choices.items()
+    choices = {group: option for group, option in chosen if option is not None and not group.startswith("hydra/")}
     return _Composition(raw=raw, overrides=tuple(settings.overrides.task), choices=choices)
 
 
@@ -237,7 +233,7 @@ def _is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def _for_hydra(arguments: Sequence[str], *, scratch: str) -> list[str]:
-    """The arguments with what is set before the options: argparse refuses `a=1 -m b=2`. Hydra's files go to `scratch`."""
+    """What is set, then the options, as argparse refuses `a=1 -m b=2`; any files of Hydra's go to `scratch`."""
     overrides = [text for text in arguments if _is_override(text)]
     if _is_sweep(arguments):
         overrides.append(f"hydra.sweep.dir={scratch}")  # its sweeper writes a file, also where nothing can be composed

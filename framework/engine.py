@@ -127,9 +127,7 @@ def _train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
     )
 
 
-def _eval_loader(
-    rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None
-) -> EvalLoader | None:
+def _eval_loader(rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None) -> EvalLoader | None:
     """The loader of an evaluation part cut to its limit; None where there is nothing to evaluate."""
     if dataset is None:
         return None
@@ -265,7 +263,7 @@ def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
     counts = ", ".join(f"{name} {len(part):,}" for name, part in sizes.items() if part is not None)
     parameters = sum(parameter.numel() for parameter in parts.bare_model.parameters())
     print(
-        f"{type(parts.bare_model).__name__} with {parameters:,} parameters on {context.devices[0]} ({context.backend}); "
+        f"{type(parts.bare_model).__name__} with {parameters:,} parameters on {_named(context)} ({context.backend})\n"
         f"{counts} samples; global batch {rank.plan.global_batch_size}, {len(trainer.train_loader)} steps an epoch",
         flush=True,
     )
@@ -273,6 +271,10 @@ def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
         print(f"Going on after step {trainer.progress.step:,}, epoch {trainer.progress.epoch}", flush=True)
     for each in parts.loggers.values():
         each.text("config", rank.run_dir.config_file.read_text())
+
+
+def _named(context: Context) -> str:
+    return ", ".join(dict.fromkeys(str(device) for device in context.devices))
 
 
 def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], seconds: float) -> None:

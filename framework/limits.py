@@ -34,7 +34,7 @@ def shortened(config: Config) -> Config:
 
 
 def limited(total: int, limit: int | float | None) -> int:
-    """How many of `total` batches a limit leaves: an int counts them, a float is a share of them; at least 1 of some."""
+    """How many of `total` batches a limit leaves: an int counts them, a float is a share of them."""
     if limit is None:
         return total
     if isinstance(limit, float):

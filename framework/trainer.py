@@ -148,9 +148,7 @@ class Trainer:
         """
         parts = self.parts
         scale = self.context.world_size / window.global_count
-        position = 0
-        for micro in window.micro_batches:
-            position += 1
+        for position, micro in enumerate(window.micro_batches, start=1):
             weight = micro.num_samples * scale
             with parts.strategy.accumulate(parts.model, synchronise=position == window.num_micro_batches):
                 with parts.precision.autocast():
@@ -205,7 +203,7 @@ class Trainer:
         self._tell_loggers(named, epoch=epoch)
 
     def evaluate(self, *, epoch: int) -> None:
-        """Run the validation part, log it, ask the callbacks; ranks agree on wishes to stop. Every rank must call it."""
+        """Run the validation part, log it, ask the callbacks, agree on wishes to stop. Every rank must call it."""
         if self.val_loader is None:
             return
         with self.evaluation_weights():

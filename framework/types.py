@@ -82,7 +82,7 @@ class StepReport(NamedTuple):
 
 
 class EvalReport(NamedTuple):
-    """Metrics over one whole evaluation part (`val` or `test`), the same on every rank. Names bear the part: `val/loss`."""
+    """Metrics over a whole part (`val` or `test`), the same on every rank. Names bear the part: `val/loss`."""
 
     part: str
     step: int
@@ -116,7 +116,7 @@ class Task(Protocol):
 
 
 class Strategy(Protocol):
-    """How replicas stay equal. Gradients after a synchronising backward are the *mean* over ranks of each rank's own."""
+    """How replicas stay equal: after a synchronising backward, gradients are the *mean* over ranks."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module to call in training. Every rank must call it; `model` is on its device already."""

@@ -49,12 +49,6 @@ def explain(error: Exception, *, config_dir: Path, typed: Sequence[str], sweep: 
     raise ConfigError(_shortened(error)) from error
 
 
-def missing_values(keys: Sequence[str]) -> ConfigError:
-    """The error for keys whose value is `???`."""
-    shown = "\n".join(f"{key} has no value. Give it one: {key}=VALUE" for key in sorted(keys))
-    return ConfigError(shown)
-
-
 def _unreadable(text: str) -> str:
     key, equals, _ = text.partition("=")
     if not equals:

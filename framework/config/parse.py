@@ -23,6 +23,7 @@ _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_DURATION_S = 365 * 86400  # beyond it the clocks of torch and the system overflow
 _MAX_SHOWN = 60  # characters of a wrong value
 _MAX_MISTAKES = 20
+_MISSING = "???"  # OmegaConf's mark for a value that has to be given
 _WRONG: Any = object()  # what a reader gives for a value it has reported
 
 
@@ -172,6 +173,8 @@ class _Reader:
         if field.name not in raw:
             return self._wrong(f"{key} is missing. It must be {field.allowed}.")
         value = raw[field.name]
+        if value == _MISSING:
+            return self._wrong(f"{key} has no value yet. It must be {field.allowed}.")
         if field.nullable and (value is None or (field.auto and value == "auto")):
             return None
         if field.section is not None or field.many_nodes or Node in field.kinds:
@@ -196,10 +199,13 @@ class _Reader:
         if "_target_" not in node:
             own = f"+{key}._target_=package.module.Name"
             return self._wrong(f"{key} has no `_target_`. Choose an option of its group, or give it one: {own}")
-        wrong = [f"{where}={show(target)}" for where, target in _targets(node, key=key) if not _is_dotted_name(target)]
-        for text in wrong:
-            self._wrong(f"{text}: must be a dotted name such as package.module.Name.")
-        return _WRONG if wrong else node
+        before = len(self.mistakes)
+        for where, value in _leaves(node, key=key):
+            if value == _MISSING:
+                self._wrong(f"{where} has no value yet. Give it one: {where}=VALUE")
+            elif where.endswith("._target_") and not _is_dotted_name(value):
+                self._wrong(f"{where}={show(value)}: must be a dotted name such as package.module.Name.")
+        return node if len(self.mistakes) == before else _WRONG
 
     def _read_scalar(self, field: _Field, value: Any, *, key: str) -> Any:
         result = _convert(value, field.kinds)
@@ -275,17 +281,18 @@ def _hint(field: _Field, value: Any, *, key: str) -> str:
     return ""
 
 
-def _targets(node: Any, *, key: str) -> Iterator[tuple[str, Any]]:
-    """Every `_target_` in a node and below it, with its full key."""
+def _leaves(node: Any, *, key: str) -> Iterator[tuple[str, Any]]:
+    """Every value in a node and below it that holds no others, with its full key."""
+    inner: Iterable[tuple[Any, Any]]
     if isinstance(node, Mapping):
-        for name, value in node.items():
-            if name == "_target_":
-                yield f"{key}._target_", value
-            else:
-                yield from _targets(value, key=f"{key}.{name}")
+        inner = node.items()
     elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _targets(value, key=f"{key}.{index}")
+        inner = enumerate(node)
+    else:
+        yield key, node
+        return
+    for name, value in inner:
+        yield from _leaves(value, key=f"{key}.{name}")
 
 
 def _is_dotted_name(target: Any) -> bool:

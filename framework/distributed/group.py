@@ -39,7 +39,7 @@ def process_group(context: Context, settings: BackendConfig, *, rendezvous: str 
 
 
 def set_timeout(timeout_s: float, context: Context) -> None:
-    """Give every later collective this time-out. Every rank must call it at the same place, none ahead of the others."""
+    """Give every later collective this time-out. Every rank must call it at the same place."""
     if context.world_size == 1:
         return
     dist.barrier()  # the new, shorter limit must not catch a rank that is still setting up

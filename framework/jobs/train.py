@@ -14,7 +14,7 @@ from framework.jobs.request import Request
 from framework.jobs.summary import announcement, closing, interruption
 from framework.launch.plan import LaunchPlan, Outcome
 from framework.run_dir import RunDir, create_run_dir
-from framework.topology import Topology, resolve_topology
+from framework.topology import resolve_topology
 
 ENTRY = "framework.engine:run_rank"
 
@@ -36,10 +36,10 @@ def main(request: Request) -> int:
         grace_s=config.launcher.grace,
         warm=request.warm,
     )
-    return _launch(config, plan, topology=topology)
+    return _launch(config, plan)
 
 
-def _launch(config: Config, plan: LaunchPlan, *, topology: Topology) -> int:
+def _launch(config: Config, plan: LaunchPlan) -> int:
     name = "local" if config.launcher.name == "auto" else config.launcher.name
     launcher = importlib.import_module(f"framework.launch.{name}")
     try:
@@ -54,7 +54,7 @@ def _launch(config: Config, plan: LaunchPlan, *, topology: Topology) -> int:
     record_end(plan.run_dir, status="finished" if outcome.status == 0 else "failed")
     if outcome.failure is not None:
         print(outcome.failure.render(), file=sys.stderr, flush=True)
-    print(closing(config, topology, plan.run_dir, failed=outcome.status != 0), flush=True)
+    print(closing(config, plan.run_dir, failed=outcome.status != 0), flush=True)
     return outcome.status
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import IO, Any, NoReturn, final
+from typing import NoReturn, TextIO, final
 
 from framework.launch.lifetime import die_with_parent
 from framework.launch.wire import Message
@@ -84,9 +84,9 @@ def _log_to(path: Path, *, terminal: bool) -> None:
 
 @final
 class Tee(io.TextIOBase):
-    """A text stream that writes to the terminal and to a log; everything else it is asked comes from the terminal."""
+    """A text stream that writes to the terminal and to a log; what it says of itself is true of the terminal."""
 
-    def __init__(self, terminal: IO[str], log: IO[str]) -> None:
+    def __init__(self, terminal: TextIO, log: TextIO) -> None:
         self.terminal = terminal
         self.log = log
 
@@ -108,5 +108,5 @@ class Tee(io.TextIOBase):
         return True
 
     @property
-    def encoding(self) -> Any:
+    def encoding(self) -> str:  # type: ignore[override]  # settable in the base class, for nobody
         return self.terminal.encoding

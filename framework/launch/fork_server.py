@@ -9,8 +9,8 @@ Run as `python -m framework.launch.fork_server FD PARENT_PID MODULE...`. Request
      "cwd": str, "sys_path": [...], "argv": [...], "log": path or null, "terminal": bool, "takes_fd": bool}
     {"op": "kill", "key": str, "signal": int}
 
-Answer, once for every child: {"event": "exited", "key", "pid", "status", "time"}; the status is an exit status, or minus
-a signal number. When the socket closes, every child is killed and the server leaves.
+Answer, once for every child: {"event": "exited", "key", "pid", "status", "time"}; the status is an exit status, or
+minus a signal number. When the socket closes, every child is killed and the server leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn, final
+from typing import Any, NoReturn, final
 
 from framework.launch.child import run_child
 from framework.launch.lifetime import die_with_parent
@@ -69,8 +69,9 @@ class ForkServer:
             for message in self._channel.receive_ready():
                 self._handle(message)
 
-    def _readable(self, *, timeout_s: float | None) -> list[object]:
-        return select.select([self._channel, self._wake_read], [], [], timeout_s)[0]
+    def _readable(self, *, timeout_s: float | None) -> list[Any]:
+        watched: list[Any] = [self._channel, self._wake_read]
+        return select.select(watched, [], [], timeout_s)[0]
 
     def _preload_next(self) -> None:
         name = self._preload.pop(0)

@@ -1,4 +1,4 @@
-"""The launcher for debuggers: one rank, in this very process. Breakpoints, prints and tracebacks are as in any script."""
+"""The launcher for debuggers: one rank, in this very process. Breakpoints, prints and tracebacks as in any script."""
 
 from __future__ import annotations
 

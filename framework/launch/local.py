@@ -33,7 +33,7 @@ def launch(plan: LaunchPlan) -> Outcome:
     is left in any case.
     """
     if plan.warm is None:
-        raise LaunchError("launcher=local needs the fork server, which `python -m framework` starts before anything else.")
+        raise LaunchError("launcher=local needs the fork server, which `python -m framework` starts first of all.")
     with _terminate_as_interrupt():
         return _LocalRun(plan, plan.warm).run()
 
@@ -144,7 +144,7 @@ class _LocalRun:
                 self._from_keeper.extend(self._keeper.receive_ready())
             except (EOFError, OSError) as error:
                 self._watched.remove(self._keeper)  # the ranks have yet to be ended and waited for
-                raise LaunchError("The keeper of this run ended, and its store with it; the run can't go on.") from error
+                raise LaunchError("The keeper of this run ended and its store with it: the run can't go on.") from error
         if self._warm in ready:
             for event in self._warm.events():
                 self._note(event)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+
 @dataclass(frozen=True)
 class RankFailure:
     """One rank's end. `status` is an exit status or minus a signal number; `exception` is None for a silent death."""

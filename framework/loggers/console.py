@@ -10,8 +10,8 @@ from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO, final
 
+from framework.launch.child import Tee
 from framework.loggers.names import of_evaluation
-from framework.run_dir import RunDir
 from framework.types import FitInfo, StepReport
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ class ConsoleLogger:
     on a terminal (0.3 ms, a thousandth of the time) or every five seconds elsewhere. Tensors are never read.
     """
 
-    def __init__(self, *, run_dir: RunDir) -> None:
-        self._run_dir = run_dir
+    def __init__(self) -> None:
         self._out: TextIO = sys.stdout
         self._live: Live | None = None
         self._info: FitInfo | None = None
@@ -50,7 +49,6 @@ class ConsoleLogger:
         self._info = info
         self._drawn_step = info.start_step
         self._history.append((monotonic(), info.start_step))
-        self._print(f"{self._run_dir.path}: {_extent(info)}")
         self._live = _start_live(self)
         self._interval_s = _REDRAW_S if self._live else _PLAIN_LINE_S
         self._next_draw_s = monotonic() + self._interval_s
@@ -150,20 +148,14 @@ def _start_live(logger: ConsoleLogger) -> Live | None:
     from rich.console import Console
     from rich.live import Live
 
-    console = Console(file=sys.stdout)
+    # What is drawn over and over belongs on the terminal, not in the log that what is printed goes to as well.
+    console = Console(file=sys.stdout.terminal if isinstance(sys.stdout, Tee) else sys.stdout)
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     live = Live(console=console, get_renderable=logger.table, auto_refresh=False)
     live.start()
     live.refresh()
     return live
-
-
-def _extent(info: FitInfo) -> str:
-    begin = f"goes on from step {info.start_step}" if info.start_step else "starts"
-    steps = f" to step {info.total_steps}" if info.total_steps else ""
-    epochs = f" for {info.max_epochs} epochs" if info.max_epochs else ""
-    return f"{begin}{steps}{epochs}, {info.steps_per_epoch} steps each epoch"
 
 
 def _numbers(values: Mapping[str, float]) -> str:

@@ -16,9 +16,12 @@ from framework.config.assets import config_dir
 from framework.config.checks import check
 from framework.config.parse import parse, schema_keys
 from framework.config.schema import Config
+from framework.errors import ConfigError
 
 CONF = config_dir()
-OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
+# A part that others complete.
+UNFINISHED = "data=default"
+OPTIONS = sorted({f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml")} - {UNFINISHED})
 RECIPES = sorted(file.stem for file in (CONF / "recipe").glob("*.yaml"))
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
 
@@ -61,6 +64,11 @@ def keys_of_file(group: str, name: str) -> set[str]:
     content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
     below = [keys_of_file(group, parent) for parent in content.pop("defaults", [])]
     return set(content).union(*below)
+
+
+def test_what_the_unfinished_part_needs_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"data\.datasets has no value yet\. It must be a mapping with `_target_`"):
+        read(UNFINISHED)
 
 
 def test_there_is_a_group_for_every_part_that_can_be_chosen() -> None:

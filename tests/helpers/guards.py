@@ -31,6 +31,7 @@ _ENVIRONMENT_OF_OTHERS = {
     processes.MARK,
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets both when it is imported
     "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it at the first optimizer step
 }
 _DRAWS_WHEN_IMPORTED = {"sklearn.datasets"}  # from Python's generator
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)

@@ -1,4 +1,4 @@
-"""What the ranks of the launch tests run. Named by string, as the engine is, and without torch where it isn't needed."""
+"""What the ranks of the launch tests run: named by string, as the engine is, and mostly without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a run ends, it says so once and leaves no process: looked up in the process table, with a user's own recipe."""
+"""However a run ends, it says so once and leaves no process in the process table; with a recipe of a user's own."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ class Trouble:
     def validation_step(self, model, batch): return self.training_step(model, batch)
 '''
 YAML = """# @package _global_
-defaults:
-  - override /optimizer: sgd
 model: {_target_: torch.nn.Linear, in_features: 4, out_features: 1}
 data: {datasets: {_target_: recipes.trouble.samples}, batch_size: 4, num_workers: 0}
 task: {_target_: recipes.trouble.Trouble, what: nothing, rank: 0}
@@ -58,10 +56,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "trouble.py").write_text(RECIPE)
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
-    # The node of another recipe's group option is replaced whole, not merged: its keywords would not fit.
     (tmp_path / "conf" / "recipe" / "trouble.yaml").write_text(YAML)
-    for group in ("model", "data", "task"):
-        (tmp_path / "conf" / group).mkdir()
     return tmp_path
 
 

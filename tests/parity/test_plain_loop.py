@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,10 @@ def plain_loop(*, batch_size: int, accumulate: int = 1) -> dict[str, Tensor]:
     seed_everything(0, rank=0)
     model = ToyModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    data = toy_regression().train
+    data: Any = toy_regression().train
     order = GlobalOrder(len(data), seed=0, shuffle=True)
     for epoch in range(EPOCHS):
-        loader = DataLoader(data, batch_size=batch_size, sampler=order.indices(epoch).tolist())
+        loader: Any = DataLoader(data, batch_size=batch_size, sampler=order.indices(epoch).tolist())
         for number, (inputs, targets) in enumerate(loader, start=1):
             loss = nn.functional.mse_loss(model(inputs), targets)
             (loss / accumulate).backward()
@@ -47,7 +48,7 @@ def plain_loop(*, batch_size: int, accumulate: int = 1) -> dict[str, Tensor]:
 def assert_close(given: dict[str, Tensor], wanted: dict[str, Tensor], *, tolerance: float) -> None:
     assert given.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(given[name], tensor, rtol=0.0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(given[name], tensor, rtol=0.0, atol=tolerance)
 
 
 @pytest.mark.usefixtures("own_state")

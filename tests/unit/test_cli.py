@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,12 @@ from tests.helpers.command import run_framework, run_python
 def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Request]]:
     """What reaches the job, which does nothing. The command runs in an empty folder, and leaves nothing in it."""
     received: list[Request] = []
-    job = SimpleNamespace(main=lambda request: received.append(request) or 0)
-    monkeypatch.setitem(sys.modules, "framework.jobs.train", job)
+
+    def receive(request: Request) -> int:
+        received.append(request)
+        return 0
+
+    job_that(receive, monkeypatch)
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -91,7 +96,12 @@ def test_nothing_of_hydra_is_left(requests: list[Request], monkeypatch: pytest.M
     arguments = list(sys.argv)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     seen: list[object] = []
-    job_that(lambda _: seen.append((list(sys.argv), "HYDRA_FULL_ERROR" in cli.os.environ)) or 0, monkeypatch)
+
+    def look(_: Request) -> int:
+        seen.append((list(sys.argv), "HYDRA_FULL_ERROR" in os.environ))
+        return 0
+
+    job_that(look, monkeypatch)
     assert cli.main(["recipe=toy"]) == 0
     assert seen == [(arguments, False)]
 
@@ -130,7 +140,7 @@ def test_nothing_of_hydra_is_left(requests: list[Request], monkeypatch: pytest.M
         (["seed=range(3)"], "several values start several runs, which needs -m."),
         (["optimizer.lr=${nope}"], "optimizer.lr: Interpolation key 'nope' not found"),
         (["optimizer.lr=${nope:x}"], "optimizer.lr: Unsupported interpolation type nope"),
-        (["+model.width=???"], "model.width has no value. Give it one: model.width=VALUE"),
+        (["+model.width=???"], "model.width has no value yet. Give it one: model.width=VALUE"),
         (["hydra.foo=1"], "Could not override 'hydra.foo'"),
         (["hydra/launcher=nope"], "There is no hydra/launcher/nope.yaml"),
         (["--config-name", "nope"], "There is no nope.yaml."),
@@ -167,6 +177,14 @@ def test_hydras_own_traceback_can_be_asked_for(requests: list[Request], monkeypa
         cli.main(["trainer.gpu=8"])
 
 
+TOY = """# @package _global_
+defaults:
+  - override /model: toy
+  - override /data: toy
+  - override /task: regression
+"""
+
+
 class TestOwnFolder:
     """A folder `conf` and Python files of the user's, anywhere."""
 
@@ -178,7 +196,7 @@ class TestOwnFolder:
         return place
 
     def test_a_recipe(self, requests: list[Request], folder: Path) -> None:
-        recipe = "# @package _global_\ndefaults:\n  - override /optimizer: adam\nseed: 7\n"
+        recipe = f"{TOY}  - override /optimizer: adam\nseed: 7\n"
         (folder / "conf" / "recipe" / "mine.yaml").write_text(recipe)
         assert cli.main(["recipe=mine"]) == 0
         config = requests[0].config
@@ -200,10 +218,10 @@ class TestOwnFolder:
     @pytest.mark.parametrize(
         ("content", "said"),
         [
-            ("trainer:\n  gpus: [1\n", "mine.yaml, line 4, column 1 is not valid YAML"),
+            ("trainer:\n  gpus: [1\n", "mine.yaml, line 8, column 1 is not valid YAML"),
             (
-                "defaults:\n  - override /model: cnnn\n",
-                "There is no model/cnnn.yaml, which a file of the configuration asks for",
+                "  - override /optimizer: addam\n",
+                "There is no optimizer/addam.yaml, which a file of the configuration asks for",
             ),
             ("trainer:\n  gpsu: 1\n", "Did you mean trainer.gpus?"),
             ("resume: somewhere\n", "Type it on the command line"),
@@ -212,7 +230,7 @@ class TestOwnFolder:
     def test_mistakes_in_a_file(
         self, folder: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
     ) -> None:
-        (folder / "conf" / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{content}")
+        (folder / "conf" / "recipe" / "mine.yaml").write_text(TOY + content)
         assert said in refused(capsys, "recipe=mine")
 
     def test_another_projects_config_is_named(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ import torch
 from torch import nn
 
 from framework.loggers import ConsoleLogger, console
-from framework.run_dir import RunDir
 from framework.types import FitInfo, StepReport
 
 LOSS = torch.zeros((), device="meta")
@@ -38,17 +35,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def started(path: Path, **keywords: Any) -> ConsoleLogger:
-    logger = ConsoleLogger(run_dir=RunDir(path))
+def started(**keywords: Any) -> ConsoleLogger:
+    logger = ConsoleLogger()
     logger.fit_start(info(**keywords))
     return logger
 
 
 def test_on_a_pipe_there_is_a_line_every_few_seconds_and_one_each_evaluation(
-    tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logger = started(tmp_path)
-    assert capsys.readouterr().out == f"{tmp_path}: starts to step 100 for 10 epochs, 10 steps each epoch\n"
+    logger = started()
+    assert capsys.readouterr().out == ""
     for step in range(1, 26):
         clock.now_s += 0.5
         logger.step(report(step))
@@ -67,55 +64,39 @@ def test_on_a_pipe_there_is_a_line_every_few_seconds_and_one_each_evaluation(
 
 
 @pytest.mark.parametrize(
-    ("keywords", "head", "line"),
+    ("keywords", "line"),
     [
-        ({"max_epochs": None}, "starts to step 100, 10", "epoch 5  step 44/100  4 steps/s  ETA 0:00:14"),
-        ({"total_steps": None, "max_epochs": None}, "starts, 10", "epoch 5  step 44  4 steps/s"),
-        ({"start_step": 40}, "goes on from step 40 to step 100 for 10", "epoch 5/10  step 44/100  0.3636 steps/s"),
+        ({"max_epochs": None}, "epoch 5  step 44/100  4 steps/s  ETA 0:00:14"),
+        ({"total_steps": None, "max_epochs": None}, "epoch 5  step 44  4 steps/s"),
+        ({"start_step": 40}, "epoch 5/10  step 44/100  0.3636 steps/s"),
     ],
 )
 def test_runs_by_steps_or_without_end_and_resumed_ones(
-    tmp_path: Path,
     clock: SimpleNamespace,
     capsys: pytest.CaptureFixture[str],
     keywords: dict[str, Any],
-    head: str,
     line: str,
 ) -> None:
-    logger = started(tmp_path, **keywords)
-    assert head in capsys.readouterr().out
+    logger = started(**keywords)
     clock.now_s += 11
     logger.step(report(44))
     assert capsys.readouterr().out.startswith(line)
     logger.close()
 
 
-def test_a_resumed_run_shows_where_it_stands_before_its_first_step(tmp_path: Path) -> None:
-    logger = started(tmp_path, start_step=40)
+def test_a_resumed_run_shows_where_it_stands_before_its_first_step() -> None:
+    logger = started(start_step=40)
     assert logger.line() == "epoch 5/10  step 40/100"
     logger.close()
 
 
-def test_without_training_only_evaluations_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = ConsoleLogger(run_dir=RunDir(tmp_path))
+def test_without_training_only_evaluations_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = ConsoleLogger()
     logger.text("config", "a: 1")
     logger.metrics({"train/loss": 1.0}, step=1, epoch=0)
     logger.metrics({"test/accuracy": 0.5, "test/loss": float("nan")}, step=30, epoch=2)
     logger.close()
     assert capsys.readouterr().out == "epoch 3  step 30  test/accuracy 0.5 test/loss nan\n"
-
-
-def test_a_step_costs_less_than_a_microsecond(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    reports = [report(step) for step in range(1, 1001)]
-    best_s = float("inf")
-    for _ in range(20):
-        begin = time.perf_counter()
-        for each in reports:
-            logger.step(each)
-        best_s = min(best_s, time.perf_counter() - begin)
-    logger.close()
-    assert best_s / len(reports) < 1e-6
 
 
 PROGRAM = """
@@ -124,11 +105,10 @@ from pathlib import Path
 import torch
 from torch import nn
 from framework.loggers import ConsoleLogger
-from framework.run_dir import RunDir
 from framework.types import FitInfo, StepReport
 
 stdout = sys.stdout
-logger = ConsoleLogger(run_dir=RunDir(Path("run")))
+logger = ConsoleLogger()
 logger.fit_start(FitInfo(nn.Identity(), 0, total_steps=400, steps_per_epoch=100, max_epochs=4))
 for step in range(1, 401):
     logger.step(StepReport(step, (step - 1) // 100, torch.zeros((), device="meta"), 1))
