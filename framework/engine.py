@@ -156,9 +156,6 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
     seed_everything(config.seed, rank=0)
     precision = PrecisionPlugin(config.trainer.precision, device=context.device)
     model = precision.convert_model(build.build_model(config.model, context=context))
-    if config.init_from is not None:
-        source = find(Path(config.init_from))
-        load_weights(model, load(source, map_location=context.device, parts=["model"])["model"], source=source)
     wrapped = rank.strategy.wrap(model)
     optimizer = build.build_optimizer(config.optimizer, model.parameters())
     parts = Parts(
@@ -204,32 +201,46 @@ def _checkpoints(rank: Rank) -> CheckpointManager | None:
 
 
 def _restore(rank: Rank, trainer: Trainer) -> None:
-    """Go on from the run's last checkpoint where the config says `resume`; a run without one begins again."""
-    config, context = rank.config, rank.context
-    if config.resume is None:
-        return
+    """Take up what the config names: the run's own last checkpoint (`resume`), else the weights of `init_from`."""
+    own = _own_checkpoint(rank)
+    if own is not None:
+        _resume(rank, trainer, own)
+    elif rank.config.init_from is not None:
+        _load_model(rank, trainer, Path(rank.config.init_from))
+
+
+def _own_checkpoint(rank: Rank) -> Path | None:
+    """The checkpoint to go on from; None for a new run, and for one that was stopped before its first."""
+    if rank.config.resume is None:
+        return None
     try:
-        source = find(rank.run_dir.checkpoints)
-    except CheckpointError as error:
+        return find(rank.run_dir.checkpoints)
+    except CheckpointError:
         if any(rank.run_dir.checkpoints.glob("step_*")):
             raise
-        logger.warning("Nothing to resume from, beginning anew: %s", error)
-        return
+        logger.warning("%s has no checkpoint yet: the run begins anew", rank.run_dir.path)
+        return None
+
+
+def _resume(rank: Rank, trainer: Trainer, source: Path) -> None:
+    context = rank.context
     state = load(source, map_location=context.device)
-    weights = state["training"].get("model", state["model"])
+    training, generators = state["training"], state["generators"]
+    load_weights(trainer.parts.bare_model, training.get("model", state["model"]), source=source)
+    trainer.load_state_dict(training)
+    logger.info("going on from %s", source)
+    if len(generators) != context.world_size:
+        counts = (len(generators), context.world_size)
+        logger.warning("the checkpoint is of %d ranks, this run has %d: random generators begin anew", *counts)
+    elif not restore_generator_states(generators[context.rank], devices=context.devices):
+        logger.warning("the checkpoint is of other devices: their random generators begin anew")
+
+
+def _load_model(rank: Rank, trainer: Trainer, path: Path) -> None:
+    """The weights of a checkpoint, and nothing else of it."""
+    source = find(path)
+    weights = load(source, map_location=rank.context.device, parts=["model"])["model"]
     load_weights(trainer.parts.bare_model, weights, source=source)
-    trainer.load_state_dict(state["training"])
-    generators = state["generators"]
-    if len(generators) == context.world_size:
-        if not restore_generator_states(generators[context.rank], devices=context.devices):
-            logger.warning("The checkpoint is of other devices: their random generators begin anew")
-    else:
-        logger.warning(
-            "The checkpoint is of %d ranks, this run has %d: random generators begin anew",
-            len(generators),
-            context.world_size,
-        )
-    logger.info("resumed from %s", source)
 
 
 def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> dict[str, float]:
@@ -240,8 +251,7 @@ def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> dict[str, 
     best = rank.run_dir.checkpoints / BEST
     chosen = trainer.checkpoints is not None and trainer.checkpoints.monitor is not None and best.exists()
     if chosen:
-        source = find(best)
-        load_weights(model, load(source, map_location=rank.context.device, parts=["model"])["model"], source=source)
+        _load_model(rank, trainer, best)
     with nullcontext() if chosen else trainer.evaluation_weights():
         metrics = evaluate(
             model,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.helpers import guards
+
+if TYPE_CHECKING:
+    from framework.launch.warm import WarmServer
 
 DATA_VARIABLE = "FRAMEWORK_TEST_DATA"
 
@@ -39,6 +43,35 @@ def data_root() -> Path:
     if not folder.is_dir():
         pytest.fail(f"{DATA_VARIABLE}={value} isn't a folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmServer]:
+    """One fork server for all tests that only need ranks: loading torch costs seconds each time."""
+    from framework.__main__ import PRELOAD
+    from framework.launch.warm import WarmServer
+
+    server = WarmServer.start(PRELOAD)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Runs the command in `tmp_path` with ranks of the session's fork server; gives the run directory.
+
+    For what a run computes and leaves. How the command itself begins and ends is tested with `run_framework`.
+    """
+    from framework import cli
+
+    def run(*overrides: str, status: int = 0) -> Path:
+        monkeypatch.chdir(tmp_path)
+        before = set(tmp_path.glob("outputs/*/*"))
+        assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
+        (run_dir,) = set(tmp_path.glob("outputs/*/*")) - before or before
+        return run_dir
+
+    return run
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -47,7 +47,7 @@ class EMAWeightAveraging:
 
     def on_fit_start(self, info: FitInfo) -> None:
         self._model = info.model
-        ema = get_ema_multi_avg_fn(self._decay)  # type: ignore[no-untyped-call]
+        ema = get_ema_multi_avg_fn(self._decay)
         self._averaged = AveragedModel(info.model, multi_avg_fn=ema, use_buffers=self._use_buffers)
         self._averaged.requires_grad_(False)
         if self._loaded is not None:

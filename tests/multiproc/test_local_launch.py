@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,13 +23,6 @@ from tests.helpers import processes
 
 pytestmark = pytest.mark.multiproc
 GRACE_S = 2.0
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmServer]:
-    server = WarmServer.start(["torch", "torch.distributed"])
-    yield server
-    server.close()
 
 
 @pytest.fixture

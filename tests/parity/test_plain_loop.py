@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,15 @@ from framework.checkpoint import find, load
 from framework.data.sampler import GlobalOrder
 from framework.seed import seed_everything
 from recipes.toy import ToyModel, toy_regression
-from tests.helpers.command import run_framework
 
 EPOCHS = 3
-QUIET = ("logger=none", "trainer.gpus=0", f"trainer.max_epochs={EPOCHS}", "path.outputs=.")
+SHORT = ("logger=none", f"trainer.max_epochs={EPOCHS}")
+Train = Callable[..., Path]
 
 
-def trained_weights(folder: Path, *overrides: str) -> dict[str, Tensor]:
-    """The last checkpoint's weights of a command run in `folder`."""
-    result = run_framework(*QUIET, *overrides, cwd=folder, timeout=120.0)
-    assert result.returncode == 0, result.stderr
-    (run,) = folder.glob("*/*/run.json")
-    return load(find(run.parent), map_location="cpu", parts=["model"])["model"]
+def weights_of(run_dir: Path) -> dict[str, Tensor]:
+    """The last checkpoint's weights."""
+    return load(find(run_dir), map_location="cpu", parts=["model"])["model"]
 
 
 def plain_loop(*, batch_size: int, accumulate: int = 1) -> dict[str, Tensor]:
@@ -52,8 +50,8 @@ def assert_close(given: dict[str, Tensor], wanted: dict[str, Tensor], *, toleran
 
 
 @pytest.mark.usefixtures("own_state")
-def test_one_process_is_the_plain_loop_bit_for_bit(tmp_path: Path) -> None:
-    assert_close(trained_weights(tmp_path, "recipe=toy"), plain_loop(batch_size=20), tolerance=0.0)
+def test_one_process_is_the_plain_loop_bit_for_bit(train: Train) -> None:
+    assert_close(weights_of(train(*SHORT, "recipe=toy")), plain_loop(batch_size=20), tolerance=0.0)
 
 
 @pytest.mark.usefixtures("own_state")
@@ -72,22 +70,22 @@ def test_one_process_is_the_plain_loop_bit_for_bit(tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_the_number_of_processes_changes_nothing(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_the_number_of_processes_changes_nothing(train: Train, overrides: tuple[str, ...]) -> None:
     recipe = () if any(text.startswith("recipe=") for text in overrides) else ("recipe=toy",)
-    assert_close(trained_weights(tmp_path, *recipe, *overrides), plain_loop(batch_size=20), tolerance=1e-6)
+    assert_close(weights_of(train(*SHORT, *recipe, *overrides)), plain_loop(batch_size=20), tolerance=1e-6)
 
 
 @pytest.mark.usefixtures("own_state")
 @pytest.mark.multiproc
-def test_a_short_last_batch_weighs_its_samples(tmp_path: Path) -> None:
+def test_a_short_last_batch_weighs_its_samples(train: Train) -> None:
     """1,600 samples in batches of 37: the last has 9, for 4 processes 3, 2, 2 and 2."""
-    many = trained_weights(tmp_path, "recipe=toy", "topology.procs_per_node=4", "data.global_batch_size=37")
+    many = weights_of(train(*SHORT, "recipe=toy", "topology.procs_per_node=4", "data.global_batch_size=37"))
     assert_close(many, plain_loop(batch_size=37), tolerance=1e-6)
 
 
 @pytest.mark.usefixtures("own_state")
 @pytest.mark.multiproc
-def test_a_rank_without_samples_joins(tmp_path: Path) -> None:
+def test_a_rank_without_samples_joins(train: Train) -> None:
     """1,600 samples in batches of 41: the last has 1, so one of the two processes has none."""
-    many = trained_weights(tmp_path, "recipe=toy", "topology.procs_per_node=2", "data.global_batch_size=41")
+    many = weights_of(train(*SHORT, "recipe=toy", "topology.procs_per_node=2", "data.global_batch_size=41"))
     assert_close(many, plain_loop(batch_size=41), tolerance=1e-6)

@@ -23,7 +23,7 @@ def own_frames(frame: FrameType | None) -> list[str]:
     names: list[str] = []
     while frame is not None:
         if frame.f_code.co_filename.startswith(PACKAGE):
-            names.insert(0, frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
+            names.insert(0, frame.f_code.co_name)
         if frame.f_code.co_name == START:
             return names
         frame = frame.f_back

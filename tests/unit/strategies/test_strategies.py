@@ -24,7 +24,7 @@ def group():
     """A gloo group of this process alone, which opens no port."""
     dist.init_process_group(
         "gloo",
-        store=dist.HashStore(),  # type: ignore[attr-defined]
+        store=dist.HashStore(),
         rank=0,
         world_size=1,
         timeout=timedelta(seconds=20),
