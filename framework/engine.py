@@ -85,9 +85,10 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> None:
         started = time.perf_counter()
         trainer.fit()
         seconds = time.perf_counter() - started
-        metrics = {**trainer.val_metrics, **_test(rank, trainer, test_loader)}
+        test_metrics, tested = _test(rank, trainer, test_loader)
         if rank.context.is_main:
-            _report(rank, trainer, metrics=metrics, seconds=seconds)
+            metrics = {**trainer.val_metrics, **test_metrics}
+            _report(rank, trainer, metrics=metrics, tested=tested, seconds=seconds)
     finally:
         for part in (*trainer.parts.loggers.values(), train_loader, val_loader, test_loader):
             if part is not None:
@@ -243,18 +244,17 @@ def _load_model(rank: Rank, trainer: Trainer, path: Path) -> None:
     load_weights(trainer.parts.bare_model, weights, source=source)
 
 
-def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> dict[str, float]:
-    """Metrics of the test part, with the weights that validation found best, else with the last ones."""
+def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict[str, float], str]:
+    """Metrics of the test part, with the weights that validation found best, else with the last ones; and which."""
     if loader is None:
-        return {}
-    model = trainer.parts.bare_model
+        return {}, ""
     best = rank.run_dir.checkpoints / BEST
     chosen = trainer.checkpoints is not None and trainer.checkpoints.monitor is not None and best.exists()
     if chosen:
         _load_model(rank, trainer, best)
     with nullcontext() if chosen else trainer.evaluation_weights():
         metrics = evaluate(
-            model,
+            trainer.parts.bare_model,
             loader,
             task=trainer.parts.task,
             precision=trainer.parts.precision,
@@ -263,7 +263,7 @@ def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> dict[str, 
         )
     for each in trainer.parts.loggers.values():
         each.metrics(metrics, step=trainer.progress.step, epoch=trainer.last_epoch)
-    return metrics
+    return metrics, find(best).name if chosen else "the last weights"
 
 
 def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
@@ -287,7 +287,7 @@ def _named(context: Context) -> str:
     return ", ".join(dict.fromkeys(str(device) for device in context.devices))
 
 
-def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], seconds: float) -> None:
+def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], tested: str, seconds: float) -> None:
     """Leave the results in `run.json`, where the parent reads them for the closing summary."""
     progress = trainer.progress
     reached = "max_epochs" if progress.epoch == rank.config.trainer.max_epochs else "max_steps"
@@ -298,5 +298,6 @@ def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], seconds:
         "seconds": seconds,
         "ended_by": ended_by,
         "metrics": metrics,
+        "tested": tested,
     }
     rank.run_dir.update_run({"results": results})

@@ -195,12 +195,11 @@ class Trainer:
         self._agree_to_stop(wishes > 0)
         if not values:
             return
-        named = {f"train/{name}": value for name, value in values.items()}
-        named["lr"] = self.parts.optimizer.param_groups[0]["lr"]
+        values["lr"] = self.parts.optimizer.param_groups[0]["lr"]
         if self._grad_norm is not None:
-            named["grad_norm"], self._grad_norm = float(self._grad_norm), None
-        named["samples_per_s"] = self._throughput.read()
-        self._tell_loggers(named, epoch=epoch)
+            values["grad_norm"], self._grad_norm = float(self._grad_norm), None
+        values["samples_per_s"] = self._throughput.read()
+        self._tell_loggers({f"train/{name}": value for name, value in values.items()}, epoch=epoch)
 
     def evaluate(self, *, epoch: int) -> None:
         """Run the validation part, log it, ask the callbacks, agree on wishes to stop. Every rank must call it."""

@@ -28,7 +28,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 def own_state() -> None:
     """For a test that seeds, or runs a whole training in this process: settings may change and are put back.
 
-    Generators, torch's switches, environment variables, signal handlers, working directory. What it starts or opens
+    Generators, torch's switches, environment variables, handlers of signals and logs, working directory. What it starts or opens
     still has to be gone.
     """
 

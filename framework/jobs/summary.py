@@ -28,6 +28,8 @@ def closing(config: Config, run_dir: RunDir, *, failed: bool) -> str:
         ended_by = results.get("ended_by", "")
         lines.append(f"Finished {config.recipe} after {steps:,} steps in {seconds:.1f} s ({ended_by})")
         lines += [f"  {name:<20} {value:.4f}" for name, value in results.get("metrics", {}).items()]
+        if results.get("tested"):
+            lines.append(f"  {'tested with':<20} {results['tested']}")
     path = _short(run_dir.path)
     rows = [("run", path), ("logs", f"{path}/logs")]
     if complete_steps(run_dir.checkpoints):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, TextIO, final
+from typing import TYPE_CHECKING, Any, final
 
 from framework.launch.child import Tee
 from framework.loggers.names import of_evaluation
@@ -21,20 +21,19 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.25
 _PLAIN_LINE_S = 5.0
 _RATE_WINDOW = 120  # redraws the rate is taken over: half a minute on a terminal
-_TRAIN_LOSS = "train/loss"
-_SHOWN_FROM_TRAINING = {_TRAIN_LOSS: "loss", "lr": "lr"}
+_SHOWN_FROM_TRAINING = {"train/loss": "loss", "train/lr": "lr"}
 
 
 @final
 class ConsoleLogger:
-    """Shows epoch, step, steps per second, time left, the loss and learning rate last logged and the last evaluation.
+    """Shows epoch, step, steps per second, time left, the loss and learning rate last logged; a line per evaluation.
 
     There is no drawing thread: `step` keeps the report and looks at the clock (0.1 µs), and draws four times a second
     on a terminal (0.3 ms, a thousandth of the time) or every five seconds elsewhere. Tensors are never read.
     """
 
     def __init__(self) -> None:
-        self._out: TextIO = sys.stdout
+        self._out: Any = sys.stdout  # a Tee in a rank that was forked: no TextIO for the type checker
         self._live: Live | None = None
         self._info: FitInfo | None = None
         self._report: StepReport | None = None
@@ -43,7 +42,6 @@ class ConsoleLogger:
         self._next_draw_s = math.inf
         self._history: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
         self._training: dict[str, float] = {}
-        self._evaluation: dict[str, float] = {}
 
     def fit_start(self, info: FitInfo) -> None:
         self._info = info
@@ -60,13 +58,8 @@ class ConsoleLogger:
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         evaluation = of_evaluation(values)
-        self._evaluation.update(evaluation)
         self._training.update({name: values[name] for name in _SHOWN_FROM_TRAINING if name in values})
-        if not evaluation:
-            return
-        if self._live is not None:
-            self._draw()
-        else:
+        if evaluation:
             self._print(f"epoch {epoch + 1}  step {step}  {_numbers(evaluation)}")
 
     def text(self, tag: str, text: str) -> None:
@@ -94,7 +87,6 @@ class ConsoleLogger:
         if rate and total:
             parts.append(f"ETA {timedelta(seconds=math.ceil(max(total - step, 0) / rate))}")
         parts.append(_numbers({_SHOWN_FROM_TRAINING[name]: value for name, value in self._training.items()}))
-        parts.append(_numbers(self._evaluation))
         return "  ".join(part for part in parts if part)
 
     def table(self) -> Table:
@@ -138,7 +130,12 @@ class ConsoleLogger:
         return (last_step - first_step) / (last_s - first_s) if last_step > first_step and last_s > first_s else None
 
     def _print(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        if self._live is None:
+            print(line, file=self._out, flush=True)
+            return
+        self._live.console.print(line, highlight=False)  # above the line that is drawn anew
+        if isinstance(self._out, Tee):
+            self._out.log.write(f"{line}\n")
 
 
 def _start_live(logger: ConsoleLogger) -> Live | None:
@@ -149,7 +146,8 @@ def _start_live(logger: ConsoleLogger) -> Live | None:
     from rich.live import Live
 
     # What is drawn over and over belongs on the terminal, not in the log that what is printed goes to as well.
-    console = Console(file=sys.stdout.terminal if isinstance(sys.stdout, Tee) else sys.stdout)
+    out: Any = sys.stdout
+    console = Console(file=out.terminal if isinstance(out, Tee) else out)
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     live = Live(console=console, get_renderable=logger.table, auto_refresh=False)

@@ -7,6 +7,7 @@ what the test left, and puts back what can be put back. Torch is looked at only 
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import random
@@ -45,13 +46,13 @@ class LeakError(AssertionError):
 def no_leaks(*, owns_state: bool = False) -> Iterator[None]:
     """Raise LeakError, naming everything, if the block leaves something behind.
 
-    owns_state: settings of the process (generators, torch's switches, environment variables, signal handlers) may
-    change; they are put back in silence.
+    owns_state: settings of the process (generators, torch's switches, environment variables, handlers of signals and
+    of the root logger) may change; they are put back in silence.
     """
     outer = os.environ.get(processes.MARK)
     os.environ[processes.MARK] = mark = processes.new_mark()
     leaks = [_processes(mark), _threads(), _files(), _process_group(), _hydra()]
-    settings = [_environment(), _interpreter(), _signals(), _generators(), _torch_switches()]
+    settings = [_environment(), _interpreter(), _signals(), _logging(), _generators(), _torch_switches()]
     yield
     found = [line for check in leaks for line in check()]
     changed = [line for check in settings for line in check()]
@@ -146,6 +147,24 @@ def _hydra() -> Check:
         return ["Hydra's global state: use hydra.initialize_config_dir as a context manager"]
 
     return check
+
+
+def _logging() -> Check:
+    before = _root_handlers()
+
+    def check() -> list[str]:
+        left = [handler for handler in _root_handlers() if handler not in before]
+        for handler in left:
+            logging.root.removeHandler(handler)
+            handler.close()
+        return [f"a handler of the root logger: {handler}" for handler in left]
+
+    return check
+
+
+def _root_handlers() -> list[logging.Handler]:
+    """Pytest's own aren't counted: it has others in each phase of a test."""
+    return [handler for handler in logging.root.handlers if not type(handler).__module__.startswith("_pytest.")]
 
 
 def _environment() -> Check:

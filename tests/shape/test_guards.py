@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -108,6 +109,12 @@ def test_an_open_file_is_named(tmp_path: Path) -> None:
     files = []
     assert f"open file {tmp_path / 'left'}" in leaks(lambda: files.append((tmp_path / "left").open("w")))
     files[0].close()
+
+
+def test_a_handler_of_the_root_logger_is_named_and_removed() -> None:
+    handler = logging.StreamHandler()
+    assert "root logger: <StreamHandler" in leaks(lambda: logging.root.addHandler(handler))
+    assert handler not in logging.root.handlers
 
 
 def test_a_process_group_is_named_and_destroyed(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""What a run left behind, read from its files: the only thing that a person or another program has of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from framework.checkpoint import find, load, read_manifest
+
+_DESCRIBES_A_ROW = {"step", "epoch", "time", "nonfinite"}
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(run_dir: Path, name: str) -> dict[int, float]:
+    """Step → value of one metric. Fails the test where it has a step twice."""
+    points = [(row["step"], row[name]) for row in rows(run_dir) if name in row]
+    assert points, f"no {name} in {run_dir / 'metrics.jsonl'}"
+    assert len(dict(points)) == len(points), f"steps that {name} has more than once: {points}"
+    return dict(points)
+
+
+def repeated(run_dir: Path) -> dict[tuple[int, str], int]:
+    """(step, metric) → how often metrics.jsonl has it, of those it has more than once."""
+    found = Counter((row["step"], name) for row in rows(run_dir) for name in row.keys() - _DESCRIBES_A_ROW)
+    return {key: count for key, count in found.items() if count > 1}
+
+
+def events(run_dir: Path) -> EventAccumulator:
+    """What TensorBoard shows of it."""
+    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0})
+    found.Reload()
+    return found
+
+
+def run_file(run_dir: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    return content
+
+
+def results(run_dir: Path) -> dict[str, Any]:
+    """Of run.json: steps, epochs, seconds, ended_by, metrics."""
+    content: dict[str, Any] = run_file(run_dir)["results"]
+    return content
+
+
+def log(run_dir: Path, rank: int = 0) -> str:
+    return (run_dir / "logs" / f"rank_{rank}.log").read_text()
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints there are. Fails the test where one isn't complete."""
+    found = sorted((run_dir / "checkpoints").glob("step_*"))
+    return [read_manifest(path).step for path in found]
+
+
+def pointed(run_dir: Path, pointer: str) -> int:
+    """The step that `last` or `best` points to."""
+    return read_manifest(find(run_dir / "checkpoints" / pointer)).step
+
+
+def saved(run_dir: Path, which: str = "last") -> dict[str, Any]:
+    """A whole checkpoint: model, training, generators."""
+    return load(find(run_dir / "checkpoints" / which), map_location="cpu")
+
+
+def weights(run_dir: Path, which: str = "last") -> dict[str, Tensor]:
+    """A checkpoint's weights to evaluate and to use."""
+    return load(find(run_dir / "checkpoints" / which), map_location="cpu", parts=["model"])["model"]
+
+
+def assert_same(given: dict[str, Tensor], wanted: dict[str, Tensor], *, tolerance: float = 0.0) -> None:
+    """The same tensors, of the same types; without a tolerance bit for bit."""
+    assert given.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(given[name], tensor, rtol=0.0, atol=tolerance)
+
+
+def differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(tensor, other[name]) for name, tensor in one.items())
