@@ -25,16 +25,17 @@ def evaluate(
     """Metrics over all ranks' batches, named `prefix/name`. Every rank must call it.
 
     `model` is the unwrapped module: its forward has no collectives, so ranks may have different numbers of batches.
-    Afterwards the model is in the mode it was in.
+    Afterwards every module is in the mode it was in.
     """
     meter = Meter()
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     with torch.inference_mode():
         for micro in batches:
             with precision.autocast():
                 output = task.validation_step(model, precision.convert_batch(micro.batch))
             meter.add(output)
-    model.train(training)
+    for module in training:
+        module.training = True  # each by itself: a part that was frozen stays so
     values, _ = meter.reduce(context)
     return {f"{prefix}/{name}": value for name, value in values.items()}

@@ -73,7 +73,9 @@ class Meter:
         samples = output.num_samples
         self._get(LOSS).add(output.loss.detach(), weight=samples, count=samples, step=step)
         for name, (total, count) in output.metrics.items():
-            self._get(name).add(torch.as_tensor(total).detach(), weight=1, count=count, step=step)
+            # A plain number would be rounded to torch's default type, alone or together with tensors.
+            dtype = torch.float64 if isinstance(total, (int, float)) else None
+            self._get(name).add(torch.as_tensor(total, dtype=dtype).detach(), weight=1, count=count, step=step)
 
     def reduce(self, context: Context, *, extra: Sequence[float] = ()) -> tuple[dict[str, float], list[float]]:
         """Means over all ranks since the last reduction, and `extra` summed over ranks; one flat reduction for all.

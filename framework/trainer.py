@@ -102,6 +102,7 @@ class Trainer:
         self._saved_step: int | None = None
         self._evaluated_step: int | None = None
         self._grad_norm: Tensor | None = None
+        self._lr = 0.0  # of the last step: schedules move before it is logged
         self._meter = Meter()
         self._throughput = Throughput()
         self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
@@ -174,6 +175,7 @@ class Trainer:
         elif (self.progress.step + 1) % settings.log_every_n_steps == 0:
             scaler.unscale_(parts.optimizer)
             self._grad_norm = gradient_norm(self._parameters)
+        self._lr = parts.optimizer.param_groups[0]["lr"]
         scaler.step(parts.optimizer)
         scaler.update()
         parts.optimizer.zero_grad(set_to_none=True)
@@ -195,7 +197,7 @@ class Trainer:
         self._agree_to_stop(wishes > 0)
         if not values:
             return
-        values["lr"] = self.parts.optimizer.param_groups[0]["lr"]
+        values["lr"] = self._lr
         if self._grad_norm is not None:
             values["grad_norm"], self._grad_norm = float(self._grad_norm), None
         values["samples_per_s"] = self._throughput.read()
@@ -349,7 +351,8 @@ class Trainer:
 
     def _agree_to_stop(self, wished: bool) -> None:
         if wished:
-            self.stop_reason = self._stop_wish or "another rank asked for it"
+            reasons = gather_to_all(self._stop_wish, self.context)
+            self.stop_reason = next(reason for reason in reasons if reason is not None)
 
 
 def total_steps(settings: TrainerConfig, *, steps_per_epoch: int) -> int | None:

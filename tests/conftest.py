@@ -28,8 +28,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 def own_state() -> None:
     """For a test that seeds, or runs a whole training in this process: settings may change and are put back.
 
-    Generators, torch's switches, environment variables, handlers of signals and logs, working directory. What it starts or opens
-    still has to be gone.
+    Generators, torch's switches, environment variables, handlers of signals and logs, working directory.
+    What it starts or opens still has to be gone.
     """
 
 
@@ -68,7 +68,8 @@ def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(tmp_path)
         before = set(tmp_path.glob("outputs/*/*"))
         assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
-        (run_dir,) = set(tmp_path.glob("outputs/*/*")) - before or before
+        resumed = {Path(text.removeprefix("resume=")) for text in overrides if text.startswith("resume=")}
+        (run_dir,) = set(tmp_path.glob("outputs/*/*")) - before or resumed
         return run_dir
 
     return run

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from framework.config.saved import save_config
 from framework.config.schema import Config
+from framework.errors import EXIT_WRONG_REQUEST
 from framework.hardware import resolve_gpus
 from framework.jobs.record import record_end, record_start
 from framework.jobs.request import Request
@@ -54,7 +55,8 @@ def _launch(config: Config, plan: LaunchPlan) -> int:
     record_end(plan.run_dir, status="finished" if outcome.status == 0 else "failed")
     if outcome.failure is not None:
         print(outcome.failure.render(), file=sys.stderr, flush=True)
-    print(closing(config, plan.run_dir, failed=outcome.status != 0), flush=True)
+    if outcome.status != EXIT_WRONG_REQUEST:
+        print(closing(config, plan.run_dir, failed=outcome.status != 0), flush=True)
     return outcome.status
 
 

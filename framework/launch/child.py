@@ -30,6 +30,8 @@ def run_child(message: Message, *, fd: int | None, parent_pid: int) -> NoReturn:
         module, _, name = message["entry"].partition(":")
         status = getattr(importlib.import_module(module), name)(message["arguments"], fd)
     except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()

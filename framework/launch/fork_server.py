@@ -77,8 +77,9 @@ class ForkServer:
         name = self._preload.pop(0)
         try:
             importlib.import_module(name)
-        except ImportError:
-            # Not an error yet: the child that needs it imports it again and reports it as its own failure.
+        except Exception:
+            # Whatever a module raises (a missing library is an OSError) is not an error yet: the child that needs it
+            # imports it again and reports it as its own failure.
             self._preload.clear()
 
     def _handle(self, message: Message) -> None:

@@ -27,7 +27,7 @@ class RankFailure:
         if self.exception is not None:
             return self.exception
         if self.status < 0:
-            name = signal.Signals(-self.status).name
+            name = _signal_name(-self.status)
             hint = " (the system's out-of-memory killer sends it too)" if name == "SIGKILL" else ""
             return f"killed by {name}{hint}"
         return f"left with exit status {self.status} without saying why"
@@ -60,6 +60,13 @@ class FailureReport:
             lines.append(f"Followed by {_list_ranks([other.rank for other in self.others])}.")
         lines.append(f"Its log: {first.log}")
         return "\n".join(lines)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:

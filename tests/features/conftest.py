@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,19 +21,17 @@ def _settings_may_change(own_state: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def train_once(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
+def train_once(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """As `train`, for runs that several tests of a module look at; each in a folder of its own."""
     from framework import cli
-
-    path = list(sys.path)
 
     def run(*overrides: str, status: int = 0) -> Path:
         folder = tmp_path_factory.mktemp("run")
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
+            patch.setattr(sys, "path", list(sys.path))
             assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
         (run_dir,) = folder.glob("outputs/*/*")
         return run_dir
 
-    yield run
-    sys.path[:] = path
+    return run

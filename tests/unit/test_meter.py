@@ -83,6 +83,14 @@ def test_sums_are_in_double_precision() -> None:
     assert meter.reduce(cpu_context())[0]["loss"] == (2**24 + 1024) / 1025
 
 
+def test_a_plain_number_is_not_rounded() -> None:
+    meter = Meter()
+    meter.add(output(1.0, 1, mixed=(2.0**24 + 1, 1), whole=(2**24 + 1, 1)))
+    meter.add(output(1.0, 1, mixed=(torch.tensor(2.0), 1), whole=(torch.tensor(2.0), 1)))
+    values, _ = meter.reduce(cpu_context())
+    assert values == {"loss": 1.0, "mixed": (2**24 + 3) / 2, "whole": (2**24 + 3) / 2}
+
+
 def test_half_precision_losses_are_summed_in_double_precision() -> None:
     meter = Meter()
     for _ in range(1000):

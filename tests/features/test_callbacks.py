@@ -1,0 +1,208 @@
+"""Early stopping, averaged weights, and observers of a user's own, through the command."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipes.toy import ToyModel
+from tests.helpers import results
+from tests.helpers.loops import plain_loop, toy_batches, toy_loss
+
+SHORT = ("recipe=toy", "logger=jsonl", "trainer.limit_train_batches=10", "trainer.limit_test_batches=0")
+TWO = pytest.param(2, marks=pytest.mark.multiproc)
+
+# Early stopping: with such a min_delta only the first validation counts as better.
+
+STOPPING = (
+    *SHORT,
+    "callbacks=early_stopping",
+    "callbacks.early_stopping.patience=2",
+    "callbacks.early_stopping.min_delta=1e6",
+)
+
+
+@pytest.mark.parametrize("procs", [1, TWO])
+def test_early_stopping_stops_and_says_why(train, procs):
+    run_dir = train(*STOPPING, f"topology.procs_per_node={procs}")
+    found = results.results(run_dir)
+    assert (found["steps"], found["epochs"]) == (30, 3)
+    assert "EarlyStopping: val/loss did not improve in 2 evaluations" in found["ended_by"]
+    assert results.run_file(run_dir)["status"] == "finished"
+    assert results.pointed(run_dir, "last") == 30
+
+
+def test_early_stopping_remembers_over_a_resume(train):
+    stopped = train(*STOPPING, "trainer.max_epochs=2")
+    assert "max_epochs" in results.results(stopped)["ended_by"]
+    resumed = train(f"resume={stopped}", "trainer.max_epochs=10")
+    assert results.results(resumed)["steps"] == 30
+
+
+def test_early_stopping_of_an_unknown_metric_names_those_there_are(train, capsys):
+    train(*STOPPING, "callbacks.early_stopping.monitor=val/los", status=2)
+    printed = capsys.readouterr().err
+    assert "val/los is not a metric" in printed
+    assert "val/loss" in printed
+    assert "Traceback" not in printed
+
+
+# EMA
+
+DECAY = 0.8
+AVERAGING = (*SHORT, "callbacks=ema", f"callbacks.ema.decay={DECAY}", "trainer.max_epochs=3")
+
+
+@pytest.fixture(scope="module")
+def averaged_run(train_once):
+    return train_once(*AVERAGING)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[int, dict[str, dict[str, Tensor]]]:
+    """Step → the weights trained on and their average, of a plain loop."""
+    found: dict[int, dict[str, dict[str, Tensor]]] = {}
+    average: dict[str, Tensor] = {}
+
+    def note(model: ToyModel) -> None:
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for name, tensor in weights.items():
+            average[name] = DECAY * average[name] + (1 - DECAY) * tensor if found else tensor
+        found[len(found) + 1] = {"trained": weights, "average": dict(average)}
+
+    with torch.random.fork_rng(devices=[]):
+        plain_loop(toy_batches(epochs=3, batches=10), after_step=note)
+    return found
+
+
+@pytest.mark.parametrize("pointer", ["best", "last"])
+def test_a_checkpoint_has_the_average_to_use_and_the_weights_to_train_on(averaged_run, expected, pointer):
+    step = results.pointed(averaged_run, pointer)
+    state = results.saved(averaged_run, pointer)
+    results.assert_same(state["model"], expected[step]["average"], tolerance=1e-6)
+    results.assert_same(state["training"]["model"], expected[step]["trained"])
+    assert results.differ(expected[step]["average"], expected[step]["trained"])
+
+
+def test_the_average_is_what_is_evaluated(averaged_run, expected):
+    losses = results.curve(averaged_run, "val/loss")
+    wanted = {step: toy_loss(expected[step]["average"], part="val") for step in (10, 20, 30)}
+    assert losses == {step: pytest.approx(loss, rel=1e-5) for step, loss in wanted.items()}
+
+
+@pytest.mark.parametrize("procs", [1, TWO])
+def test_training_on_with_an_average_is_exact(train, procs):
+    overrides = (*AVERAGING, f"topology.procs_per_node={procs}")
+    whole = train(*overrides)
+    stopped = train(*overrides, "trainer.max_steps=17")
+    resumed = train(f"resume={stopped}", "trainer.max_steps=null")
+    one, other = results.saved(whole), results.saved(resumed)
+    results.assert_same(other["model"], one["model"])
+    results.assert_same(other["training"]["model"], one["training"]["model"])
+
+
+# A user's own
+
+OBSERVERS = '''
+import json, os
+from pathlib import Path
+from framework import Stop
+
+class Notes:
+    """A callback of every hook; asks on one rank to stop after a step."""
+    def __init__(self, rank, stop_after):
+        self.rank, self.stop_after, self.lines, self.steps = rank, stop_after, [], 0
+    def on_fit_start(self, info):
+        self.lines.append(["start", info.start_step, info.total_steps, info.steps_per_epoch, self.steps])
+    def on_train_step_end(self, report):
+        self.steps += 1
+        self.lines.append(["step", report.step, report.epoch, report.global_count, round(float(report.loss), 6)])
+        if os.environ["RANK"] == str(self.rank) and report.step == self.stop_after:
+            return Stop("Notes: enough")
+    def on_validation_end(self, report):
+        self.lines.append(["val", report.step, report.epoch, sorted(report.metrics)])
+    def on_fit_end(self):
+        self.lines.append(["end"])
+        Path(f"notes_{os.environ['RANK']}.json").write_text(json.dumps(self.lines))
+    def state_dict(self): return {"steps": self.steps}
+    def load_state_dict(self, state): self.steps = state["steps"]
+
+class Lines:
+    """A logger: what it is told, as lines of a file in the run directory."""
+    def __init__(self, run_dir, prefix="line"):
+        self.file = open(run_dir.path / f"lines_{os.environ['RANK']}", "a")
+        self.prefix = prefix
+    def metrics(self, values, *, step, epoch): print(self.prefix, step, epoch, *sorted(values), file=self.file)
+    def text(self, tag, text): print(self.prefix, tag, len(text), file=self.file)
+    def close(self): print("closed", file=self.file); self.file.close()
+'''
+OBSERVED = (
+    *SHORT,
+    "trainer.max_epochs=2",
+    "trainer.log_every_n_steps=5",
+    "+callbacks.notes._target_=observers.Notes",
+    "+logger.lines._target_=observers.Lines",
+    "+logger.lines.prefix=mine",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "observers.py").write_text(OBSERVERS)
+    return tmp_path
+
+
+def notes(folder, rank=0) -> list[list[Any]]:
+    found: list[list[Any]] = json.loads((folder / f"notes_{rank}.json").read_text())
+    return found
+
+
+def test_an_own_callback_hears_of_everything(train, folder):
+    run_dir = train(*OBSERVED, "+callbacks.notes.rank=0", "+callbacks.notes.stop_after=null")
+    lines = notes(folder)
+    assert lines[0] == ["start", 0, 20, 10, 0]
+    assert lines[-1] == ["end"]
+    assert [line for line in lines if line[0] == "val"] == [["val", 10, 0, ["val/loss"]], ["val", 20, 1, ["val/loss"]]]
+    steps = [line for line in lines if line[0] == "step"]
+    assert [line[1:4] for line in steps] == [[step, (step - 1) // 10, 20] for step in range(1, 21)]
+    mean = sum(line[4] for line in steps[:5]) / 5
+    assert results.curve(run_dir, "train/loss")[5] == pytest.approx(mean, rel=1e-5)
+
+
+def test_an_own_callbacks_state_goes_on(train, folder):
+    stopped = train(*OBSERVED, "+callbacks.notes.rank=0", "+callbacks.notes.stop_after=13")
+    assert results.results(stopped)["steps"] == 13
+    assert results.results(stopped)["ended_by"] == "Notes: enough"
+    train(f"resume={stopped}")
+    assert notes(folder)[0] == ["start", 13, 20, 10, 13]
+
+
+def test_an_own_logger_is_told_what_there_is_to_log(train, folder):
+    run_dir = train(*OBSERVED, "+callbacks.notes.rank=0", "+callbacks.notes.stop_after=null")
+    training = "train/grad_norm train/loss train/lr train/samples_per_s"
+    assert (run_dir / "lines_0").read_text().splitlines() == [
+        f"mine config {len((run_dir / 'config.yaml').read_text())}",
+        f"mine 5 0 {training}",
+        f"mine 10 0 {training}",
+        "mine 10 0 val/loss",
+        f"mine 15 1 {training}",
+        f"mine 20 1 {training}",
+        "mine 20 1 val/loss",
+        "closed",
+    ]
+
+
+@pytest.mark.multiproc
+def test_one_ranks_wish_to_stop_ends_all_at_the_same_step(train, folder):
+    """The ranks agree when they log: asked for after step 7, agreed at 10."""
+    overrides = ("topology.procs_per_node=2", "+callbacks.notes.rank=1", "+callbacks.notes.stop_after=7")
+    run_dir = train(*OBSERVED, *overrides)
+    assert results.results(run_dir)["steps"] == 10
+    for rank in range(2):
+        assert [line[1] for line in notes(folder, rank) if line[0] == "step"] == list(range(1, 11))
+    assert results.results(run_dir)["ended_by"] == "Notes: enough"
+    assert not (run_dir / "lines_1").exists()

@@ -1,0 +1,65 @@
+"""What is logged and evaluated is of all ranks' samples, each once, however many ranks there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recipes.toy import ToyModel, toy_regression
+from tests.helpers import results
+
+pytestmark = pytest.mark.multiproc
+
+METRIC = "+task.metrics.error._target_=framework.tasks.MeanAbsoluteError"
+SHORT = ("recipe=toy", "logger=[jsonl,tensorboard]", METRIC)
+FROZEN = ("trainer.max_steps=1", "trainer.val_check_interval=1", "optimizer.lr=0")
+
+
+@pytest.fixture(scope="module")
+def trained(train_once):
+    return train_once(*SHORT, "trainer.max_epochs=2", "trainer.log_every_n_steps=10")
+
+
+@pytest.fixture(scope="module")
+def evaluated(train_once, trained):
+    """Number of processes → metrics of the same weights. 200 samples are not dealt evenly to 3."""
+    runs = {procs: train_once(*SHORT, *FROZEN, f"init_from={trained}", f"topology.procs_per_node={procs}") for procs in (1, 2, 3)}
+    return {procs: results.results(run_dir)["metrics"] for procs, run_dir in runs.items()}
+
+
+@pytest.mark.parametrize("procs", [1, 2, 3])
+def test_metrics_are_those_of_the_whole_part(evaluated, trained, procs):
+    model = ToyModel()
+    model.load_state_dict(results.weights(trained))
+    data = toy_regression()
+    for part, dataset in (("val", data.val), ("test", data.test)):
+        inputs, targets = dataset.tensors
+        with torch.no_grad():
+            off = model(inputs) - targets
+        assert evaluated[procs][f"{part}/loss"] == pytest.approx(float((off**2).mean()), rel=1e-6)
+        assert evaluated[procs][f"{part}/error"] == pytest.approx(float(off.abs().mean()), rel=1e-6)
+
+
+def test_small_batches_change_nothing(train, trained, evaluated):
+    """Batches of 7 of the 67, 67 and 66 samples that each of three processes has."""
+    three = ("topology.procs_per_node=3", "data.eval_batch_size=7", "data.num_workers=1")
+    run_dir = train(*SHORT, *FROZEN, *three, f"init_from={trained}")
+    assert results.results(run_dir)["metrics"] == {name: pytest.approx(v, rel=1e-6) for name, v in evaluated[1].items()}
+
+
+def test_the_logged_curves_are_of_all_ranks(train, trained):
+    """The same global batches over two processes, of a last one that is short: the same curves."""
+    overrides = ("topology.procs_per_node=2", "data.global_batch_size=20")
+    many = train(*SHORT, "trainer.max_epochs=2", "trainer.log_every_n_steps=10", *overrides)
+    for name in ("train/loss", "train/grad_norm", "train/lr", "val/loss", "val/error"):
+        one = results.curve(trained, name)
+        assert results.curve(many, name) == {step: pytest.approx(value, rel=1e-4) for step, value in one.items()}, name
+
+
+def test_tensorboard_has_what_metrics_jsonl_has(trained):
+    events = results.events(trained)
+    names = {name for row in results.rows(trained) for name in row if "/" in name}
+    assert set(events.Tags()["scalars"]) == names
+    for name in names:
+        points = {event.step: event.value for event in events.Scalars(name)}
+        assert points == {step: pytest.approx(value, rel=1e-6) for step, value in results.curve(trained, name).items()}

@@ -1,0 +1,106 @@
+"""How long a run trains and on how much: `max_*`, `limit_*_batches`, `fast_dev_run`, `overfit_batches`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers import results
+from tests.helpers.loops import plain_loop, toy_batches, toy_loss
+
+SHORT = ("recipe=toy", "logger=jsonl")  # 1,600 training samples: 80 batches of 20
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "epochs", "ended_by"),
+    [
+        (("trainer.max_epochs=2",), 160, 2, "max_epochs"),
+        (("trainer.max_epochs=2", "trainer.max_steps=90"), 90, 1, "max_steps"),
+        (("trainer.max_epochs=null", "trainer.max_steps=90"), 90, 1, "max_steps"),
+        (("trainer.max_epochs=1", "trainer.max_steps=90"), 80, 1, "max_epochs"),
+    ],
+)
+def test_what_comes_first_ends_training(train, overrides, steps, epochs, ended_by):
+    run_dir = train(*SHORT, *overrides)
+    found = results.results(run_dir)
+    assert (found["steps"], found["epochs"]) == (steps, epochs)
+    assert found["ended_by"] == f"trainer.{ended_by} reached"
+    assert results.pointed(run_dir, "last") == steps
+
+
+@pytest.mark.parametrize(("limit", "steps"), [("7", 7), ("0.25", 20), ("1.0", 80), ("500", 80), ("0.001", 1)])
+def test_training_is_cut_to_batches_or_to_a_share(train, limit, steps):
+    run_dir = train(*SHORT, f"trainer.limit_train_batches={limit}", "trainer.max_epochs=2")
+    assert results.results(run_dir)["steps"] == 2 * steps
+    assert list(results.curve(run_dir, "val/loss")) == [steps, 2 * steps]
+
+
+def test_a_cut_epoch_trains_on_its_first_batches(train):
+    run_dir = train(*SHORT, "trainer.limit_train_batches=7", "trainer.max_epochs=3")
+    results.assert_same(results.weights(run_dir), plain_loop(toy_batches(epochs=3, batches=7)))
+
+
+@pytest.mark.parametrize(
+    ("procs", "limit", "samples"),
+    [
+        (1, "3", 60),
+        (1, "0.5", 100),
+        pytest.param(2, "3", 120, marks=pytest.mark.multiproc),  # as PyTorch's: batches of each process
+    ],
+)
+def test_evaluation_is_cut_to_the_first_batches(train, procs, limit, samples):
+    run_dir = train(
+        *SHORT,
+        f"topology.procs_per_node={procs}",
+        "trainer.max_epochs=1",
+        "data.eval_batch_size=20",
+        f"trainer.limit_val_batches={limit}",
+        f"trainer.limit_test_batches={limit}",
+    )
+    weights, found = results.weights(run_dir), results.results(run_dir)["metrics"]
+    for part in ("val", "test"):
+        wanted = toy_loss(weights, part=part, samples=samples)
+        assert found[f"{part}/loss"] == pytest.approx(wanted, rel=1e-6)
+        assert wanted != pytest.approx(toy_loss(weights, part=part), rel=1e-4)
+
+
+def test_a_limit_of_0_leaves_evaluation_out(train):
+    off = ("trainer.limit_val_batches=0", "trainer.limit_test_batches=0", "checkpoint.monitor=null")
+    run_dir = train(*SHORT, *off, "trainer.max_epochs=1")
+    assert results.results(run_dir)["metrics"] == {}
+    assert not any(name.startswith(("val/", "test/")) for row in results.rows(run_dir) for name in row)
+    assert results.pointed(run_dir, "last") == 80
+    assert not (run_dir / "checkpoints" / "best").exists()
+
+
+@pytest.mark.parametrize(("value", "steps"), [("true", 1), ("3", 3)])
+def test_fast_dev_run_looks_at_everything_and_leaves_nothing(train, value, steps):
+    callbacks = ("callbacks=[early_stopping,ema]", "callbacks.early_stopping.monitor=val/no_such")
+    run_dir = train("recipe=toy", f"trainer.fast_dev_run={value}", "data.eval_batch_size=20", *callbacks)
+    found = results.results(run_dir)
+    assert found["steps"] == steps
+    assert found["metrics"].keys() == {"val/loss", "test/loss"}
+    assert list((run_dir / "checkpoints").iterdir()) == []
+    assert not (run_dir / "metrics.jsonl").exists()
+    assert not (run_dir / "tensorboard").exists()
+
+
+def test_overfitting_trains_and_validates_on_the_same_few_batches_in_order(train):
+    run_dir = train(*SHORT, "trainer.overfit_batches=2", "trainer.max_epochs=20")
+    weights = results.weights(run_dir)
+    results.assert_same(weights, plain_loop(toy_batches(epochs=20, batches=2, shuffle=False)))
+    found = results.results(run_dir)
+    assert found["steps"] == 40
+    assert found["metrics"] == {"val/loss": pytest.approx(toy_loss(weights, part="train", samples=40), rel=1e-6)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (("trainer.check_val_every_n_epoch=2",), [20, 40]),
+        (("trainer.val_check_interval=15", "trainer.check_val_every_n_epoch=null"), [15, 30, 45]),
+        (("trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null"), []),
+    ],
+)
+def test_validation_happens_when_it_should(train, overrides, steps):
+    run_dir = train(*SHORT, "trainer.limit_train_batches=10", "trainer.max_epochs=5", *overrides)
+    assert [row["step"] for row in results.rows(run_dir) if "val/loss" in row] == steps

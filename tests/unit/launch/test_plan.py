@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from framework.config.schema import InitMethod
+from framework.launch.plan import RankArguments, rank_environment, rendezvous_url
+from framework.run_dir import RunDir
+from framework.topology import Topology
+
+TWO_NODES = Topology(nnodes=2, procs_per_node=3, gpus_per_node=6, span=2)
+
+
+@pytest.mark.parametrize("rendezvous", [None, "tcp://127.0.0.1:4000"])
+def test_what_a_rank_is_told_survives_json(rendezvous: str | None) -> None:
+    told = RankArguments("/runs/one", TWO_NODES, rank=4, rendezvous=rendezvous)
+    assert RankArguments.from_plain(json.loads(json.dumps(told.to_plain()))) == told
+
+
+def test_a_rank_knows_its_place_node_by_node() -> None:
+    told = [RankArguments("/runs/one", TWO_NODES, rank=rank, rendezvous=None) for rank in range(6)]
+    assert [(each.node_rank, each.local_rank) for each in told] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [TWO_NODES.rank_of(each.node_rank, each.local_rank) for each in told] == list(range(6))
+
+
+def test_every_init_method_has_its_url() -> None:
+    run_dir = RunDir(Path("/runs/one"))
+    urls = {method: rendezvous_url(method, host="127.0.0.1", port=4000, run_dir=run_dir) for method in InitMethod}
+    assert urls == {
+        InitMethod.ENV: "env://",
+        InitMethod.TCP: "tcp://127.0.0.1:4000",
+        InitMethod.FILE: f"file:///runs/one/.rendezvous_{os.getpid()}_4000",
+    }
+
+
+def test_a_resumed_run_meets_in_another_file() -> None:
+    """A rendezvous file can't be used twice; the port of a run's own store is never that of one still running."""
+    run_dir = RunDir(Path("/runs/one"))
+    one, other = (rendezvous_url(InitMethod.FILE, host="h", port=port, run_dir=run_dir) for port in (4000, 4001))
+    assert one != other
+
+
+def test_ranks_have_torchruns_variables() -> None:
+    assert rank_environment(TWO_NODES, rank=5, host="node0", port=4000) == {
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "4000",
+        "RANK": "5",
+        "LOCAL_RANK": "2",
+        "GROUP_RANK": "1",
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }

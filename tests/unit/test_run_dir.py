@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework import run_dir as run_dir_module
+from framework.errors import RequestError
+from framework.run_dir import RunDir, create_run_dir, write_atomically
+
+# Makes one directory as soon as the file `go` is there, with names of which only 16 are possible in a second.
+_ONE_OF_MANY = """
+import random, sys, time
+from pathlib import Path
+from framework import run_dir
+run_dir.secrets.token_hex = lambda _: f"{random.randrange(16):04x}"
+print("ready", flush=True)
+while not Path("go").exists():
+    pass
+print(run_dir.create_run_dir(Path("outputs"), recipe="some").path)
+"""
+
+
+def test_the_layout_is_the_same_for_every_run(tmp_path: Path) -> None:
+    run_dir = create_run_dir(tmp_path / "outputs", recipe="some")
+    assert run_dir.path.parent == (tmp_path / "outputs" / "some").resolve()
+    time, token = run_dir.path.name.rsplit("_", 1)
+    assert abs((datetime.now() - datetime.strptime(time, "%Y-%m-%d_%H-%M-%S")).total_seconds()) < 60
+    assert len(token) == 4
+    assert int(token, 16) >= 0
+    assert sorted(path.name for path in run_dir.path.iterdir()) == ["checkpoints", "logs"]
+    assert run_dir.rank_log(3) == run_dir.logs / "rank_3.log"
+    named = (
+        run_dir.config_file,
+        run_dir.overrides_file,
+        run_dir.run_file,
+        run_dir.tensorboard,
+        run_dir.metrics_file,
+        run_dir.failure_file,
+    )
+    assert [path.name for path in named] == [
+        "config.yaml",
+        "overrides.yaml",
+        "run.json",
+        "tensorboard",
+        "metrics.jsonl",
+        "failure.json",
+    ]
+    assert {path.parent for path in named} == {run_dir.path}
+
+
+def test_the_path_is_absolute_and_the_value_touches_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert create_run_dir(Path("outputs"), recipe="some").path.is_absolute()
+    RunDir(tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+class Noon(datetime):
+    """A clock that stands still: every directory is made in the same second."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Noon:
+        return cls(2030, 1, 2, 12, 0, 0)
+
+
+def test_threads_in_the_same_second_never_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = random.Random(0)
+    monkeypatch.setattr(run_dir_module, "datetime", Noon)
+    monkeypatch.setattr(run_dir_module.secrets, "token_hex", lambda _: f"{own.randrange(16):04x}")
+    together = threading.Barrier(8)
+
+    def one(_: int) -> Path:
+        together.wait(timeout=10.0)
+        return create_run_dir(tmp_path, recipe="some").path
+
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(one, range(8)))
+    assert len(set(paths)) == 8
+    assert set((tmp_path / "some").iterdir()) == {path.resolve() for path in paths}
+    assert all(path.name.startswith("2030-01-02_12-00-00_") for path in paths)
+
+
+def test_processes_in_the_same_instant_never_share_a_directory(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(run_dir_module.__file__).parents[1])}
+    commands = [
+        subprocess.Popen(
+            [sys.executable, "-c", _ONE_OF_MANY], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(6)
+    ]
+    try:
+        for command in commands:
+            assert command.stdout is not None
+            assert command.stdout.readline() == "ready\n"
+        (tmp_path / "go").touch()
+        paths = [command.communicate(timeout=20.0)[0].strip() for command in commands]
+    finally:
+        for command in commands:
+            command.kill()
+            command.communicate()
+    assert len(set(paths)) == 6
+    assert all(Path(path, "logs").is_dir() for path in paths)
+
+
+def test_when_every_name_is_taken_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_dir_module, "datetime", Noon)
+    monkeypatch.setattr(run_dir_module.secrets, "token_hex", lambda _: "abcd")
+    taken = create_run_dir(tmp_path, recipe="some").path
+    (taken / "mine").touch()
+    with pytest.raises(RequestError, match="were all taken"):
+        create_run_dir(tmp_path, recipe="some")
+    assert (taken / "mine").exists()
+
+
+@pytest.mark.parametrize("in_the_way", ["outputs", "outputs/some"])
+def test_a_place_that_cannot_be_written_is_refused_with_what_to_do(tmp_path: Path, in_the_way: str) -> None:
+    path = tmp_path / in_the_way
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("a file")
+    with pytest.raises(RequestError, match=r"(?s)can't be made under .*outputs/some: .*path\.outputs=FOLDER") as error:
+        create_run_dir(tmp_path / "outputs", recipe="some")
+    assert error.value.exit_status == 2
+    assert path.read_text() == "a file"
+
+
+def test_facts_are_added_and_the_newest_counts(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(OSError, match=r"run\.json"):
+        run_dir.read_run()
+    run_dir.update_run({"status": "running", "command": "é"})
+    run_dir.update_run({"status": "finished", "results": {"steps": 3}})
+    assert run_dir.read_run() == {"status": "finished", "command": "é", "results": {"steps": 3}}
+
+
+def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+    """While one thread writes longer and shorter contents, another reads only whole ones, and no older one after."""
+    run_dir = RunDir(tmp_path)
+    run_dir.update_run({"number": 0})
+    done = threading.Event()
+    seen: list[int] = []
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(run_dir.read_run()["number"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(1, 60):
+            run_dir.update_run({"number": number, "filling": "x" * (100_000 * (number % 2))})
+    finally:
+        done.set()
+        reader.join()
+    assert len(set(seen)) > 5
+    assert seen == sorted(seen)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "some.json"
+    write_atomically(path, json.dumps({"old": True}))
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "x" * 100)
+    assert json.loads(path.read_text()) == {"old": True}
+
+
+def test_content_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, order = tmp_path / "some.json", []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(f"sync {os.fstat(fd).st_size}"), fsync(fd))[1])
+    monkeypatch.setattr(Path, "replace", lambda old, new: (order.append(f"name {new.name}"), replace(old, new))[1])
+    write_atomically(path, "hello")
+    assert order == ["sync 5", "name some.json"]
