@@ -10,8 +10,7 @@ import importlib
 import io
 import os
 import sys
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +22,17 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from framework.config.assets import config_dir, user_config_dir
-from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError
+from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
+from framework.run_dir import new_name
 
 if TYPE_CHECKING:
     from framework.config.saved import Saved
-    from framework.jobs.request import Request
+    from framework.jobs.request import JobResult, Place, Request
+    from framework.jobs.sweep import Sweep
     from framework.launch.warm import WarmServer
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -46,10 +48,16 @@ def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None) -
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        requests = _requests(arguments, warm=warm)
-        if len(requests) > 1:
-            return _run_all(requests)
-        return sum(_run(request) for request in requests)
+        asked = _read(arguments, warm=warm)
+        if asked.sweep is not None:
+            return asked.sweep.close()
+        if not asked.requests:
+            return 0
+        if asked.requests[0].place is None:
+            return _run(asked.requests[0])
+        from framework.jobs.sweep import run_sweep
+
+        return run_sweep(asked.requests)
     except FrameworkError as error:
         print(error, file=sys.stderr)
         return error.exit_status
@@ -64,21 +72,47 @@ class _Composition:
     raw: dict[str, Any]
     overrides: tuple[str, ...]
     choices: Mapping[str, str]
+    place: Place | None
 
 
-def _requests(arguments: list[str], *, warm: WarmServer | None) -> list[Request]:
-    """What the command asks for: nothing where it only shows something (`--help`, `--cfg job`)."""
+@dataclass(frozen=True)
+class _Asked:
+    """What the command asks for: nothing where it only shows something (`--help`, `--cfg job`).
+
+    sweep: the jobs that a sweeper other than Hydra's grid has run already, since it chooses by their results.
+    """
+
+    requests: list[Request]
+    sweep: Sweep | None
+
+
+def _read(arguments: list[str], *, warm: WarmServer | None) -> _Asked:
+    """Compose, parse and check; every job of a grid before the first is run. Raises ConfigError."""
     working_dir = str(Path.cwd())
     if not {working_dir, ""} & set(sys.path):
         sys.path.insert(0, working_dir)  # recipes and classes of the user's, as `python -m` finds them
     typed = [text for text in arguments if _is_override(text)]
+    sweeps: list[Sweep] = []
+
+    def run_at_once(composition: _Composition) -> float | None:
+        from framework.jobs.sweep import Sweep
+
+        if not sweeps:
+            sweeps.append(Sweep())
+        request = _request(composition, typed=typed, saved=None, warm=warm)
+        result = sweeps[0].run(request, label=" ".join(request.overrides))
+        if result.status != 0:
+            raise RunError(f"job {composition.place} failed with exit status {result.status}")
+        return result.score
+
     try:
         saved = _saved(typed)
-        compositions = _compose(_composable(arguments, typed, saved))
-        if saved is not None and len(compositions) > 1:
+        compositions = _compose(_composable(arguments, typed, saved), run_at_once=run_at_once)
+        if saved is not None and any(composition.place is not None for composition in compositions):
             raise ConfigError("resume can't go with several runs: they would go on in one directory. Leave -m out.")
         # Composing is all that `--cfg job` needs; the schema is read for what runs.
-        return [_request(composition, typed=typed, saved=saved, warm=warm) for composition in compositions]
+        requests = [_request(composition, typed=typed, saved=saved, warm=warm) for composition in compositions]
+        return _Asked(requests, sweeps[0] if sweeps else None)
     except ConfigError as error:
         own = _own_config()
         if own is None:
@@ -101,34 +135,20 @@ def _request(
     config = parse(raw)
     check(config)
     overrides = tuple(text for text in composition.overrides if not text.startswith(_RESUME))
-    return Request(config=config, raw=raw, overrides=overrides, choices=composition.choices, warm=warm)
+    return Request(
+        config=config,
+        raw=raw,
+        overrides=overrides,
+        choices=composition.choices,
+        warm=warm,
+        place=composition.place,
+    )
 
 
 def _run(request: Request) -> int:
     job = importlib.import_module(f"framework.jobs.{request.config.job}")
-    status: int = job.main(request)
-    return status
-
-
-def _run_all(requests: Sequence[Request]) -> int:
-    """One after another, also after one has failed; 1 if any did. Ctrl-C ends them all."""
-    failed: list[str] = []
-    for number, request in enumerate(requests):
-        name = f"run {number} of 0…{len(requests) - 1}: {' '.join(request.overrides)}"
-        print(f"\n=== {name}", flush=True)
-        try:
-            status = _run(request)
-        except FrameworkError as error:
-            print(error, file=sys.stderr)
-            status = error.exit_status
-        except Exception:
-            traceback.print_exc()
-            status = EXIT_RUN_FAILED
-        if status != 0:
-            failed.append(f"  {name} (exit status {status})")
-    if failed:
-        print("\n".join([f"\n{len(failed)} of {len(requests)} runs failed:", *failed]), file=sys.stderr)
-    return EXIT_RUN_FAILED if failed else 0
+    result: JobResult = job.main(request)
+    return result.status
 
 
 # Composing
@@ -143,20 +163,28 @@ class UserConfigFirst(SearchPathPlugin):
             search_path.prepend(provider="user", path=f"file://{place}", anchor="main")
 
 
-def _compose(arguments: list[str]) -> list[_Composition]:
+def _compose(arguments: list[str], *, run_at_once: Callable[[_Composition], float | None]) -> list[_Composition]:
     """Let `@hydra.main` read the arguments. Gives no composition where it answered them itself (`--help`).
 
+    run_at_once: called for each job of a sweeper that wants to know a job's result before it chooses the next.
     Raises ConfigError for whatever can't be composed.
     """
     found: list[_Composition] = []
     failures: list[Exception] = []
+    sweep_name, stderr = new_name(), sys.stderr
 
-    def collect(config: Any) -> None:
+    def collect(config: Any) -> float | None:
         # An exception that Hydra sees here is announced on stderr by Hydra.
         try:
-            found.append(_composition(config))
+            composition = _composition(config, sweep_name=sweep_name)
         except Exception as error:
             failures.append(error)
+            return None
+        if composition.place is not None and _needs_results(HydraConfig.get().sweeper):
+            with redirect_stderr(stderr):
+                return run_at_once(composition)
+        found.append(composition)
+        return None
 
     Plugins.instance().register(UserConfigFirst)
     command = hydra.main(config_path=str(config_dir()), config_name="config", version_base="1.3")(collect)
@@ -172,13 +200,23 @@ def _compose(arguments: list[str]) -> list[_Composition]:
     return found
 
 
-def _composition(config: Any) -> _Composition:
+def _composition(config: Any, *, sweep_name: str) -> _Composition:
     """The plain, resolved form of what Hydra composed; called while Hydra's own values can be interpolated."""
+    from framework.jobs.request import Place
+
     raw: Any = OmegaConf.to_container(config, resolve=True)
     settings = HydraConfig.get()
     chosen = settings.runtime.choices.items()
     choices = {group: option for group, option in chosen if option is not None and not group.startswith("hydra/")}
-    return _Composition(raw=raw, overrides=tuple(settings.overrides.task), choices=choices)
+    place = None
+    if settings.mode is RunMode.MULTIRUN:
+        place = Place(Path(raw["path"]["outputs"], "multirun", sweep_name), number=settings.job.num)
+    return _Composition(raw=raw, overrides=tuple(settings.overrides.task), choices=choices, place=place)
+
+
+def _needs_results(sweeper: Any) -> bool:
+    """Whether a sweeper chooses by results. Hydra's own grid doesn't: it is composed whole before anything runs."""
+    return not str(sweeper["_target_"]).endswith(".BasicSweeper")
 
 
 def _explain(error: Exception, arguments: Sequence[str]) -> None:

@@ -298,6 +298,7 @@ def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], tested: 
         "seconds": seconds,
         "ended_by": ended_by,
         "metrics": metrics,
+        "score": None if trainer.checkpoints is None else trainer.checkpoints.best_score,
         "tested": tested,
     }
     rank.run_dir.update_run({"results": results})

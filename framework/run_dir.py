@@ -68,15 +68,17 @@ class RunDir:
         write_atomically(self.run_file, json.dumps({**known, **facts}, indent=2) + "\n")
 
 
-def create_run_dir(outputs: Path, *, recipe: str) -> RunDir:
-    """Make `outputs/<recipe>/<date>_<time>_<4 hex>` and its sub-folders; no other process can get the same one.
+def create_run_dir(parent: Path, *, name: str | None = None) -> RunDir:
+    """Make `parent/<date>_<time>_<4 hex>`, or `parent/name`, and its sub-folders; no other process can get the same.
 
-    Raises RequestError where the place can't be written.
+    Raises RequestError where the place can't be written, or `name` is taken.
     """
-    parent = outputs / recipe
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        run_dir = RunDir(_make_exclusive(parent).resolve())
+        path = _make_exclusive(parent) if name is None else parent / name
+        if name is not None:
+            path.mkdir()
+        run_dir = RunDir(path.resolve())
         run_dir.logs.mkdir()
         run_dir.checkpoints.mkdir()
     except OSError as error:
@@ -87,9 +89,14 @@ def create_run_dir(outputs: Path, *, recipe: str) -> RunDir:
     return run_dir
 
 
+def new_name() -> str:
+    """A name that sorts by time and that nothing else started in the same second has, but for one case in 65,536."""
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
+
+
 def _make_exclusive(parent: Path) -> Path:
     for _ in range(_ATTEMPTS):
-        path = parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
+        path = parent / new_name()
         try:
             path.mkdir()
         except FileExistsError:

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -71,6 +72,10 @@ class Throughput:
         rate = self.samples / max(now - self.since, 1e-9)
         self.samples, self.since = 0, now
         return rate
+
+    def leave_out(self, *, since: float) -> None:
+        """Don't count the time from then (of `time.perf_counter`) until now."""
+        self.since += time.perf_counter() - since
 
 
 @final
@@ -207,6 +212,8 @@ class Trainer:
         """Run the validation part, log it, ask the callbacks, agree on wishes to stop. Every rank must call it."""
         if self.val_loader is None:
             return
+        self._wait_for_devices()  # the steps they are still at are training's time
+        began = time.perf_counter()
         with self.evaluation_weights():
             self.val_metrics = evaluate(
                 self.parts.bare_model,
@@ -223,7 +230,7 @@ class Trainer:
         for observe in hooks(self.parts.callbacks.values(), "on_validation_end"):
             self._heed(observe(report))
         self._agree_to_stop(any_over_ranks(self._stop_wish is not None, self.context))
-        self._throughput.read()
+        self._throughput.leave_out(since=began)
 
     def save(self, *, epoch: int) -> None:
         """Write a checkpoint of this moment, between two steps. Every rank must call it.
@@ -233,12 +240,13 @@ class Trainer:
         if self.checkpoints is None:
             return
         self.log(epoch=epoch)
+        began = time.perf_counter()
         fresh = self._evaluated_step == self.progress.step
         self.checkpoints.save(
             self.state_dict(), step=self.progress.step, epoch=epoch, metrics=self.val_metrics if fresh else None
         )
         self._saved_step = self.progress.step
-        self._throughput.read()
+        self._throughput.leave_out(since=began)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a later run needs to go on from here. Every rank must call it; the same on every rank.
@@ -337,6 +345,11 @@ class Trainer:
         for key, callback in self.parts.callbacks.items():
             for hook in hooks([callback], name):
                 yield key, hook
+
+    def _wait_for_devices(self) -> None:
+        for device in self.context.devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
 
     def _tell_loggers(self, values: Mapping[str, float], *, epoch: int) -> None:
         for logger in self.parts.loggers.values():

@@ -46,6 +46,12 @@ class CheckpointManager:
         """The metric that decides which checkpoint is `best`; None without one, or where none is saved."""
         return self._settings.monitor if self._settings.enabled else None
 
+    @property
+    def best_score(self) -> float | None:
+        """The monitored metric of the best checkpoint there has been; the writer's, None on the others and before."""
+        ranking = self._ranking() if self.monitor is not None else []
+        return self._scores[ranking[0]] if ranking else None
+
     def due_step(self, step: int) -> bool:
         """Whether to save after optimizer step `step`, counted from 1."""
         every = self._settings.every_n_steps

@@ -26,7 +26,7 @@ def process_group(context: Context, settings: BackendConfig, *, rendezvous: str 
         torch.accelerator.set_device_index(context.device)
     try:
         _init(context, settings, rendezvous=rendezvous)
-    except dist.DistError as error:
+    except RuntimeError as error:  # dist.DistError is one, and gloo's own wait raises nothing finer
         raise RunError(
             f"Rank {context.rank} of {context.world_size} could not join the process group within "
             f"backend.init_timeout={settings.init_timeout:g} s: {error}\n"

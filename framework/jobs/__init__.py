@@ -1,1 +1,1 @@
-"""What the command can do: one module per job, each with `main(request) -> int`, chosen with `job=NAME`."""
+"""What the command can do: one module per job, each with `main(request) -> JobResult`, chosen with `job=NAME`."""

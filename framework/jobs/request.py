@@ -1,15 +1,34 @@
-"""What the command hands a job."""
+"""What the command hands a job, and what it gets back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.config.schema import Config
+from framework.run_dir import RunDir
 
 if TYPE_CHECKING:
     from framework.launch.warm import WarmServer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job of a sweep belongs: its directory is `folder`/`number`."""
+
+    folder: Path
+    number: int
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended. `score`: the monitored metric at its best, None where nothing was monitored or reached."""
+
+    status: int
+    run_dir: RunDir | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -20,6 +39,7 @@ class Request:
     overrides: what was typed, without `resume`; after what was typed for the run that is resumed, where there is one.
     choices: group → option, for the groups of which one option was chosen.
     warm: the fork server that was started meanwhile, if one was.
+    place: None but for a job of a sweep, which then says nothing on the terminal itself.
     """
 
     config: Config
@@ -27,3 +47,4 @@ class Request:
     overrides: tuple[str, ...]
     choices: Mapping[str, str]
     warm: WarmServer | None = None
+    place: Place | None = None

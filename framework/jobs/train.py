@@ -11,7 +11,7 @@ from framework.config.schema import Config
 from framework.errors import EXIT_WRONG_REQUEST
 from framework.hardware import resolve_gpus
 from framework.jobs.record import record_end, record_start
-from framework.jobs.request import Request
+from framework.jobs.request import JobResult, Request
 from framework.jobs.summary import announcement, closing, interruption
 from framework.launch.plan import LaunchPlan, Outcome
 from framework.run_dir import RunDir, create_run_dir
@@ -20,14 +20,16 @@ from framework.topology import resolve_topology
 ENTRY = "framework.engine:run_rank"
 
 
-def main(request: Request) -> int:
-    """Train as asked; gives the exit status. Raises FrameworkError for what can't be done as asked."""
+def main(request: Request) -> JobResult:
+    """Train as asked. Raises FrameworkError for what can't be done as asked."""
     config = request.config
     topology = resolve_topology(config.topology, gpus=resolve_gpus(config.trainer.gpus))
-    run_dir = _run_dir(config)
+    run_dir = _run_dir(request)
     save_config(run_dir, request)
     record_start(run_dir, topology)
-    print(announcement(config, topology, run_dir), flush=True)
+    quiet = request.place is not None
+    if not quiet:
+        print(announcement(config, topology, run_dir), flush=True)
     plan = LaunchPlan(
         entry=ENTRY,
         run_dir=run_dir,
@@ -35,12 +37,19 @@ def main(request: Request) -> int:
         init_method=config.backend.init_method,
         start_timeout_s=config.backend.init_timeout,
         grace_s=config.launcher.grace,
+        terminal=not quiet,
         warm=request.warm,
     )
-    return _launch(config, plan)
+    outcome = _launch(config, plan)
+    if outcome.failure is not None:
+        print(outcome.failure.render(), file=sys.stderr, flush=True)
+    if outcome.status != EXIT_WRONG_REQUEST and not quiet:
+        print(closing(config, run_dir, failed=outcome.status != 0), flush=True)
+    return JobResult(outcome.status, run_dir, score=run_dir.read_run().get("results", {}).get("score"))
 
 
-def _launch(config: Config, plan: LaunchPlan) -> int:
+def _launch(config: Config, plan: LaunchPlan) -> Outcome:
+    """Run the ranks; `run.json` says how that ended, whatever ends it."""
     name = "local" if config.launcher.name == "auto" else config.launcher.name
     launcher = importlib.import_module(f"framework.launch.{name}")
     try:
@@ -53,14 +62,13 @@ def _launch(config: Config, plan: LaunchPlan) -> int:
         record_end(plan.run_dir, status="failed")
         raise
     record_end(plan.run_dir, status="finished" if outcome.status == 0 else "failed")
-    if outcome.failure is not None:
-        print(outcome.failure.render(), file=sys.stderr, flush=True)
-    if outcome.status != EXIT_WRONG_REQUEST:
-        print(closing(config, plan.run_dir, failed=outcome.status != 0), flush=True)
-    return outcome.status
+    return outcome
 
 
-def _run_dir(config: Config) -> RunDir:
+def _run_dir(request: Request) -> RunDir:
+    config, place = request.config, request.place
     if config.resume is not None:
         return RunDir(Path(config.resume))
-    return create_run_dir(Path(config.path.outputs), recipe=config.recipe)
+    if place is not None:
+        return create_run_dir(place.folder, name=str(place.number))
+    return create_run_dir(Path(config.path.outputs) / config.recipe)

@@ -89,7 +89,7 @@ class _LocalRun:
                     {"entry": plan.entry, "rank": told.to_plain()},
                     environment=rank_environment(plan.topology, rank=rank, host=LOOPBACK, port=port),
                     log=plan.run_dir.rank_log(rank),
-                    terminal=rank == 0,
+                    terminal=plan.terminal and rank == 0,
                 )
             )
 

@@ -24,6 +24,7 @@ class LaunchPlan:
     init_method: InitMethod
     start_timeout_s: float
     grace_s: float
+    terminal: bool  # rank 0's output goes there as well as to its log
     warm: WarmServer | None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,8 +71,8 @@ def test_the_best_is_what_is_tested(worst):
 
 
 def test_the_pointers_can_be_moved_with_the_folder(worst):
-    assert os.readlink(worst / "checkpoints" / "last") == "step_00000050"
-    assert os.readlink(worst / "checkpoints" / "best") == "step_00000010"
+    assert (worst / "checkpoints" / "last").readlink() == Path("step_00000050")
+    assert (worst / "checkpoints" / "best").readlink() == Path("step_00000010")
 
 
 # A loss that is no longer finite

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,10 @@ def trained(train_once):
 @pytest.fixture(scope="module")
 def evaluated(train_once, trained):
     """Number of processes → metrics of the same weights. 200 samples are not dealt evenly to 3."""
-    runs = {procs: train_once(*SHORT, *FROZEN, f"init_from={trained}", f"topology.procs_per_node={procs}") for procs in (1, 2, 3)}
+    runs = {
+        procs: train_once(*SHORT, *FROZEN, f"init_from={trained}", f"topology.procs_per_node={procs}")
+        for procs in (1, 2, 3)
+    }
     return {procs: results.results(run_dir)["metrics"] for procs, run_dir in runs.items()}
 
 
@@ -31,7 +36,7 @@ def evaluated(train_once, trained):
 def test_metrics_are_those_of_the_whole_part(evaluated, trained, procs):
     model = ToyModel()
     model.load_state_dict(results.weights(trained))
-    data = toy_regression()
+    data: Any = toy_regression()
     for part, dataset in (("val", data.val), ("test", data.test)):
         inputs, targets = dataset.tensors
         with torch.no_grad():

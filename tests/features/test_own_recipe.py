@@ -27,7 +27,9 @@ class Points(Dataset):
     """y = 3x - 1, as mappings."""
     def __init__(self, size): self.x = torch.linspace(-1, 1, size)
     def __len__(self): return len(self.x)
-    def __getitem__(self, index): return {"input": self.x[index : index + 1], "target": 3 * self.x[index : index + 1] - 1}
+    def __getitem__(self, index):
+        x = self.x[index : index + 1]
+        return {"input": x, "target": 3 * x - 1}
 
 
 def points(size=64): return Datasets(train=Points(size), val=Points(32))
@@ -136,7 +138,10 @@ def test_an_unknown_keyword_is_refused_before_the_process_group_is_made(train, f
         (("model._target_=recipes.lime.Line",), ["recipes.lime", "recipes.line"]),
         (("task.loss._target_=torch.nn.SmoothL1los",), ["task.loss._target_", "torch.nn.SmoothL1Loss"]),
         (("+optimizer.learning_rate=3",), ["optimizer.learning_rate"]),
-        (("+task.metrics.top._target_=framework.tasks.Accuracy", "+task.metrics.top.topk=3"), ["task.metrics.top.topk", "top_k"]),
+        (
+            ("+task.metrics.top._target_=framework.tasks.Accuracy", "+task.metrics.top.topk=3"),
+            ["task.metrics.top.topk", "top_k"],
+        ),
         (("+callbacks.mine._target_=framework.callbacks.EarlyStopping",), ["callbacks.mine", "monitor"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

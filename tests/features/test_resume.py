@@ -41,7 +41,12 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs)
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     every = ("checkpoint.every_n_steps=7", "trainer.log_every_n_steps=3", "seed=1")
     overrides = (*SHORT, *every, f"topology.procs_per_node={procs}", "data.global_batch_size=20")
-    command = ("trainer.gpus=0", *overrides, "+callbacks.sleeper._target_=sleeper.Sleeper", "+callbacks.sleeper.after=129")
+    command = (
+        "trainer.gpus=0",
+        *overrides,
+        "+callbacks.sleeper._target_=sleeper.Sleeper",
+        "+callbacks.sleeper.after=129",
+    )
     with started_framework(*command, cwd=tmp_path) as started:
         deadline = time.monotonic() + 60
         while not (tmp_path / "slept").exists():
@@ -65,7 +70,9 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs)
         assert torch.equal(mine["cpu"], wanted["cpu"])
     assert results.curve(resumed, "val/loss") == results.curve(whole, "val/loss")
     losses = results.curve(whole, "train/loss")
-    assert results.curve(resumed, "train/loss") == {step: pytest.approx(loss, rel=1e-5) for step, loss in losses.items()}
+    assert results.curve(resumed, "train/loss") == {
+        step: pytest.approx(loss, rel=1e-5) for step, loss in losses.items()
+    }
     assert results.repeated(resumed) == {}
     shown = [event.step for event in results.events(resumed).Scalars("train/loss")]
     assert shown == list(losses)
@@ -101,8 +108,8 @@ def test_optimizers_go_on_with_their_state(train, overrides):
 
 
 def test_dropout_goes_on_with_its_generators(train):
-    common = ("recipe=digits", "logger=none", "trainer.limit_train_batches=4", "trainer.max_epochs=2")
-    common = (*common, "trainer.limit_test_batches=0", "scheduler=none")
+    short = ("trainer.limit_train_batches=4", "trainer.max_epochs=2", "trainer.limit_test_batches=0")
+    common = ("recipe=digits", "logger=none", "scheduler=none", *short)
     whole, stopped = train(*common), train(*common, "trainer.max_steps=3")
     resumed = train(f"resume={stopped}", "trainer.max_steps=null")
     results.assert_same(results.weights(resumed), results.weights(whole))

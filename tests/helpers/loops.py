@@ -27,7 +27,7 @@ def toy_batches(*, epochs: int, batches: int, shuffle: bool = True) -> list[Sequ
     """(inputs, targets) of the first `batches` batches of each epoch, in the order a run of seed 0 takes them."""
     data: Any = toy_regression().train
     order = GlobalOrder(len(data), seed=0, shuffle=shuffle)
-    taken = []
+    taken: list[Sequence[Tensor]] = []
     for epoch in range(epochs):
         for indices in order.indices(epoch)[: batches * BATCH_SIZE].split(BATCH_SIZE):
             taken.append([tensor[indices] for tensor in data.tensors])

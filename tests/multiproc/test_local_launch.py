@@ -27,7 +27,7 @@ GRACE_S = 2.0
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    return create_run_dir(tmp_path, recipe="launch")
+    return create_run_dir(tmp_path / "launch")
 
 
 @pytest.fixture

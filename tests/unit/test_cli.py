@@ -290,7 +290,7 @@ class TestResume:
         assert cli.main(["recipe=toy", "optimizer.lr=0.5", "trainer.max_epochs=4", "callbacks=ema"]) == 0
         request = requests.pop()
         request.raw["data"]["batch_size"] = 77
-        run_dir = create_run_dir(tmp_path / "outputs", recipe="toy")
+        run_dir = create_run_dir(tmp_path / "outputs" / "toy")
         save_config(run_dir, request)
         return run_dir
 

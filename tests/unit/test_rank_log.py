@@ -15,7 +15,7 @@ from framework.topology import Topology
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    return create_run_dir(tmp_path, recipe="some")
+    return create_run_dir(tmp_path / "some")
 
 
 def context(rank: int) -> Context:

@@ -26,12 +26,12 @@ run_dir.secrets.token_hex = lambda _: f"{random.randrange(16):04x}"
 print("ready", flush=True)
 while not Path("go").exists():
     pass
-print(run_dir.create_run_dir(Path("outputs"), recipe="some").path)
+print(run_dir.create_run_dir(Path("outputs", "some")).path)
 """
 
 
 def test_the_layout_is_the_same_for_every_run(tmp_path: Path) -> None:
-    run_dir = create_run_dir(tmp_path / "outputs", recipe="some")
+    run_dir = create_run_dir(tmp_path / "outputs" / "some")
     assert run_dir.path.parent == (tmp_path / "outputs" / "some").resolve()
     time, token = run_dir.path.name.rsplit("_", 1)
     assert abs((datetime.now() - datetime.strptime(time, "%Y-%m-%d_%H-%M-%S")).total_seconds()) < 60
@@ -60,7 +60,7 @@ def test_the_layout_is_the_same_for_every_run(tmp_path: Path) -> None:
 
 def test_the_path_is_absolute_and_the_value_touches_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert create_run_dir(Path("outputs"), recipe="some").path.is_absolute()
+    assert create_run_dir(Path("outputs", "some")).path.is_absolute()
     RunDir(tmp_path / "never")
     assert not (tmp_path / "never").exists()
 
@@ -81,7 +81,7 @@ def test_threads_in_the_same_second_never_share_a_directory(tmp_path: Path, monk
 
     def one(_: int) -> Path:
         together.wait(timeout=10.0)
-        return create_run_dir(tmp_path, recipe="some").path
+        return create_run_dir(tmp_path / "some").path
 
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(one, range(8)))
@@ -115,10 +115,10 @@ def test_processes_in_the_same_instant_never_share_a_directory(tmp_path: Path) -
 def test_when_every_name_is_taken_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_dir_module, "datetime", Noon)
     monkeypatch.setattr(run_dir_module.secrets, "token_hex", lambda _: "abcd")
-    taken = create_run_dir(tmp_path, recipe="some").path
+    taken = create_run_dir(tmp_path / "some").path
     (taken / "mine").touch()
     with pytest.raises(RequestError, match="were all taken"):
-        create_run_dir(tmp_path, recipe="some")
+        create_run_dir(tmp_path / "some")
     assert (taken / "mine").exists()
 
 
@@ -128,7 +128,7 @@ def test_a_place_that_cannot_be_written_is_refused_with_what_to_do(tmp_path: Pat
     path.parent.mkdir(exist_ok=True)
     path.write_text("a file")
     with pytest.raises(RequestError, match=r"(?s)can't be made under .*outputs/some: .*path\.outputs=FOLDER") as error:
-        create_run_dir(tmp_path / "outputs", recipe="some")
+        create_run_dir(tmp_path / "outputs" / "some")
     assert error.value.exit_status == 2
     assert path.read_text() == "a file"
 

@@ -23,7 +23,7 @@ class Request:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    return create_run_dir(tmp_path / "outputs", recipe="some")
+    return create_run_dir(tmp_path / "outputs" / "some")
 
 
 def test_what_is_saved_is_loaded(run_dir: RunDir) -> None:

@@ -18,7 +18,7 @@ from tests.unit.config.raw import raw_config
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
-    return create_run_dir(Path("outputs"), recipe="some")
+    return create_run_dir(Path("outputs", "some"))
 
 
 def config(**changes: Any) -> Config:

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from framework.config.schema import BackendConfig, BackendName, Duration, InitMethod
+from framework.distributed.context import Context
+from framework.distributed.group import process_group, set_timeout
+from framework.errors import RunError
+from framework.launch import local
+from framework.launch.plan import LaunchPlan, Outcome
+from framework.launch.warm import WarmServer
+from framework.run_dir import RunDir, create_run_dir
+from framework.topology import Topology
+from tests.unit.simulated_ranks import CPU, cpu_context
+
+
+def backend(*, init_timeout_s: float = 20.0) -> BackendConfig:
+    return BackendConfig(
+        name=BackendName.GLOO,
+        init_method=InitMethod.ENV,
+        init_timeout=Duration(init_timeout_s),
+        timeout=Duration(20.0),
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return create_run_dir(tmp_path)
+
+
+@pytest.fixture
+def launch(warm: WarmServer, run_dir: RunDir) -> Callable[[str], Outcome]:
+    """Runs an entry on two ranks."""
+
+    def call(entry: str) -> Outcome:
+        return local.launch(
+            LaunchPlan(
+                entry=f"tests.multiproc.collective_entries:{entry}",
+                run_dir=run_dir,
+                topology=Topology(nnodes=1, procs_per_node=2, gpus_per_node=0, span=1),
+                init_method=InitMethod.ENV,
+                start_timeout_s=60.0,
+                grace_s=2.0,
+                terminal=False,
+                warm=warm,
+            )
+        )
+
+    return call
+
+
+def test_a_group_of_one_meets_nobody_and_works() -> None:
+    with process_group(cpu_context(), backend(), rendezvous=None):
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        assert total.tolist() == [1.0, 1.0]
+    assert not dist.is_initialized()
+
+
+def test_the_group_is_destroyed_also_after_an_error() -> None:
+    with pytest.raises(ValueError, match="oops"), process_group(cpu_context(), backend(), rendezvous=None):
+        raise ValueError("oops")
+    assert not dist.is_initialized()
+    with process_group(cpu_context(), backend(), rendezvous=None):
+        assert dist.is_initialized()
+
+
+def test_alone_the_time_out_matters_to_nobody() -> None:
+    set_timeout(1.0, cpu_context())
+
+
+def test_the_gpu_is_chosen_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first collective of every rank opens a context on GPU 0."""
+    calls: list[tuple[str, object]] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: calls.append(("device", device)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **how: calls.append(("init", how["device_id"])))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(("destroy", None)))
+    gpus = (torch.device("cuda:2"), torch.device("cuda:3"))
+    for devices in (gpus[:1], gpus, (CPU,)):
+        context = Context(Topology(1, 1, 0, 1), 0, 0, 0, devices, "nccl")
+        with process_group(context, backend(), rendezvous=None):
+            pass
+    assert calls == [
+        ("device", gpus[0]),
+        ("init", gpus[0]),
+        ("destroy", None),
+        ("device", gpus[0]),
+        ("init", None),  # a replica over several has no single one
+        ("destroy", None),
+        ("init", None),
+        ("destroy", None),
+    ]
+
+
+def test_ranks_that_do_not_come_are_reported_with_what_to_do(tmp_path: Path) -> None:
+    context = cpu_context(world_size=2)
+    url = f"file://{tmp_path}/meeting"
+    with (
+        pytest.raises(RunError, match=r"(?s)Rank 0 of 2 could not join .* backend\.init_timeout=1 s: .*other ranks"),
+        process_group(context, backend(init_timeout_s=1.0), rendezvous=url),
+    ):
+        raise AssertionError("there was nobody to meet")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.multiproc
+def test_a_rank_that_waits_in_vain_at_the_keepers_store_is_told(launch: Callable[[str], Outcome]) -> None:
+    outcome = launch("arrive_alone")
+    assert outcome.failure is not None
+    assert outcome.failure.first.rank == 0
+    assert outcome.failure.render().startswith("Rank 0 of 2 could not join the process group within ")
+
+
+@pytest.mark.multiproc
+def test_the_time_out_set_later_holds_for_collectives(launch: Callable[[str], Outcome], run_dir: RunDir) -> None:
+    outcome = launch("wait_in_vain")
+    assert outcome.failure is None, outcome.failure.render()
+    waited = json.loads((run_dir.path / "rank_0.json").read_text())
+    assert 0.9 < waited < 5.0

@@ -1,0 +1,161 @@
+"""A Trainer of a few parts made by hand: one rank on the CPU, no process group, 22 samples in batches of 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import Dataset, TensorDataset
+
+from framework.checkpoint import CheckpointManager, complete_steps
+from framework.config.parse import parse
+from framework.config.schema import CheckpointConfig, Interval, Mode, Precision, TrainerConfig
+from framework.data.batching import plan_batches
+from framework.data.loader import EvalLoader, TrainLoader
+from framework.data.sampler import GlobalOrder
+from framework.distributed.context import Context
+from framework.optim import Schedule
+from framework.precision import PrecisionPlugin
+from framework.trainer import Parts, Trainer
+from framework.types import StepOutput
+from tests.unit.config.raw import raw_config
+from tests.unit.simulated_ranks import CPU, cpu_context
+
+SIZE, BATCH, STEPS_PER_EPOCH = 22, 4, 6
+"""The last batch of an epoch has 2 samples."""
+
+
+class AsItIs:
+    """A strategy that wraps nothing; for several simulated ranks too, whose replicas then differ."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class Squares:
+    """Mean squared error; training and validation alike."""
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, targets = batch
+        return StepOutput((model(inputs).squeeze(1) - targets).square().mean(), len(targets))
+
+    validation_step = training_step
+
+
+class Numbers:
+    """A logger that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, int, dict[str, float]]] = []
+
+    def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
+        self.logged.append((step, epoch, dict(values)))
+
+    def text(self, tag: str, text: str) -> None:
+        raise AssertionError("the trainer has no text to log")
+
+    def close(self) -> None:
+        raise AssertionError("who made a logger closes it")
+
+    def of(self, part: str) -> list[tuple[int, int]]:
+        """(step, epoch) of every report of `train` or `val`."""
+        return [(step, epoch) for step, epoch, values in self.logged if any(name.startswith(part) for name in values)]
+
+    def losses(self) -> dict[int, float]:
+        return {step: values["train/loss"] for step, _, values in self.logged if "train/loss" in values}
+
+
+def samples(size: int = SIZE) -> Any:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(size, 3, generator=generator)
+    return TensorDataset(inputs, inputs.sum(dim=1) + 0.1 * torch.randn(size, generator=generator))
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(3, 1)
+
+
+def settings(**changes: Any) -> TrainerConfig:
+    """Two epochs, log every step, evaluate at the end of epochs; with these changes."""
+    return replace(parse(raw_config()).trainer, **{"log_every_n_steps": 1, "max_epochs": 2, **changes})
+
+
+def manager(folder: Path, **changes: Any) -> CheckpointManager:
+    """Keeps every checkpoint; saves by nothing but the changes."""
+    usual = CheckpointConfig(
+        enabled=True, monitor=None, mode=Mode.MIN, save_top_k=-1, every_n_steps=None, every_n_epochs=None
+    )
+    return CheckpointManager(
+        replace(usual, **changes), folder, config_text="recipe: small\n", is_writer=True, barrier=lambda: None
+    )
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(complete_steps(folder))
+
+
+def make_trainer(
+    how: TrainerConfig | None = None,
+    *,
+    model: nn.Module | None = None,
+    task: Any = None,
+    optimizer: Callable[[Any], Optimizer] = lambda parameters: SGD(parameters, lr=0.05),
+    scheduler: Callable[[Optimizer], Any] | None = None,
+    interval: Interval = Interval.EPOCH,
+    callbacks: Mapping[str, Any] | None = None,
+    loggers: Mapping[str, Any] | None = None,
+    checkpoints: CheckpointManager | None = None,
+    data: Dataset[tuple[Tensor, ...]] | None = None,
+    val: Any = None,
+    shuffle: bool = True,
+    context: Context | None = None,
+    after_first_step: Callable[[], None] = lambda: None,
+) -> Trainer:
+    how = settings() if how is None else how
+    context = cpu_context() if context is None else context
+    model = linear() if model is None else model
+    dataset: Any = samples() if data is None else data
+    opt = optimizer(model.parameters())
+    plan = plan_batches(
+        batch_size=BATCH,
+        global_batch_size=None,
+        world_size=context.world_size,
+        accumulate=how.accumulate_grad_batches,
+    )
+    parts = Parts(
+        model=model,
+        task=Squares() if task is None else task,
+        strategy=AsItIs(),
+        precision=PrecisionPlugin(Precision.FP32, device=CPU),
+        optimizer=opt,
+        schedule=Schedule(None if scheduler is None else scheduler(opt), interval=interval, monitor=None),
+        callbacks=callbacks or {},
+        loggers=loggers or {},
+    )
+    order = GlobalOrder(len(dataset), seed=0, shuffle=shuffle)
+    return Trainer(
+        parts,
+        how,
+        context=context,
+        train_loader=TrainLoader(dataset, order=order, plan=plan, rank=context.rank, device=CPU),
+        val_loader=None if val is None else eval_loader(val, context),
+        checkpoints=checkpoints,
+        after_first_step=after_first_step,
+    )
+
+
+def eval_loader(dataset: Any, context: Context) -> EvalLoader:
+    return EvalLoader(dataset, part="val", batch_size=5, rank=context.rank, world_size=context.world_size, device=CPU)
