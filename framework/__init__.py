@@ -3,6 +3,10 @@
 These are the public names, for recipes and for a user's own code. Importing them loads neither torch nor Hydra.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from framework.errors import ConfigError, DataError, FrameworkError, RequestError, RunError
 from framework.types import (
     Batch,
@@ -20,6 +24,9 @@ from framework.types import (
     Task,
 )
 
+if TYPE_CHECKING:
+    from framework.data.files import Resource, local_files
+
 __all__ = [
     "Batch",
     "Callback",
@@ -32,6 +39,7 @@ __all__ = [
     "Logger",
     "MapDataset",
     "RequestError",
+    "Resource",
     "RunError",
     "StepOutput",
     "StepReport",
@@ -39,4 +47,15 @@ __all__ = [
     "Strategy",
     "SumCount",
     "Task",
+    "local_files",
 ]
+
+_LAZY = {"Resource", "local_files"}  # of framework.data.files, which imports what downloads
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from framework.data import files
+
+        return getattr(files, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,16 +27,16 @@ from omegaconf import OmegaConf
 
 from framework.config.assets import config_dir, user_config_dir
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
+from framework.jobs.saved_run import composable, going_on, names_a_run, saved_run
 from framework.run_dir import new_name
 
 if TYPE_CHECKING:
-    from framework.config.saved import Saved
     from framework.jobs.request import JobResult, Place, Request
+    from framework.jobs.saved_run import SavedRun
     from framework.jobs.sweep import Sweep
     from framework.launch.warm import WarmServer
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-_RESUME = "resume="
 _QUIET = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # as in our config.yaml
 
 
@@ -99,17 +99,16 @@ def _read(arguments: list[str], *, warm: WarmServer | None) -> _Asked:
 
         if not sweeps:
             sweeps.append(Sweep())
-        request = _request(composition, typed=typed, saved=None, warm=warm)
+        request = _request(composition, typed=typed, saved=saved_run(typed), warm=warm)
         result = sweeps[0].run(request, label=" ".join(request.overrides))
         if result.status != 0:
             raise RunError(f"job {composition.place} failed with exit status {result.status}")
         return result.score
 
     try:
-        saved = _saved(typed)
-        compositions = _compose(_composable(arguments, typed, saved), run_at_once=run_at_once)
-        if saved is not None and any(composition.place is not None for composition in compositions):
-            raise ConfigError("resume can't go with several runs: they would go on in one directory. Leave -m out.")
+        saved = saved_run(typed)
+        others = [text for text in arguments if not _is_override(text)]
+        compositions = _compose([*composable(typed, saved), *others], run_at_once=run_at_once)
         # Composing is all that `--cfg job` needs; the schema is read for what runs.
         requests = [_request(composition, typed=typed, saved=saved, warm=warm) for composition in compositions]
         return _Asked(requests, sweeps[0] if sweeps else None)
@@ -121,20 +120,16 @@ def _read(arguments: list[str], *, warm: WarmServer | None) -> _Asked:
 
 
 def _request(
-    composition: _Composition, *, typed: Sequence[str], saved: Saved | None, warm: WarmServer | None
+    composition: _Composition, *, typed: Sequence[str], saved: SavedRun | None, warm: WarmServer | None
 ) -> Request:
     from framework.config.checks import check
     from framework.config.parse import parse
     from framework.jobs.request import Request
 
-    raw = composition.raw
-    if saved is not None:
-        raw = _resumed(saved, raw, typed=typed)
-    elif raw.get("resume") is not None:
-        raise ConfigError(f"resume={raw['resume']} is set in a file. Type it on the command line: resume=RUN")
+    raw = going_on(saved, composition.raw, typed=typed, swept=composition.place is not None)
     config = parse(raw)
     check(config)
-    overrides = tuple(text for text in composition.overrides if not text.startswith(_RESUME))
+    overrides = tuple(text for text in composition.overrides if not names_a_run(text))
     return Request(
         config=config,
         raw=raw,
@@ -288,61 +283,3 @@ def _own_config() -> Path | None:
 
 def _is_override(text: str) -> bool:
     return not text.startswith("-") and ("=" in text or text.startswith("~"))
-
-
-# Resuming
-
-
-def _saved(typed: Sequence[str]) -> Saved | None:
-    """The run that `resume=RUN` names. Raises ConfigError where it isn't one, or another recipe was typed."""
-    given = [text for text in typed if text.lstrip("+").startswith(_RESUME)]
-    if not given:
-        return None
-    value = _value(given[-1])
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{given[-1]}: must be one run directory, such as resume=outputs/RECIPE/RUN.")
-    from framework.config.saved import load_saved
-
-    saved = load_saved(value)
-    other = [text for text in typed if text.startswith("recipe=") and text != f"recipe={saved.recipe}"]
-    if other:
-        raise ConfigError(
-            f"{other[-1]} can't go with resume: that run's recipe is {saved.recipe}. "
-            f"Leave it out, or start a new run with {other[-1]}."
-        )
-    return saved
-
-
-def _value(override: str) -> Any:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        return OverridesParser.create().parse_override(override).value()
-    except HydraException:
-        return override.partition("=")[2].strip("'\"")  # a path with characters that Hydra would want quoted
-
-
-def _composable(arguments: list[str], typed: Sequence[str], saved: Saved | None) -> list[str]:
-    """The arguments to compose: for a resumed run, those it was started with and then what is typed."""
-    if saved is None:
-        return arguments
-    from framework.config.saved import merge_overrides
-
-    others = [text for text in arguments if text not in typed]
-    return [*merge_overrides(saved.overrides, [text for text in typed if not _is_resume(text)]), *others]
-
-
-def _resumed(saved: Saved, raw: Mapping[str, Any], *, typed: Sequence[str]) -> dict[str, Any]:
-    from framework.config.saved import apply_typed, key_of
-
-    if "init_from" in map(key_of, typed):
-        raise ConfigError("resume can't go with init_from: the run goes on from its own checkpoint. Leave one out.")
-    keys = [text for text in typed if key_of(text) not in ("recipe", "resume") and not key_of(text).startswith("hydra")]
-    return {**apply_typed(saved.raw, raw, typed=keys), "resume": str(saved.run_dir.path)}
-
-
-def _is_resume(text: str) -> bool:
-    return text.lstrip("+").startswith(_RESUME)

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import torch
-import yaml
 
 from framework import build
 from framework.checkpoint import CheckpointManager, find, load, load_weights
 from framework.checkpoint.format import BEST
-from framework.config.parse import parse
 from framework.config.schema import Config, Interval
-from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
 from framework.data.sampler import GlobalOrder
 from framework.distributed.collectives import barrier
-from framework.distributed.context import Context, make_context
+from framework.distributed.context import Context
 from framework.distributed.group import process_group, set_timeout
 from framework.errors import CheckpointError
 from framework.evaluator import evaluate
-from framework.hardware import threads_per_process
 from framework.launch.plan import RankArguments
-from framework.limits import first_samples, limited, overfitted, shortened, train_windows
+from framework.limits import overfitted, train_windows
 from framework.precision import PrecisionPlugin
-from framework.rank_log import logger, rank_log
-from framework.run_dir import RunDir
-from framework.seed import restore_generator_states, seed_everything, set_deterministic
+from framework.rank_log import logger
+from framework.seed import restore_generator_states, seed_everything
+from framework.session import Rank, entered, eval_loader, load_model
 from framework.trainer import Parts, Trainer, total_steps
-from framework.types import Datasets, MapDataset, Strategy
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What every step of a rank's life needs to know; all of it known before the process group is made."""
-
-    config: Config
-    context: Context
-    run_dir: RunDir
-    plan: BatchPlan
-    strategy: Strategy
+from framework.types import Datasets, MapDataset
 
 
 def run_rank(arguments: RankArguments) -> None:
@@ -53,30 +34,18 @@ def run_rank(arguments: RankArguments) -> None:
     What can be wrong with the request is found before the process group is made. Raises FrameworkError for it, and
     passes what the user's code raises.
     """
-    run_dir = RunDir(Path(arguments.run_dir))
-    config = shortened(parse(yaml.safe_load(run_dir.config_file.read_text())))
-    context = make_context(
-        arguments.topology,
-        node_rank=arguments.node_rank,
-        local_rank=arguments.local_rank,
-        backend_name=config.backend.name,
-    )
-    with rank_log(run_dir, context):
-        _prepare_process(config, context)
-        build.check_targets(config)
-        strategy = build.build_strategy(config.strategy, context=context)
-        rank = Rank(config, context, run_dir, _plan_batches(config, context), strategy)
-        datasets = overfitted(build.build_datasets(config.data.datasets), config.trainer, rank.plan)
+    with entered(arguments) as rank:
+        datasets = overfitted(build.build_datasets(rank.config.data.datasets), rank.config.trainer, rank.plan)
         train_loader = _train_loader(rank, datasets.train)
-        with process_group(context, config.backend, rendezvous=arguments.rendezvous):
+        with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous):
             _run(rank, datasets, train_loader)
 
 
 def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> None:
     """Build, restore, train, test: inside the process group."""
     settings = rank.config.trainer
-    val_loader = _eval_loader(rank, datasets.val, part="val", limit=settings.limit_val_batches)
-    test_loader = _eval_loader(rank, datasets.test, part="test", limit=settings.limit_test_batches)
+    val_loader = eval_loader(rank, datasets.val, part="val", limit=settings.limit_val_batches)
+    test_loader = eval_loader(rank, datasets.test, part="test", limit=settings.limit_test_batches)
     trainer = _build_trainer(rank, train_loader, val_loader)
     try:
         _restore(rank, trainer)
@@ -95,24 +64,6 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> None:
                 part.close()
 
 
-def _prepare_process(config: Config, context: Context) -> None:
-    """Process-wide settings, made once, before anything computes."""
-    if config.trainer.num_threads is not None:
-        torch.set_num_threads(config.trainer.num_threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_per_process(context.topology.procs_per_node))
-    set_deterministic(config.trainer.deterministic, benchmark=config.trainer.benchmark)
-
-
-def _plan_batches(config: Config, context: Context) -> BatchPlan:
-    return plan_batches(
-        batch_size=config.data.batch_size,
-        global_batch_size=config.data.global_batch_size,
-        world_size=context.world_size,
-        accumulate=config.trainer.accumulate_grad_batches,
-    )
-
-
 def _train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
     config = rank.config
     size = dataset_size(dataset, part="train")
@@ -125,29 +76,6 @@ def _train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
         device=rank.context.device,
         num_workers=config.data.num_workers,
         limit=train_windows(config.trainer, rank.plan, size=size),
-    )
-
-
-def _eval_loader(rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None) -> EvalLoader | None:
-    """The loader of an evaluation part cut to its limit; None where there is nothing to evaluate."""
-    if dataset is None:
-        return None
-    context, data = rank.context, rank.config.data
-    batch_size = data.eval_batch_size or data.batch_size
-    if limit is not None:
-        together = batch_size * context.world_size
-        batches = limited(-(-dataset_size(dataset, part=part) // together), limit)
-        if batches == 0:
-            return None
-        dataset = first_samples(dataset, batches * together)
-    return EvalLoader(
-        dataset,
-        part=part,
-        batch_size=batch_size,
-        rank=context.rank,
-        world_size=context.world_size,
-        device=context.device,
-        num_workers=data.num_workers,
     )
 
 
@@ -207,7 +135,7 @@ def _restore(rank: Rank, trainer: Trainer) -> None:
     if own is not None:
         _resume(rank, trainer, own)
     elif rank.config.init_from is not None:
-        _load_model(rank, trainer, Path(rank.config.init_from))
+        load_model(rank, trainer.parts.bare_model, Path(rank.config.init_from))
 
 
 def _own_checkpoint(rank: Rank) -> Path | None:
@@ -237,13 +165,6 @@ def _resume(rank: Rank, trainer: Trainer, source: Path) -> None:
         logger.warning("the checkpoint is of other devices: their random generators begin anew")
 
 
-def _load_model(rank: Rank, trainer: Trainer, path: Path) -> None:
-    """The weights of a checkpoint, and nothing else of it."""
-    source = find(path)
-    weights = load(source, map_location=rank.context.device, parts=["model"])["model"]
-    load_weights(trainer.parts.bare_model, weights, source=source)
-
-
 def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict[str, float], str]:
     """Metrics of the test part, with the weights that validation found best, else with the last ones; and which."""
     if loader is None:
@@ -251,7 +172,7 @@ def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict
     best = rank.run_dir.checkpoints / BEST
     chosen = trainer.checkpoints is not None and trainer.checkpoints.monitor is not None and best.exists()
     if chosen:
-        _load_model(rank, trainer, best)
+        load_model(rank, trainer.parts.bare_model, best)
     with nullcontext() if chosen else trainer.evaluation_weights():
         metrics = evaluate(
             trainer.parts.bare_model,

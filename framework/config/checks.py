@@ -141,6 +141,20 @@ def _monitors(config: Config) -> Iterator[str]:
             yield f"{key}={metric} is never known: {cause} validation off. Set {key}=null, or validate."
 
 
+def _weights_to_use(config: Config) -> Iterator[str]:
+    path = config.checkpoint.path
+    if config.job in ("eval", "predict"):
+        if path is None:
+            yield f"job={config.job} needs weights: checkpoint.path=outputs/RECIPE/RUN, or one of its checkpoints."
+    elif path is not None:
+        yield (
+            f"checkpoint.path={path} is for job=eval and job=predict. To train, use resume=RUN to go on with a run, "
+            f"or init_from={path} to begin with its weights."
+        )
+    if config.resume is not None and config.job != "train":
+        yield f"resume can't go with job={config.job}: it goes on with training. Use checkpoint.path={config.resume}."
+
+
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
     _length,
@@ -153,4 +167,5 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _scheduler,
     _checkpoint,
     _monitors,
+    _weights_to_use,
 )

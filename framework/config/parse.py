@@ -15,7 +15,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from framework.config.schema import Config, Duration, Node
+from framework.config.schema import Config, Duration, Node, Texts
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
@@ -93,7 +93,7 @@ class _Field:
     """One key: what the type hint and the metadata of a dataclass's field say."""
 
     name: str
-    kinds: tuple[Any, ...]  # of bool, int, float, str, Duration, Node and Enums
+    kinds: tuple[Any, ...]  # of bool, int, float, str, Duration, Texts, Node and Enums
     section: type | None  # the dataclass below this key
     many_nodes: bool  # dict[str, Node]
     nullable: bool
@@ -143,6 +143,7 @@ def _describe(kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> str:
         float: "a number" if int not in kinds else "a fraction",
         str: "text",
         Duration: "a time such as 90s, 30m, 2h or 1d, or a number of seconds; above 0 and at most 365d",
+        Texts: "a list of texts such as [one,two]",
         Node: "a mapping with `_target_`",
     }
     words = {"at_least": "at least", "above": "above", "at_most": "at most"}
@@ -237,6 +238,8 @@ def _convert(value: Any, kinds: Iterable[Any]) -> Any:
 def _convert_to(kind: Any, value: Any) -> Any:
     if kind is Duration:
         return _duration(value)
+    if kind is Texts:
+        return _texts(value)
     if issubclass(kind, Enum):
         return next((member for member in kind if type(value) is str and member.value == value), _WRONG)
     if kind is float and type(value) is int:
@@ -254,6 +257,12 @@ def _duration(value: Any) -> Any:
     elif isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip())):
         seconds = float(match[1]) * _UNIT_S[match[2]]
     return Duration(seconds) if seconds is not None and 0 < seconds <= _MAX_DURATION_S else _WRONG
+
+
+def _texts(value: Any) -> Any:
+    if not isinstance(value, list) or any(_convert_to(str, text) is _WRONG for text in value):
+        return _WRONG
+    return Texts(tuple(value))
 
 
 def _within(value: Any, bounds: Mapping[str, float]) -> bool:
@@ -276,6 +285,8 @@ def _hint(field: _Field, value: Any, *, key: str) -> str:
         return did_you_mean(guess and f"{key}={guess}")
     if int in field.kinds and type(value) is float and math.isfinite(value) and value.is_integer():
         return f" Write {key}={int(value)}."
+    if Texts in field.kinds and isinstance(value, str) and value.strip():
+        return f" Write {key}=[{value}]."
     if str in field.kinds and isinstance(value, (int, float)):
         return f" Quote it: {key}=\"'{value}'\"."
     return ""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
+from framework.config import schema
+from framework.config.schema import Config
 from framework.config.suggest import nearest
 from framework.errors import ConfigError
 from framework.run_dir import RunDir, write_atomically
@@ -21,6 +23,8 @@ from framework.run_dir import RunDir, write_atomically
 # The safe loader, in C where there is one.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_THERE = object()
+_SECTIONS = {name for name, kind in vars(schema).items() if isinstance(kind, type) and is_dataclass(kind)}
+"""Names of the schema's dataclasses, as annotations name them: what a user plugs in has keys of its own."""
 
 
 class Saveable(Protocol):
@@ -82,6 +86,19 @@ def load_saved(path: str | Path) -> Saved:
     return Saved(run_dir=run_dir, raw=raw, overrides=tuple(overrides))
 
 
+def load_checkpoint(directory: Path) -> Saved:
+    """What was saved with the checkpoint `directory`; it may have been copied away from its run.
+
+    Raises ConfigError where its configuration can't be read.
+    """
+    raw = _load(directory / "config.yaml")
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{directory / 'config.yaml'} must hold a mapping. It was changed; restore it.")
+    run_dir = RunDir(directory.parent.parent)
+    typed = _load(run_dir.overrides_file) if _is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
+    return Saved(run_dir=run_dir, raw=raw, overrides=tuple(typed))
+
+
 def key_of(override: str) -> str:
     """The key or group an override is about: `trainer.gpus` of `+trainer.gpus=2`."""
     return override.lstrip("+~").partition("=")[0]
@@ -105,6 +122,15 @@ def apply_typed(saved: Mapping[str, Any], composed: Mapping[str, Any], *, typed:
     for text in typed:
         parts = key_of(text).partition("@")[0].replace("/", ".").split(".")
         _copy(composed, result, parts)
+    return result
+
+
+def completed(saved: Mapping[str, Any], composed: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved configuration with the framework's own keys that are newer than it, at the values composed now."""
+    result = {key: saved.get(key, value) for key, value in composed.items()} | dict(saved)
+    for section in (field.name for field in fields(Config) if field.type in _SECTIONS):
+        if isinstance(result[section], Mapping) and isinstance(composed.get(section), Mapping):
+            result[section] = {**composed[section], **result[section]}
     return result
 
 

@@ -3,8 +3,8 @@
 Written by hand in `conf/`, composed by Hydra, turned into these by `framework.config.parse`. Past that door nothing
 reads a `DictConfig`. What the user plugs in (`_target_` and keywords) is a `Node`, opaque outside `framework.build`.
 
-Types the parser knows: `bool int float str`, `X | None`, `Enum`, `Duration`, `Node`, `dict[str, Node]`, dataclasses.
-`None` is written `null`, and also `auto` where `auto()` is used. A bound is inclusive unless `above`.
+Types the parser knows: `bool int float str`, `X | None`, `Enum`, `Duration`, `Texts`, `Node`, `dict[str, Node]`,
+dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A bound is inclusive unless `above`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any, NewType
 
 Duration = NewType("Duration", float)
 """Seconds. Written as a number of seconds, `90s`, `30m`, `2h` or `1d`; above 0, at most a year."""
+
+Texts = NewType("Texts", tuple[str, ...])
+"""Written as a list of texts."""
 
 Node = Mapping[str, Any]
 """A mapping with `_target_`: something to import and call with the other keys as keywords."""
@@ -64,6 +67,12 @@ class Mode(Enum):
     MAX = "max"
 
 
+class Part(Enum):
+    TRAIN = "train"
+    VAL = "val"
+    TEST = "test"
+
+
 class ClipAlgorithm(Enum):
     NORM = "norm"
     VALUE = "value"
@@ -77,6 +86,8 @@ class DataConfig:
     eval_batch_size: int | None = bounded(at_least=1)  # per process; default: batch_size
     num_workers: int = bounded(at_least=0)  # data-loader processes per rank
     shuffle: bool
+    root: str | None  # folder of the data set's files; null where it has none
+    mirrors: Texts | None  # addresses to download missing files from; null: the data set's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +138,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+    path: str | None  # for job=eval and job=predict: a checkpoint or a run directory
     enabled: bool
     monitor: str | None  # a validation metric, such as val/accuracy; null: no `best`
     mode: Mode
@@ -142,6 +154,17 @@ class LauncherConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    part: Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    part: Part
+    output: str  # a file that doesn't exist yet: .csv or .pt
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathConfig:
     outputs: str
 
@@ -153,6 +176,8 @@ class Config:
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
     resume: str | None  # a run directory: go on in it
     init_from: str | None  # a checkpoint: take only its weights
+    eval: EvalConfig
+    predict: PredictConfig
     path: PathConfig
     model: Node
     data: DataConfig

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from framework.checkpoint import complete_steps
 from framework.config.schema import Config
@@ -11,15 +13,14 @@ from framework.run_dir import RunDir
 from framework.topology import Topology
 
 
-def announcement(config: Config, topology: Topology, run_dir: RunDir) -> str:
+def announcement(doing: str, recipe: str, topology: Topology, run_dir: RunDir) -> str:
     """Two lines: what starts where."""
     processes = _counted(topology.world_size, "process", "processes")
     devices = "CPU" if topology.gpus_per_node == 0 else _counted(topology.gpus_per_node, "GPU", "GPUs")
-    verb = "Resuming" if config.resume is not None else "Training"
-    return f"{verb} {config.recipe}: {processes}, {devices}\n{_short(run_dir.path)}"
+    return f"{doing} {recipe}: {processes}, {devices}\n{short(run_dir.path)}"
 
 
-def closing(config: Config, run_dir: RunDir, *, failed: bool) -> str:
+def closing_of_training(config: Config, run_dir: RunDir, failed: bool) -> str:
     """Results, where everything lies, and the commands to go on and to look."""
     results = run_dir.read_run().get("results", {})
     lines = [""]
@@ -27,21 +28,42 @@ def closing(config: Config, run_dir: RunDir, *, failed: bool) -> str:
         steps, seconds = results.get("steps", 0), results.get("seconds", 0.0)
         ended_by = results.get("ended_by", "")
         lines.append(f"Finished {config.recipe} after {steps:,} steps in {seconds:.1f} s ({ended_by})")
-        lines += [f"  {name:<20} {value:.4f}" for name, value in results.get("metrics", {}).items()]
+        lines += _metrics(results)
         if results.get("tested"):
             lines.append(f"  {'tested with':<20} {results['tested']}")
-    path = _short(run_dir.path)
+    path = short(run_dir.path)
     rows = [("run", path), ("logs", f"{path}/logs")]
     if complete_steps(run_dir.checkpoints):
         rows.insert(1, ("checkpoints", f"{path}/checkpoints"))
         rows.append(("resume", f"python -m framework resume={path}"))
-    rows.append(("look", f"tensorboard --logdir {_short(Path(config.path.outputs))}"))
-    return "\n".join(lines + [f"  {name:<12} {text}" for name, text in rows])
+    rows.append(("look", f"tensorboard --logdir {short(Path(config.path.outputs))}"))
+    return "\n".join(lines + _rows(rows))
+
+
+def closing_of_evaluation(config: Config, run_dir: RunDir, failed: bool) -> str:
+    """The metrics and what they are of."""
+    results = run_dir.read_run().get("results", {})
+    rows = [("run", short(run_dir.path)), ("logs", f"{short(run_dir.path)}/logs")]
+    if failed:
+        return "\n".join(["", *_rows(rows)])
+    rows.insert(0, ("checkpoint", short(Path(str(config.checkpoint.path)))))
+    return "\n".join(["", f"Evaluated {config.recipe} on {config.eval.part.value}", *_metrics(results), *_rows(rows)])
+
+
+def closing_of_prediction(config: Config, run_dir: RunDir, failed: bool) -> str:
+    """Where the predictions are."""
+    rows = [("run", short(run_dir.path)), ("logs", f"{short(run_dir.path)}/logs")]
+    if failed:
+        return "\n".join(["", *_rows(rows)])
+    samples = run_dir.read_run()["results"]["samples"]
+    rows.insert(0, ("checkpoint", short(Path(str(config.checkpoint.path)))))
+    rows.insert(0, ("predictions", short(Path(config.predict.output))))
+    return "\n".join(["", f"Predicted {samples:,} samples of {config.predict.part.value}", *_rows(rows)])
 
 
 def interruption(run_dir: RunDir) -> str:
     """One line on how to go on after Ctrl-C."""
-    path = _short(run_dir.path)
+    path = short(run_dir.path)
     return f"\nInterrupted; every process has ended. Go on from the last checkpoint: python -m framework resume={path}"
 
 
@@ -49,7 +71,15 @@ def _counted(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
-def _short(path: Path) -> str:
+def short(path: Path) -> str:
     """Relative to the working directory where it lies below it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def _metrics(results: Mapping[str, Any]) -> list[str]:
+    return [f"  {name:<20} {value:.4f}" for name, value in results.get("metrics", {}).items()]
+
+
+def _rows(rows: list[tuple[str, str]]) -> list[str]:
+    return [f"  {name:<12} {text}" for name, text in rows]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 from framework.errors import EXIT_RUN_FAILED, FrameworkError
 from framework.jobs.request import JobResult, Request
+from framework.jobs.summary import short
 from framework.run_dir import RunDir
 
 _NO_SCORE = "–"
@@ -98,7 +97,7 @@ def table(finished: Sequence[Finished]) -> str:
 def _line(job: Finished, *, label: str) -> str:
     parts = [f"[{_name(job)}] {label}", _status(job), _score(job), f"{job.seconds:.1f} s"]
     if job.result.status != 0 and job.result.run_dir is not None:
-        parts.append(f"log: {_short(job.result.run_dir.rank_log(0))}")
+        parts.append(f"log: {short(job.result.run_dir.rank_log(0))}")
     return "  ".join(part for part in parts if part != _NO_SCORE)
 
 
@@ -122,9 +121,4 @@ def _run_dir(request: Request) -> RunDir | None:
 
 def _folder_of(request: Request) -> str:
     place = request.place
-    return "" if place is None else _short(place.folder)
-
-
-def _short(path: Path) -> str:
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+    return "" if place is None else short(place.folder)

@@ -24,6 +24,7 @@ class Supervised:
         that weighs samples (`CrossEntropyLoss(weight=...)`, `ignore_index`) is a mean per micro-batch, and then the
         numbers do depend on how a global batch is dealt.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
+    predictions: from a batch's output to named columns, for `job=predict`; without it the output itself is one.
 
     Raises ConfigError where the loss isn't such a mean, DataError where a batch has another form.
     """
@@ -33,6 +34,7 @@ class Supervised:
         loss: Callable[[Any, Any], Tensor],
         metrics: Mapping[str, Metric] | None = None,
         train_metrics: bool = False,
+        predictions: Callable[[Any], Mapping[str, Tensor]] | None = None,
     ) -> None:
         reduction = getattr(loss, "reduction", "mean")
         if reduction != "mean":
@@ -44,6 +46,7 @@ class Supervised:
         self.metrics: dict[str, Metric] = dict(metrics or {})
         if "loss" in self.metrics:
             raise ConfigError("task.metrics has a metric called 'loss', the name of the loss itself. Choose another.")
+        self.predictions = predictions
         self._train_metrics: dict[str, Metric] = self.metrics if train_metrics else {}
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
@@ -51,6 +54,12 @@ class Supervised:
 
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
         return self._step(model, batch, metrics=self.metrics)
+
+    def predict_step(self, model: nn.Module, batch: Batch) -> Tensor | Mapping[str, Tensor]:
+        """What the model says of each sample of the batch; the target isn't looked at."""
+        input_, _ = split_batch(batch)
+        output: Tensor = model(input_)
+        return output if self.predictions is None else self.predictions(output)
 
     def _step(self, model: nn.Module, batch: Batch, *, metrics: Mapping[str, Metric]) -> StepOutput:
         input_, target = split_batch(batch)

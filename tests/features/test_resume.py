@@ -37,16 +37,13 @@ def training(run_dir: Path) -> dict[str, Any]:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("procs", [1, 2])
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs):
-    """Ctrl-C in the middle of the second epoch, some steps after the last checkpoint."""
+    """Ctrl-C in the middle of the second epoch: after step 131, all up to 130 being logged, the last checkpoint 126."""
     (tmp_path / "sleeper.py").write_text(SLEEPER)
-    every = ("checkpoint.every_n_steps=7", "trainer.log_every_n_steps=3", "seed=1")
-    overrides = (*SHORT, *every, f"topology.procs_per_node={procs}", "data.global_batch_size=20")
-    command = (
-        "trainer.gpus=0",
-        *overrides,
-        "+callbacks.sleeper._target_=sleeper.Sleeper",
-        "+callbacks.sleeper.after=129",
-    )
+    every = ("checkpoint.every_n_steps=7", "trainer.log_every_n_steps=2", "trainer.val_check_interval=10", "seed=1")
+    processes = (f"topology.procs_per_node={procs}", "data.global_batch_size=20")
+    overrides = (*SHORT, *every, *processes, "checkpoint.monitor=null")
+    sleeper = ("+callbacks.sleeper._target_=sleeper.Sleeper", "+callbacks.sleeper.after=131")
+    command = ("trainer.gpus=0", *overrides, *sleeper)
     with started_framework(*command, cwd=tmp_path) as started:
         deadline = time.monotonic() + 60
         while not (tmp_path / "slept").exists():
@@ -59,6 +56,8 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs)
     (stopped,) = tmp_path.glob("outputs/*/*")
     assert results.pointed(stopped, "last") == 126
     assert results.run_file(stopped)["status"] == "interrupted"
+    assert max(results.curve(stopped, "train/loss")) == max(results.curve(stopped, "val/loss")) == 130
+    assert [event.step for event in results.events(stopped).Scalars("val/loss")][-1] == 130
     resumed = train(f"resume={stopped}")
     whole = train(*overrides)
 
@@ -74,8 +73,9 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs)
         step: pytest.approx(loss, rel=1e-5) for step, loss in losses.items()
     }
     assert results.repeated(resumed) == {}
-    shown = [event.step for event in results.events(resumed).Scalars("train/loss")]
-    assert shown == list(losses)
+    for name in ("train/loss", "val/loss"):
+        shown = [event.step for event in results.events(resumed).Scalars(name)]
+        assert shown == list(results.curve(whole, name))
     record = results.run_file(resumed)
     assert record["status"] == "finished"
     assert [run["status"] for run in record["earlier"]] == ["interrupted"]

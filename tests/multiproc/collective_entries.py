@@ -24,7 +24,10 @@ from framework.evaluator import evaluate
 from framework.launch.plan import RankArguments
 from framework.meter import Meter
 from framework.precision import PrecisionPlugin
+from framework.strategies import DDP
 from framework.types import StepOutput
+from tests.unit.simulated_ranks import cpu_context
+from tests.unit.small_trainer import eval_loader, make_trainer, samples, settings
 
 SIZES = (1, 2, 3, 22, 23)
 
@@ -140,13 +143,49 @@ def wait_in_vain(rank: RankArguments) -> None:
     with group(rank) as context:
         set_timeout(1.0, context)
         if context.rank == 1:
-            time.sleep(6.0)
+            _wait_for(Path(rank.run_dir, "rank_0.json"), within_s=6.0)
             return
         began = time.monotonic()
         try:
             sum_over_ranks(torch.ones(1), context)
         except RuntimeError:
             leave(rank, time.monotonic() - began)
+
+
+def evaluate_buffers(rank: RankArguments) -> None:
+    """After a training step each rank has its own batch's running statistics; rank 0's are what is saved."""
+    with group(rank) as context:
+        trainer = make_trainer(
+            settings(max_steps=3, val_check_interval=3),
+            model=_with_statistics(),
+            strategy=DDP(context=context),
+            context=context,
+            val=samples(8),
+        )
+        trainer.fit()
+        saved = _with_statistics()
+        saved.load_state_dict(trainer.state_dict()["model"])
+        alone = cpu_context()
+        values = evaluate(
+            saved,
+            eval_loader(samples(8), alone),
+            task=trainer.parts.task,
+            precision=trainer.parts.precision,
+            context=alone,
+            prefix="val",
+        )
+        leave(rank, [trainer.val_metrics["val/loss"], values["val/loss"]])
+
+
+def _with_statistics() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def _wait_for(path: Path, *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def arrive_alone(rank: RankArguments) -> None:

@@ -23,7 +23,7 @@ from framework.distributed.context import Context
 from framework.optim import Schedule
 from framework.precision import PrecisionPlugin
 from framework.trainer import Parts, Trainer
-from framework.types import StepOutput
+from framework.types import StepOutput, Strategy
 from tests.unit.config.raw import raw_config
 from tests.unit.simulated_ranks import CPU, cpu_context
 
@@ -122,6 +122,7 @@ def make_trainer(
     val: Any = None,
     shuffle: bool = True,
     context: Context | None = None,
+    strategy: Strategy | None = None,
     after_first_step: Callable[[], None] = lambda: None,
 ) -> Trainer:
     how = settings() if how is None else how
@@ -135,10 +136,11 @@ def make_trainer(
         world_size=context.world_size,
         accumulate=how.accumulate_grad_batches,
     )
+    strategy = AsItIs() if strategy is None else strategy
     parts = Parts(
-        model=model,
+        model=strategy.wrap(model),
         task=Squares() if task is None else task,
-        strategy=AsItIs(),
+        strategy=strategy,
         precision=PrecisionPlugin(Precision.FP32, device=CPU),
         optimizer=opt,
         schedule=Schedule(None if scheduler is None else scheduler(opt), interval=interval, monitor=None),

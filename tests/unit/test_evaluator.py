@@ -150,9 +150,7 @@ def test_no_graph_is_built_and_gradients_stay() -> None:
         (Precision.FP64, torch.float64, torch.float64),
     ],
 )
-def test_it_computes_in_the_precision_asked_for(
-    precision: Precision, batch: torch.dtype, output: torch.dtype
-) -> None:
+def test_it_computes_in_the_precision_asked_for(precision: Precision, batch: torch.dtype, output: torch.dtype) -> None:
     plugin = PrecisionPlugin(precision, device=CPU)
     seen: list[torch.dtype] = []
     run(

@@ -116,9 +116,7 @@ def test_first_samples_copies_nothing_when_all_are_wanted() -> None:
 
 @pytest.mark.parametrize(("given", "batches"), [(True, 1), (1, 1), (3, 3)])
 def test_a_fast_run_is_few_batches_of_everything_and_leaves_nothing(given: int | bool, batches: int) -> None:
-    usual = config(
-        fast_dev_run=given, max_epochs=7, max_steps=1, val_check_interval=1, check_val_every_n_epoch=None
-    )
+    usual = config(fast_dev_run=given, max_epochs=7, max_steps=1, val_check_interval=1, check_val_every_n_epoch=None)
     usual = replace(usual, callbacks={"some": {"_target_": "framework.callbacks.Timer"}})
     assert usual.logger
     assert usual.checkpoint.enabled

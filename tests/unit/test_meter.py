@@ -155,9 +155,7 @@ def test_names_are_reduced_in_one_order_whatever_order_they_came_in(ranks: Calla
 
 
 @pytest.mark.parametrize("without", [0, 1, 2])
-def test_a_rank_without_samples_joins_and_gets_the_same(
-    ranks: Callable[[int], SimulatedRanks], without: int
-) -> None:
+def test_a_rank_without_samples_joins_and_gets_the_same(ranks: Callable[[int], SimulatedRanks], without: int) -> None:
     def one(context: Context) -> Any:
         meter = Meter()
         if context.rank != without:
@@ -216,9 +214,12 @@ def test_names_are_agreed_once_and_a_later_one_is_refused(ranks: Callable[[int],
 def test_later_reductions_need_no_second_agreement(ranks: Callable[[int], SimulatedRanks], monkeypatch) -> None:
     simulated = ranks(2)
     gathered: list[Any] = []
-    monkeypatch.setattr(
-        meter_module, "gather_to_all", lambda value, context: gathered.append(value) or simulated.gather(value, context)
-    )
+
+    def noted(value: Any, context: Context) -> list[Any]:
+        gathered.append(value)
+        return simulated.gather(value, context)
+
+    monkeypatch.setattr(meter_module, "gather_to_all", noted)
 
     def one(context: Context) -> list[float]:
         meter = Meter()

@@ -52,7 +52,6 @@ def test_each_rank_has_its_own_and_a_resumed_run_goes_on_in_it(run_dir: RunDir) 
 def test_afterwards_the_logger_is_as_it_was_also_after_an_error(run_dir: RunDir) -> None:
     before = (logger.level, list(logger.handlers))
     with pytest.raises(ValueError, match="oops"), rank_log(run_dir, context(0)):
-        assert logger.level == logging.INFO
         raise ValueError("oops")
     assert (logger.level, logger.handlers) == before
     logger.warning("too late")

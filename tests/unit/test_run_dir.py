@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import subprocess
 import sys
 import threading
@@ -69,14 +70,14 @@ class Noon(datetime):
     """A clock that stands still: every directory is made in the same second."""
 
     @classmethod
-    def now(cls, tz: Any = None) -> Noon:
+    def now(cls, _tz: Any = None) -> Noon:
         return cls(2030, 1, 2, 12, 0, 0)
 
 
 def test_threads_in_the_same_second_never_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = random.Random(0)
     monkeypatch.setattr(run_dir_module, "datetime", Noon)
-    monkeypatch.setattr(run_dir_module.secrets, "token_hex", lambda _: f"{own.randrange(16):04x}")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: f"{own.randrange(16):04x}")
     together = threading.Barrier(8)
 
     def one(_: int) -> Path:
@@ -114,7 +115,7 @@ def test_processes_in_the_same_instant_never_share_a_directory(tmp_path: Path) -
 
 def test_when_every_name_is_taken_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_dir_module, "datetime", Noon)
-    monkeypatch.setattr(run_dir_module.secrets, "token_hex", lambda _: "abcd")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "abcd")
     taken = create_run_dir(tmp_path / "some").path
     (taken / "mine").touch()
     with pytest.raises(RequestError, match="were all taken"):
@@ -180,9 +181,19 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: 
 
 
 def test_content_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, order = tmp_path / "some.json", []
+    path = tmp_path / "some.json"
+    order: list[str] = []
     fsync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(f"sync {os.fstat(fd).st_size}"), fsync(fd))[1])
-    monkeypatch.setattr(Path, "replace", lambda old, new: (order.append(f"name {new.name}"), replace(old, new))[1])
+
+    def noted_sync(fd: int) -> None:
+        order.append(f"sync {os.fstat(fd).st_size}")
+        fsync(fd)
+
+    def noted_replace(old: Path, new: Path) -> Path:
+        order.append(f"name {new.name}")
+        return replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
     write_atomically(path, "hello")
     assert order == ["sync 5", "name some.json"]

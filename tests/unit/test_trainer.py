@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,8 +40,17 @@ from tests.unit.small_trainer import (
 )
 
 pytestmark = pytest.mark.usefixtures("own_state")
-STILL = {"optimizer": lambda parameters: SGD(parameters, lr=0.0)}
-"""Nothing is learned, so what is logged can be computed from the first weights."""
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a checkpoint outlives a power cut is tested where it is written; here it would only take time."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def still(parameters: Any) -> SGD:
+    """Nothing is learned, so what is logged can be computed from the first weights."""
+    return SGD(parameters, lr=0.0)
 
 
 def weights(trainer: Trainer) -> list[Tensor]:
@@ -129,7 +139,7 @@ def test_after_the_first_step_of_each_beginning_the_time_out_is_changed_once() -
 def test_accumulated_gradients_are_those_of_the_whole_batch(accumulate: int) -> None:
     """The last step of an epoch has fewer samples and fewer, uneven micro-batches: it still counts each one once."""
     given: list[list[Tensor]] = []
-    trainer = make_trainer(settings(accumulate_grad_batches=accumulate, max_epochs=1), **STILL)
+    trainer = make_trainer(settings(accumulate_grad_batches=accumulate, max_epochs=1), optimizer=still)
     keep_gradients(trainer, given)
     trainer.fit()
     data, order = samples(), GlobalOrder(SIZE, seed=0, shuffle=True).indices(0)
@@ -147,7 +157,7 @@ def test_a_stand_in_weighs_nothing_and_is_not_counted() -> None:
     """Two simulated ranks and a last global batch of one sample: rank 1 computes a loss that changes nothing."""
     given: list[list[Tensor]] = []
     context = cpu_context(1, world_size=2)
-    trainer = make_trainer(settings(max_epochs=1), data=samples(9), context=context, **STILL)
+    trainer = make_trainer(settings(max_epochs=1), data=samples(9), context=context, optimizer=still)
     keep_gradients(trainer, given)
     counts = []
     for window in trainer.train_loader.epoch(0):
@@ -190,7 +200,7 @@ def test_clipping_changes_weights_as_torchs_does(algorithm: ClipAlgorithm, clip:
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_the_logged_norm_is_of_the_gradients_before_clipping(clip: float | None) -> None:
     numbers = Numbers()
-    trainer = make_trainer(settings(gradient_clip_val=clip, max_steps=1), loggers={"numbers": numbers}, **STILL)
+    trainer = make_trainer(settings(gradient_clip_val=clip, max_steps=1), loggers={"numbers": numbers}, optimizer=still)
     trainer.fit()
     model = linear()
     inputs, targets = next(batches(0))
@@ -219,7 +229,7 @@ def test_it_logs_every_n_steps_and_what_is_left(every: int, logged: list[int]) -
 
 def test_what_is_logged_is_the_mean_over_all_samples_since_the_last_time() -> None:
     numbers = Numbers()
-    trainer = make_trainer(settings(log_every_n_steps=4, max_epochs=1), loggers={"numbers": numbers}, **STILL)
+    trainer = make_trainer(settings(log_every_n_steps=4, max_epochs=1), loggers={"numbers": numbers}, optimizer=still)
     trainer.fit()
     errors = [(linear()(inputs).squeeze(1) - targets).square().detach() for inputs, targets in batches(0)]
     assert numbers.losses().keys() == {4, 6}
@@ -326,7 +336,7 @@ def test_it_evaluates_when_it_is_due(changes: dict[str, Any], evaluated: list[in
 
 def test_an_evaluation_is_the_mean_over_all_samples_and_is_kept() -> None:
     numbers, data = Numbers(), samples(7)
-    trainer = make_trainer(settings(max_epochs=1), loggers={"numbers": numbers}, val=data, **STILL)
+    trainer = make_trainer(settings(max_epochs=1), loggers={"numbers": numbers}, val=data, optimizer=still)
     trainer.fit()
     inputs, targets = data[:]
     expected = (linear()(inputs).squeeze(1) - targets).square().mean().item()
@@ -497,7 +507,7 @@ def test_observers_are_told_what_the_contract_says(tmp_path: Path) -> None:
         callbacks={"recorder": recorder},
         val=samples(7),
         checkpoints=manager(tmp_path),
-        **STILL,
+        optimizer=still,
     )
     trainer.fit()
     info = recorder.calls[0][1]
@@ -522,7 +532,7 @@ def test_a_hook_that_nobody_wrote_is_not_called() -> None:
         def on_fit_end(self) -> None:
             self.ended += 1
 
-    only = OnlyAtTheEnd()
+    only = OnlyAtTheEnd()  # type: ignore[abstract]  # what is left out is empty
     trainer = make_trainer(callbacks={"only": only, "nothing": object()}, val=samples(7))
     assert trainer._bind() == []
     trainer.fit()

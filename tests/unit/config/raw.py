@@ -21,6 +21,8 @@ _RAW: dict[str, Any] = {
         "eval_batch_size": None,
         "num_workers": 0,
         "shuffle": True,
+        "root": None,
+        "mirrors": None,
     },
     "task": {"_target_": "framework.tasks.Supervised", "loss": {"_target_": "torch.nn.MSELoss"}, "metrics": {}},
     "backend": {"name": "auto", "init_method": "env", "init_timeout": "5m", "timeout": 600},

@@ -123,7 +123,8 @@ def test_what_a_rank_gets_of_each_window(tensors):
     assert [len(loader) for loader in loaders] == [2, 2]
     assert loaders[0].global_batch_size == 16
     first, second = (
-        [(micro.batch[1].tolist(), micro.num_samples, said) for micro, said in flat(loader.epoch(0))] for loader in loaders
+        [(micro.batch[1].tolist(), micro.num_samples, said) for micro, said in flat(loader.epoch(0))]
+        for loader in loaders
     )
     full, last = (2, 16, False), (1, 7, True)
     assert first == [([0, 1, 2, 3], 4, full), ([4, 5, 6, 7], 4, full), ([16, 17, 18, 19], 4, last)]

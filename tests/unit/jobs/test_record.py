@@ -30,7 +30,16 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def git(*arguments: str) -> str:
-    own = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false", "-c", "core.hooksPath=/dev/null")
+    own = (
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b.c",
+        "-c",
+        "commit.gpgsign=false",
+        "-c",
+        "core.hooksPath=/dev/null",
+    )
     return subprocess.run(["git", *own, *arguments], check=True, capture_output=True, text=True, timeout=10).stdout
 
 
@@ -73,9 +82,7 @@ def test_in_a_repository_revision_and_uncommitted_changes_are_kept(run_dir: RunD
     assert "-lr = 1\n+lr = 2\n" in diff
 
 
-def test_bytes_that_are_no_text_and_a_huge_diff_do_no_harm(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_that_are_no_text_and_a_huge_diff_do_no_harm(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "_MAX_DIFF_CHARS", 200)
     git("init", "--quiet")
     Path("code.py").write_bytes(b"old\n")

@@ -23,7 +23,7 @@ def fail(_arguments: dict[str, Any], _fd: int | None) -> int:
 
 
 def exit_early(arguments: dict[str, Any], _fd: int | None) -> int:
-    sys.exit(arguments["with"])
+    sys.exit(arguments["code"])
 
 
 def kill_itself(_arguments: dict[str, Any], _fd: int | None) -> int:

@@ -92,7 +92,7 @@ def test_an_exit_status_is_passed_on(server: WarmServer, status: int) -> None:
 def test_every_way_to_end_has_its_status(server: WarmServer) -> None:
     assert status_of(server, child("fail")) == 1
     assert status_of(server, child("kill_itself")) == -signal.SIGKILL
-    assert status_of(server, child("exit_early", **{"with": 4})) == 4
+    assert status_of(server, child("exit_early", code=4)) == 4
     assert status_of(server, Child("one", "tests.unit.launch.fork_entries:missing", {})) == 1
     assert status_of(server, Child("one", "no_such_module:main", {})) == 1
 
@@ -106,11 +106,11 @@ def test_a_mistake_keeps_its_traceback_in_the_log(server: WarmServer, tmp_path: 
 
 def test_leaving_without_a_status_is_no_success(server: WarmServer) -> None:
     """A rank that leaves in the middle of a training has not finished it."""
-    assert status_of(server, child("exit_early", **{"with": None})) == 1
+    assert status_of(server, child("exit_early", code=None)) == 1
 
 
 def test_sys_exit_with_a_text_shows_it(server: WarmServer, tmp_path: Path) -> None:
-    assert status_of(server, child("exit_early", log=tmp_path / "log", **{"with": "no data here"})) == 1
+    assert status_of(server, child("exit_early", log=tmp_path / "log", code="no data here")) == 1
     assert "no data here" in (tmp_path / "log").read_text()
 
 
@@ -268,8 +268,7 @@ def test_the_end_of_the_server_is_told(server: WarmServer, tmp_path: Path) -> No
         ends(server)
     assert processes.settle(lambda: [pid] if is_alive(pid) else [], within_s=5.0) == []
     with pytest.raises(LaunchError, match="ended"):
-        for _ in range(3):
-            server.spawn(child("leave_with", status=0))
+        server.spawn(child("leave_with", status=0))
 
 
 _PARENT = """

@@ -82,9 +82,7 @@ def test_sending_to_nobody_raises(ends: tuple[Channel, socket.socket]) -> None:
         ours.send({"op": "kill"})
 
 
-def test_file_descriptors_come_with_their_message_in_order(
-    ends: tuple[Channel, socket.socket], tmp_path: Path
-) -> None:
+def test_file_descriptors_come_with_their_message_in_order(ends: tuple[Channel, socket.socket], tmp_path: Path) -> None:
     ours, raw = ends
     theirs = Channel(raw)
     for name in ("first", "second"):

@@ -1,0 +1,12 @@
+"""`job=eval checkpoint.path=CHECKPOINT`: the metrics of a trained model over one part of the data. No torch here."""
+
+from __future__ import annotations
+
+from framework.jobs.request import JobResult, Request
+from framework.jobs.running import Words, run
+from framework.jobs.summary import closing_of_evaluation
+
+
+def main(request: Request) -> JobResult:
+    """Evaluate as asked, on any number of processes. Raises FrameworkError for what can't be done as asked."""
+    return run(request, entry="framework.inference:evaluate_rank", words=Words("Evaluating", closing_of_evaluation))

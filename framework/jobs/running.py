@@ -1,0 +1,87 @@
+"""What every job that starts ranks does around them: directory, records, launcher, report."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.config.saved import save_config
+from framework.config.schema import Config
+from framework.errors import EXIT_WRONG_REQUEST
+from framework.hardware import resolve_gpus
+from framework.jobs.record import record_end, record_start
+from framework.jobs.request import JobResult, Request
+from framework.jobs.summary import announcement, interruption
+from framework.launch.plan import LaunchPlan, Outcome
+from framework.run_dir import RunDir, create_run_dir
+from framework.topology import resolve_topology
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a job says: `doing` begins its first line, `closing` makes its last lines."""
+
+    doing: str
+    closing: Callable[[Config, RunDir, bool], str]
+
+
+def run(request: Request, *, entry: str, words: Words) -> JobResult:
+    """Run `entry` ("module:function") in every rank of the topology asked for, in a run directory.
+
+    Raises FrameworkError for what can't be done as asked, KeyboardInterrupt on Ctrl-C; no rank is left in any case.
+    """
+    config = request.config
+    topology = resolve_topology(config.topology, gpus=resolve_gpus(config.trainer.gpus))
+    run_dir = _run_dir(request)
+    save_config(run_dir, request)
+    record_start(run_dir, topology)
+    quiet = request.place is not None
+    if not quiet:
+        print(announcement(words.doing, config.recipe, topology, run_dir), flush=True)
+    plan = LaunchPlan(
+        entry=entry,
+        run_dir=run_dir,
+        topology=topology,
+        init_method=config.backend.init_method,
+        start_timeout_s=config.backend.init_timeout,
+        grace_s=config.launcher.grace,
+        terminal=not quiet,
+        warm=request.warm,
+    )
+    outcome = _launch(config, plan)
+    if outcome.failure is not None:
+        print(outcome.failure.render(), file=sys.stderr, flush=True)
+    if outcome.status != EXIT_WRONG_REQUEST and not quiet:
+        print(words.closing(config, run_dir, outcome.status != 0), flush=True)
+    results: dict[str, Any] = run_dir.read_run().get("results", {})
+    return JobResult(outcome.status, run_dir, score=results.get("score"))
+
+
+def _launch(config: Config, plan: LaunchPlan) -> Outcome:
+    """Run the ranks; `run.json` says how that ended, whatever ends it."""
+    name = "local" if config.launcher.name == "auto" else config.launcher.name
+    launcher = importlib.import_module(f"framework.launch.{name}")
+    try:
+        outcome: Outcome = launcher.launch(plan)
+    except KeyboardInterrupt:
+        record_end(plan.run_dir, status="interrupted")
+        print(interruption(plan.run_dir), file=sys.stderr, flush=True)
+        raise
+    except BaseException:
+        record_end(plan.run_dir, status="failed")
+        raise
+    record_end(plan.run_dir, status="finished" if outcome.status == 0 else "failed")
+    return outcome
+
+
+def _run_dir(request: Request) -> RunDir:
+    config, place = request.config, request.place
+    if config.resume is not None:
+        return RunDir(Path(config.resume))
+    if place is not None:
+        return create_run_dir(place.folder, name=str(place.number))
+    return create_run_dir(Path(config.path.outputs) / config.recipe)

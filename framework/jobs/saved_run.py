@@ -1,0 +1,122 @@
+"""Commands that begin with a saved run: `resume=RUN` goes on in it, `checkpoint.path=CHECKPOINT` uses its weights.
+
+Both use the saved configuration plus only what is typed; defaults that changed since don't reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.config.saved import Saved, apply_typed, completed, key_of, load_checkpoint, load_saved, merge_overrides
+from framework.errors import ConfigError
+
+_RESUME = "resume"
+_CHECKPOINT = "checkpoint.path"
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """key: the one that names it. checkpoint: the step directory of `checkpoint.path`, absolute."""
+
+    key: str
+    saved: Saved
+    checkpoint: Path | None
+
+
+def saved_run(typed: Sequence[str]) -> SavedRun | None:
+    """The run that is named, None where none is.
+
+    Raises ConfigError where it isn't one or another recipe is typed, CheckpointError for an unusable checkpoint.
+    """
+    named = {key: value for key in (_RESUME, _CHECKPOINT) if (value := _typed_path(typed, key)) is not None}
+    if not named:
+        return None
+    if len(named) > 1:
+        raise ConfigError("resume can't go with checkpoint.path: each names the run to begin with. Leave one out.")
+    ((key, path),) = named.items()
+    if key == _RESUME:
+        found = SavedRun(key, load_saved(path), checkpoint=None)
+    else:
+        from framework.checkpoint import find
+
+        directory = find(Path(path))
+        found = SavedRun(key, load_checkpoint(directory), checkpoint=directory)
+    _check_recipe(found, typed)
+    return found
+
+
+def names_a_run(override: str) -> bool:
+    """Whether an override is one of those that name a saved run; they aren't part of what is saved for later."""
+    return key_of(override) in (_RESUME, _CHECKPOINT)
+
+
+def composable(typed: Sequence[str], found: SavedRun | None) -> list[str]:
+    """The overrides to compose: those the saved run was started with, and then what is typed."""
+    if found is None:
+        return list(typed)
+    return merge_overrides(found.saved.overrides, [text for text in typed if not names_a_run(text)])
+
+
+def going_on(
+    found: SavedRun | None, composed: Mapping[str, Any], *, typed: Sequence[str], swept: bool
+) -> dict[str, Any]:
+    """The configuration to use: the composed one, or the saved one with what is typed put over it.
+
+    swept: it is a job of a sweep. Raises ConfigError for what can't go together.
+    """
+    if found is None:
+        return _unsaved(composed)
+    keys = [key_of(text) for text in typed]
+    if found.key == _RESUME and swept:
+        raise ConfigError("resume can't go with several runs: they would go on in one directory. Leave -m out.")
+    if "init_from" in keys:
+        raise ConfigError(f"{found.key} can't go with init_from: each names weights to begin with. Leave one out.")
+    own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
+    raw = apply_typed(completed(found.saved.raw, composed), composed, typed=own)
+    raw["resume"] = str(found.saved.run_dir.path) if found.key == _RESUME else None
+    raw["checkpoint"] = {**raw["checkpoint"], "path": None if found.checkpoint is None else str(found.checkpoint)}
+    if found.key == _CHECKPOINT:
+        raw["init_from"] = None
+    return raw
+
+
+def _unsaved(composed: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in ((_RESUME, composed.get("resume")), (_CHECKPOINT, composed["checkpoint"].get("path"))):
+        if value is not None:
+            raise ConfigError(f"{key}={value} is set in a file. Type it on the command line: {key}=RUN")
+    return dict(composed)
+
+
+def _typed_path(typed: Sequence[str], key: str) -> str | None:
+    given = [text for text in typed if key_of(text) == key]
+    if not given:
+        return None
+    value = _value(given[-1])
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{given[-1]}: must be one path, such as {key}=outputs/RECIPE/RUN.")
+    return value
+
+
+def _value(override: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(override).value()
+    except HydraException:
+        return override.partition("=")[2].strip("'\"")  # a path with characters that Hydra would want quoted
+
+
+def _check_recipe(found: SavedRun, typed: Sequence[str]) -> None:
+    recipe = found.saved.recipe
+    other = [text for text in typed if text.startswith("recipe=") and text != f"recipe={recipe}"]
+    if other:
+        raise ConfigError(
+            f"{other[-1]} can't go with {found.key}: that run's recipe is {recipe}. "
+            f"Leave it out, or start a new run with {other[-1]}."
+        )

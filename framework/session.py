@@ -1,0 +1,111 @@
+"""What every job's rank begins with: who am I, what is asked for, and can it be done at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+from framework import build
+from framework.checkpoint import find, load, load_weights
+from framework.config.parse import parse
+from framework.config.schema import Config
+from framework.data.batching import BatchPlan, plan_batches
+from framework.data.loader import EvalLoader, dataset_size
+from framework.distributed.context import Context, make_context
+from framework.hardware import threads_per_process
+from framework.launch.plan import RankArguments
+from framework.limits import first_samples, limited, shortened
+from framework.rank_log import rank_log
+from framework.run_dir import RunDir
+from framework.seed import set_deterministic
+from framework.types import MapDataset, Strategy
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What every step of a rank's life needs to know; all of it known before the process group is made."""
+
+    config: Config
+    context: Context
+    run_dir: RunDir
+    plan: BatchPlan
+    strategy: Strategy
+
+
+@contextmanager
+def entered(arguments: RankArguments) -> Iterator[Rank]:
+    """This rank with its log open, settings of the process made and every `_target_` checked; no process group yet.
+
+    Raises FrameworkError for what can't be done as asked.
+    """
+    run_dir = RunDir(Path(arguments.run_dir))
+    config = shortened(parse(yaml.safe_load(run_dir.config_file.read_text())))
+    context = make_context(
+        arguments.topology,
+        node_rank=arguments.node_rank,
+        local_rank=arguments.local_rank,
+        backend_name=config.backend.name,
+    )
+    with rank_log(run_dir, context):
+        _prepare_process(config, context)
+        build.check_targets(config)
+        strategy = build.build_strategy(config.strategy, context=context)
+        yield Rank(config, context, run_dir, _plan_batches(config, context), strategy)
+
+
+def eval_loader(rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None) -> EvalLoader | None:
+    """The loader of an evaluation part cut to its limit; None where there is nothing to evaluate."""
+    if dataset is None:
+        return None
+    context, data = rank.context, rank.config.data
+    batch_size = data.eval_batch_size or data.batch_size
+    if limit is not None:
+        together = batch_size * context.world_size
+        batches = limited(-(-dataset_size(dataset, part=part) // together), limit)
+        if batches == 0:
+            return None
+        dataset = first_samples(dataset, batches * together)
+    return EvalLoader(
+        dataset,
+        part=part,
+        batch_size=batch_size,
+        rank=context.rank,
+        world_size=context.world_size,
+        device=context.device,
+        num_workers=data.num_workers,
+    )
+
+
+def load_model(rank: Rank, model: nn.Module, path: Path) -> Path:
+    """The weights of a checkpoint into the bare model, and nothing else of it; gives the checkpoint's directory.
+
+    Raises CheckpointError where it is missing, damaged or of another model.
+    """
+    source = find(path)
+    load_weights(model, load(source, map_location=rank.context.device, parts=["model"])["model"], source=source)
+    return source
+
+
+def _prepare_process(config: Config, context: Context) -> None:
+    """Process-wide settings, made once, before anything computes."""
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_per_process(context.topology.procs_per_node))
+    set_deterministic(config.trainer.deterministic, benchmark=config.trainer.benchmark)
+
+
+def _plan_batches(config: Config, context: Context) -> BatchPlan:
+    return plan_batches(
+        batch_size=config.data.batch_size,
+        global_batch_size=config.data.global_batch_size,
+        world_size=context.world_size,
+        accumulate=config.trainer.accumulate_grad_batches,
+    )

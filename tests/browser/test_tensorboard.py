@@ -1,0 +1,97 @@
+"""What a user sees who opens TensorBoard beside two runs: their curves, in a real browser."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.helpers import results, tensorboard
+from tests.helpers.browser import Page, need_chromium, opened_page
+
+CHARTS = ("train/loss", "val/loss", "val/accuracy", "train/lr")
+SHORT = (
+    "recipe=digits",
+    "scheduler=none",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=20",
+    "trainer.limit_test_batches=0",
+)
+LEARNING_RATES = (0.05, 0.01)
+SHOWN_S = 15.0
+"""How long the page may take for a chart: its data are fetched and drawn once it is in sight."""
+ROUNDED = 5.1e-5  # the table has four digits after the point
+CURVE_PIXELS = 30
+"""A curve has at least so many pixels of its run's colour; the numbers at the axes have none."""
+
+LISTED_RUNS = """
+[...document.querySelectorAll("runs-data-table tb-data-table-content-row .table-column-run")]
+  .map(cell => cell.innerText.trim()).sort()
+"""
+CHART = """
+(tag => {
+  const card = document.querySelector(`scalar-card [title="${tag}"]`)?.closest("scalar-card");
+  card?.scrollIntoView();
+  const rows = [...card?.querySelectorAll("tb-data-table-content-row") ?? []];
+  const canvas = card?.querySelector(".series-view canvas");
+  if (!canvas || rows.length < %d) return null;
+  const copy = document.createElement("canvas");
+  [copy.width, copy.height] = [canvas.width, canvas.height];
+  const context = copy.getContext("2d");
+  context.drawImage(canvas, 0, 0);
+  const pixels = context.getImageData(0, 0, copy.width, copy.height).data;
+  const count = colour => {
+    let number = 0;
+    for (let i = 0; i < pixels.length; i += 4)
+      number += pixels[i + 3] === 255 && `rgb(${pixels[i]}, ${pixels[i + 1]}, ${pixels[i + 2]})` === colour;
+    return number;
+  };
+  const lines = rows.map(row => {
+    const [, run, value, step] = [...row.querySelectorAll("tb-data-table-content-cell")].map(cell => cell.innerText);
+    const colour = getComputedStyle(row.querySelector(".row-circle > span")).backgroundColor;
+    return {run: run.trim(), value: Number(value), step: Number(step), colour, pixels: count(colour)};
+  });
+  return lines.every(line => line.pixels >= %d) ? lines : null;
+})(%s)
+"""
+"""A chart's lines as the page shows them: the table below gives a run's last value, the canvas has the curves.
+
+Nothing as long as a line, or its curve in the canvas, is missing.
+"""
+
+
+class Line(NamedTuple):
+    """The last value of a run's curve, as the table below the chart has it."""
+
+    run: str
+    step: int
+    value: float
+
+
+def shown_lines(page: Page, tag: str) -> list[dict[str, Any]]:
+    script = CHART % (len(LEARNING_RATES), CURVE_PIXELS, json.dumps(tag))
+    return sorted(page.wait_for(script, timeout=SHOWN_S), key=lambda line: line["run"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("own_state")  # the command puts the working directory on sys.path
+def test_tensorboard_shows_loss_accuracy_and_learning_rate_of_two_runs(train, tmp_path):
+    program = need_chromium()
+    runs = {}
+    for rate in LEARNING_RATES:
+        run_dir = train(*SHORT, f"optimizer.lr={rate}")
+        runs[str((run_dir / "tensorboard").relative_to(tmp_path / "outputs"))] = run_dir
+    with tensorboard.served(tmp_path, num_runs=len(runs)) as address:
+        url = tensorboard.time_series(address, tagFilter="loss|accuracy|lr", smoothing="0")
+        with opened_page(url, program=program, width=1400, height=900) as page:
+            page.wait_for(f"{LISTED_RUNS.strip()}.length >= {len(runs)}", timeout=SHOWN_S)
+            assert page.evaluate(LISTED_RUNS) == sorted(runs)
+            charts = {tag: shown_lines(page, tag) for tag in CHARTS}
+    for tag, lines in charts.items():
+        assert len({line["colour"] for line in lines}) == len(runs)
+        given = [Line(line["run"], line["step"], pytest.approx(line["value"], abs=ROUNDED)) for line in lines]
+        curves = {run: results.curve(run_dir, tag) for run, run_dir in sorted(runs.items())}
+        wanted = [Line(run, max(curve), curve[max(curve)]) for run, curve in curves.items()]
+        assert given == wanted, tag
