@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None) -
     warm: the fork server to start ranks from. Mistakes are a few lines on stderr. An unexpected exception of a job
     comes out of here as it is, except in a sweep, where its traceback is printed and the next run starts.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _without_launch_arguments(sys.argv[1:] if argv is None else argv)
     try:
         asked = _read(arguments, warm=warm)
         if asked.sweep is not None:
@@ -279,6 +279,21 @@ def _own_config() -> Path | None:
     """The user's own `conf/config.yaml`, which hides the framework's and its settings for Hydra; None without one."""
     place = user_config_dir(Path.cwd())
     return place / "config.yaml" if place is not None and (place / "config.yaml").is_file() else None
+
+
+def _without_launch_arguments(arguments: Sequence[str]) -> list[str]:
+    """Without `--local_rank N`, which old launchers add to every command: ranks learn theirs from the environment."""
+    kept: list[str] = []
+    value_follows = False
+    for text in arguments:
+        if not value_follows or not text.isdecimal():
+            name, _, value = text.partition("=")
+            value_follows = name in ("--local_rank", "--local-rank") and not value
+            if name not in ("--local_rank", "--local-rank"):
+                kept.append(text)
+        else:
+            value_follows = False
+    return kept
 
 
 def _is_override(text: str) -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from framework.errors import ConfigError, DataError
 from framework.tasks.metrics import Metric
 from framework.types import Batch, StepOutput
+
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # they broadcast, with no more than a warning
 
 
 @final
@@ -47,6 +50,7 @@ class Supervised:
         if "loss" in self.metrics:
             raise ConfigError("task.metrics has a metric called 'loss', the name of the loss itself. Choose another.")
         self.predictions = predictions
+        self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE)
         self._train_metrics: dict[str, Metric] = self.metrics if train_metrics else {}
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
@@ -66,16 +70,37 @@ class Supervised:
         output = model(input_)
         if isinstance(output, Tensor):
             target = target.to(output.device, non_blocking=True)
-        loss = self.loss(output, target)
+        loss = self._compute_loss(output, target)
+        if not metrics:
+            return StepOutput(loss, len(target))
+        seen = output.detach() if isinstance(output, Tensor) else output
+        return StepOutput(loss, len(target), {name: metric(seen, target) for name, metric in metrics.items()})
+
+    def _compute_loss(self, output: Any, target: Tensor) -> Tensor:
+        """Raises DataError where output and target don't fit a loss of torch's; a user's own raises as it likes."""
+        if self._wants_equal_shapes and output.shape != target.shape:
+            raise self._misfit(output, target, reason="they must be the same; broadcasting would compare wrong pairs")
+        try:
+            loss = self.loss(output, target)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if type(self.loss).__module__.startswith("torch.nn."):
+                raise self._misfit(output, target, reason=str(error).partition("\n")[0]) from error
+            raise
         if loss.ndim != 0:
             raise ConfigError(
                 f"task.loss gave a tensor of shape {tuple(loss.shape)}. It must give one number: the mean over the "
                 "batch's samples."
             )
-        if not metrics:
-            return StepOutput(loss, len(target))
-        seen = output.detach() if isinstance(output, Tensor) else output
-        return StepOutput(loss, len(target), {name: metric(seen, target) for name, metric in metrics.items()})
+        return loss
+
+    def _misfit(self, output: Any, target: Tensor, *, reason: str) -> DataError:
+        return DataError(
+            f"The model's output doesn't fit task.loss ({type(self.loss).__name__}): {reason}\n"
+            f"  output: {_describe(output)}\n  target: {_describe(target)}\n"
+            "Choose another model or loss, or change what data.datasets gives."
+        )
 
 
 def split_batch(batch: Batch) -> tuple[Any, Tensor]:
@@ -98,7 +123,7 @@ def split_batch(batch: Batch) -> tuple[Any, Tensor]:
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
         return f"a mapping with the keys {list(value)}"
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -81,7 +81,8 @@ def test_the_pointers_can_be_moved_with_the_folder(worst):
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_last_good_checkpoint(train, capsys):
     """From the second epoch on, the learning rate is 1e27: step 12 is the first that computes with its weights."""
     explosion = ("scheduler=step", "scheduler.schedule.step_size=1", "scheduler.schedule.gamma=1e30")
-    run_dir = train(*SHORT, *explosion, status=1)
+    # Due after step 13, before the next log: what is about to be saved is looked at first.
+    run_dir = train(*SHORT, *explosion, "checkpoint.every_n_steps=13", status=1)
     printed = capsys.readouterr().err
     assert "since step 12" in printed
     assert "optimizer.lr" in printed

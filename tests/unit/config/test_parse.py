@@ -52,6 +52,8 @@ def test_types() -> None:
         ("backend.timeout", "1d", 86400.0),
         ("backend.timeout", "90 s", 90.0),
         ("backend.timeout", "90", 90.0),
+        ("data.mirrors", ["http://one/", "two"], ("http://one/", "two")),
+        ("data.mirrors", [], ()),
     ],
 )
 def test_values_that_are_taken(key: str, value: object, result: object) -> None:
@@ -91,6 +93,11 @@ def test_values_that_are_taken(key: str, value: object, result: object) -> None:
         ("seed", -1, "seed=-1: must be a whole number at least 0 and at most 4294967295."),
         ("job", "", "job=: must be text"),
         ("path.outputs", 12, "Quote it: path.outputs=\"'12'\"."),
+        ("data.mirrors", "one", "must be a list of texts such as [one,two], or null. Write data.mirrors=[one]."),
+        ("data.mirrors", ["one", 2], 'data.mirrors=["one", 2]: must be a list of texts'),
+        ("data.mirrors", [""], 'data.mirrors=[""]: must be a list of texts'),
+        ("data.mirrors", {"one": "two"}, "must be a list of texts"),
+        ("data.root", [], "data.root=[]: must be text, or null."),
         ("trainer", None, "trainer=null: must be a mapping with the keys gpus, max_epochs"),
         ("trainer", 3, "trainer=3: must be a mapping"),
         ("model", {"width": 8}, "model has no `_target_`"),
