@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint check format wheel clean
+.PHONY: help install train test lint check format wheel pictures clean
 
 help:
 	@echo "make install   make $(VENV) and install the project and its tools in it"
@@ -23,6 +23,7 @@ help:
 	@echo "make check     types (mypy)"
 	@echo "make format    put the code in format and mend what ruff can mend"
 	@echo "make wheel     build dist/*.whl and dist/*.tar.gz"
+	@echo "make pictures  make the README's pictures anew; needs chromium"
 	@echo "make clean     remove $(VENV), dist and caches; outputs stay"
 
 install: $(STAMP)
@@ -63,6 +64,9 @@ format: install
 
 wheel: install
 	"$(BIN)/python" -m build
+
+pictures: install
+	"$(BIN)/python" -m docs.pictures
 
 clean:
 	rm -rf "$(VENV)" build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """The README's pictures, taken from real runs: `make pictures`, or `python -m docs.pictures`.
 
-terminal.svg: what a terminal shows after `python -m framework` was typed in a shell, the redrawn progress line included.
-tensorboard.png: TensorBoard beside that run and one more for each of the other learning rates, in headless Chromium.
+terminal.svg: what a terminal shows after `python -m framework` was typed in a shell, redrawn progress line included.
+tensorboard.png: TensorBoard over that run and one more for each of the other learning rates, in headless Chromium.
 The runs are made in a folder that is removed afterwards.
 """
 
@@ -32,20 +32,26 @@ from rich.style import Style
 from rich.text import Text
 
 from tests.helpers import tensorboard
-from tests.helpers.browser import NAMES, find_chromium, opened_page
+from tests.helpers.browser import NAMES, Page, find_chromium, opened_page
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 COMMAND = "python -m framework"
 LEARNING_RATES = ("0.1", "0.004")  # of the runs beside the first, which has the recipe's own
 TAGS = ("train/loss", "val/accuracy", "train/lr")
 
-_COLUMNS, _LINES = 108, 45
+_COLUMNS, _LINES = 108, 60  # more lines than the run prints: nothing may scroll away
 _PROMPT = "$ "
 _RUN_S = 300.0  # more than any run here takes
+_WIDTH, _HEIGHT = 1400, 500
 _PAGE_S = 30.0
 _COLOURS = {"brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's names for what everyone else calls yellow
 
-_CLOSE_SETTINGS = "document.querySelector('[aria-label=\"Toggle settings side pane\"]').click()"
+# Whole curves, no table below each chart, no pane of settings beside them: more room for what is to be seen.
+_MAKE_ROOM = """
+for (const box of document.querySelectorAll("mat-checkbox"))
+  if (/^(Enable step selection|Ignore outliers)/.test(box.innerText.trim())) box.querySelector("input").click();
+document.querySelector('[aria-label="Toggle settings side pane"]').click();
+"""
 _ALL_DRAWN = f"""
 [...document.querySelectorAll("metrics-pinned-view scalar-card")].filter(
   card => card.querySelectorAll("tb-data-table-content-row").length === {len(LEARNING_RATES) + 1}
@@ -82,7 +88,7 @@ def terminal_picture(folder: Path) -> str:
     for line in lines:
         console.print(line, no_wrap=True, highlight=False)
     picture = console.export_svg(title=COMMAND)
-    return re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)  # fonts from elsewhere: no picture needs them
+    return re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)  # web fonts: an image may not load them
 
 
 def styled_line(line: dict[int, Char], *, columns: int) -> Text:
@@ -125,19 +131,23 @@ def type_and_watch(screen: pyte.Screen, *, folder: Path) -> None:
         read_to_prompt(terminal, screen, stream)
         os.write(terminal, f"{COMMAND}\n".encode())
         read_to_prompt(terminal, screen, stream)
-    finally:
-        os.close(terminal)
+        os.write(terminal, b"exit\n")  # the shell's own status is then the command's
+    except BaseException:
         os.kill(pid, signal.SIGHUP)
-        os.waitpid(pid, 0)
+        raise
+    finally:
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+    if status != 0:
+        shown = "\n".join(line.rstrip() for line in screen.display).rstrip()
+        sys.exit(f"{COMMAND} failed, so there is nothing to show:\n{shown}")
 
 
 def read_to_prompt(terminal: int, screen: pyte.Screen, stream: pyte.ByteStream) -> None:
-    """Feed the screen until the cursor stands behind a prompt that wasn't there before."""
-    first_line = screen.cursor.y
+    """Feed the screen, at least once, until the cursor stands behind the prompt."""
     for part in parts(terminal):
         stream.feed(part)
-        at_prompt = screen.display[screen.cursor.y].rstrip() == _PROMPT.rstrip()
-        if at_prompt and screen.cursor.x == len(_PROMPT) and (screen.cursor.y > first_line or first_line == 0):
+        if screen.display[screen.cursor.y].rstrip() == _PROMPT.rstrip() and screen.cursor.x == len(_PROMPT):
             return
 
 
@@ -153,11 +163,23 @@ def tensorboard_picture(folder: Path, *, browser: str) -> bytes:
     """A PNG of the page with the charts of TAGS at the top, beside each other."""
     with tensorboard.served(folder, num_runs=len(LEARNING_RATES) + 1) as address:
         url = tensorboard.time_series(address, pinnedCards=tensorboard.pinned(*TAGS), smoothing="0")
-        with opened_page(url, program=browser, width=1400, height=660) as page:
+        # Charts are drawn once they are in sight: three rows of them are, as long as the settings take their room.
+        with opened_page(url, program=browser, width=_WIDTH, height=3 * _HEIGHT) as page:
             page.wait_for(_ALL_DRAWN, timeout=_PAGE_S)
-            page.evaluate(_CLOSE_SETTINGS)
-            time.sleep(3.0)  # the charts get their new size and are drawn anew: nothing on the page says when
-            return page.screenshot()
+            page.evaluate(_MAKE_ROOM)
+            return when_still(page)
+
+
+def when_still(page: Page) -> bytes:
+    """The page's upper part once it has looked the same for a second: nothing on it says that a chart is drawn."""
+    deadline = time.monotonic() + _PAGE_S
+    picture, since = page.screenshot(height=_HEIGHT), time.monotonic()
+    while time.monotonic() - since < 1.0:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the page still changes after {_PAGE_S} s")
+        if (newer := page.screenshot(height=_HEIGHT)) != picture:
+            picture, since = newer, time.monotonic()
+    return picture
 
 
 if __name__ == "__main__":

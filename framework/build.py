@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from framework.config.schema import Node, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.context import Context
-from framework.errors import ConfigError, FrameworkError, TargetError, TopologyError
+from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.optim import Schedule
 from framework.run_dir import RunDir
 from framework.targets import check_targets, requires, takes
@@ -83,7 +83,9 @@ def build_task(node: Node) -> Task:
 def build_strategy(node: Node, *, context: Context) -> Strategy:
     supplied = {"context": context} if takes(node, "context") else {}
     built = _build("strategy", node, **supplied)
-    strategy: Strategy = _with_methods("strategy", node, built, names=("wrap", "unwrap", "accumulate"))
+    strategy: Strategy = _with_methods(
+        "strategy", node, built, names=("wrap", "unwrap", "accumulate", "before_evaluation")
+    )
     return strategy
 
 
@@ -169,7 +171,8 @@ def _build(key: str, node: Node, *args: Any, **supplied: Any) -> Any:
     except Exception as raised:
         error = raised
     # Outside the handlers, so that the error keeps the context it was raised in.
-    _add_line(error, f"While building {place} ({node['_target_']}).")
+    if not isinstance(error, DataError):  # which says where the data is missing or wrong itself
+        _add_line(error, f"While building {place} ({node['_target_']}).")
     raise error
 
 

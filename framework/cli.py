@@ -27,12 +27,11 @@ from omegaconf import OmegaConf
 
 from framework.config.assets import config_dir, user_config_dir
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
-from framework.jobs.saved_run import composable, going_on, names_a_run, saved_run
+from framework.jobs.saved_run import Ground, composable, names_a_run, saved_run
 from framework.run_dir import new_name
 
 if TYPE_CHECKING:
     from framework.jobs.request import JobResult, Place, Request
-    from framework.jobs.saved_run import SavedRun
     from framework.jobs.sweep import Sweep
     from framework.launch.warm import WarmServer
 
@@ -92,26 +91,8 @@ def _read(arguments: list[str], *, warm: WarmServer | None) -> _Asked:
     if not {working_dir, ""} & set(sys.path):
         sys.path.insert(0, working_dir)  # recipes and classes of the user's, as `python -m` finds them
     typed = [text for text in arguments if _is_override(text)]
-    sweeps: list[Sweep] = []
-
-    def run_at_once(composition: _Composition) -> float | None:
-        from framework.jobs.sweep import Sweep
-
-        if not sweeps:
-            sweeps.append(Sweep())
-        request = _request(composition, typed=typed, saved=saved_run(typed), warm=warm)
-        result = sweeps[0].run(request, label=" ".join(request.overrides))
-        if result.status != 0:
-            raise RunError(f"job {composition.place} failed with exit status {result.status}")
-        return result.score
-
     try:
-        saved = saved_run(typed)
-        others = [text for text in arguments if not _is_override(text)]
-        compositions = _compose([*composable(typed, saved), *others], run_at_once=run_at_once)
-        # Composing is all that `--cfg job` needs; the schema is read for what runs.
-        requests = [_request(composition, typed=typed, saved=saved, warm=warm) for composition in compositions]
-        return _Asked(requests, sweeps[0] if sweeps else None)
+        return _read_typed(typed, others=[text for text in arguments if not _is_override(text)], warm=warm)
     except ConfigError as error:
         own = _own_config()
         if own is None:
@@ -119,14 +100,34 @@ def _read(arguments: list[str], *, warm: WarmServer | None) -> _Asked:
         raise ConfigError(f"{error}\n{own} was used instead of the framework's own.") from error
 
 
-def _request(
-    composition: _Composition, *, typed: Sequence[str], saved: SavedRun | None, warm: WarmServer | None
-) -> Request:
+def _read_typed(typed: list[str], *, others: list[str], warm: WarmServer | None) -> _Asked:
+    sweeps: list[Sweep] = []
+
+    def run_at_once(composition: _Composition) -> float | None:
+        from framework.jobs.sweep import Sweep
+
+        if not sweeps:
+            sweeps.append(Sweep())
+        request = _request(composition, ground, warm=warm)
+        result = sweeps[0].run(request, label=" ".join(request.overrides))
+        if result.status != 0:
+            raise RunError(f"job {composition.place} failed with exit status {result.status}")
+        return result.score
+
+    saved = saved_run(typed)
+    before = None if saved is None else _compose(composable([], saved), run_at_once=run_at_once)[0].raw
+    ground = Ground(saved, without_typed=before, typed=tuple(typed))
+    compositions = _compose([*composable(typed, saved), *others], run_at_once=run_at_once)
+    # Composing is all that `--cfg job` needs; the schema is read for what runs.
+    return _Asked([_request(each, ground, warm=warm) for each in compositions], sweeps[0] if sweeps else None)
+
+
+def _request(composition: _Composition, ground: Ground, *, warm: WarmServer | None) -> Request:
     from framework.config.checks import check
     from framework.config.parse import parse
     from framework.jobs.request import Request
 
-    raw = going_on(saved, composition.raw, typed=typed, swept=composition.place is not None)
+    raw = ground.configuration(composition.raw, swept=composition.place is not None)
     config = parse(raw)
     check(config)
     overrides = tuple(text for text in composition.overrides if not names_a_run(text))

@@ -6,6 +6,9 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from framework import build
 from framework.checkpoint import CheckpointManager, find, load, load_weights
@@ -16,7 +19,7 @@ from framework.data.sampler import GlobalOrder
 from framework.distributed.collectives import barrier
 from framework.distributed.context import Context
 from framework.distributed.group import process_group, set_timeout
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, ConfigError
 from framework.evaluator import evaluate
 from framework.launch.plan import RankArguments
 from framework.limits import overfitted, train_windows
@@ -36,9 +39,19 @@ def run_rank(arguments: RankArguments) -> None:
     """
     with entered(arguments) as rank:
         datasets = overfitted(build.build_datasets(rank.config.data.datasets), rank.config.trainer, rank.plan)
+        _check_monitor(rank.config, datasets)
         train_loader = _train_loader(rank, datasets.train)
         with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous):
             _run(rank, datasets, train_loader)
+
+
+def _check_monitor(config: Config, datasets: Datasets) -> None:
+    monitor = config.checkpoint.monitor
+    if config.checkpoint.enabled and monitor is not None and datasets.val is None:
+        raise ConfigError(
+            f"checkpoint.monitor={monitor} is never known: data.datasets gives no validation part.\n"
+            "Give it one, or set checkpoint.monitor=null."
+        )
 
 
 def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> None:
@@ -155,14 +168,39 @@ def _resume(rank: Rank, trainer: Trainer, source: Path) -> None:
     context = rank.context
     state = load(source, map_location=context.device)
     training, generators = state["training"], state["generators"]
+    saved = yaml.safe_load((source / "config.yaml").read_text())
+    _check_optimizer(rank.config, saved)
     load_weights(trainer.parts.bare_model, training.get("model", state["model"]), source=source)
     trainer.load_state_dict(training)
+    _change_optimizer(rank.config, saved, trainer.parts)
     logger.info("going on from %s", source)
     if len(generators) != context.world_size:
         counts = (len(generators), context.world_size)
         logger.warning("the checkpoint is of %d ranks, this run has %d: random generators begin anew", *counts)
     elif not restore_generator_states(generators[context.rank], devices=context.devices):
         logger.warning("the checkpoint is of other devices: their random generators begin anew")
+
+
+def _check_optimizer(config: Config, saved: dict[str, Any]) -> None:
+    now, then = config.optimizer["_target_"], saved["optimizer"]["_target_"]
+    if now != then:
+        raise ConfigError(
+            f"resume can't go on with optimizer {now}: the checkpoint has the state of {then}.\n"
+            "Keep that one, or start a new run from these weights with init_from."
+        )
+
+
+def _change_optimizer(config: Config, saved: dict[str, Any], parts: Parts) -> None:
+    """Give the restored optimizer what was typed for it since; its state, as saved, has the old values."""
+    changed = {name: value for name, value in config.optimizer.items() if saved["optimizer"].get(name) != value}
+    for name, value in changed.items():
+        if name == "lr":
+            parts.schedule.set_learning_rate(parts.optimizer, value)
+        else:
+            for group in parts.optimizer.param_groups:
+                group[name] = value
+    if changed:
+        logger.info("changed since the checkpoint: %s", ", ".join(f"optimizer.{n}={v}" for n, v in changed.items()))
 
 
 def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict[str, float], str]:
@@ -182,8 +220,9 @@ def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict
             context=rank.context,
             prefix="test",
         )
-    for each in trainer.parts.loggers.values():
-        each.metrics(metrics, step=trainer.progress.step, epoch=trainer.last_epoch)
+    if trainer.progress.step > trainer.start_step or rank.config.resume is None:  # else it is in the logs already
+        for each in trainer.parts.loggers.values():
+            each.metrics(metrics, step=trainer.progress.step, epoch=trainer.last_epoch)
     return metrics, find(best).name if chosen else "the last weights"
 
 

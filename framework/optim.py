@@ -59,8 +59,26 @@ class Schedule:
         return {} if self._scheduler is None else self._scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(state)
+        """Raises ConfigError for a schedule of fixed length that was made for another number of steps."""
+        if self._scheduler is None:
+            return
+        length = getattr(self._scheduler, "total_steps", None)
+        if "total_steps" in state and state["total_steps"] != length:
+            raise ConfigError(
+                f"{type(self._scheduler).__name__} was made for {state['total_steps']} steps, and the run now has "
+                f"{length}: it can't be prolonged or cut.\nKeep trainer.max_epochs, trainer.max_steps and the batch "
+                "size as they were, or start a new run from these weights with init_from."
+            )
+        self._scheduler.load_state_dict(state)
+
+    def set_learning_rate(self, optimizer: Optimizer, value: float) -> None:
+        """Let the schedule go on from another base learning rate, from now on."""
+        for group in optimizer.param_groups:
+            group["lr"] = value
+            if "initial_lr" in group:
+                group["initial_lr"] = value
+        if self._scheduler is not None and hasattr(self._scheduler, "base_lrs"):
+            self._scheduler.base_lrs = [value for _ in optimizer.param_groups]
 
 
 def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, min_factor: float = 0.0) -> LambdaLR:

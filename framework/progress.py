@@ -1,9 +1,10 @@
-"""Where training stands, and which observers want to hear of it."""
+"""Where training stands, how fast it goes, and which observers want to hear of it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from framework.types import Callback, Logger
@@ -29,6 +30,26 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.step, self.samples = state["epoch"], state["step"], state["samples"]
+
+
+@final
+@dataclass
+class Throughput:
+    """Samples of all ranks and the time they took, without the time spent evaluating and saving."""
+
+    samples: int = 0
+    since: float = field(default_factory=time.perf_counter)
+
+    def read(self) -> float:
+        """Samples per second since the last reading."""
+        now = time.perf_counter()
+        rate = self.samples / max(now - self.since, 1e-9)
+        self.samples, self.since = 0, now
+        return rate
+
+    def leave_out(self, *, since: float) -> None:
+        """Don't count the time from then (of `time.perf_counter`) until now."""
+        self.since += time.perf_counter() - since
 
 
 def hooks(observers: Iterable[Any], name: str) -> list[Callable[..., Any]]:

@@ -58,7 +58,7 @@ def resolve_topology(settings: TopologyConfig, *, gpus: int) -> Topology:
             f"topology.gpus_per_process={span} is less than the model needs: topology.min_gpus_per_process={least}."
         )
     if gpus == 0:
-        return Topology(nnodes=1, procs_per_node=procs or 1, gpus_per_node=0, span=span or least)
+        return Topology(nnodes=settings.nnodes, procs_per_node=procs or 1, gpus_per_node=0, span=span or least)
     if gpus < least:
         raise TopologyError(
             f"trainer.gpus={gpus} is less than one process needs: topology.min_gpus_per_process={least}.\n"
@@ -75,7 +75,7 @@ def resolve_topology(settings: TopologyConfig, *, gpus: int) -> Topology:
             f"but trainer.gpus={gpus}.\n"
             f"Use trainer.gpus={procs * span}, or leave one of the two out (auto)."
         )
-    return Topology(nnodes=1, procs_per_node=procs, gpus_per_node=gpus, span=span)
+    return Topology(nnodes=settings.nnodes, procs_per_node=procs, gpus_per_node=gpus, span=span)
 
 
 def divisors(number: int) -> list[int]:

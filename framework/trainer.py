@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -35,7 +35,7 @@ from framework.evaluator import evaluate
 from framework.meter import LOSS, Meter
 from framework.optim import Schedule, clip_gradients, gradient_norm
 from framework.precision import PrecisionPlugin
-from framework.progress import Progress, hooks
+from framework.progress import Progress, Throughput, hooks
 from framework.seed import generator_states
 from framework.types import Callback, EvalReport, FitInfo, Logger, StepReport, Stop, Strategy, Task, Window
 
@@ -56,26 +56,6 @@ class Parts:
     @property
     def bare_model(self) -> nn.Module:
         return self.strategy.unwrap(self.model)
-
-
-@final
-@dataclass
-class Throughput:
-    """Samples of all ranks and the time they took, without the time spent evaluating and saving."""
-
-    samples: int = 0
-    since: float = field(default_factory=time.perf_counter)
-
-    def read(self) -> float:
-        """Samples per second since the last reading."""
-        now = time.perf_counter()
-        rate = self.samples / max(now - self.since, 1e-9)
-        self.samples, self.since = 0, now
-        return rate
-
-    def leave_out(self, *, since: float) -> None:
-        """Don't count the time from then (of `time.perf_counter`) until now."""
-        self.since += time.perf_counter() - since
 
 
 @final
@@ -100,6 +80,7 @@ class Trainer:
         self.val_loader = val_loader
         self.checkpoints = checkpoints
         self.progress = Progress()
+        self.start_step = 0
         self.val_metrics: dict[str, float] = {}
         self.stop_reason: str | None = None
         self._after_first_step = after_first_step
@@ -108,6 +89,11 @@ class Trainer:
         self._evaluated_step: int | None = None
         self._grad_norm: Tensor | None = None
         self._lr = 0.0  # of the last step: schedules move before it is logged
+        # Whether the optimizer moved in this step; None where it always does. A scaler leaves out overflowing steps.
+        self._stepped: bool | None = None
+        if parts.precision.scaler.is_enabled():
+            self._stepped = False
+            parts.optimizer.register_step_post_hook(self._note_step)
         self._meter = Meter()
         self._throughput = Throughput()
         self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
@@ -122,10 +108,9 @@ class Trainer:
 
         Raises RunError when the loss is no longer finite; whatever a task, a model or a callback raises passes.
         """
-        first_step = self.progress.step
+        self.start_step = self.progress.step
         parts, settings, progress = self.parts, self.settings, self.progress
         observe_step = self._bind()
-        parts.model.train()
         self._throughput.read()
         for window in self._windows():
             epoch = progress.epoch
@@ -134,7 +119,7 @@ class Trainer:
             report = StepReport(progress.step, epoch, loss, window.global_count)
             for observe in observe_step:
                 self._heed(observe(report))
-            if progress.step - first_step == 1:
+            if progress.step - self.start_step == 1:
                 self._after_first_step()
             if progress.step % settings.log_every_n_steps == 0:
                 self.log(epoch=epoch)
@@ -184,7 +169,9 @@ class Trainer:
         scaler.step(parts.optimizer)
         scaler.update()
         parts.optimizer.zero_grad(set_to_none=True)
-        parts.schedule.after_step()
+        if self._stepped is not False:
+            parts.schedule.after_step()
+            self._stepped = None if self._stepped is None else False
 
     def log(self, *, epoch: int) -> None:
         """Reduce what the last steps computed over ranks and give it to the loggers; agree on wishes to stop.
@@ -214,6 +201,7 @@ class Trainer:
             return
         self._wait_for_devices()  # the steps they are still at are training's time
         began = time.perf_counter()
+        self.parts.strategy.before_evaluation(self.parts.model)
         with self.evaluation_weights():
             self.val_metrics = evaluate(
                 self.parts.bare_model,
@@ -235,11 +223,12 @@ class Trainer:
     def save(self, *, epoch: int) -> None:
         """Write a checkpoint of this moment, between two steps. Every rank must call it.
 
-        Logs first, so that nothing is saved after a loss that wasn't finite.
+        Logs first, so that nothing is saved after a loss that wasn't finite; raises RunError for weights that aren't.
         """
         if self.checkpoints is None:
             return
         self.log(epoch=epoch)
+        self._check_weights()
         began = time.perf_counter()
         fresh = self._evaluated_step == self.progress.step
         self.checkpoints.save(
@@ -260,6 +249,7 @@ class Trainer:
             "scaler": parts.precision.scaler.state_dict(),
             "callbacks": {name: hook() for name, hook in self._callback_hooks("state_dict")},
             "progress": self.progress.state_dict(),
+            "val_metrics": dict(self.val_metrics),
         }
         model = parts.bare_model.state_dict()
         if hooks(parts.callbacks.values(), "evaluation_weights"):
@@ -280,6 +270,7 @@ class Trainer:
             if name in training["callbacks"]:
                 load(training["callbacks"][name])
         self.progress.load_state_dict(training["progress"])
+        self.val_metrics = dict(training["val_metrics"])
         self._saved_step = self.progress.step
 
     def _bind(self) -> list[Callable[[StepReport], Stop | None]]:
@@ -350,6 +341,18 @@ class Trainer:
         for device in self.context.devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    def _check_weights(self) -> None:
+        """Raise RunError where a step made a weight NaN or infinite, as one with such gradients does."""
+        bad = not math.isfinite(float(nn.utils.get_total_norm(self._parameters)))
+        if any_over_ranks(bad, self.context):
+            raise RunError(
+                f"The weights are no longer finite after step {self.progress.step}, though the loss was.\n"
+                "Nothing was saved since. Lower optimizer.lr, set trainer.gradient_clip_val, or look at the gradients."
+            )
 
     def _tell_loggers(self, values: Mapping[str, float], *, epoch: int) -> None:
         for logger in self.parts.loggers.values():

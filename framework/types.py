@@ -6,7 +6,7 @@ Torch is imported by nothing here at run time, so every layer may import this mo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -130,6 +130,10 @@ class Strategy(Protocol):
         """Surrounds forward and backward of a micro-batch; gradients are exchanged only where `synchronise`."""
         ...
 
+    def before_evaluation(self, model: nn.Module) -> None:
+        """Make replicas wholly equal, buffers too: what is evaluated is what rank 0 saves. Every rank must call it."""
+        ...
+
 
 class Callback(Protocol):
     """Observes training on every rank. Write only the hooks you need: one that is left out costs nothing.
@@ -138,16 +142,27 @@ class Callback(Protocol):
     State that a resumed run needs goes through `state_dict` and `load_state_dict` (plain types and tensors only).
     """
 
-    def on_fit_start(self, info: FitInfo) -> None: ...
-    def on_train_step_end(self, report: StepReport) -> Stop | None: ...
-    def on_validation_end(self, report: EvalReport) -> Stop | None: ...
-    def on_fit_end(self) -> None: ...
+    def on_fit_start(self, info: FitInfo) -> None:
+        return None
+
+    def on_train_step_end(self, report: StepReport) -> Stop | None:
+        return None
+
+    def on_validation_end(self, report: EvalReport) -> Stop | None:
+        return None
+
+    def on_fit_end(self) -> None:
+        return None
+
     def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
         """While this is entered, `model` holds the weights to evaluate and to keep as the best (an average, say)."""
-        ...
+        return nullcontext()
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return None
 
 
 class Logger(Protocol):

@@ -74,6 +74,22 @@ def _processes(config: Config) -> Iterator[str]:
         yield "backend=nccl needs GPUs, and trainer.gpus=0 uses none. Use backend=gloo or backend=auto."
 
 
+def _nodes(config: Config) -> Iterator[str]:
+    nodes, rank = config.topology.nnodes, config.topology.node_rank
+    if rank >= nodes:
+        allowed = "0" if nodes == 1 else f"0 to {nodes - 1}"
+        yield f"topology.node_rank={rank} is out of range: with topology.nnodes={nodes} it is {allowed}."
+    if nodes > 1:
+        yield f"topology.nnodes={nodes}: the launchers there are start processes on one machine. Use topology.nnodes=1."
+
+
+def _ignored(config: Config) -> Iterator[str]:
+    for name in ("root", "mirrors"):
+        target = config.data.datasets["_target_"]
+        if getattr(config.data, name) is not None and name not in config.data.datasets:
+            yield f"data.{name} is set, but data.datasets ({target}) isn't given it: this data has no use for it."
+
+
 def _batches(config: Config) -> Iterator[str]:
     size = config.data.global_batch_size
     procs = config.topology.procs_per_node or 1
@@ -162,6 +178,8 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _few_batches,
     _fast_dev_run,
     _processes,
+    _nodes,
+    _ignored,
     _batches,
     _deterministic,
     _scheduler,

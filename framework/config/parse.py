@@ -172,6 +172,9 @@ class _Reader:
     def _read_key(self, field: _Field, raw: Mapping[str, Any], *, path: str) -> Any:
         key = f"{path}{field.name}"
         if field.name not in raw:
+            # A user's own file of a group, or a run saved by an earlier version, may not know every key.
+            if field.nullable:
+                return None
             return self._wrong(f"{key} is missing. It must be {field.allowed}.")
         value = raw[field.name]
         if value == _MISSING:

@@ -125,6 +125,20 @@ def apply_typed(saved: Mapping[str, Any], composed: Mapping[str, Any], *, typed:
     return result
 
 
+def apply_changes(target: Mapping[str, Any], *, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """`target` with every key at which `after` differs from `before`: what depends on what was typed, too."""
+    result = dict(target)
+    for key in before.keys() | after.keys():
+        old, new = before.get(key, _NOT_THERE), after.get(key, _NOT_THERE)
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = apply_changes(result[key], before=old, after=new)
+        elif new is _NOT_THERE:
+            result.pop(key, None)
+        elif old != new:
+            result[key] = deepcopy(new)
+    return result
+
+
 def completed(saved: Mapping[str, Any], composed: Mapping[str, Any]) -> dict[str, Any]:
     """The saved configuration with the framework's own keys that are newer than it, at the values composed now."""
     result = {key: saved.get(key, value) for key, value in composed.items()} | dict(saved)

@@ -98,8 +98,10 @@ class BackendConfig:
     timeout: Duration  # for every collective after it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TopologyConfig:
+    nnodes: int = bounded(at_least=1)
+    node_rank: int = bounded(at_least=0)  # of the node the command runs on
     procs_per_node: int | None = auto(at_least=1)
     gpus_per_process: int | None = auto(at_least=1)
     min_gpus_per_process: int = bounded(at_least=1)  # what the model needs; the span where nothing else says

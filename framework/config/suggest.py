@@ -24,9 +24,11 @@ def nearest_key(given: str, allowed: Iterable[str]) -> str | None:
     `trainer.gpsu`, `optimizer_lr` and `gpus` find `trainer.gpus`, `optimizer.lr` and `trainer.gpus`.
     """
     # Not the keys above it: what is wrong lies below them.
-    scored = [(_likeness(given, key), -len(key), key) for key in allowed if not given.startswith(f"{key}.")]
+    scored = [
+        (key == given, _likeness(given, key), -len(key), key) for key in allowed if not given.startswith(f"{key}.")
+    ]
     best = max(scored, default=None)
-    return best[2] if best is not None and best[0] >= _CUTOFF else None
+    return best[3] if best is not None and (best[0] or best[1] >= _CUTOFF) else None
 
 
 def did_you_mean(name: str | None) -> str:

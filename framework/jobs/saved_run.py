@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.config.saved import Saved, apply_typed, completed, key_of, load_checkpoint, load_saved, merge_overrides
+from framework.config.saved import (
+    Saved,
+    apply_changes,
+    apply_typed,
+    completed,
+    key_of,
+    load_checkpoint,
+    load_saved,
+    merge_overrides,
+)
 from framework.errors import ConfigError
 
 _RESUME = "resume"
@@ -60,31 +69,45 @@ def composable(typed: Sequence[str], found: SavedRun | None) -> list[str]:
     return merge_overrides(found.saved.overrides, [text for text in typed if not names_a_run(text)])
 
 
-def going_on(
-    found: SavedRun | None, composed: Mapping[str, Any], *, typed: Sequence[str], swept: bool
-) -> dict[str, Any]:
-    """The configuration to use: the composed one, or the saved one with what is typed put over it.
+@dataclass(frozen=True)
+class Ground:
+    """What all jobs of a command stand on.
 
-    swept: it is a job of a sweep. Raises ConfigError for what can't go together.
+    without_typed: what is composed from the saved run's overrides alone; where a composition differs from it, what is
+    typed is the reason (`data.datasets.root` follows `data.root`).
     """
-    if found is None:
-        return _unsaved(composed)
-    keys = [key_of(text) for text in typed]
-    if found.key == _RESUME and swept:
-        raise ConfigError("resume can't go with several runs: they would go on in one directory. Leave -m out.")
-    if "init_from" in keys:
-        raise ConfigError(f"{found.key} can't go with init_from: each names weights to begin with. Leave one out.")
-    own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
-    raw = apply_typed(completed(found.saved.raw, composed), composed, typed=own)
-    raw["resume"] = str(found.saved.run_dir.path) if found.key == _RESUME else None
-    raw["checkpoint"] = {**raw["checkpoint"], "path": None if found.checkpoint is None else str(found.checkpoint)}
-    if found.key == _CHECKPOINT:
-        raw["init_from"] = None
-    return raw
+
+    found: SavedRun | None
+    without_typed: Mapping[str, Any] | None
+    typed: tuple[str, ...]
+
+    def configuration(self, composed: Mapping[str, Any], *, swept: bool) -> dict[str, Any]:
+        """The configuration to use: the composed one, or the saved one with what is typed put over it.
+
+        swept: it is a job of a sweep. Raises ConfigError for what can't go together.
+        """
+        found, typed = self.found, self.typed
+        if found is None or self.without_typed is None:
+            return _unsaved(composed)
+        if found.key == _RESUME and swept:
+            raise ConfigError("resume can't go with several runs: they would go on in one directory. Leave -m out.")
+        if "init_from" in map(key_of, typed):
+            raise ConfigError(f"{found.key} can't go with init_from: each names weights to begin with. Leave one out.")
+        own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
+        raw = completed(found.saved.raw, composed)
+        raw = apply_changes(raw, before=self.without_typed, after=composed)
+        raw = apply_typed(raw, composed, typed=own)
+        raw["resume"] = str(found.saved.run_dir.path) if found.key == _RESUME else None
+        raw["checkpoint"] = {**raw["checkpoint"], "path": None if found.checkpoint is None else str(found.checkpoint)}
+        if found.key == _CHECKPOINT:
+            raw["init_from"] = None
+        return raw
 
 
 def _unsaved(composed: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in ((_RESUME, composed.get("resume")), (_CHECKPOINT, composed["checkpoint"].get("path"))):
+    checkpoint = composed.get("checkpoint")
+    path = checkpoint.get("path") if isinstance(checkpoint, Mapping) else None
+    for key, value in ((_RESUME, composed.get("resume")), (_CHECKPOINT, path)):
         if value is not None:
             raise ConfigError(f"{key}={value} is set in a file. Type it on the command line: {key}=RUN")
     return dict(composed)
@@ -98,7 +121,7 @@ def _typed_path(typed: Sequence[str], key: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{given[-1]}: must be one path, such as {key}=outputs/RECIPE/RUN.")
+        raise ConfigError(f"{given[-1]}: must be one run directory, such as {key}=outputs/RECIPE/RUN.")
     return value
 
 

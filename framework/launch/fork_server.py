@@ -98,7 +98,12 @@ class ForkServer:
         with warnings.catch_warnings():
             # BLAS libraries may hold idle threads; they re-create them after a fork through pthread_atfork.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # too many processes, or no memory for one more
+                print(f"A process can't be started: {error}", file=sys.stderr, flush=True)
+                self._report(message["key"], pid=0, status=1)
+                return
         if pid == 0:
             self._leave_in_child()
             run_child(message, fd=fd, parent_pid=server_pid)
@@ -114,9 +119,10 @@ class ForkServer:
 
     def _reap(self) -> None:
         for pid, status in _ended_children():
-            key = self._keys.pop(pid)
-            event = {"event": "exited", "key": key, "pid": pid, "status": status, "time": time.time()}
-            self._channel.send(event)
+            self._report(self._keys.pop(pid), pid=pid, status=status)
+
+    def _report(self, key: str, *, pid: int, status: int) -> None:
+        self._channel.send({"event": "exited", "key": key, "pid": pid, "status": status, "time": time.time()})
 
     def _kill_all(self) -> None:
         for pid in self._keys:

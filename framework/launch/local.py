@@ -23,6 +23,7 @@ from framework.launch.wire import Channel, Message
 
 _SETTLE_S = 0.2  # after a first failure, so that the report has those that fell with it
 _REPORT_TIMEOUT_S = 3.0
+_KILL_TIMEOUT_S = 10.0
 _POLL_S = 0.5
 
 
@@ -116,8 +117,9 @@ class _LocalRun:
             if self._signal_living(signal.SIGTERM):
                 self._wait_for(self._none_left, timeout_s=self._plan.grace_s)
         finally:
+            # Nothing withstands SIGKILL for long but a process in the kernel's hands, for which we don't wait.
             if self._signal_living(signal.SIGKILL):
-                self._wait_for(self._none_left)
+                self._wait_for(self._none_left, timeout_s=_KILL_TIMEOUT_S)
 
     def _none_left(self) -> bool:
         return self._asked_for <= self._exits.keys()

@@ -6,6 +6,7 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +35,7 @@ class DDP:
         static_graph: bool = False,
     ) -> None:
         self._context = context
+        self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
         self._options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -61,6 +63,12 @@ class DDP:
         if synchronise or not isinstance(model, DistributedDataParallel):
             return _NOTHING
         return model.no_sync()
+
+    def before_evaluation(self, model: nn.Module) -> None:
+        """Give every rank rank 0's buffers (BatchNorm's statistics), which its last forward left different."""
+        if self._broadcasts_buffers:
+            for buffer in self.unwrap(model).buffers():
+                dist.broadcast(buffer, src=0)
 
     def _device_ids(self) -> list[int] | None:
         """Only for a replica that is one GPU: DDP refuses it for a CPU replica and one over several devices."""

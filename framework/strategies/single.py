@@ -30,5 +30,8 @@ class Single:
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
 
+    def before_evaluation(self, model: nn.Module) -> None:
+        return None
+
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         return _NOTHING

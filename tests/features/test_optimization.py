@@ -58,7 +58,7 @@ def moved(run_dir):
 def test_the_norm_of_all_gradients_is_clipped(after_one_step, gradients, processes):
     run_dir = after_one_step("trainer.gradient_clip_val=0.5", *processes)
     before = norm(gradients)
-    assert before > 5
+    assert before > 2
     for name, tensor in moved(run_dir).items():
         torch.testing.assert_close(tensor, gradients[name] * (0.5 / before), rtol=1e-3, atol=2e-4)
     assert results.curve(run_dir, "train/grad_norm")[1] == pytest.approx(before, rel=1e-5)

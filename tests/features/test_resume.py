@@ -81,15 +81,18 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs)
     assert [run["status"] for run in record["earlier"]] == ["interrupted"]
 
 
+@pytest.fixture(scope="module")
+def whole_run(train_once):
+    return train_once(*SHORT)
+
+
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-def test_a_run_goes_on_with_another_number_of_processes(train, before, after):
-    common = (*SHORT, "data.global_batch_size=20")
-    whole = train(*common)
-    stopped = train(*common, f"topology.procs_per_node={before}", "trainer.max_steps=93")
+def test_a_run_goes_on_with_another_number_of_processes(train, whole_run, before, after):
+    stopped = train(*SHORT, "data.global_batch_size=20", f"topology.procs_per_node={before}", "trainer.max_steps=93")
     resumed = train(f"resume={stopped}", f"topology.procs_per_node={after}", "trainer.max_steps=null")
     assert resumed == stopped
-    results.assert_same(results.weights(resumed), results.weights(whole), tolerance=1e-6)
+    results.assert_same(results.weights(resumed), results.weights(whole_run), tolerance=1e-6)
     assert f"the checkpoint is of {before} ranks, this run has {after}" in results.log(resumed)
     log = results.log(resumed, rank=after - 1)
     assert f"world size {after}" in log
@@ -115,19 +118,18 @@ def test_dropout_goes_on_with_its_generators(train):
     results.assert_same(results.weights(resumed), results.weights(whole))
 
 
-def test_a_run_is_prolonged(train):
-    whole = train(*SHORT)
+def test_a_run_is_prolonged(train, whole_run):
     prolonged = train(*SHORT, "trainer.max_epochs=1")
     train(f"resume={prolonged}", "trainer.max_epochs=2")
-    results.assert_same(results.weights(prolonged), results.weights(whole))
-    assert results.curve(prolonged, "train/loss") == results.curve(whole, "train/loss")
+    results.assert_same(results.weights(prolonged), results.weights(whole_run))
+    assert results.curve(prolonged, "train/loss") == results.curve(whole_run, "train/loss")
     # What was typed is kept for the next time.
     assert results.pointed(train(f"resume={prolonged}"), "last") == 160
 
 
-def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(train, tmp_path):
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(train, whole_run):
     stopped = train(*SHORT, "checkpoint.enabled=false", "trainer.max_steps=5")
     resumed = train(f"resume={stopped}", "checkpoint.enabled=true", "trainer.max_steps=null")
     assert "no checkpoint yet" in results.log(resumed)
-    results.assert_same(results.weights(resumed), results.weights(train(*SHORT)))
+    results.assert_same(results.weights(resumed), results.weights(whole_run))
     assert results.repeated(resumed) == {}

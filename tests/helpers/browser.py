@@ -8,11 +8,11 @@ import json
 import os
 import select
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import psutil
@@ -60,10 +60,10 @@ def need_chromium() -> str:
 
 
 @contextmanager
-def opened_page(url: str, *, program: str, width: int, height: int, scale: float = 1.0) -> Iterator[Page]:
+def opened_page(url: str, *, program: str, width: int, height: int) -> Iterator[Page]:
     """The page in a browser of its own, with a new profile; at the end the browser and all its helpers are gone.
 
-    width, height: of the page in CSS pixels, each of which is `scale` by `scale` pixels in a picture.
+    width, height: of the page in CSS pixels, each of which is one pixel of a picture.
     """
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
         pid, to_browser, from_browser = _start([program, *_FLAGS, f"--user-data-dir={profile}"], home=profile)
@@ -72,7 +72,8 @@ def opened_page(url: str, *, program: str, width: int, height: int, scale: float
             target = connection.ask("Target.createTarget", url="about:blank")["targetId"]
             session = connection.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
             page = Page(connection, session)
-            page.ask("Emulation.setDeviceMetricsOverride", mobile=False, width=width, height=height, deviceScaleFactor=scale)
+            size = {"width": width, "height": height}
+            page.ask("Emulation.setDeviceMetricsOverride", mobile=False, deviceScaleFactor=1, **size)
             page.ask("Page.navigate", url=url)
             yield page
         finally:
@@ -113,9 +114,10 @@ class Page:
         """What can be read on the page."""
         return str(self.evaluate("document.body ? document.body.innerText : ''"))
 
-    def screenshot(self) -> bytes:
-        """What can be seen of the page, as PNG."""
-        return base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"])
+    def screenshot(self, *, height: int) -> bytes:
+        """The page's upper part, so many CSS pixels of it, as PNG."""
+        clip = {"x": 0, "y": 0, "width": self.evaluate("innerWidth"), "height": height, "scale": 1}
+        return base64.b64decode(self.ask("Page.captureScreenshot", format="png", clip=clip)["data"])
 
 
 @final
@@ -156,7 +158,7 @@ class _Connection:
 
 
 def _start(command: list[str], *, home: str) -> tuple[int, int, int]:
-    """Start it in its own process group; gives its pid and the pipes to and from it. What it prints isn't of interest."""
+    """Start it in a process group of its own; gives its pid and the pipes to and from it. What it prints is lost."""
     its_input, to_browser = _pipe()
     from_browser, its_output = _pipe()
     actions = [
@@ -186,6 +188,9 @@ def _pipe() -> tuple[int, int]:
 
 
 def _end(pid: int) -> None:
-    """Kill the browser and its helpers; they are found first, because those that leave the group lose their parent."""
+    """Kill the browser and its helpers: the whole group, and those that have left it."""
     browser = psutil.Process(pid)
-    processes.kill_all([*browser.children(recursive=True), browser])
+    everyone = [*browser.children(recursive=True), browser]
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    processes.kill_all(everyone)

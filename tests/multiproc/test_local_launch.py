@@ -48,6 +48,7 @@ def make_plan(
         init_method=method,
         start_timeout_s=60.0,
         grace_s=GRACE_S,
+        terminal=True,
         warm=warm,
     )
 

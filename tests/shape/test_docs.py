@@ -11,7 +11,7 @@ import pytest
 from framework import cli
 from framework.config.assets import job_names
 from framework.config.parse import schema_keys
-from framework.jobs.request import Request
+from framework.jobs.request import JobResult, Request
 from framework.targets import check_targets
 from tests.helpers.command import run_framework
 from tests.helpers.documents import Command, commands, documents, make_targets, shown_files
@@ -38,9 +38,9 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """What jobs were asked to do; none of them does anything."""
     asked: list[Request] = []
 
-    def note(request: Request) -> int:
+    def note(request: Request) -> JobResult:
         asked.append(request)
-        return 0
+        return JobResult(0)
 
     for name in job_names():
         monkeypatch.setattr(importlib.import_module(f"framework.jobs.{name}"), "main", note)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from framework.checkpoint import CheckpointManager, complete_steps
 from framework.config.parse import parse
-from framework.config.schema import CheckpointConfig, Interval, Mode, Precision, TrainerConfig
+from framework.config.schema import Interval, Precision, TrainerConfig
 from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.sampler import GlobalOrder
@@ -42,6 +42,9 @@ class AsItIs:
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def before_evaluation(self, model: nn.Module) -> None:
+        return None
 
 
 class Squares:
@@ -95,9 +98,7 @@ def settings(**changes: Any) -> TrainerConfig:
 
 def manager(folder: Path, **changes: Any) -> CheckpointManager:
     """Keeps every checkpoint; saves by nothing but the changes."""
-    usual = CheckpointConfig(
-        enabled=True, monitor=None, mode=Mode.MIN, save_top_k=-1, every_n_steps=None, every_n_epochs=None
-    )
+    usual = replace(parse(raw_config()).checkpoint, monitor=None, save_top_k=-1, every_n_epochs=None)
     return CheckpointManager(
         replace(usual, **changes), folder, config_text="recipe: small\n", is_writer=True, barrier=lambda: None
     )
@@ -123,6 +124,7 @@ def make_trainer(
     shuffle: bool = True,
     context: Context | None = None,
     strategy: Strategy | None = None,
+    precision: Precision = Precision.FP32,
     after_first_step: Callable[[], None] = lambda: None,
 ) -> Trainer:
     how = settings() if how is None else how
@@ -141,7 +143,7 @@ def make_trainer(
         model=strategy.wrap(model),
         task=Squares() if task is None else task,
         strategy=strategy,
-        precision=PrecisionPlugin(Precision.FP32, device=CPU),
+        precision=PrecisionPlugin(precision, device=CPU),
         optimizer=opt,
         schedule=Schedule(None if scheduler is None else scheduler(opt), interval=interval, monitor=None),
         callbacks=callbacks or {},

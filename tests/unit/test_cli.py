@@ -16,7 +16,7 @@ from framework import cli
 from framework.config.saved import save_config
 from framework.config.schema import Mode
 from framework.errors import ConfigError, RunError
-from framework.jobs.request import Request
+from framework.jobs.request import JobResult, Request
 from framework.run_dir import RunDir, create_run_dir
 from tests.helpers.command import run_framework, run_python
 
@@ -40,7 +40,9 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[R
 
 
 def job_that(act: Callable[[Request], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "framework.jobs.train", SimpleNamespace(main=act))
+    """Put `act`, which gives an exit status, in the place of job=train."""
+    job = SimpleNamespace(main=lambda request: JobResult(act(request)))
+    monkeypatch.setitem(sys.modules, "framework.jobs.train", job)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -251,7 +253,9 @@ class TestSweep:
             (2, "adam"),
         ]
         assert requests[0].overrides == ("recipe=toy", "seed=1", "optimizer=sgd")
-        assert "run 3 of 0…3" in capsys.readouterr().out
+        assert "[3] seed=2 optimizer=adam  finished" in capsys.readouterr().out
+        assert [each.place.number for each in requests if each.place] == [0, 1, 2, 3]
+        assert len({each.place.folder for each in requests if each.place}) == 1
 
     def test_a_failed_run_does_not_stop_the_others(
         self, requests: list[Request], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -267,11 +271,11 @@ class TestSweep:
         job_that(act, monkeypatch)
         assert cli.main(["-m", "seed=1,2,3,4"]) == 1
         assert len(requests) == 4
-        printed = capsys.readouterr().err
-        assert "it failed" in printed
-        assert "ZeroDivisionError: unexpected" in printed
-        assert "3 of 4 runs failed:" in printed
-        assert "run 2 of 0…3: seed=3 (exit status 1)" in printed
+        printed = capsys.readouterr()
+        assert "it failed" in printed.err
+        assert "ZeroDivisionError: unexpected" in printed.err
+        assert "[2] seed=3  FAILED (1)" in printed.out
+        assert "3 of 4 jobs failed: 0, 1, 2" in printed.out
 
     def test_ctrl_c_ends_all(self, requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(request: Request) -> int:
@@ -372,7 +376,7 @@ def test_commands_that_only_answer(tmp_path: Path, arguments: list[str]) -> None
 
 def test_help_lists_groups_and_options(tmp_path: Path) -> None:
     text = run_framework("--help", cwd=tmp_path).stdout
-    assert "recipe: digits, toy, toy_model_parallel" in text
+    assert "recipe: digits, mnist, toy, toy_model_parallel" in text
     assert "python -m framework recipe=toy" in text
     assert "powered by Hydra" not in text
 

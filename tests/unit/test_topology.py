@@ -15,7 +15,9 @@ OPTIONAL = st.none() | st.integers(1, 12)
 
 
 def asked(procs: int | None, span: int | None, least: int) -> TopologyConfig:
-    return TopologyConfig(procs_per_node=procs, gpus_per_process=span, min_gpus_per_process=least)
+    return TopologyConfig(
+        nnodes=1, node_rank=0, procs_per_node=procs, gpus_per_process=span, min_gpus_per_process=least
+    )
 
 
 @given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 4), gpus=st.integers(0, 24))

@@ -21,6 +21,7 @@ from framework.checkpoint import CheckpointManager
 from framework.config.schema import CheckpointConfig, Mode
 
 settings = CheckpointConfig(
+    path=None,
     enabled=True, monitor="val/loss", mode=Mode.MIN, save_top_k=1, every_n_steps=1, every_n_epochs=None
 )
 manager = CheckpointManager(settings, Path(sys.argv[1]), config_text="", is_writer=True, barrier=lambda: None)

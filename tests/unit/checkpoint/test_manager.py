@@ -17,7 +17,7 @@ from framework.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.states import small_state
 
 CONFIG = CheckpointConfig(
-    enabled=True, monitor="val/loss", mode=Mode.MIN, save_top_k=1, every_n_steps=None, every_n_epochs=None
+    path=None, enabled=True, monitor="val/loss", mode=Mode.MIN, save_top_k=1, every_n_steps=None, every_n_epochs=None
 )
 
 

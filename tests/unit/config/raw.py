@@ -12,6 +12,8 @@ _RAW: dict[str, Any] = {
     "seed": 0,
     "resume": None,
     "init_from": None,
+    "eval": {"part": "test"},
+    "predict": {"part": "test", "output": "predictions.csv"},
     "path": {"outputs": "outputs"},
     "model": {"_target_": "recipes.some.Model", "width": 8},
     "data": {
@@ -26,7 +28,13 @@ _RAW: dict[str, Any] = {
     },
     "task": {"_target_": "framework.tasks.Supervised", "loss": {"_target_": "torch.nn.MSELoss"}, "metrics": {}},
     "backend": {"name": "auto", "init_method": "env", "init_timeout": "5m", "timeout": 600},
-    "topology": {"procs_per_node": "auto", "gpus_per_process": None, "min_gpus_per_process": 1},
+    "topology": {
+        "nnodes": 1,
+        "node_rank": 0,
+        "procs_per_node": "auto",
+        "gpus_per_process": None,
+        "min_gpus_per_process": 1,
+    },
     "trainer": {
         "gpus": "auto",
         "max_epochs": 2,
@@ -51,6 +59,7 @@ _RAW: dict[str, Any] = {
     "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
     "scheduler": {"schedule": None, "interval": "epoch", "monitor": None},
     "checkpoint": {
+        "path": None,
         "enabled": True,
         "monitor": None,
         "mode": "min",

@@ -84,7 +84,6 @@ def test_an_evaluation_counts_every_sample_once_over_processes(run: Run, procs: 
 
 
 @pytest.mark.multiproc
-@pytest.mark.xfail(strict=True, reason="each rank evaluates with the running statistics of its own last batch")
 def test_an_evaluation_is_of_the_weights_that_are_saved_also_with_running_statistics(run: Run) -> None:
     (together, saved), _ = run("evaluate_buffers", procs=2)
     assert together == pytest.approx(saved)

@@ -119,8 +119,11 @@ def test_a_rank_that_waits_in_vain_at_the_keepers_store_is_told(launch: Callable
 
 
 @pytest.mark.multiproc
-def test_the_time_out_set_later_holds_for_collectives(launch: Callable[[str], Outcome], run_dir: RunDir) -> None:
-    outcome = launch("wait_in_vain")
+@pytest.mark.parametrize("entry", ["wait_in_vain", "wait_in_vain_with_an_older_torch"])
+def test_the_time_out_set_later_holds_for_collectives(
+    launch: Callable[[str], Outcome], run_dir: RunDir, entry: str
+) -> None:
+    outcome = launch(entry)
     assert outcome.failure is None, outcome.failure.render()
     waited = json.loads((run_dir.path / "rank_0.json").read_text())
     assert 0.9 < waited < 5.0

@@ -8,7 +8,7 @@ import pytest
 
 from framework.config.parse import parse
 from framework.config.schema import Config
-from framework.jobs.summary import announcement, closing, interruption
+from framework.jobs.summary import announcement, closing_of_training, interruption
 from framework.run_dir import RunDir, create_run_dir
 from framework.topology import Topology
 from tests.unit.checkpoint.states import write_small
@@ -36,12 +36,7 @@ def config(**changes: Any) -> Config:
 )
 def test_what_starts_where_is_announced(run_dir: RunDir, topology: Topology, text: str) -> None:
     expected = f"Training some: {text}\noutputs/some/{run_dir.path.name}"
-    assert announcement(config(), topology, run_dir) == expected
-
-
-def test_a_resumed_run_is_announced_as_such(run_dir: RunDir) -> None:
-    text = announcement(config(resume=str(run_dir.path)), Topology(1, 1, 0, 1), run_dir)
-    assert text.startswith("Resuming some: ")
+    assert announcement("Training", "some", topology, run_dir) == expected
 
 
 def test_a_place_outside_of_the_working_directory_is_shown_whole(
@@ -49,7 +44,7 @@ def test_a_place_outside_of_the_working_directory_is_shown_whole(
 ) -> None:
     (run_dir.path / "deeper").mkdir()
     monkeypatch.chdir(run_dir.path / "deeper")
-    assert announcement(config(), Topology(1, 1, 0, 1), run_dir).endswith(f"\n{run_dir.path}")
+    assert announcement("Training", "some", Topology(1, 1, 0, 1), run_dir).endswith(f"\n{run_dir.path}")
 
 
 def test_results_are_shown_with_where_everything_lies(run_dir: RunDir) -> None:
@@ -57,7 +52,7 @@ def test_results_are_shown_with_where_everything_lies(run_dir: RunDir) -> None:
     run_dir.update_run({"results": {**results, "metrics": {"val/loss": 0.123456, "test/accuracy": 1.0}}})
     write_small(run_dir.checkpoints, 1200)
     path = f"outputs/some/{run_dir.path.name}"
-    assert closing(config(), run_dir, failed=False).splitlines() == [
+    assert closing_of_training(config(), run_dir, False).splitlines() == [
         "",
         "Finished some after 1,200 steps in 3.2 s (trainer.max_epochs reached)",
         "  val/loss             0.1235",
@@ -72,7 +67,7 @@ def test_results_are_shown_with_where_everything_lies(run_dir: RunDir) -> None:
 
 def test_a_failed_run_shows_no_results_not_even_an_earlier_beginnings(run_dir: RunDir) -> None:
     run_dir.update_run({"results": {"steps": 5, "metrics": {"val/loss": 1.0}}})
-    text = closing(config(), run_dir, failed=True)
+    text = closing_of_training(config(), run_dir, True)
     assert "Finished" not in text
     assert "val/loss" not in text
     assert "logs" in text
@@ -82,9 +77,9 @@ def test_a_failed_run_shows_no_results_not_even_an_earlier_beginnings(run_dir: R
 def test_resuming_is_offered_only_where_there_is_a_checkpoint(run_dir: RunDir, failed: bool) -> None:
     run_dir.update_run({"status": "running"})
     (run_dir.checkpoints / "step_00000010").mkdir()  # one that was being written
-    assert "resume" not in closing(config(), run_dir, failed=failed)
+    assert "resume" not in closing_of_training(config(), run_dir, failed)
     write_small(run_dir.checkpoints, 20)
-    assert f"resume=outputs/some/{run_dir.path.name}" in closing(config(), run_dir, failed=failed)
+    assert f"resume=outputs/some/{run_dir.path.name}" in closing_of_training(config(), run_dir, failed)
 
 
 def test_an_interruption_says_how_to_go_on(run_dir: RunDir) -> None:
