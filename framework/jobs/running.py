@@ -11,14 +11,14 @@ from typing import Any
 
 from framework.config.saved import save_config
 from framework.config.schema import Config
-from framework.errors import EXIT_WRONG_REQUEST
+from framework.errors import EXIT_WRONG_REQUEST, RunError
 from framework.hardware import resolve_gpus
 from framework.jobs.record import record_end, record_start
 from framework.jobs.request import JobResult, Request
 from framework.jobs.summary import announcement, interruption
 from framework.launch.plan import LaunchPlan, Outcome
 from framework.run_dir import RunDir, create_run_dir
-from framework.topology import resolve_topology
+from framework.topology import Topology, resolve_topology
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ def run(request: Request, *, entry: str, words: Words) -> JobResult:
     config = request.config
     topology = resolve_topology(config.topology, gpus=resolve_gpus(config.trainer.gpus))
     run_dir = _run_dir(request)
-    save_config(run_dir, request)
-    record_start(run_dir, topology)
+    _record_start(run_dir, request, topology)
     quiet = request.place is not None
     if not quiet:
         print(announcement(words.doing, config.recipe, topology, run_dir), flush=True)
@@ -68,14 +67,34 @@ def _launch(config: Config, plan: LaunchPlan) -> Outcome:
     try:
         outcome: Outcome = launcher.launch(plan)
     except KeyboardInterrupt:
-        record_end(plan.run_dir, status="interrupted")
+        _record_end(plan.run_dir, status="interrupted")
         print(interruption(plan.run_dir), file=sys.stderr, flush=True)
         raise
     except BaseException:
-        record_end(plan.run_dir, status="failed")
+        _record_end(plan.run_dir, status="failed")
         raise
-    record_end(plan.run_dir, status="finished" if outcome.status == 0 else "failed")
+    _record_end(plan.run_dir, status="finished" if outcome.status == 0 else "failed")
     return outcome
+
+
+def _record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
+    """Raises RunError where the disk refuses."""
+    try:
+        save_config(run_dir, request)
+        record_start(run_dir, topology)
+    except OSError as error:
+        raise RunError(
+            f"The run directory {run_dir.path} can't be written: {error.strerror or error}.\n"
+            "Make room, or choose another folder with path.outputs=FOLDER."
+        ) from error
+
+
+def _record_end(run_dir: RunDir, *, status: str) -> None:
+    """Where the disk refuses, that is said and nothing more: what ended the run has yet to be shown."""
+    try:
+        record_end(run_dir, status=status)
+    except OSError as error:
+        print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
 
 
 def _run_dir(request: Request) -> RunDir:

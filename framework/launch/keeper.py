@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,5 +73,6 @@ def _report(store: TCPStore, arguments: Mapping[str, Any], *, exits: list[dict[s
     keys = [failure_key(rank) for rank in range(world_size)]
     records = [json.loads(store.get(key)) for key in keys if store.check([key])]
     plain = make_report(records, exits, world_size=world_size).to_plain()
-    write_atomically(RunDir(Path(arguments["run_dir"])).failure_file, json.dumps(plain, indent=2) + "\n")
+    with suppress(OSError):  # of a full disk, say, which may be the very failure: the parent shows the report anyhow
+        write_atomically(RunDir(Path(arguments["run_dir"])).failure_file, json.dumps(plain, indent=2) + "\n")
     return plain
