@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ def _record(rank: RankArguments, error: Exception, *, status: int) -> None:
     expected = isinstance(error, FrameworkError)
     text = "".join(traceback.format_exception(error))
     stderr = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
-    stderr.write(text)
-    stderr.flush()
+    with suppress(OSError):  # of a full disk, say, which may be the very error
+        stderr.write(text)
+        stderr.flush()
     record = {
         "rank": rank.rank,
         "pid": os.getpid(),
