@@ -131,7 +131,8 @@ def build_callbacks(nodes: Mapping[str, Node]) -> dict[str, Callback]:
         key = f"callbacks.{name}"
         callback = _build(key, node)
         for attribute in dir(callback):
-            if attribute.startswith("on_") and attribute not in _HOOKS:
+            is_hook = attribute.startswith("on_") and callable(getattr(callback, attribute))
+            if is_hook and attribute not in _HOOKS:
                 hint = did_you_mean(nearest(attribute, _HOOKS))
                 raise TargetError(
                     f"{key}: {node['_target_']}.{attribute} isn't a hook and would never be called.{hint}"

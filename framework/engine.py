@@ -39,19 +39,26 @@ def run_rank(arguments: RankArguments) -> None:
     """
     with entered(arguments) as rank:
         datasets = overfitted(build.build_datasets(rank.config.data.datasets), rank.config.trainer, rank.plan)
-        _check_monitor(rank.config, datasets)
+        _check_monitors(rank.config, datasets)
         train_loader = _train_loader(rank, datasets.train)
         with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous):
             _run(rank, datasets, train_loader)
 
 
-def _check_monitor(config: Config, datasets: Datasets) -> None:
-    monitor = config.checkpoint.monitor
-    if config.checkpoint.enabled and monitor is not None and datasets.val is None:
-        raise ConfigError(
-            f"checkpoint.monitor={monitor} is never known: data.datasets gives no validation part.\n"
-            "Give it one, or set checkpoint.monitor=null."
-        )
+def _check_monitors(config: Config, datasets: Datasets) -> None:
+    """Raise ConfigError for a metric that is watched and never known."""
+    if datasets.val is not None:
+        return
+    watched = {"scheduler.monitor": config.scheduler.monitor}
+    if config.checkpoint.enabled:
+        watched["checkpoint.monitor"] = config.checkpoint.monitor
+    watched |= {f"callbacks.{name}.monitor": node.get("monitor") for name, node in config.callbacks.items()}
+    for key, metric in watched.items():
+        if metric is not None:
+            raise ConfigError(
+                f"{key}={metric} is never known: data.datasets gives no validation part.\n"
+                f"Give it one, or leave out what watches it ({key}=null for a checkpoint)."
+            )
 
 
 def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> None:

@@ -125,9 +125,9 @@ class Meter:
                     "A task must return the same names on every rank and for every batch."
                 )
         unknown = set(mine) - set(self._agreed)
-        if unknown and context.world_size > 1:
+        if unknown:
             raise RunError(
                 f"Rank {context.rank} reports {sorted(unknown)}, which the first report didn't have: {self._agreed}.\n"
                 "A task must return the same names on every rank and for every batch."
             )
-        return self._agreed if context.world_size > 1 else mine
+        return self._agreed

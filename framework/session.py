@@ -67,11 +67,11 @@ def eval_loader(rank: Rank, dataset: MapDataset | None, *, part: str, limit: int
     context, data = rank.context, rank.config.data
     batch_size = data.eval_batch_size or data.batch_size
     if limit is not None:
-        together = batch_size * context.world_size
-        batches = limited(-(-dataset_size(dataset, part=part) // together), limit)
+        # Counted in one process's batches, so that the same samples are evaluated on any number of processes.
+        batches = limited(-(-dataset_size(dataset, part=part) // batch_size), limit)
         if batches == 0:
             return None
-        dataset = first_samples(dataset, batches * together)
+        dataset = first_samples(dataset, batches * batch_size)
     return EvalLoader(
         dataset,
         part=part,

@@ -30,7 +30,7 @@ from framework.config.schema import TrainerConfig
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.distributed.context import Context
-from framework.errors import RunError
+from framework.errors import RunError, TargetError
 from framework.evaluator import evaluate
 from framework.meter import LOSS, Meter
 from framework.optim import Schedule, clip_gradients, gradient_norm
@@ -125,6 +125,7 @@ class Trainer:
                 self.log(epoch=epoch)
             if window.epoch_end:
                 parts.schedule.after_epoch()
+                self._agree_to_stop(any_over_ranks(self._stop_wish is not None, self.context))
             if self._evaluation_due(epoch, epoch_end=window.epoch_end):
                 self.evaluate(epoch=epoch)
             if self._save_due(epoch, epoch_end=window.epoch_end):
@@ -201,7 +202,6 @@ class Trainer:
             return
         self._wait_for_devices()  # the steps they are still at are training's time
         began = time.perf_counter()
-        self.parts.strategy.before_evaluation(self.parts.model)
         with self.evaluation_weights():
             self.val_metrics = evaluate(
                 self.parts.bare_model,
@@ -270,7 +270,7 @@ class Trainer:
             if name in training["callbacks"]:
                 load(training["callbacks"][name])
         self.progress.load_state_dict(training["progress"])
-        self.val_metrics = dict(training["val_metrics"])
+        self.val_metrics = dict(training.get("val_metrics", {}))
         self._saved_step = self.progress.step
 
     def _bind(self) -> list[Callable[[StepReport], Stop | None]]:
@@ -326,10 +326,11 @@ class Trainer:
             end()
 
     def evaluation_weights(self) -> ExitStack:
-        """While entered, the bare model holds the weights to evaluate."""
+        """While entered, the bare model holds the weights to evaluate, equal on all ranks. Every rank must call it."""
         stack = ExitStack()
         for swap in hooks(self.parts.callbacks.values(), "evaluation_weights"):
             stack.enter_context(swap(self.parts.bare_model))
+        self.parts.strategy.before_evaluation(self.parts.model)
         return stack
 
     def _callback_hooks(self, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -360,6 +361,10 @@ class Trainer:
 
     def _heed(self, answer: Stop | None) -> None:
         if answer is not None:
+            if not isinstance(answer, Stop):
+                raise TargetError(
+                    f"A callback answered {answer!r}. Answer framework.Stop(reason) to end, else nothing."
+                )
             self._stop_wish = answer.reason
             # Alone there is nobody to agree with.
             if self.context.world_size == 1:

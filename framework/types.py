@@ -40,7 +40,7 @@ class StepOutput(NamedTuple):
 
     loss: scalar, the *mean* over the batch's samples, with its graph in training.
     num_samples: what the mean is over; the logged and evaluated loss weighs it. Gradients weigh the batch's samples.
-    metrics: name → (sum over samples, count); sums may stay on the device.
+    metrics: name → (sum over samples, count), the same names for every batch; sums may stay on the device.
     """
 
     loss: Tensor
@@ -138,7 +138,8 @@ class Strategy(Protocol):
 class Callback(Protocol):
     """Observes training on every rank. Write only the hooks you need: one that is left out costs nothing.
 
-    Hooks are bound once before the first step. A hook that answers `Stop` ends training once the ranks have agreed.
+    Hooks are bound once before the first step. A hook that answers `Stop` ends training once the ranks have agreed: at
+    once with one rank, else after the next log, validation or epoch, since agreeing at every step would cost as much.
     State that a resumed run needs goes through `state_dict` and `load_state_dict` (plain types and tensors only).
     """
 

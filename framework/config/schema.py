@@ -84,7 +84,7 @@ class DataConfig:
     batch_size: int = bounded(at_least=1)  # per process, as in PyTorch
     global_batch_size: int | None = bounded(at_least=1)  # over ranks and accumulation; wins over batch_size
     eval_batch_size: int | None = bounded(at_least=1)  # per process; default: batch_size
-    num_workers: int = bounded(at_least=0)  # data-loader processes per rank
+    num_workers: int = bounded(at_least=0)  # data-loader processes per rank and part
     shuffle: bool
     root: str | None  # folder of the data set's files; null where it has none
     mirrors: Texts | None  # addresses to download missing files from; null: the data set's own

@@ -129,6 +129,6 @@ def preserved_generators() -> Iterator[None]:
 
 
 def _where(error: Exception) -> str:
-    """The line of the dataset's code that raised, for an error that is shown without its traceback."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"It was raised in {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"
+    """The way through the dataset's code to where it raised: such an error is shown without its traceback."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own call
+    return "\n".join(f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -14,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from framework.errors import FrameworkError
+from framework.errors import FrameworkError, RunError
 from framework.launch.child import Tee
 from framework.launch.keeper import failure_key
 from framework.launch.plan import RankArguments
@@ -30,10 +31,23 @@ def rank_main(arguments: Mapping[str, Any], _fd: int | None) -> int:
     try:
         getattr(importlib.import_module(module), name)(rank)
     except Exception as error:
-        status = error.exit_status if isinstance(error, FrameworkError) else 1
-        _record(rank, error, status=status)
+        told = _full_disk(error, rank) or error
+        status = told.exit_status if isinstance(told, FrameworkError) else 1
+        _record(rank, told, status=status)
         return status
     return 0
+
+
+def _full_disk(error: Exception, rank: RankArguments) -> RunError | None:
+    """What to tell of a disk without room, whichever file met it: logs, metrics, curves, predictions."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    told = RunError(
+        f"Rank {rank.rank} can't write {error.filename or 'its files'}: {error.strerror}.\n"
+        f"Checkpoints that are there are whole. Make room for {rank.run_dir}, then resume the run."
+    )
+    told.__cause__ = error
+    return told
 
 
 def _record(rank: RankArguments, error: Exception, *, status: int) -> None:

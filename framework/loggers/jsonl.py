@@ -6,11 +6,9 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, final
 
-from framework.errors import RunError
 from framework.run_dir import RunDir, write_atomically
 from framework.types import FitInfo
 
@@ -21,8 +19,7 @@ class JsonlLogger:
 
     Each line is valid JSON and reaches the file at once. A value that is not finite is null there, and `nonfinite`
     says what it was: {"train/loss": null, "nonfinite": {"train/loss": "nan"}}. When a run is resumed, lines of later
-    steps than the one it goes on from are cut off, as is a line that a kill left unfinished. Raises RunError where
-    the disk refuses.
+    steps than the one it goes on from are cut off, as is a line that a kill left unfinished.
     """
 
     def __init__(self, *, run_dir: RunDir) -> None:
@@ -40,20 +37,14 @@ class JsonlLogger:
         nonfinite = {name: str(float(value)) for name, value in values.items() if not math.isfinite(value)}
         finite = {name: None if name in nonfinite else value for name, value in values.items()}
         extra = {"nonfinite": nonfinite} if nonfinite else {}
-        try:
-            self._file.write(json.dumps({**row, **finite, **extra}, allow_nan=False) + "\n")
-        except OSError as error:
-            raise RunError(
-                f"{self._path} can't be written: {error.strerror or error}.\nMake room, then resume the run."
-            ) from error
+        self._file.write(json.dumps({**row, **finite, **extra}, allow_nan=False) + "\n")
 
     def text(self, tag: str, text: str) -> None:
         """Nothing: a text is no metric, and the config lies in a file of its own."""
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # all lines are written already but one whose error was raised
-                self._file.close()
+            self._file.close()
             self._file = None
 
 

@@ -6,8 +6,9 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from framework.distributed.context import Context
@@ -67,8 +68,11 @@ class DDP:
     def before_evaluation(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers (BatchNorm's statistics), which its last forward left different."""
         if self._broadcasts_buffers:
+            groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for buffer in self.unwrap(model).buffers():
-                dist.broadcast(buffer, src=0)
+                groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+            for buffers in groups.values():
+                _broadcast(buffers)
 
     def _device_ids(self) -> list[int] | None:
         """Only for a replica that is one GPU: DDP refuses it for a CPU replica and one over several devices."""
@@ -76,6 +80,15 @@ class DDP:
         if len(devices) != 1 or devices[0].index is None:
             return None
         return [devices[0].index]
+
+
+@torch.no_grad()
+def _broadcast(tensors: list[Tensor]) -> None:
+    """Rank 0's values to all, in one call: a small collective costs about a millisecond over gloo, however small."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.broadcast(flat, src=0)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def _buffer_option(broadcast: bool) -> dict[str, bool]:

@@ -138,4 +138,4 @@ def test_a_lost_peer_is_an_error_after_the_backends_timeout(folder: Path) -> Non
     )
     assert result.returncode == 1
     assert time.time() - float((folder / "trouble").read_text()) < 20.0
-    assert "Rank 0 of 2" in result.stderr
+    assert "imed out" in result.stderr  # by the rank that waited: who kept it waiting isn't known yet

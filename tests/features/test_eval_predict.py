@@ -1,0 +1,310 @@
+"""job=eval and job=predict: a trained model over one part of the data, wherever it lies, on any number of processes."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from framework import cli
+from framework.checkpoint import find
+from recipes.digits import ConvNet, digits
+from recipes.toy import ToyModel, toy_regression
+from tests.helpers import results
+
+PROCS = [1, pytest.param(2, marks=pytest.mark.multiproc), pytest.param(3, marks=pytest.mark.multiproc)]
+ERROR = "+task.metrics.error._target_=framework.tasks.MeanAbsoluteError"
+# 207 samples: 165 to train, 21 each to validate and test. Neither 2 nor 3 processes get equally many of 20 samples.
+SIZES = ("data.datasets.num_samples=207", "+data.datasets.test_fraction=0.0967", "data.eval_batch_size=4")
+TRAIN = ("recipe=toy", "logger=none", "trainer.max_epochs=3", "optimizer.lr=0.01", ERROR, *SIZES)
+
+
+@pytest.fixture(scope="module")
+def trained(train_once) -> Path:
+    return train_once(*TRAIN, "checkpoint.mode=max", "path.outputs=outputs")
+
+
+@pytest.fixture
+def command(warm, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str]]:
+    """The command in an empty folder: its status and what it says on stderr."""
+
+    def run(*overrides: str) -> tuple[int, str]:
+        monkeypatch.chdir(tmp_path)
+        capfd.readouterr()
+        status = cli.main(["trainer.gpus=0", *overrides], warm=warm)
+        said = capfd.readouterr().err
+        assert "Traceback" not in said
+        return status, said
+
+    return run
+
+
+@pytest.fixture
+def evaluate(command, trained) -> Callable[..., dict[str, float]]:
+    """The metrics of an evaluation, which lie in a run directory of its own beside that of the training."""
+
+    def run(*overrides: str) -> dict[str, float]:
+        before = set(trained.parent.iterdir()) | set(Path.cwd().glob("outputs/toy/*"))
+        assert command("job=eval", "path.outputs=evaluations", *overrides) == (0, "")
+        assert set(trained.parent.iterdir()) <= before
+        newest = max(Path("evaluations/toy").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        metrics: dict[str, float] = results.results(newest)["metrics"]
+        return metrics
+
+    return run
+
+
+def plain(weights: dict[str, Tensor], part: str, *, samples: int | None = None) -> dict[str, float]:
+    """The same by hand."""
+    inputs, targets = (tensor[:samples] for tensor in getattr(data(), part).tensors)
+    off = outputs(weights, inputs) - targets
+    metrics = {"loss": float((off**2).mean()), "error": float(off.abs().mean())}
+    return {f"{part}/{name}": value for name, value in metrics.items()}
+
+
+def close(metrics: dict[str, float]) -> Any:
+    return pytest.approx(metrics, rel=1e-6)
+
+
+def data() -> Any:
+    return toy_regression(num_samples=207, test_fraction=0.0967)
+
+
+def outputs(weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
+    model = ToyModel()
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        found: Tensor = model(inputs)
+    return found
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Every file's checksum."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# Evaluate
+
+
+@pytest.mark.parametrize("procs", PROCS)
+def test_metrics_are_those_of_a_plain_loop_on_any_number_of_processes(evaluate, trained, procs):
+    before = content(trained)
+    found = evaluate(f"checkpoint.path={trained}", f"topology.procs_per_node={procs}")
+    assert found == close(plain(results.weights(trained), "test"))
+    assert content(trained) == before
+
+
+def test_from_a_pointer_a_step_and_a_copy_far_from_its_run(evaluate, trained, tmp_path):
+    best, last = (find(trained / "checkpoints" / pointer) for pointer in ("best", "last"))
+    assert best != last
+    wanted = plain(results.weights(trained, "best"), "test")
+    assert plain(results.weights(trained, "last"), "test") != pytest.approx(wanted, rel=1e-2)
+    away = shutil.copytree(best, tmp_path / "away" / "of_mine")
+    for path in (f"{trained}/checkpoints/best", f"{trained}/best", best, away):
+        assert evaluate(f"checkpoint.path={path}") == close(wanted)
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_another_part(evaluate, trained, part):
+    assert evaluate(f"checkpoint.path={trained}", f"eval.part={part}") == close(plain(results.weights(trained), part))
+
+
+def test_what_is_typed_is_applied_and_what_was_saved_stays(evaluate, trained, tmp_path):
+    """5 batches of 4 samples; the saved configuration has what today's defaults don't."""
+    found = evaluate(f"checkpoint.path={trained}", "trainer.limit_test_batches=2", "data.batch_size=7")
+    assert found == close(plain(results.weights(trained), "test", samples=8))
+    (run_dir,) = tmp_path.glob("evaluations/toy/*")
+    saved = yaml.safe_load((trained / "config.yaml").read_text())
+    used = yaml.safe_load((run_dir / "config.yaml").read_text())
+    changed = {
+        "job": "eval",
+        "trainer": {**saved["trainer"], "limit_test_batches": 2},
+        "data": {**saved["data"], "batch_size": 7},
+        "path": {"outputs": "evaluations"},
+        "checkpoint": {**saved["checkpoint"], "path": str(find(trained))},
+    }
+    assert used == {**saved, **changed}
+
+
+def test_what_follows_a_typed_key_follows_it(command, train, tmp_path):
+    """`data.datasets.root` is written as `${data.root}`: typing the one sets the other."""
+    conf = tmp_path / "conf" / "data"
+    conf.mkdir(parents=True)
+    (conf / "rooted.yaml").write_text(ROOTED)
+    (tmp_path / "rooted.py").write_text(ROOTED_CODE)
+    run_dir = train("recipe=toy", "data=rooted", "data.root=one", "trainer.max_steps=1", "logger=none")
+    status, said = command("job=eval", f"checkpoint.path={run_dir}", "data.root=two", "path.outputs=evaluations")
+    assert (status, said) == (0, "")
+    (evaluation,) = tmp_path.glob("evaluations/toy/*")
+    used = yaml.safe_load((evaluation / "config.yaml").read_text())
+    assert (used["data"]["root"], used["data"]["datasets"]["root"]) == ("two", "two")
+    assert (tmp_path / "asked_for").read_text().split() == ["one", "two"]
+
+
+ROOTED = """
+defaults: [default]
+datasets: {_target_: rooted.points, root: "${data.root}"}
+"""
+ROOTED_CODE = """
+from pathlib import Path
+from recipes.toy import toy_regression
+def points(root):
+    with Path("asked_for").open("a") as file:
+        file.write(f"{root} ")
+    return toy_regression(num_samples=50)
+"""
+
+
+def test_a_sweep_of_evaluations(command, trained, tmp_path):
+    overrides = ("path.outputs=evaluations", f"checkpoint.path={trained}", "eval.part=val,test")
+    assert command("-m", "job=eval", *overrides) == (0, "")
+    (folder,) = tmp_path.glob("evaluations/multirun/*")
+    weights = results.weights(trained)
+    assert results.results(folder / "0")["metrics"] == close(plain(weights, "val"))
+    assert results.results(folder / "1")["metrics"] == close(plain(weights, "test"))
+
+
+# Predict
+
+
+def predictions(path: Path) -> Tensor:
+    """The columns of a CSV after the index, which counts from 0."""
+    with path.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["index", *(f"output_{i}" for i in range(5))]
+    assert [row[0] for row in rows] == [str(index) for index in range(len(rows))]
+    return torch.tensor([[float(value) for value in row[1:]] for row in rows])
+
+
+@pytest.mark.parametrize("procs", PROCS)
+def test_every_sample_once_in_the_datasets_order(command, trained, tmp_path, procs):
+    before = content(trained)
+    overrides = (f"checkpoint.path={trained}", f"topology.procs_per_node={procs}", "path.outputs=predictions")
+    assert command("job=predict", *overrides) == (0, "")
+    assert command("job=predict", *overrides, "predict.output=all.pt", "predict.part=train") == (0, "")
+    weights = results.weights(trained)
+    inputs = {part: getattr(data(), part).tensors[0] for part in ("train", "test")}
+    found = predictions(tmp_path / "predictions.csv")
+    torch.testing.assert_close(found, outputs(weights, inputs["test"]), rtol=1e-5, atol=1e-6)
+    columns = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert columns.keys() == {"output"}
+    torch.testing.assert_close(columns["output"], outputs(weights, inputs["train"]), rtol=1e-5, atol=1e-6)
+    assert content(trained) == before
+    assert list(tmp_path.rglob("*.part")) == list(tmp_path.rglob("*.tmp")) == []
+
+
+@pytest.mark.multiproc
+def test_more_processes_than_samples(command, trained, tmp_path):
+    few = ("trainer.limit_test_batches=1", "data.eval_batch_size=1", "data.datasets.num_samples=20")
+    one = ("+data.datasets.test_fraction=0.05", "topology.procs_per_node=3")
+    assert command("job=predict", f"checkpoint.path={trained}", *few, *one, "path.outputs=some") == (0, "")
+    assert len(predictions(tmp_path / "predictions.csv")) == 1
+
+
+def test_a_classifiers_predictions_are_classes_and_probabilities(command, train, tmp_path):
+    short = ("trainer.max_steps=1", "logger=none", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
+    run_dir = train("recipe=digits", *short)
+    assert command("job=predict", f"checkpoint.path={run_dir}", "data.eval_batch_size=30") == (0, "")
+    with (tmp_path / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    model = ConvNet().eval()
+    model.load_state_dict(results.weights(run_dir))
+    images: Tensor = digits().test.tensors[0][:30]  # type: ignore[union-attr]
+    with torch.no_grad():
+        best = model(images).softmax(dim=1).max(dim=1)
+    assert [int(row["index"]) for row in rows] == list(range(30))
+    assert [int(row["class"]) for row in rows] == best.indices.tolist()
+    assert [float(row["probability"]) for row in rows] == pytest.approx(best.values.tolist(), rel=1e-4)
+    assert rows[0].keys() == {"index", "class", "probability"}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("job", ["eval", "predict"])
+def test_without_weights(command, tmp_path, job):
+    assert command(f"job={job}", "recipe=toy") == (
+        2,
+        f"job={job} needs weights: checkpoint.path=outputs/RECIPE/RUN, or one of its checkpoints.\n",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("job=eval", "resume={run}"), "resume can't go with checkpoint.path: each names the run to begin with."),
+        (("job=eval", "init_from={run}"), "checkpoint.path can't go with init_from: each names weights to begin with."),
+        (("job=eval", "recipe=digits"), "recipe=digits can't go with checkpoint.path: that run's recipe is toy."),
+        (("job=eval", "eval.part=trian"), "eval.part=trian: must be one of train, val, test. Did you mean"),
+        (("job=train",), "is for job=eval and job=predict. To train, use resume=RUN"),
+        (("job=predict", "predict.output=some.txt"), "predict.output=some.txt: must end with one of .csv, .pt."),
+        (("job=predict", "predict.output=some"), "predict.output=some: must end with one of .csv, .pt."),
+        (("job=predict", "predict.output=no/where.csv"), "there is no folder "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_can_not_be_asked_for_starts_nothing(command, trained, tmp_path, overrides, said):
+    filled = [text.format(run=trained) for text in overrides]
+    status, told = command(f"checkpoint.path={trained}", "path.outputs=here", *filled)
+    assert status == 2
+    assert said in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_alone_can_not_be_evaluated(command, trained):
+    status, told = command("job=eval", f"resume={trained}")
+    assert status == 2
+    assert f"resume can't go with job=eval: it goes on with training. Use checkpoint.path={trained}." in told
+
+
+@pytest.mark.parametrize("name", ["predictions.csv", "mine.pt"])
+def test_what_is_there_already_is_not_overwritten(command, trained, tmp_path, name):
+    (tmp_path / name).write_text("of mine")
+    overrides = (f"checkpoint.path={trained}", f"predict.output={name}", "path.outputs=here")
+    status, told = command("job=predict", *overrides)
+    assert status == 2
+    assert told == f"predict.output={tmp_path / name} is there already. Choose another name, or remove it.\n"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "of mine"}
+
+
+@pytest.mark.parametrize("job", ["eval", "predict"])
+def test_a_part_that_is_not_there(command, trained, tmp_path, job):
+    without = ("+data.datasets.test_fraction=0", "path.outputs=here")
+    status, told = command(f"job={job}", f"checkpoint.path={trained}", *without)
+    assert (status, told) == (2, "data.datasets gives no test part. There is: train, val.\n")
+    status, told = command(f"job={job}", f"checkpoint.path={trained}", "trainer.limit_test_batches=0", *without[1:])
+    assert (status, told) == (2, "trainer.limit_test_batches=0 leaves nothing of the test part.\n")
+    assert not (tmp_path / "predictions.csv").exists()
+
+
+def test_a_task_that_can_not_predict(command, trained, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = ("~task.loss", "~task.metrics", "path.outputs=here")
+    status, told = command("job=predict", f"checkpoint.path={trained}", "task._target_=own.Mute", *own)
+    assert status == 2
+    assert told.startswith("job=predict needs a task with predict_step(model, batch); Mute has none.\n")
+    status, told = command("job=predict", f"checkpoint.path={trained}", "task._target_=own.Summary", *own)
+    assert status == 2
+    assert "The task's predict_step gave 'mean' as shape () for a batch of 4 samples." in told
+    assert not (tmp_path / "predictions.csv").exists()
+
+
+OWN = """
+from torch.nn.functional import mse_loss
+from framework import StepOutput
+class Mute:
+    def training_step(self, model, batch): return StepOutput(mse_loss(model(batch[0]), batch[1]), len(batch[0]))
+    validation_step = training_step
+class Summary(Mute):
+    def predict_step(self, model, batch): return {"mean": model(batch[0]).mean()}
+"""

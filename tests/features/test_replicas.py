@@ -1,0 +1,100 @@
+"""Several processes are one run: what is evaluated is what is saved, and what one rank wishes all do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import results
+
+pytestmark = pytest.mark.multiproc
+Train = Callable[..., Path]
+
+RECIPE = '''
+import os
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from framework import Datasets, Stop
+
+class Normed(nn.Sequential):
+    def __init__(self): super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+def drifting(size=96):
+    """The first half is elsewhere than the second, so that ranks see different statistics."""
+    x = torch.randn(size, 4, generator=torch.Generator().manual_seed(0)) + torch.arange(size)[:, None] / 8
+    data = TensorDataset(x, x.sum(dim=1, keepdim=True))
+    return Datasets(train=data, val=data)
+
+class StopsOn:
+    """Wishes to stop after the first step, on one rank."""
+    def __init__(self, rank, answer="stop"): self.rank, self.answer = rank, answer
+    def on_train_step_end(self, report):
+        if os.environ["RANK"] == str(self.rank):
+            return Stop("had enough") if self.answer == "stop" else True
+'''
+YAML = """# @package _global_
+defaults:
+  - override /task: regression
+model: {_target_: recipes.normed.Normed}
+data: {datasets: {_target_: recipes.normed.drifting}, batch_size: 8, shuffle: false}
+trainer: {max_epochs: 2}
+optimizer: {lr: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def own_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "normed.py").write_text(RECIPE)
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "normed.yaml").write_text(YAML)
+
+
+@pytest.mark.usefixtures("own_recipe")
+@pytest.mark.parametrize("callbacks", [(), ("callbacks=ema", "callbacks.ema.decay=0.5")], ids=["plain", "ema"])
+def test_validation_is_of_the_weights_and_statistics_that_are_saved(train: Train, callbacks: tuple[str, ...]) -> None:
+    run = train("recipe=normed", "topology.procs_per_node=2", *callbacks)
+    seen = results.results(run)["metrics"]["val/loss"]
+    again = train("job=eval", f"checkpoint.path={run}", "eval.part=val", "topology.procs_per_node=1")
+    assert results.results(again)["metrics"]["val/loss"] == pytest.approx(seen, rel=1e-5)
+
+
+@pytest.mark.usefixtures("own_recipe")
+@pytest.mark.parametrize("procs", [1, 2])
+def test_a_wish_to_stop_is_agreed_at_the_end_of_the_epoch_at_the_latest(train: Train, procs: int) -> None:
+    run = train(
+        "recipe=normed",
+        f"topology.procs_per_node={procs}",
+        f"+callbacks.mine={{_target_:recipes.normed.StopsOn,rank:{procs - 1}}}",
+        *("trainer.log_every_n_steps=1000", "trainer.check_val_every_n_epoch=null", "checkpoint=none"),
+        "trainer.max_epochs=50",
+    )
+    found = results.results(run)
+    assert found["ended_by"] == "had enough"
+    assert found["steps"] == (1 if procs == 1 else 6)
+
+
+@pytest.mark.usefixtures("own_recipe")
+def test_another_answer_than_stop_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    train("recipe=normed", "+callbacks.mine={_target_:recipes.normed.StopsOn,rank:0,answer:yes}", status=2)
+    assert "A callback answered True. Answer framework.Stop(reason)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_recipe")
+def test_a_limited_validation_is_of_the_same_samples_on_any_number_of_processes(train: Train) -> None:
+    found = [
+        results.results(
+            train(
+                "recipe=normed",
+                f"topology.procs_per_node={procs}",
+                *("trainer.limit_val_batches=2", "data.eval_batch_size=8", "trainer.max_steps=1", "optimizer.lr=0.0"),
+                *("trainer.val_check_interval=1", "data.global_batch_size=8"),
+            )
+        )["metrics"]["val/loss"]
+        for procs in (1, 2)
+    ]
+    # BatchNorm's statistics are of different shares after one step; the samples are the same, so it's close.
+    assert found[1] == pytest.approx(found[0], rel=0.05)

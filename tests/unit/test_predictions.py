@@ -1,0 +1,132 @@
+"""Each rank's share becomes one file, in order, whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from framework.errors import ConfigError
+from framework.predictions import FORMATS, Columns, columns_of, join_parts, save_part
+
+
+def save(folder: Path, shares: Sequence[Sequence[Columns]]) -> list[Path]:
+    parts = [folder / f"{number}.part" for number in range(len(shares))]
+    for part, batches in zip(parts, shares, strict=True):
+        save_part(batches, part)
+    return parts
+
+
+def read(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+NAMED = {"class": torch.tensor([3, 1]), "probability": torch.tensor([0.1, 1 / 3])}
+OTHER = {"class": torch.tensor([0]), "probability": torch.tensor([1.0])}
+
+
+def test_a_tensor_is_a_column_called_output() -> None:
+    values = torch.ones(4, 2, requires_grad=True)
+    columns = columns_of(values, num_samples=4)
+    assert columns.keys() == {"output"}
+    assert not columns["output"].requires_grad
+    assert columns_of({"a": values, "b": values}, num_samples=4).keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("prediction", "said"),
+    [
+        (torch.tensor(1.0), "'output' as shape () for a batch of 3 samples"),
+        (torch.zeros(4, 2), "'output' as shape (4, 2) for a batch of 3 samples"),
+        ({"good": torch.zeros(3), "bad": torch.zeros(1, 3)}, "'bad' as shape (1, 3)"),
+        ({"names": ["a", "b", "c"]}, "'names' as list"),
+    ],
+)
+def test_what_is_not_a_row_for_each_sample_is_refused(prediction: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match="first dimension is the sample") as caught:
+        columns_of(prediction, num_samples=3)
+    assert said in str(caught.value)
+
+
+def test_csv_has_an_index_and_one_row_a_sample(tmp_path: Path) -> None:
+    parts = save(tmp_path, [[NAMED, OTHER], [OTHER]])
+    assert join_parts(parts, tmp_path / "all.csv") == 4
+    assert read(tmp_path / "all.csv") == [
+        ["index", "class", "probability"],
+        ["0", "3", "0.100000001"],
+        ["1", "1", "0.333333343"],
+        ["2", "0", "1"],
+        ["3", "0", "1"],
+    ]
+    assert list(tmp_path.iterdir()) == [tmp_path / "all.csv"]
+
+
+def test_pt_has_the_tensors_as_they_were(tmp_path: Path) -> None:
+    image = {"image": torch.arange(12.0).reshape(2, 2, 3).bfloat16(), "is_new": torch.tensor([True, False])}
+    parts = save(tmp_path, [[image], [], [image, image]])
+    assert join_parts(parts, tmp_path / "all.pt") == 6
+    columns = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert columns.keys() == image.keys()
+    for name, values in image.items():
+        assert torch.equal(columns[name], torch.cat([values] * 3))
+    assert list(tmp_path.iterdir()) == [tmp_path / "all.pt"]
+
+
+def test_several_numbers_a_sample_are_several_columns(tmp_path: Path) -> None:
+    values = {"image": torch.arange(8).reshape(2, 2, 2), "is_new": torch.tensor([True, False])}
+    join_parts(save(tmp_path, [[values]]), tmp_path / "all.csv")
+    assert read(tmp_path / "all.csv") == [
+        ["index", "image_0", "image_1", "image_2", "image_3", "is_new"],
+        ["0", "0", "1", "2", "3", "True"],
+        ["1", "4", "5", "6", "7", "False"],
+    ]
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=8))
+def test_numbers_in_csv_read_back_the_same(tmp_path_factory: pytest.TempPathFactory, numbers: list[float]) -> None:
+    folder = tmp_path_factory.mktemp("numbers")
+    given_values = torch.tensor(numbers)
+    join_parts(save(folder, [[{"x": given_values}]]), folder / "all.csv")
+    found = torch.tensor([float(row[1]) for row in read(folder / "all.csv")[1:]])
+    assert torch.equal(found, given_values)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("sizes", [(3, 0, 2), (0, 0, 1), (0, 4), (2, 2, 2, 1)])
+def test_ranks_without_samples_leave_no_gap(tmp_path: Path, suffix: str, sizes: tuple[int, ...]) -> None:
+    whole = torch.arange(float(sum(sizes)))
+    shares: list[list[Columns]] = [[{"x": values}] if len(values) else [] for values in whole.split(list(sizes))]
+    output = tmp_path / f"all{suffix}"
+    assert join_parts(save(tmp_path, shares), output) == sum(sizes)
+    assert torch.equal(found_in(output), whole)
+
+
+def found_in(output: Path) -> Tensor:
+    if output.suffix == ".pt":
+        values: Tensor = torch.load(output, weights_only=True)["x"]
+        return values
+    return torch.tensor([float(row[1]) for row in read(output)[1:]])
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_full_disk_leaves_no_half_file_and_keeps_the_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    parts = save(tmp_path, [[NAMED], [OTHER]])
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        join_parts(parts, tmp_path / f"all{suffix}")
+    assert sorted(tmp_path.iterdir()) == parts
