@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 
 from framework.config.assets import config_dir, user_config_dir
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
-from framework.jobs.saved_run import Ground, composable, names_a_run, saved_run
+from framework.jobs.saved_run import Ground, SavedRun, composable, names_a_run, not_composable, saved_run
 from framework.run_dir import new_name
 
 if TYPE_CHECKING:
@@ -115,11 +115,19 @@ def _read_typed(typed: list[str], *, others: list[str], warm: WarmServer | None)
         return result.score
 
     saved = saved_run(typed)
-    before = None if saved is None else _compose(composable([], saved), run_at_once=run_at_once)[0].raw
+    before = None if saved is None else _without_typed(saved, run_at_once=run_at_once)
     ground = Ground(saved, without_typed=before, typed=tuple(typed))
     compositions = _compose([*composable(typed, saved), *others], run_at_once=run_at_once)
     # Composing is all that `--cfg job` needs; the schema is read for what runs.
     return _Asked([_request(each, ground, warm=warm) for each in compositions], sweeps[0] if sweeps else None)
+
+
+def _without_typed(saved: SavedRun, *, run_at_once: Callable[[_Composition], float | None]) -> dict[str, Any]:
+    """What the saved run's own overrides compose now. Raises ConfigError where they don't any more."""
+    try:
+        return _compose(composable([], saved), run_at_once=run_at_once)[0].raw
+    except ConfigError as error:
+        raise not_composable(saved, error) from error
 
 
 def _request(composition: _Composition, ground: Ground, *, warm: WarmServer | None) -> Request:
@@ -189,6 +197,8 @@ def _compose(arguments: list[str], *, run_at_once: Callable[[_Composition], floa
             command()
         if failures:
             raise failures[0]
+    except BrokenPipeError:  # whoever read what is shown has gone; that says nothing about the configuration
+        raise
     except Exception as error:
         if os.environ.get(_FULL_ERROR) != "1":
             _explain(error, arguments)

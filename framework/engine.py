@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from framework import build
 from framework.checkpoint import CheckpointManager, find, load, load_weights
 from framework.checkpoint.format import BEST
+from framework.config.saved import confirm
 from framework.config.schema import Config, Interval
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
 from framework.data.sampler import GlobalOrder
@@ -156,18 +158,27 @@ def _restore(rank: Rank, trainer: Trainer) -> None:
         _resume(rank, trainer, own)
     elif rank.config.init_from is not None:
         load_model(rank, trainer.parts.bare_model, Path(rank.config.init_from))
+    if rank.config.resume is not None:
+        barrier(rank.context)  # no rank has refused it
+        if rank.context.is_main:
+            confirm(rank.run_dir)
 
 
 def _own_checkpoint(rank: Rank) -> Path | None:
-    """The checkpoint to go on from; None for a new run, and for one that was stopped before its first."""
+    """The checkpoint to go on from; None for a new run, and for one that was stopped before its first.
+
+    It is the one that `resume` names, the last one where that is the run directory.
+    """
     if rank.config.resume is None:
         return None
     try:
-        return find(rank.run_dir.checkpoints)
+        return find(Path(rank.config.resume))
     except CheckpointError:
         if any(rank.run_dir.checkpoints.glob("step_*")):
             raise
         logger.warning("%s has no checkpoint yet: the run begins anew", rank.run_dir.path)
+        if rank.context.is_main:
+            print("There is no checkpoint yet: the run begins anew", flush=True)
         return None
 
 
@@ -177,6 +188,7 @@ def _resume(rank: Rank, trainer: Trainer, source: Path) -> None:
     training, generators = state["training"], state["generators"]
     saved = yaml.safe_load((source / "config.yaml").read_text())
     _check_optimizer(rank.config, saved)
+    _check_schedule(rank.config, saved)
     load_weights(trainer.parts.bare_model, training.get("model", state["model"]), source=source)
     trainer.load_state_dict(training)
     _change_optimizer(rank.config, saved, trainer.parts)
@@ -197,12 +209,33 @@ def _check_optimizer(config: Config, saved: dict[str, Any]) -> None:
         )
 
 
+def _check_schedule(config: Config, saved: dict[str, Any]) -> None:
+    """Raise ConfigError for another schedule than the checkpoint's: its state holds its settings and would win."""
+    now, then = config.scheduler.schedule or {}, saved["scheduler"]["schedule"] or {}
+    if now.get("_target_") != then.get("_target_"):
+        raise ConfigError(
+            f"resume can't go on with {_schedule_name(now)}: the checkpoint is of a run with {_schedule_name(then)}.\n"
+            "Keep that, or start a new run from these weights with init_from."
+        )
+    changed = [name for name in {**then, **now} if now.get(name) != then.get(name)]
+    if changed:
+        one_by_one = ", ".join(f"{name}={now.get(name)} (it was {then.get(name)})" for name in changed)
+        raise ConfigError(
+            f"resume can't change a schedule that has begun: scheduler.schedule.{one_by_one}.\n"
+            "Keep it as it was, or start a new run from these weights with init_from."
+        )
+
+
+def _schedule_name(node: Mapping[str, Any]) -> str:
+    return f"the schedule {node['_target_']}" if node else "no schedule"
+
+
 def _change_optimizer(config: Config, saved: dict[str, Any], parts: Parts) -> None:
     """Give the restored optimizer what was typed for it since; its state, as saved, has the old values."""
     changed = {name: value for name, value in config.optimizer.items() if saved["optimizer"].get(name) != value}
     for name, value in changed.items():
         if name == "lr":
-            parts.schedule.set_learning_rate(parts.optimizer, value)
+            parts.schedule.set_learning_rate(parts.optimizer, value, before=saved["optimizer"].get(name))
         else:
             for group in parts.optimizer.param_groups:
                 group[name] = value
@@ -257,7 +290,8 @@ def _named(context: Context) -> str:
 def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], tested: str, seconds: float) -> None:
     """Leave the results in `run.json`, where the parent reads them for the closing summary."""
     progress = trainer.progress
-    reached = "max_epochs" if progress.epoch == rank.config.trainer.max_epochs else "max_steps"
+    max_epochs = rank.config.trainer.max_epochs
+    reached = "max_epochs" if max_epochs is not None and progress.epoch >= max_epochs else "max_steps"
     ended_by = trainer.stop_reason or f"trainer.{reached} reached"
     results = {
         "steps": progress.step,

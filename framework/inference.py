@@ -79,10 +79,16 @@ def _ready(
     """The model with its weights, this rank's share of the part, and the precision, inside the process group."""
     config, context = rank.config, rank.context
     datasets = build.build_datasets(config.data.datasets)
-    limits = {Part.VAL: config.trainer.limit_val_batches, Part.TEST: config.trainer.limit_test_batches}
-    loader = eval_loader(rank, _part(datasets, part), part=part.value, limit=limits.get(part))
+    trainer = config.trainer
+    limits = {
+        Part.TRAIN: trainer.limit_train_batches,
+        Part.VAL: trainer.limit_val_batches,
+        Part.TEST: trainer.limit_test_batches,
+    }
+    loader = eval_loader(rank, _part(datasets, part), part=part.value, limit=limits[part])
     if loader is None:
-        raise DataError(f"trainer.limit_{part.value}_batches=0 leaves nothing of the {part.value} part.")
+        key = f"trainer.limit_{part.value}_batches"
+        raise DataError(f"{key}=0 leaves nothing of the {part.value} part. Set {key}=null.")
     with process_group(context, config.backend, rendezvous=arguments.rendezvous):
         try:
             precision = PrecisionPlugin(config.trainer.precision, device=context.device)

@@ -71,14 +71,19 @@ class Schedule:
             )
         self._scheduler.load_state_dict(state)
 
-    def set_learning_rate(self, optimizer: Optimizer, value: float) -> None:
-        """Let the schedule go on from another base learning rate, from now on."""
+    def set_learning_rate(self, optimizer: Optimizer, value: float, *, before: float | None) -> None:
+        """Let the schedule go on from another base learning rate: what it has made of the one before is kept in scale.
+
+        before: the base until now. Where it is None or 0 nothing can be scaled, and every rate becomes `value`.
+        """
+
+        def changed(rate: Any) -> Any:
+            return rate * (value / before) if before else value
+
         for group in optimizer.param_groups:
-            group["lr"] = value
-            if "initial_lr" in group:
-                group["initial_lr"] = value
+            group |= {name: changed(group[name]) for name in ("lr", "initial_lr") if name in group}
         if self._scheduler is not None and hasattr(self._scheduler, "base_lrs"):
-            self._scheduler.base_lrs = [value for _ in optimizer.param_groups]
+            self._scheduler.base_lrs = [changed(rate) for rate in self._scheduler.base_lrs]
 
 
 def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, min_factor: float = 0.0) -> LambdaLR:

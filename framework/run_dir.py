@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import secrets
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +18,7 @@ from typing import Any
 from framework.errors import RequestError
 
 _ATTEMPTS = 100
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of file systems that have none
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,15 @@ class RunDir:
     @property
     def overrides_file(self) -> Path:
         return self.path / "overrides.yaml"
+
+    @property
+    def before_file(self) -> Path:
+        """Configuration and overrides from before a resumption that isn't known to work yet; else not there."""
+        return self.path / "before_resume.yaml"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / ".lock"
 
     @property
     def run_file(self) -> Path:
@@ -87,6 +101,41 @@ def create_run_dir(parent: Path, *, name: str | None = None) -> RunDir:
             f"Choose a folder that can be written with path.outputs=FOLDER."
         ) from error
     return run_dir
+
+
+@contextmanager
+def locked(run_dir: RunDir) -> Iterator[None]:
+    """Keep other processes out of the run directory while this is entered; the kernel ends it with the process.
+
+    A file system without locks (some network ones) isn't guarded. Raises RequestError where another process is in it,
+    or the file of the lock can't be written.
+    """
+    try:
+        lock = os.open(run_dir.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RequestError(f"The run directory {run_dir.path} can't be written: {error.strerror or error}.") from error
+    try:
+        _lock(lock, run_dir)
+        with suppress(OSError):  # on a full disk the others aren't told who has it
+            os.ftruncate(lock, 0)
+            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(lock: int, run_dir: RunDir) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = run_dir.lock_file.read_text().strip() or "another process"
+        raise RequestError(
+            f"The run {run_dir.path} is in use by {holder}.\n"
+            "Two commands can't train in one directory: wait until that one has ended, or end it."
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def new_name() -> str:

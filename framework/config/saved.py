@@ -6,6 +6,7 @@ A resumed run uses its saved configuration, to which only what was typed is appl
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
@@ -38,11 +39,12 @@ class Saveable(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run directory holds, whose paths are absolute."""
+    """What a run directory holds, whose paths are absolute. step: the one checkpoint to resume, None for the last."""
 
     run_dir: RunDir
     raw: Mapping[str, Any]
     overrides: tuple[str, ...]
+    step: Path | None = None
 
     @property
     def recipe(self) -> str:
@@ -58,32 +60,62 @@ def save_config(run_dir: RunDir, request: Saveable) -> None:
     write_atomically(run_dir.config_file, _dump(raw))
 
 
-def load_saved(path: str | Path) -> Saved:
-    """What was saved in the run directory `path`; its checkpoints, or the last of them, stand for it too.
+def keep_before(run_dir: RunDir) -> None:
+    """Before `save_config` in a run that is resumed: what is saved there counts until `confirm`, also after a kill."""
+    if not run_dir.before_file.exists():
+        raw, overrides = _saved_in(run_dir)
+        write_atomically(run_dir.before_file, _dump({"config": raw, "overrides": overrides}))
 
-    Raises ConfigError where there is no run, its files can't be read, or `path` is another checkpoint than the last.
-    """
+
+def confirm(run_dir: RunDir) -> None:
+    """What was saved last is known to resume the run: it counts from now on."""
+    run_dir.before_file.unlink(missing_ok=True)
+
+
+def put_back(run_dir: RunDir) -> None:
+    """Undo a `save_config` that was never confirmed; nothing where there is none."""
+    if run_dir.before_file.exists():
+        raw, overrides = _saved_in(run_dir)
+        write_atomically(run_dir.overrides_file, _dump(overrides))
+        write_atomically(run_dir.config_file, _dump(raw))
+        confirm(run_dir)
+
+
+def run_of(path: str | Path) -> RunDir:
+    """The run that `path` is, or lies in. Raises ConfigError, naming the one that was probably meant."""
     given = Path(path).expanduser().absolute()
     if not given.exists():
         raise ConfigError(f"resume={path}: there is no such directory.{_hint(given)}")
-    run_dir = next((RunDir(place) for place in (given, *given.parents) if _is_run(place)), None)
-    if run_dir is None:
-        raise ConfigError(
-            f"resume={path}: this is no run directory, for it has no config.yaml and overrides.yaml.{_hint(given)}"
-        )
+    for place in (given, *given.parents):
+        if _is_run(place):
+            return RunDir(place)
+    raise ConfigError(
+        f"resume={path}: this is no run directory, for it has no config.yaml and overrides.yaml.{_hint(given)}"
+    )
+
+
+def load_saved(path: str | Path) -> Saved:
+    """What was saved in the run directory `path`; its checkpoints, or one of them, stand for it too.
+
+    Raises ConfigError where there is no run, its files can't be read, or `path` is something else in it.
+    """
+    given, run_dir = Path(path).expanduser().absolute(), run_of(path)
+    step = None
     if given not in (run_dir.path, run_dir.checkpoints, run_dir.checkpoints / "last"):
-        raise ConfigError(
-            f"resume={path}: a run goes on from its last checkpoint. Use resume={run_dir.path}, "
-            f"or init_from={path} for a new run that starts from these weights."
-        )
-    raw, overrides = _load(run_dir.config_file), _load(run_dir.overrides_file)
+        step = given.resolve()
+        if step.parent != run_dir.checkpoints.resolve() or not step.is_dir():
+            raise ConfigError(
+                f"resume={path}: this is neither a run directory nor one of its checkpoints.\n"
+                f"Go on from the run's last checkpoint with {resume_argument(run_dir.path)}"
+            )
+    raw, overrides = _saved_in(run_dir)
     are_texts = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
     if not isinstance(raw, dict) or not are_texts:
         raise ConfigError(
             f"resume={path}: {run_dir.config_file.name} must hold a mapping and {run_dir.overrides_file.name} a list "
             f"of texts. One of them was changed; restore it, or start a new run."
         )
-    return Saved(run_dir=run_dir, raw=raw, overrides=tuple(overrides))
+    return Saved(run_dir=run_dir, raw=raw, overrides=tuple(overrides), step=step)
 
 
 def load_checkpoint(directory: Path) -> Saved:
@@ -95,13 +127,36 @@ def load_checkpoint(directory: Path) -> Saved:
     if not isinstance(raw, dict):
         raise ConfigError(f"{directory / 'config.yaml'} must hold a mapping. It was changed; restore it.")
     run_dir = RunDir(directory.parent.parent)
-    typed = _load(run_dir.overrides_file) if _is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
+    typed = _saved_in(run_dir)[1] if _is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
     return Saved(run_dir=run_dir, raw=raw, overrides=tuple(typed))
 
 
 def key_of(override: str) -> str:
     """The key or group an override is about: `trainer.gpus` of `+trainer.gpus=2`."""
     return override.lstrip("+~").partition("=")[0]
+
+
+def value_of(override: str) -> Any:
+    """The value of `key=value` as Hydra reads it; as it stands where Hydra can't."""
+    from hydra.errors import HydraException
+
+    try:
+        return _parsed_value(override)
+    except HydraException:
+        return override.partition("=")[2].strip("'\"")  # a path with characters that Hydra would want quoted
+
+
+def resume_argument(path: str | Path) -> str:
+    """`resume=PATH` to paste into a shell: it reaches Hydra as one word and is read as this path."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+    from hydra.errors import HydraException
+
+    text = f"resume={path}"
+    try:
+        is_plain = _parsed_value(text) == str(path)
+    except HydraException:
+        is_plain = False
+    return shlex.quote(text if is_plain else f"resume={QuotedString(str(path), Quote.single).with_quotes()}")
 
 
 def merge_overrides(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
@@ -148,6 +203,20 @@ def completed(saved: Mapping[str, Any], composed: Mapping[str, Any]) -> dict[str
     return result
 
 
+def _parsed_value(override: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(override).value()
+
+
+def _saved_in(run_dir: RunDir) -> tuple[Any, Any]:
+    """Configuration and overrides that count, whatever they are."""
+    if not run_dir.before_file.exists():
+        return _load(run_dir.config_file), _load(run_dir.overrides_file)
+    before = _load(run_dir.before_file)
+    return (before.get("config"), before.get("overrides")) if isinstance(before, dict) else (None, None)
+
+
 def _is_run(place: Path) -> bool:
     # A folder of YAML may have a config.yaml; both files are in a run only.
     return RunDir(place).config_file.is_file() and RunDir(place).overrides_file.is_file()
@@ -173,9 +242,9 @@ def _hint(given: Path) -> str:
     if not found:
         return ""
     if place == given:
-        return f"\nThe newest run in it: resume={max(found, key=lambda run: run.name)}"
+        return f"\nThe newest run in it: {resume_argument(max(found, key=lambda run: run.name))}"
     guess = nearest(str(given), map(str, found))
-    return f"\nDid you mean resume={guess}?" if guess else ""
+    return f"\nDid you mean {resume_argument(guess)}?" if guess else ""
 
 
 def _load(file: Path) -> Any:

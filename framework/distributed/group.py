@@ -1,4 +1,4 @@
-"""The process group of a run: set up with one time-out, used with another, always destroyed."""
+"""The process group of a run: set up with one time-out, used with another, destroyed at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from framework.errors import RunError
 
 @contextmanager
 def process_group(context: Context, settings: BackendConfig, *, rendezvous: str | None) -> Iterator[None]:
-    """The default group while this is entered, destroyed on every way out. Every rank must enter.
+    """The default group while this is entered. Every rank must enter.
+
+    It is destroyed on the way out, but an error leaves a group with peers to the end of the process: they must not
+    notice before this rank has told what happened, and a collective under way could hold up the destruction.
 
     `rendezvous` is a URL for `init_process_group`; None makes a group of this rank alone that meets nobody.
     Raises RunError when the ranks don't all arrive within `settings.init_timeout`.
@@ -34,8 +37,11 @@ def process_group(context: Context, settings: BackendConfig, *, rendezvous: str 
         ) from error
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if rendezvous is None:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def set_timeout(timeout_s: float, context: Context) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.config.saved import save_config
+from framework.checkpoint import find
+from framework.config.saved import keep_before, put_back, run_of, save_config
 from framework.config.schema import Config
 from framework.errors import EXIT_WRONG_REQUEST, RunError
 from framework.hardware import resolve_gpus
@@ -17,7 +18,7 @@ from framework.jobs.record import record_end, record_start
 from framework.jobs.request import JobResult, Request
 from framework.jobs.summary import announcement, interruption
 from framework.launch.plan import LaunchPlan, Outcome
-from framework.run_dir import RunDir, create_run_dir
+from framework.run_dir import RunDir, create_run_dir, locked
 from framework.topology import Topology, resolve_topology
 
 
@@ -36,8 +37,17 @@ def run(request: Request, *, entry: str, words: Words) -> JobResult:
     """
     config = request.config
     topology = resolve_topology(config.topology, gpus=resolve_gpus(config.trainer.gpus))
+    if config.init_from is not None and config.resume is None:
+        find(Path(config.init_from))  # while nothing has been made
     run_dir = _run_dir(request)
-    _record_start(run_dir, request, topology)
+    with locked(run_dir):
+        _record_start(run_dir, request, topology)
+        return _run(request, topology, run_dir, entry=entry, words=words)
+
+
+def _run(request: Request, topology: Topology, run_dir: RunDir, *, entry: str, words: Words) -> JobResult:
+    """Launch in a run directory that is this process's own, and say how that went."""
+    config = request.config
     quiet = request.place is not None
     if not quiet:
         print(announcement(words.doing, config.recipe, topology, run_dir), flush=True)
@@ -80,6 +90,9 @@ def _launch(config: Config, plan: LaunchPlan) -> Outcome:
 def _record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
     """Raises RunError where the disk refuses."""
     try:
+        if request.config.resume is not None:
+            keep_before(run_dir)
+            run_dir.failure_file.unlink(missing_ok=True)  # of the beginning before; its logs stay
         save_config(run_dir, request)
         record_start(run_dir, topology)
     except OSError as error:
@@ -92,6 +105,7 @@ def _record_start(run_dir: RunDir, request: Request, topology: Topology) -> None
 def _record_end(run_dir: RunDir, *, status: str) -> None:
     """Where the disk refuses, that is said and nothing more: what ended the run has yet to be shown."""
     try:
+        put_back(run_dir)  # where the ranks didn't take up what was typed
         record_end(run_dir, status=status)
     except OSError as error:
         print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
@@ -100,7 +114,7 @@ def _record_end(run_dir: RunDir, *, status: str) -> None:
 def _run_dir(request: Request) -> RunDir:
     config, place = request.config, request.place
     if config.resume is not None:
-        return RunDir(Path(config.resume))
+        return run_of(config.resume)
     if place is not None:
         return create_run_dir(place.folder, name=str(place.number))
     return create_run_dir(Path(config.path.outputs) / config.recipe)

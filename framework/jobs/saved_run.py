@@ -19,6 +19,7 @@ from framework.config.saved import (
     load_checkpoint,
     load_saved,
     merge_overrides,
+    value_of,
 )
 from framework.errors import ConfigError
 
@@ -28,7 +29,7 @@ _CHECKPOINT = "checkpoint.path"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """key: the one that names it. checkpoint: the step directory of `checkpoint.path`, absolute."""
+    """key: the one that names it. checkpoint: the step directory it names, absolute; None for the last of `resume`."""
 
     key: str
     saved: Saved
@@ -45,12 +46,13 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
         return None
     if len(named) > 1:
         raise ConfigError("resume can't go with checkpoint.path: each names the run to begin with. Leave one out.")
+    from framework.checkpoint import find
+
     ((key, path),) = named.items()
     if key == _RESUME:
-        found = SavedRun(key, load_saved(path), checkpoint=None)
+        saved = load_saved(path)
+        found = SavedRun(key, saved, checkpoint=None if saved.step is None else find(saved.step))
     else:
-        from framework.checkpoint import find
-
         directory = find(Path(path))
         found = SavedRun(key, load_checkpoint(directory), checkpoint=directory)
     _check_recipe(found, typed)
@@ -67,6 +69,14 @@ def composable(typed: Sequence[str], found: SavedRun | None) -> list[str]:
     if found is None:
         return list(typed)
     return merge_overrides(found.saved.overrides, [text for text in typed if not names_a_run(text)])
+
+
+def not_composable(found: SavedRun, error: ConfigError) -> ConfigError:
+    """`error` with what to do where what a saved run was started with can't be composed any more."""
+    return ConfigError(
+        f"{error}\nThat is of {found.saved.run_dir.path}, which was started with: {' '.join(found.saved.overrides)}\n"
+        "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its whole path there."
+    )
 
 
 @dataclass(frozen=True)
@@ -97,9 +107,10 @@ class Ground:
         raw = completed(found.saved.raw, composed)
         raw = apply_changes(raw, before=self.without_typed, after=composed)
         raw = apply_typed(raw, composed, typed=own)
-        raw["resume"] = str(found.saved.run_dir.path) if found.key == _RESUME else None
-        raw["checkpoint"] = {**raw["checkpoint"], "path": None if found.checkpoint is None else str(found.checkpoint)}
-        if found.key == _CHECKPOINT:
+        is_resumed = found.key == _RESUME
+        raw["resume"] = str(found.checkpoint or found.saved.run_dir.path) if is_resumed else None
+        raw["checkpoint"] = {**raw["checkpoint"], "path": None if is_resumed else str(found.checkpoint)}
+        if not is_resumed:
             raw["init_from"] = None
         return raw
 
@@ -117,22 +128,12 @@ def _typed_path(typed: Sequence[str], key: str) -> str | None:
     given = [text for text in typed if key_of(text) == key]
     if not given:
         return None
-    value = _value(given[-1])
+    value = value_of(given[-1])
     if value is None:
         return None
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{given[-1]}: must be one run directory, such as {key}=outputs/RECIPE/RUN.")
     return value
-
-
-def _value(override: str) -> Any:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        return OverridesParser.create().parse_override(override).value()
-    except HydraException:
-        return override.partition("=")[2].strip("'\"")  # a path with characters that Hydra would want quoted
 
 
 def _check_recipe(found: SavedRun, typed: Sequence[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from framework.checkpoint import complete_steps
+from framework.config.saved import resume_argument
 from framework.config.schema import Config
 from framework.run_dir import RunDir
 from framework.topology import Topology
@@ -35,8 +37,9 @@ def closing_of_training(config: Config, run_dir: RunDir, failed: bool) -> str:
     rows = [("run", path), ("logs", f"{path}/logs")]
     if complete_steps(run_dir.checkpoints):
         rows.insert(1, ("checkpoints", f"{path}/checkpoints"))
-        rows.append(("resume", f"python -m framework resume={path}"))
-    rows.append(("look", f"tensorboard --logdir {short(Path(config.path.outputs))}"))
+        rows.append(("resume", f"python -m framework {resume_argument(path)}"))
+    # The folder with the runs of all recipes, to compare them; from where the run is, not from where it was started.
+    rows.append(("look", look(run_dir.path.parents[1])))
     return "\n".join(lines + _rows(rows))
 
 
@@ -63,8 +66,14 @@ def closing_of_prediction(config: Config, run_dir: RunDir, failed: bool) -> str:
 
 def interruption(run_dir: RunDir) -> str:
     """One line on how to go on after Ctrl-C."""
-    path = short(run_dir.path)
-    return f"\nInterrupted; every process has ended. Go on from the last checkpoint: python -m framework resume={path}"
+    command = f"python -m framework {resume_argument(short(run_dir.path))}"
+    how = "Go on from the last checkpoint" if complete_steps(run_dir.checkpoints) else "No checkpoint yet; begin anew"
+    return f"\nInterrupted; every process has ended. {how}: {command}"
+
+
+def look(folder: Path) -> str:
+    """The command that shows the curves of every run in `folder`."""
+    return f"tensorboard --logdir {shlex.quote(short(folder))}"
 
 
 def _counted(number: int, one: str, many: str) -> str:

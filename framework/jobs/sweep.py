@@ -12,7 +12,7 @@ from typing import final
 
 from framework.errors import EXIT_RUN_FAILED, FrameworkError
 from framework.jobs.request import JobResult, Request
-from framework.jobs.summary import short
+from framework.jobs.summary import look, short
 from framework.run_dir import RunDir
 
 _NO_SCORE = "–"
@@ -57,7 +57,9 @@ class Sweep:
         failed = [_name(job) for job in finished if job.result.status != 0]
         if failed:
             print(f"\n{len(failed)} of {len(finished)} jobs failed: {', '.join(failed)}")
-        print(f"\n  look         tensorboard --logdir {_folder_of(finished[0].request)}", flush=True)
+        place = finished[0].request.place
+        if place is not None:
+            print(f"\n  look         {look(place.folder)}", flush=True)
         return EXIT_RUN_FAILED if failed else 0
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO, final
 
@@ -86,7 +87,10 @@ def _log_to(path: Path, *, terminal: bool) -> None:
 
 @final
 class Tee(io.TextIOBase):
-    """A text stream that writes to the terminal and to a log; what it says of itself is true of the terminal."""
+    """A text stream that writes to the terminal and to a log; what it says of itself is true of the terminal.
+
+    A terminal that is gone, or a pipe that nobody reads any more, ends nothing: the log has all of it.
+    """
 
     def __init__(self, terminal: TextIO, log: TextIO) -> None:
         self.terminal = terminal
@@ -94,11 +98,14 @@ class Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self.log.write(text)
-        return self.terminal.write(text)
+        with suppress(OSError):
+            self.terminal.write(text)
+        return len(text)
 
     def flush(self) -> None:
         self.log.flush()
-        self.terminal.flush()
+        with suppress(OSError):
+            self.terminal.flush()
 
     def isatty(self) -> bool:
         return self.terminal.isatty()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from framework.config.schema import InitMethod
@@ -71,12 +71,16 @@ class RankArguments:
         return RankArguments(plain["run_dir"], topology, rank=plain["rank"], rendezvous=plain["rendezvous"])
 
 
-def rendezvous_url(method: InitMethod, *, host: str, port: int, run_dir: RunDir) -> str:
-    """The URL that ranks meet at. With `env` and `tcp` it is the keeper's store, with `file` a new file."""
+def rendezvous_url(method: InitMethod, *, host: str, port: int, folder: Path) -> str:
+    """The URL that ranks meet at. With `env` and `tcp` it is the keeper's store, with `file` a file in `folder`.
+
+    A rendezvous file can't be used twice, so `folder` must be new. torch cuts the path at `#` and `?` and undoes no
+    quoting: it can't be in the run directory, which the user names.
+    """
     return {
         InitMethod.ENV: "env://",
         InitMethod.TCP: f"tcp://{host}:{port}",
-        InitMethod.FILE: f"file://{run_dir.path}/.rendezvous_{os.getpid()}_{port}",
+        InitMethod.FILE: f"file://{folder}/rendezvous",
     }[method]
 
 

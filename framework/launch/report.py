@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+# What gloo, NCCL and the store say to those whose peer is gone.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|pair closure"
+    r"|timed out waiting|got 0 bytes|failed to recv|ncclRemoteError|remote process exited|not connected",
+    re.IGNORECASE,
+)
+_NOTICE_S = 5.0  # how much later than its peers' errors the end of a process may be seen
 
 
 @dataclass(frozen=True)
@@ -26,20 +35,28 @@ class RankFailure:
     def cause(self) -> str:
         if self.exception is not None:
             return self.exception
+        if self.status == 0:
+            return "left early with exit status 0, before its work was done"
         if self.status < 0:
             name = _signal_name(-self.status)
             hint = " (the system's out-of-memory killer sends it too)" if name == "SIGKILL" else ""
             return f"killed by {name}{hint}"
         return f"left with exit status {self.status} without saying why"
 
+    @property
+    def is_lost_peer(self) -> bool:
+        """Whether it raised because another rank was gone: a consequence, if that rank's end is known."""
+        return self.exception is not None and _LOST_PEER.search(self.traceback or self.exception) is not None
+
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The first rank to fail and those that followed, in the order of time."""
+    """The first rank to fail and those that followed. `unsaved` says why there is no `failure.json`."""
 
     world_size: int
     first: RankFailure
     others: tuple[RankFailure, ...]
+    unsaved: str | None = None
 
     def to_plain(self) -> dict[str, Any]:
         return {**asdict(self), "cause": self.first.cause}
@@ -47,19 +64,20 @@ class FailureReport:
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> FailureReport:
         others = tuple(RankFailure(**other) for other in plain["others"])
-        return FailureReport(plain["world_size"], RankFailure(**plain["first"]), others)
+        return FailureReport(plain["world_size"], RankFailure(**plain["first"]), others, plain["unsaved"])
 
     def render(self) -> str:
         """The text for the terminal: an expected error is its message; any other one its traceback and where it was."""
         first = self.first
+        unsaved = [] if self.unsaved is None else [self.unsaved]
         if first.expected and first.exception is not None:
-            return first.exception
+            return "\n".join([first.exception, *unsaved])
         lines = [] if first.traceback is None else [first.traceback.rstrip()]
         lines.append(f"Rank {first.rank} of {self.world_size} (pid {first.pid}) failed first: {first.cause}")
         if self.others:
             lines.append(f"Followed by {_list_ranks([other.rank for other in self.others])}.")
         lines.append(f"Its log: {first.log}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *unsaved])
 
 
 def _signal_name(number: int) -> str:
@@ -81,12 +99,20 @@ def make_report(
     """Merge what ranks said (`records`) with how their processes ended (`exits`) into one order of time.
 
     A rank that raised wrote its record before it left, so before its peers could notice; its record's time counts.
-    A rank that said nothing counts from the end of its process.
+    A rank that said nothing counts from the end of its process, which is seen later than peers notice it: it comes
+    before those that raised at most `_NOTICE_S` earlier because a peer was gone. An exit with `early` is a failure
+    whatever its status. `exits` must have none that the launcher itself caused.
     """
     said = {record["rank"]: record for record in records}
-    ended = {end["rank"]: end for end in exits if end["status"] != 0}
+    ended = {end["rank"]: end for end in exits if end["status"] != 0 or end.get("early")}
     failures = [_merge(rank, said.get(rank), ended.get(rank)) for rank in said.keys() | ended.keys()]
-    first, *others = sorted(failures, key=lambda failure: (failure.time, failure.rank))
+    silent = [failure.time for failure in failures if failure.exception is None]
+
+    def order(failure: RankFailure) -> tuple[bool, float, int]:
+        follows = failure.is_lost_peer and any(time <= failure.time + _NOTICE_S for time in silent)
+        return follows, failure.time, failure.rank
+
+    first, *others = sorted(failures, key=order)
     return FailureReport(world_size, first, tuple(others))
 
 

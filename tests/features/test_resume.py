@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from framework import cli
+from framework.run_dir import RunDir, locked
 from tests.helpers import results
 from tests.helpers.command import started_framework
 
@@ -130,6 +133,102 @@ def test_a_run_is_prolonged(train, whole_run):
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(train, whole_run):
     stopped = train(*SHORT, "checkpoint.enabled=false", "trainer.max_steps=5")
     resumed = train(f"resume={stopped}", "checkpoint.enabled=true", "trainer.max_steps=null")
-    assert "no checkpoint yet" in results.log(resumed)
+    assert "There is no checkpoint yet: the run begins anew" in results.log(resumed).splitlines()  # printed, too
     results.assert_same(results.weights(resumed), results.weights(whole_run))
     assert results.repeated(resumed) == {}
+
+
+# What is refused leaves the run as it was
+
+SCHEDULED = (*SHORT, "scheduler=step", "scheduler.interval=step", "scheduler.schedule.step_size=40")
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("overrides", "typed", "reason"),
+    [
+        ((*SHORT, "topology.procs_per_node=2"), "optimizer=adam", "can't go on with optimizer torch.optim.Adam"),
+        (SHORT, "optimizer=adam", "can't go on with optimizer torch.optim.Adam"),
+        (SHORT, "scheduler=cosine", "is of a run with no schedule"),
+        (SCHEDULED, "scheduler=none", "can't go on with no schedule"),
+        (SCHEDULED, "scheduler=cosine", "with the schedule torch.optim.lr_scheduler.StepLR"),
+        (SCHEDULED, "scheduler.schedule.gamma=0.9", "scheduler.schedule.gamma=0.9 (it was 0.1)"),
+    ],
+)
+def test_a_refused_resumption_changes_nothing(train, capfd, overrides, typed, reason):
+    stopped = train(*overrides, "data.global_batch_size=20", "trainer.max_epochs=1")
+    files = [stopped / name for name in ("config.yaml", "overrides.yaml")]
+    before = [file.read_text() for file in files]
+    train(f"resume={stopped}", typed, "trainer.max_epochs=2", status=2)
+    printed = capfd.readouterr().err
+    assert reason in printed
+    assert "init_from" in printed
+    assert "Traceback" not in printed
+    assert [file.read_text() for file in files] == before
+    assert (stopped / "failure.json").exists()
+    resumed = train(f"resume={stopped}", "trainer.max_epochs=2")
+    assert results.results(resumed)["steps"] == 160
+    assert results.run_file(resumed)["status"] == "finished"
+    assert not (stopped / "failure.json").exists()
+    assert not (stopped / "before_resume.yaml").exists()
+    assert "max_epochs: 2" in files[0].read_text()
+
+
+def test_another_learning_rate_is_taken_up_in_scale(train):
+    """Steps 41 to 80 have a tenth of the rate, those from 81 on a hundredth."""
+    common = ("logger=jsonl", "trainer.log_every_n_steps=1", "optimizer.lr=0.01")
+    stopped = train(*SCHEDULED, *common, "trainer.max_steps=60")
+    resumed = train(f"resume={stopped}", "trainer.max_steps=90", "optimizer.lr=0.02")
+    rates = results.curve(resumed, "train/lr")
+    assert [rates[step] for step in (60, 61, 80, 81)] == pytest.approx([0.001, 0.002, 0.002, 0.0002])
+
+
+# Which checkpoint
+
+
+def test_an_older_checkpoint_is_gone_on_from_where_the_last_is_damaged(train, whole_run, capfd):
+    stopped = train(*SHORT, "trainer.max_steps=60", "checkpoint.every_n_steps=20", "checkpoint.save_top_k=-1")
+    model = stopped / "checkpoints" / "step_00000060" / "model.pt"
+    model.write_bytes(bytes([255]) * model.stat().st_size)
+    train(f"resume={stopped}", "trainer.max_steps=null", status=2)
+    assert "step_00000040" in capfd.readouterr().err
+    older = stopped / "checkpoints" / "step_00000040"
+    train(f"resume={older}", "trainer.max_steps=null")
+    assert "Going on after step 40" in results.log(stopped)
+    results.assert_same(results.weights(stopped), results.weights(whole_run))
+    assert results.curve(stopped, "train/loss") == results.curve(whole_run, "train/loss")
+    assert results.repeated(stopped) == {}
+    assert results.pointed(train(f"resume={stopped}"), "last") == 160
+
+
+def test_an_incomplete_checkpoint_is_refused_before_anything_is_changed(train, whole_run, capfd):
+    before = (whole_run / "run.json").read_text()
+    (whole_run / "checkpoints" / "step_00000001").mkdir()
+    try:
+        train(f"resume={whole_run}/checkpoints/step_00000001", status=2)
+    finally:
+        (whole_run / "checkpoints" / "step_00000001").rmdir()
+    assert "is not complete" in capfd.readouterr().err
+    assert (whole_run / "run.json").read_text() == before
+
+
+def test_weights_to_begin_with_are_looked_for_before_a_run_is_made(warm, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*SHORT, "trainer.gpus=0", f"init_from={tmp_path}/nowhere"], warm=warm) == 2
+    assert "There is no " in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_in_use_is_refused(train, whole_run, warm, capfd):
+    with locked(RunDir(whole_run)):
+        before = (whole_run / "run.json").read_text()
+        train(f"resume={whole_run}", "trainer.max_epochs=3", status=2)
+        assert (whole_run / "run.json").read_text() == before
+    assert f"in use by process {os.getpid()}" in capfd.readouterr().err
+
+
+def test_the_limit_that_ended_a_run_is_named(train):
+    prolonged = train(*SHORT, "trainer.max_steps=100")
+    assert results.results(prolonged)["ended_by"] == "trainer.max_steps reached"
+    train(f"resume={prolonged}", "trainer.max_epochs=1", "trainer.max_steps=null")
+    assert results.results(prolonged)["ended_by"] == "trainer.max_epochs reached"

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from framework.config.schema import BackendConfig, BackendName, Duration, InitMethod
 from framework.errors import ConfigError
 from framework.launch.plan import RankArguments
 
@@ -50,10 +51,60 @@ def all_refuse(_rank: RankArguments) -> None:
     raise ConfigError("optimizer.lr=lots isn't a number")
 
 
-def rank_1_is_killed(rank: RankArguments) -> None:
-    if rank.rank == 1:
+def leave_the_others(rank: RankArguments) -> None:
+    """Rank 1 ends as the file `how` says while its peers are inside a collective of the process group."""
+    import torch
+    import torch.distributed as dist
+
+    from framework.distributed.context import make_context
+    from framework.distributed.group import process_group
+
+    context = make_context(rank.topology, node_rank=0, local_rank=rank.rank, backend_name=BackendName.GLOO)
+    limit = Duration(30.0)
+    settings = BackendConfig(name=BackendName.GLOO, init_method=InitMethod.ENV, init_timeout=limit, timeout=limit)
+    with process_group(context, settings, rendezvous=rank.rendezvous):
+        for step in range(1000):
+            if rank.rank == 1 and step == 5:
+                time.sleep(0.1)  # the others are waiting by now
+                _end(Path(rank.run_dir, "how").read_text())
+            dist.all_reduce(torch.ones(1000))
+
+
+def _end(how: str) -> None:
+    if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(LONG_S)
+    elif how == "_exit":
+        os._exit(0)
+    elif how == "exit":
+        sys.exit(0)
+    raise ValueError("a mistake of its own")
+
+
+def exit_at_once(_rank: RankArguments) -> None:
+    sys.exit(0)
+
+
+def leave_alone(rank: RankArguments) -> None:
+    """Nobody notices: the other rank does its work without a group."""
+    if rank.rank == 1:
+        os._exit(0)
+
+
+def raise_unspeakable(_rank: RankArguments) -> None:
+    class UnspeakableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    raise UnspeakableError
+
+
+def fork_a_process(rank: RankArguments) -> None:
+    """A process of the user's own that ends as it likes."""
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(3)
+    os.waitpid(pid, 0)
+    Path(rank.run_dir, "forked").touch()
 
 
 def rank_0_raises_rank_1_ignores_sigterm(rank: RankArguments) -> None:

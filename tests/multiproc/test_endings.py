@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import Started, run_framework, started_framework
+from tests.helpers.command import Started, run_framework, run_python, started_framework
 
 pytestmark = pytest.mark.multiproc
 
 RECIPE = '''
 """A recipe of the user's own, in a folder of the user's own."""
-import os, time
+import os, sys, time
 from pathlib import Path
 import torch
 from torch.utils.data import Dataset
@@ -36,6 +37,8 @@ class Trouble:
         if self.steps == self.step and os.environ["RANK"] == str(self.rank):
             Path("trouble").write_text(str(time.time()))
             if self.what == "raise": raise ValueError("a mistake in the task")
+            if self.what == "exit": sys.exit(0)
+            if self.what == "_exit": os._exit(0)
             if self.what == "sleep": time.sleep(300)
         inputs, targets = batch
         return StepOutput(loss=((model(inputs) - targets) ** 2).mean(), num_samples=len(inputs))
@@ -58,6 +61,12 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "trouble.yaml").write_text(YAML)
     return tmp_path
+
+
+def run_in_shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`command` in a shell that knows $PYTHON, until all its processes are gone."""
+    program = "import os, sys; os.environ['PYTHON'] = sys.executable; os.execv('/bin/sh', ['sh', '-c', sys.argv[1]])"
+    return run_python("-c", program, command, cwd=folder)
 
 
 def run_file(folder: Path) -> dict[str, object]:
@@ -89,6 +98,54 @@ def test_a_rank_that_raises_ends_the_run_within_5_s(folder: Path, rank: int) -> 
     assert f"Rank {rank} of 2" in result.stderr
     assert "ValueError: a mistake in the task" in result.stderr
     assert run_file(folder)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"), [("exit", "SystemExit: 0"), ("_exit", "left early with exit status 0, before its work was done")]
+)
+def test_a_rank_that_leaves_early_fails_the_run(folder: Path, what: str, cause: str) -> None:
+    result = run_framework(
+        "recipe=trouble", f"task.what={what}", "task.rank=1", "topology.procs_per_node=2", cwd=folder
+    )
+    assert result.returncode == 1
+    assert "Rank 1 of 2" in result.stderr
+    assert f"failed first: {cause}" in result.stderr
+    assert run_file(folder)["status"] == "failed"
+
+
+@pytest.mark.parametrize("launchers", [("launcher=in_place", "launcher=local")])
+def test_a_launcher_changed_in_the_same_command_starts_its_own_server(folder: Path, launchers: tuple[str, str]) -> None:
+    result = run_framework("recipe=trouble", *launchers, "trainer.max_steps=3", "topology.procs_per_node=2", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert run_file(folder)["status"] == "finished"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_trouble(folder: Path, closed: str) -> None:
+    result = run_in_shell(f"$PYTHON -m framework recipe=trouble trainer.max_steps=3 {closed}", folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert run_file(folder)["status"] == "finished"
+
+
+@pytest.mark.parametrize("options", ["recipe=trouble trainer.max_steps=3", "recipe=trouble task.what=raise"])
+def test_a_reader_that_leaves_ends_the_command_quietly(folder: Path, options: str) -> None:
+    """The reader is gone before the first line, so every write of parent and ranks fails."""
+    command = f"{{ sleep 0.3; $PYTHON -m framework {options} 2>errors; echo $? >status; }} | true"
+    result = run_in_shell(command, folder)
+    assert (folder / "status").read_text() == "141\n"
+    assert (result.stderr, (folder / "errors").read_text()) == ("", "")
+
+
+def test_ranks_go_on_when_the_reader_of_their_output_leaves(folder: Path) -> None:
+    """The reader leaves after the parent's first line, while the ranks are starting."""
+    command = "$PYTHON -m framework recipe=trouble trainer.max_steps=3 2>errors | head -n 1"
+    result = run_in_shell(command, folder)
+    assert len(result.stdout.splitlines()) == 1
+    assert (folder / "errors").read_text() == ""
+    assert run_file(folder)["status"] == "finished"
+    (log,) = folder.glob("outputs/trouble/*/logs/rank_0.log")
+    assert "Linear with 5 parameters" in log.read_text()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 import threading
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from framework.config.schema import InitMethod
-from framework.errors import LaunchError
+from framework.errors import LaunchError, RunError
 from framework.launch import in_place, local
 from framework.launch.plan import LaunchPlan, Outcome
 from framework.launch.warm import WarmServer
@@ -106,12 +108,87 @@ def test_a_refusal_by_all_ranks_is_one_message_with_its_own_status(launch: Calla
     assert outcome.failure.render() == "optimizer.lr=lots isn't a number"
 
 
-def test_a_killed_rank_is_named_with_its_signal(launch: Callable[..., Outcome], warm: WarmServer) -> None:
-    outcome = launch("rank_1_is_killed", procs=2)
+@pytest.mark.parametrize("_again", range(3))
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("kill", "killed by SIGKILL"),
+        ("_exit", "left early with exit status 0"),
+        ("exit", "SystemExit: 0"),
+        ("raise", "ValueError: a mistake of its own"),
+    ],
+)
+def test_the_rank_that_left_its_peers_in_a_collective_is_named_first(
+    launch: Callable[..., Outcome], run_dir: RunDir, warm: WarmServer, how: str, cause: str, _again: int
+) -> None:
+    (run_dir.path / "how").write_text(how)
+    outcome = launch("leave_the_others", procs=4)
     assert outcome.status == 1
     assert outcome.failure is not None
-    assert outcome.failure.first.rank == 1
-    assert "SIGKILL" in outcome.failure.render()
+    assert outcome.failure.first.rank == 1, outcome.failure
+    assert cause in outcome.failure.render()
+    assert json.loads(run_dir.failure_file.read_text())["first"]["rank"] == 1
+    assert_idle(warm)
+
+
+def test_leaving_early_with_status_0_is_a_failure(launch: Callable[..., Outcome], warm: WarmServer) -> None:
+    outcome = launch("leave_alone", procs=2)
+    assert outcome.status == 1
+    assert outcome.failure is not None
+    assert (outcome.failure.first.rank, outcome.failure.others) == (1, ())
+    assert "left early with exit status 0" in outcome.failure.render()
+    assert_idle(warm)
+
+
+def test_an_exception_without_words_is_reported(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("raise_unspeakable", procs=1)
+    assert outcome.failure is not None
+    assert "UnspeakableError: (its message can't be shown: __str__ raised RuntimeError)" in outcome.failure.render()
+
+
+def test_the_end_of_a_process_that_a_rank_forked_is_not_the_ranks(
+    launch: Callable[..., Outcome], run_dir: RunDir
+) -> None:
+    assert launch("fork_a_process", procs=1).status == 0
+    assert (run_dir.path / "forked").exists()
+
+
+def test_a_failure_that_can_not_be_saved_is_reported(launch: Callable[..., Outcome], run_dir: RunDir) -> None:
+    run_dir.failure_file.mkdir()  # refuses to be replaced by a file, as a full disk does
+    outcome = launch("rank_1_raises", procs=2)
+    assert outcome.failure is not None
+    text = outcome.failure.render()
+    assert "ValueError: the sky is falling" in text
+    assert text.splitlines()[-1].startswith(f"{run_dir.failure_file} can't be written: ")
+
+
+@pytest.mark.parametrize(("entry", "shown"), [("rank_1_raises", True), ("say_hello", False)])
+def test_the_cursor_is_shown_after_ranks_were_ended_early(
+    launch: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, entry: str, shown: bool
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    launch(entry, procs=2)
+    assert ("\x1b[?25h" in terminal.getvalue()) is shown
+
+
+@pytest.mark.usefixtures("own_state")
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_signal_that_is_ignored_stays_so(warm: WarmServer, run_dir: RunDir, ignored: bool) -> None:
+    """`nohup` has SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    plan = make_plan("wait_long", procs=2, run_dir=run_dir, warm=warm)
+    numbers = (signal.SIGHUP, signal.SIGUSR1) if ignored else (signal.SIGHUP,)
+    waker = threading.Thread(target=_signals_once_waiting, args=(run_dir, *numbers))
+    beyond = signal.signal(signal.SIGUSR1, _raise_beyond)
+    try:
+        waker.start()
+        with pytest.raises(BeyondError if ignored else KeyboardInterrupt):
+            local.launch(plan)
+        waker.join()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGUSR1, beyond)
     assert_idle(warm)
 
 
@@ -190,9 +267,44 @@ def test_in_place_runs_in_this_process_and_lets_errors_pass(
     assert "hello from rank 0 at None" in capsys.readouterr().out
 
 
-def test_local_without_a_server_says_so(run_dir: RunDir) -> None:
-    with pytest.raises(LaunchError, match="fork server"):
-        local.launch(make_plan("say_hello", procs=1, run_dir=run_dir, warm=None))
+def test_leaving_early_in_place_is_a_failure(run_dir: RunDir) -> None:
+    with pytest.raises(RunError, match=r"SystemExit\(0\) was raised at .*entries.py:\d+"):
+        in_place.launch(make_plan("exit_at_once", procs=1, run_dir=run_dir, warm=None))
+
+
+def test_local_without_a_server_starts_its_own(run_dir: RunDir) -> None:
+    assert local.launch(make_plan("say_hello", procs=2, run_dir=run_dir, warm=None)).status == 0
+    assert "hello from rank 1" in run_dir.rank_log(1).read_text()
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%20b", "a b"])
+def test_ranks_meet_by_file_wherever_the_run_directory_is(tmp_path: Path, warm: WarmServer, name: str) -> None:
+    for _ in range(2):
+        run_dir = create_run_dir(tmp_path / name)
+        plan = make_plan("add_up", procs=2, run_dir=run_dir, warm=warm, method=InitMethod.FILE)
+        assert local.launch(plan).status == 0
+        assert (run_dir.path / "total_0").read_text() == "3.0"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class BeyondError(Exception):
+    """Raised by the signal that comes after the one a test is about."""
+
+
+def _raise_beyond(_signal: int, _frame: object) -> None:
+    raise BeyondError
+
+
+def _signals_once_waiting(run_dir: RunDir, *numbers: signal.Signals) -> None:
+    _wait_until_waiting(run_dir, 2)
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        time.sleep(0.2)
 
 
 def _wait_until_waiting(run_dir: RunDir, procs: int) -> None:

@@ -19,6 +19,7 @@ from framework.errors import ConfigError, RunError
 from framework.jobs.request import JobResult, Request
 from framework.run_dir import RunDir, create_run_dir
 from tests.helpers.command import run_framework, run_python
+from tests.unit.checkpoint.states import write_small
 
 
 @pytest.fixture
@@ -340,6 +341,26 @@ class TestResume:
         strange = run_dir.path.rename(tmp_path / "a (b), c=d")
         assert cli.main([f"resume={strange}"]) == 0
         assert requests[0].config.resume == str(strange)
+
+    def test_one_of_its_checkpoints(
+        self, requests: list[Request], run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_small(run_dir.checkpoints, 20)
+        step = run_dir.checkpoints / "step_00000020"
+        assert cli.main([f"resume={step}"]) == 0
+        assert requests.pop().config.resume == str(step)
+        (step / "manifest.json").unlink()
+        assert "is not complete" in refused(capsys, f"resume={step}")
+
+    def test_a_run_of_a_recipe_that_is_elsewhere_says_where_to_go(
+        self, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run_dir.overrides_file.write_text("[recipe=mine, seed=3]")
+        run_dir.config_file.write_text(run_dir.config_file.read_text().replace("recipe: toy", "recipe: mine"))
+        told = refused(capsys, f"resume={run_dir.path}", "trainer.max_epochs=9")
+        assert "recipe=mine: recipe has no such option" in told
+        assert "started with: recipe=mine seed=3" in told
+        assert "Go to the folder it was started from" in told
 
     def test_null_resumes_nothing(self, requests: list[Request]) -> None:
         assert cli.main(["resume=null"]) == 0

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -28,6 +28,7 @@ def rates(schedule: Schedule, optimizer: torch.optim.Optimizer, steps: int) -> l
     return seen
 
 
+@settings(deadline=None)  # the first step of all loads parts of torch
 @given(total=st.integers(1, 40), share=st.floats(0, 0.99), least=st.floats(0, 1))
 def test_cosine_warms_up_falls_and_stays(total, share, least):
     warmup = int(total * share)
@@ -136,3 +137,30 @@ def test_clipping_by_value_cuts_each_element():
 def test_a_gradient_that_is_not_finite_shows_in_the_norm_without_raising():
     assert math.isnan(clip_gradients(with_gradients([math.nan]), value=1.0, algorithm=ClipAlgorithm.NORM) or 0.0)
     assert gradient_norm([]).item() == 0.0
+
+
+@pytest.mark.parametrize("total", [None, 3])
+def test_another_learning_rate_keeps_what_the_schedule_made_of_the_one_before(total):
+    """None: a plateau, which knows no base of its own."""
+    optimizer, whole = sgd(0.1), sgd(1.0)
+    if total is None:
+        for each in (optimizer, whole):
+            each.param_groups[0]["lr"] /= 10  # it has moved
+        schedule = Schedule(ReduceLROnPlateau(optimizer), interval=Interval.EPOCH, monitor="val/loss")
+        schedule.set_learning_rate(optimizer, 1.0, before=0.1)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(whole.param_groups[0]["lr"])
+        return
+    expected = rates(Schedule(StepLR(whole, total), interval=Interval.STEP, monitor=None), whole, 9)
+    schedule = Schedule(StepLR(optimizer, total), interval=Interval.STEP, monitor=None)
+    rates(schedule, optimizer, 4)
+    schedule.set_learning_rate(optimizer, 1.0, before=0.1)
+    assert rates(schedule, optimizer, 5) == pytest.approx(expected[4:])
+
+
+def test_another_learning_rate_where_nothing_can_be_scaled():
+    for before in (None, 0.0):
+        optimizer = sgd(0.0)
+        schedule = Schedule(cosine(optimizer, 10), interval=Interval.STEP, monitor=None)
+        schedule.set_learning_rate(optimizer, 1.0, before=before)
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        assert rates(schedule, optimizer, 6)[5] == pytest.approx(0.5)

@@ -16,7 +16,7 @@ import pytest
 
 from framework import run_dir as run_dir_module
 from framework.errors import RequestError
-from framework.run_dir import RunDir, create_run_dir, write_atomically
+from framework.run_dir import RunDir, create_run_dir, locked, write_atomically
 
 # Makes one directory as soon as the file `go` is there, with names of which only 16 are possible in a second.
 _ONE_OF_MANY = """
@@ -197,3 +197,28 @@ def test_content_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "replace", noted_replace)
     write_atomically(path, "hello")
     assert order == ["sync 5", "name some.json"]
+
+
+def test_one_process_at_a_time_is_in_a_run(tmp_path: Path) -> None:
+    run_dir = create_run_dir(tmp_path / "some")
+    with locked(run_dir), pytest.raises(RequestError, match=rf"in use by process {os.getpid()} on \S+\.") as caught:
+        locked(run_dir).__enter__()
+    assert str(run_dir.path) in str(caught.value)
+    with locked(run_dir):
+        pass
+
+
+def test_a_lock_is_gone_with_the_process_that_had_it(tmp_path: Path) -> None:
+    run_dir = create_run_dir(tmp_path / "some")
+    environment = {**os.environ, "PYTHONPATH": str(Path(run_dir_module.__file__).parents[1])}
+    program = "import sys, time; from pathlib import Path; from framework.run_dir import RunDir, locked\n"
+    program += "with locked(RunDir(Path(sys.argv[1]))):\n    print('in', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", program, str(run_dir.path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(RequestError, match=f"process {other.pid} on"):
+            locked(run_dir).__enter__()
+        other.kill()
+    with locked(run_dir):
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.config.saved import apply_typed, load_saved, merge_overrides, save_config
+from framework.config.saved import (
+    apply_typed,
+    confirm,
+    keep_before,
+    load_saved,
+    merge_overrides,
+    put_back,
+    resume_argument,
+    save_config,
+    value_of,
+)
 from framework.errors import ConfigError
 from framework.run_dir import RunDir, create_run_dir
 from tests.unit.config.raw import raw_config
@@ -44,12 +55,69 @@ def test_the_recipe_is_named_once(run_dir: RunDir) -> None:
 
 def test_the_checkpoints_stand_for_the_run(run_dir: RunDir) -> None:
     save_config(run_dir, Request(raw_config()))
-    (run_dir.checkpoints / "last").touch()
-    (run_dir.checkpoints / "step_00000001").mkdir()
-    assert load_saved(run_dir.checkpoints).run_dir == run_dir
-    assert load_saved(run_dir.checkpoints / "last").run_dir == run_dir
-    with pytest.raises(ConfigError, match=r"goes on from its last checkpoint.*init_from="):
-        load_saved(run_dir.checkpoints / "step_00000001")
+    step = run_dir.checkpoints / "step_00000001"
+    step.mkdir()
+    for pointer in ("last", "best"):
+        (run_dir.checkpoints / pointer).symlink_to(step.name)
+    for last in (run_dir.path, run_dir.checkpoints, run_dir.checkpoints / "last"):
+        assert (load_saved(last).run_dir, load_saved(last).step) == (run_dir, None)
+    for one in (step, run_dir.checkpoints / "best"):
+        assert (load_saved(one).run_dir, load_saved(one).step) == (run_dir, step)
+
+
+def test_something_else_in_a_run_is_refused(run_dir: RunDir) -> None:
+    save_config(run_dir, Request(raw_config()))
+    (run_dir.checkpoints / "file").touch()
+    for place in (run_dir.logs, run_dir.config_file, run_dir.checkpoints / "file"):
+        with pytest.raises(ConfigError, match="neither a run directory nor one of its checkpoints") as caught:
+            load_saved(place)
+        assert f"resume={run_dir.path}" in str(caught.value)
+
+
+def test_until_it_is_confirmed_a_resumption_changes_nothing(run_dir: RunDir) -> None:
+    old, new, newer = (Request(raw_config({"seed": seed}), (f"seed={seed}",)) for seed in (1, 2, 3))
+    save_config(run_dir, old)
+    texts = [run_dir.config_file.read_text(), run_dir.overrides_file.read_text()]
+    for request in (new, newer):  # killed, and tried again
+        keep_before(run_dir)
+        save_config(run_dir, request)
+        assert yaml.safe_load(run_dir.config_file.read_text()) == request.raw  # what the ranks read
+        assert load_saved(run_dir.path).raw == old.raw
+        assert load_saved(run_dir.path).overrides == ("recipe=some", "seed=1")
+    put_back(run_dir)
+    assert [run_dir.config_file.read_text(), run_dir.overrides_file.read_text()] == texts
+    assert not run_dir.before_file.exists()
+    keep_before(run_dir)
+    save_config(run_dir, new)
+    confirm(run_dir)
+    put_back(run_dir)
+    assert load_saved(run_dir.path).raw == new.raw
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "outputs/toy/2026-01-01_00-00-00_abcd",
+        "/a b/c,d",
+        "it's",
+        'a"b',
+        "3",
+        "null",
+        "a\\'b",
+        "a\\",
+        "$HOME (x) #1",
+        " a ",
+    ],
+)
+def test_a_printed_resume_survives_the_shell_and_hydra(path: str) -> None:
+    command = ["bash", "-c", f"printf '%s\\0' {resume_argument(path)}"]
+    words = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.split("\0")
+    assert words[1:] == [""]
+    assert value_of(words[0]) == path
+
+
+def test_a_plain_path_is_printed_plainly() -> None:
+    assert resume_argument("outputs/toy/2026-01-01_00-00-00_abcd") == "resume=outputs/toy/2026-01-01_00-00-00_abcd"
 
 
 def test_a_relative_path(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,9 @@ def test_a_window_that_was_not_used_up_is_a_mistake(tensors):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_raises_is_named_in_the_same_words(tensors, num_workers):
     loader = make_train(Rows(tensors, broken=5), shuffle=False, num_workers=num_workers)
-    with pytest.raises(RunError, match=r"\ASample 5 of the train dataset raised ValueError: bad image\n  /.*test_loader.py, line"):
+    with pytest.raises(
+        RunError, match=r"\ASample 5 of the train dataset raised ValueError: bad image\n  /.*test_loader.py, line"
+    ):
         flat(loader.epoch(0))
     loader.close()
 

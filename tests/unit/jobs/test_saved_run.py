@@ -1,0 +1,171 @@
+"""Commands that begin with a saved run: which run is meant, and what configuration comes of it and what is typed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from framework.config.saved import save_config
+from framework.errors import CheckpointError, ConfigError
+from framework.jobs.saved_run import Ground, composable, names_a_run, saved_run
+from framework.run_dir import RunDir, create_run_dir
+from tests.unit.checkpoint.states import write_small
+from tests.unit.config.raw import raw_config
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """A run with two checkpoints, whose configuration lies beside each."""
+    run_dir = create_run_dir(tmp_path / "outputs" / "some")
+    raw = raw_config({"data.batch_size": 77})
+    save_config(run_dir, SimpleNamespace(raw=raw, overrides=("optimizer.lr=0.5", "trainer.max_epochs=4")))
+    for step in (10, 20):
+        write_small(run_dir.checkpoints, step)
+        shutil.copy(run_dir.config_file, run_dir.checkpoints / f"step_{step:08d}" / "config.yaml")
+    return run_dir
+
+
+def test_nothing_is_named() -> None:
+    assert saved_run([]) is None
+    assert saved_run(["recipe=toy", "resume=null", "checkpoint.path=null"]) is None
+    assert composable(["recipe=toy"], None) == ["recipe=toy"]
+
+
+def test_a_run_or_a_checkpoint_is_named(run_dir: RunDir) -> None:
+    resumed = saved_run([f"resume={run_dir.path}"])
+    assert resumed is not None
+    assert (resumed.key, resumed.checkpoint, resumed.saved.run_dir) == ("resume", None, run_dir)
+    for path, step in ((run_dir.path, 20), (run_dir.checkpoints / "step_00000010", 10)):
+        used = saved_run([f"checkpoint.path={path}"])
+        assert used is not None
+        assert used.key == "checkpoint.path"
+        assert used.checkpoint == run_dir.checkpoints / f"step_{step:08d}"
+        assert used.saved.raw["data"]["batch_size"] == 77
+        assert used.saved.overrides == ("recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=4")
+
+
+def test_a_checkpoint_that_was_copied_away_brings_its_configuration(run_dir: RunDir, tmp_path: Path) -> None:
+    away = shutil.copytree(run_dir.checkpoints / "step_00000010", tmp_path / "away")
+    used = saved_run([f"checkpoint.path={away}"])
+    assert used is not None
+    assert used.checkpoint == away
+    assert used.saved.raw["data"]["batch_size"] == 77
+    assert used.saved.overrides == ("recipe=some",)
+
+
+def test_a_checkpoint_whose_configuration_can_not_be_read(run_dir: RunDir) -> None:
+    place = run_dir.checkpoints / "step_00000020"
+    (place / "config.yaml").write_text("- a list\n")
+    with pytest.raises(ConfigError, match="must hold a mapping"):
+        saved_run([f"checkpoint.path={place}"])
+    (place / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match="can't be read"):
+        saved_run([f"checkpoint.path={place}"])
+
+
+def test_what_is_refused(run_dir: RunDir) -> None:
+    path = run_dir.path
+    with pytest.raises(ConfigError, match=r"resume can't go with checkpoint\.path"):
+        saved_run([f"resume={path}", f"checkpoint.path={path}"])
+    with pytest.raises(ConfigError, match="that run's recipe is some"):
+        saved_run([f"checkpoint.path={path}", "recipe=other"])
+    with pytest.raises(ConfigError, match=r"checkpoint\.path=a,b: must be one run directory"):
+        saved_run(["checkpoint.path=a,b"])
+    with pytest.raises(CheckpointError, match="There is no nowhere"):
+        saved_run(["checkpoint.path=nowhere"])
+    assert saved_run([f"checkpoint.path={path}", "recipe=some"]) is not None
+
+
+def test_a_path_that_hydra_would_want_quoted(run_dir: RunDir, tmp_path: Path) -> None:
+    strange = shutil.copytree(run_dir.checkpoints / "step_00000010", tmp_path / "a b=c {1}")
+    used = saved_run([f"checkpoint.path={strange}"])
+    assert used is not None
+    assert used.checkpoint == strange
+
+
+def test_what_names_a_run_is_not_composed(run_dir: RunDir) -> None:
+    typed = [f"checkpoint.path={run_dir.path}", "trainer.max_epochs=9", "job=eval"]
+    expected = ["recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=9", "job=eval"]
+    assert composable(typed, saved_run(typed)) == expected
+    assert [names_a_run(text) for text in ("resume=x", "+checkpoint.path=x", "checkpoint.mode=max")] == [
+        True,
+        True,
+        False,
+    ]
+
+
+# The configuration
+
+
+def changed(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = deepcopy(dict(raw))
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        place = result
+        for section in sections:
+            place = place[section]
+        place[name] = value
+    return result
+
+
+def ground(run_dir: RunDir, *typed: str, key: str = "checkpoint.path") -> Ground:
+    """What stands before a composition whose defaults are of today: a batch size of 4."""
+    named = f"{key}={run_dir.path}"
+    return Ground(saved_run([named]), without_typed=raw_config(), typed=(named, *typed))
+
+
+def test_the_saved_configuration_is_used_and_what_is_typed_with_all_that_follows_it(run_dir: RunDir) -> None:
+    composed = raw_config({"data.root": "two", "data.datasets.root": "two", "job": "eval"})
+    raw = ground(run_dir, "data.root=two", "job=eval").configuration(composed, swept=False)
+    saved = yaml.safe_load(run_dir.config_file.read_text())
+    expected = {"data.root": "two", "data.datasets.root": "two", "job": "eval"}
+    expected["checkpoint.path"] = str(run_dir.checkpoints / "step_00000020")
+    assert raw == changed(saved, expected)
+    assert raw["data"]["batch_size"] == 77
+
+
+def test_typing_todays_default_is_typing_it_all_the_same(run_dir: RunDir) -> None:
+    raw = ground(run_dir, "data.batch_size=4").configuration(raw_config(), swept=False)
+    assert raw["data"]["batch_size"] == 4
+
+
+def test_keys_that_are_newer_than_the_run_have_todays_values(run_dir: RunDir) -> None:
+    saved = yaml.safe_load(run_dir.config_file.read_text())
+    del saved["predict"], saved["trainer"]["benchmark"]
+    run_dir.config_file.write_text(yaml.safe_dump(saved))
+    raw = ground(run_dir, key="resume").configuration(raw_config({"trainer.benchmark": True}), swept=False)
+    assert raw["predict"] == {"part": "test", "output": "predictions.csv"}
+    assert raw["trainer"]["benchmark"] is True
+    assert raw["resume"] == str(run_dir.path)
+    assert raw["checkpoint"]["path"] is None
+
+
+def test_an_evaluation_forgets_what_the_run_began_with(run_dir: RunDir) -> None:
+    saved = yaml.safe_load(run_dir.config_file.read_text()) | {"init_from": "elsewhere"}
+    for file in (run_dir.config_file, run_dir.checkpoints / "step_00000020" / "config.yaml"):
+        file.write_text(yaml.safe_dump(saved))
+    assert ground(run_dir).configuration(raw_config(), swept=False)["init_from"] is None
+    assert ground(run_dir, key="resume").configuration(raw_config(), swept=False)["init_from"] == "elsewhere"
+
+
+def test_several_runs_may_use_a_checkpoint_but_not_go_on_in_one_directory(run_dir: RunDir) -> None:
+    assert ground(run_dir).configuration(raw_config(), swept=True)["data"]["batch_size"] == 77
+    with pytest.raises(ConfigError, match="resume can't go with several runs"):
+        ground(run_dir, key="resume").configuration(raw_config(), swept=True)
+    with pytest.raises(ConfigError, match=r"checkpoint\.path can't go with init_from"):
+        ground(run_dir, "init_from=x").configuration(raw_config(), swept=False)
+
+
+@pytest.mark.parametrize("key", ["resume", "checkpoint.path"])
+def test_a_file_can_not_name_a_run(key: str) -> None:
+    fresh = Ground(None, without_typed=None, typed=())
+    assert fresh.configuration(raw_config(), swept=False) == raw_config()
+    with pytest.raises(ConfigError, match=r"is set in a file\. Type it on the command line"):
+        fresh.configuration(raw_config({key: "somewhere"}), swept=False)
