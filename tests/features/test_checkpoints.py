@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from framework import cli
 from framework.checkpoint import find, read_manifest
 from tests.helpers import results
 from tests.helpers.loops import toy_loss
@@ -170,6 +171,8 @@ def test_weights_of_another_shape_are_refused_with_both_shapes(train, worst, tmp
     assert "net1.weight: the model has [12, 10], the checkpoint [10, 10]" in printed
 
 
-def test_init_from_what_is_not_there_says_what_is(train, worst, capsys):
-    train(*SHORT, f"init_from={worst}/checkpoints/step_00000030", status=2)
+def test_init_from_what_is_not_there_says_what_is(worst, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*SHORT, f"init_from={worst}/checkpoints/step_00000030"]) == 2
     assert "step_00000050" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []  # nothing was begun

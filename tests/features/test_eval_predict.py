@@ -283,7 +283,10 @@ def test_a_part_that_is_not_there(command, trained, tmp_path, job):
     status, told = command(f"job={job}", f"checkpoint.path={trained}", *without)
     assert (status, told) == (2, "data.datasets gives no test part. There is: train, val.\n")
     status, told = command(f"job={job}", f"checkpoint.path={trained}", "trainer.limit_test_batches=0", *without[1:])
-    assert (status, told) == (2, "trainer.limit_test_batches=0 leaves nothing of the test part.\n")
+    assert (status, told) == (
+        2,
+        "trainer.limit_test_batches=0 leaves nothing of the test part. Set trainer.limit_test_batches=null.\n",
+    )
     assert not (tmp_path / "predictions.csv").exists()
 
 

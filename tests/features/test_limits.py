@@ -44,7 +44,7 @@ def test_a_cut_epoch_trains_on_its_first_batches(train):
     [
         (1, "3", 60),
         (1, "0.5", 100),
-        pytest.param(2, "3", 120, marks=pytest.mark.multiproc),  # as PyTorch's: batches of each process
+        pytest.param(2, "3", 60, marks=pytest.mark.multiproc),  # the same samples, so the same numbers
     ],
 )
 def test_evaluation_is_cut_to_the_first_batches(train, procs, limit, samples):
