@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None) -
         if asked.sweep is not None:
             return asked.sweep.close()
         if not asked.requests:
+            if _is_sweep(arguments) and not {"--cfg", "-c", "--info", "-i", "--help", "-h"} & set(arguments):
+                raise ConfigError("The sweep has no jobs: one of its ranges is empty.")
             return 0
         if asked.requests[0].place is None:
             return _run(asked.requests[0])

@@ -39,18 +39,29 @@ def save_part(batches: Sequence[Columns], path: Path) -> None:
 def join_parts(parts: Iterable[Path], output: Path) -> int:
     """Write all parts to `output` in their order and remove them; gives the number of samples.
 
-    output: `.csv` (a header, one row a sample, an index first) or `.pt` (a dict of tensors). It appears whole.
+    output: `.csv` (a header, one row a sample, an index first) or `.pt` (a dict of tensors). It appears whole. Raises
+    ConfigError where it is there already.
     """
     parts = list(parts)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         count = FORMATS[output.suffix](map(_load, parts), temporary)
-        temporary.replace(output)
+        _put(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
     for part in parts:
         part.unlink()
     return count
+
+
+def _put(temporary: Path, output: Path) -> None:
+    """Give the file its name, unless another command has done so meanwhile. Raises ConfigError then."""
+    try:
+        os.link(temporary, output)  # fails where the name is taken, as renaming doesn't
+    except FileExistsError:
+        raise ConfigError(f"predict.output={output} was written by another command meanwhile; it was left.") from None
+    except OSError:  # a file system without links
+        temporary.replace(output)
 
 
 def _load(part: Path) -> Columns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -38,6 +39,10 @@ OPTIMIZER = Supplied(positional=1)
 SCHEDULE = Supplied(positional=1, defaults=("total_steps",))
 LOGGER = Supplied(keywords=("run_dir",))
 PLAIN = Supplied()
+
+_NUMERIC_WORDS = frozenset(
+    {"int", "float", "None", "NoneType", "Optional", "Union", "Tensor", "torch", "typing", "types"}
+)
 
 
 def check_targets(config: Config) -> None:
@@ -117,6 +122,16 @@ def _check(node: Node, key: str, supplied: Supplied) -> Iterator[str]:
             yield from _check_inside(value, f"{key}.{keyword}")
 
 
+def _wants_number(parameter: inspect.Parameter) -> bool:
+    """Whether the annotation allows numbers and no text, so that text is certainly a mistake."""
+    annotation = parameter.annotation
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", None) or str(annotation)
+    if text in ("Union", "Optional", "UnionType"):  # whose name doesn't say of what
+        text = str(annotation)
+    words = set(re.findall(r"\w+", text))
+    return bool(words & {"int", "float"}) and words <= _NUMERIC_WORDS
+
+
 def _check_inside(value: Any, key: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         if "_target_" in value:
@@ -152,6 +167,8 @@ class _Call:
                 yield f"{self.key}.{name} is filled in by the framework. Leave it out."
             elif name not in allowed:
                 yield self._unknown(name, allowed)
+            elif isinstance(self.node[name], str) and _wants_number(self.parameters[name]):
+                yield f"{self.key}.{name}={self.node[name]}: {self.node['_target_']} takes a number there."
         if not self.node.get("_partial_"):
             for parameter in self.parameters.values():
                 if self._is_missing(parameter, filled):

@@ -16,7 +16,7 @@ from framework.errors import EXIT_WRONG_REQUEST, RunError
 from framework.hardware import resolve_gpus
 from framework.jobs.record import record_end, record_start
 from framework.jobs.request import JobResult, Request
-from framework.jobs.summary import announcement, interruption
+from framework.jobs.summary import announcement
 from framework.launch.plan import LaunchPlan, Outcome
 from framework.run_dir import RunDir, create_run_dir, locked
 from framework.topology import Topology, resolve_topology
@@ -24,10 +24,19 @@ from framework.topology import Topology, resolve_topology
 
 @dataclass(frozen=True)
 class Words:
-    """What a job says: `doing` begins its first line, `closing` makes its last lines."""
+    """What a job says: `doing` begins its first line, `closing` makes its last ones, `interrupted` those of Ctrl-C."""
 
     doing: str
     closing: Callable[[Config, RunDir, bool], str]
+    interrupted: Callable[[RunDir], str]
+
+
+def check(request: Request) -> Topology:
+    """What can be found wrong before anything is made, beyond the configuration itself. Raises FrameworkError."""
+    config = request.config
+    if config.init_from is not None and config.resume is None:
+        find(Path(config.init_from))
+    return resolve_topology(config.topology, gpus=resolve_gpus(config.trainer.gpus))
 
 
 def run(request: Request, *, entry: str, words: Words) -> JobResult:
@@ -35,10 +44,7 @@ def run(request: Request, *, entry: str, words: Words) -> JobResult:
 
     Raises FrameworkError for what can't be done as asked, KeyboardInterrupt on Ctrl-C; no rank is left in any case.
     """
-    config = request.config
-    topology = resolve_topology(config.topology, gpus=resolve_gpus(config.trainer.gpus))
-    if config.init_from is not None and config.resume is None:
-        find(Path(config.init_from))  # while nothing has been made
+    topology = check(request)
     run_dir = _run_dir(request)
     with locked(run_dir):
         _record_start(run_dir, request, topology)
@@ -59,9 +65,10 @@ def _run(request: Request, topology: Topology, run_dir: RunDir, *, entry: str, w
         start_timeout_s=config.backend.init_timeout,
         grace_s=config.launcher.grace,
         terminal=not quiet,
-        warm=request.warm,
+        # One that has died takes only its own job with it: the launcher starts another where there is none.
+        warm=request.warm if request.warm is not None and request.warm.alive else None,
     )
-    outcome = _launch(config, plan)
+    outcome = _launch(config, plan, interrupted=words.interrupted)
     if outcome.failure is not None:
         print(outcome.failure.render(), file=sys.stderr, flush=True)
     if outcome.status != EXIT_WRONG_REQUEST and not quiet:
@@ -70,7 +77,7 @@ def _run(request: Request, topology: Topology, run_dir: RunDir, *, entry: str, w
     return JobResult(outcome.status, run_dir, score=results.get("score"))
 
 
-def _launch(config: Config, plan: LaunchPlan) -> Outcome:
+def _launch(config: Config, plan: LaunchPlan, *, interrupted: Callable[[RunDir], str]) -> Outcome:
     """Run the ranks; `run.json` says how that ended, whatever ends it."""
     name = "local" if config.launcher.name == "auto" else config.launcher.name
     launcher = importlib.import_module(f"framework.launch.{name}")
@@ -78,7 +85,7 @@ def _launch(config: Config, plan: LaunchPlan) -> Outcome:
         outcome: Outcome = launcher.launch(plan)
     except KeyboardInterrupt:
         _record_end(plan.run_dir, status="interrupted")
-        print(interruption(plan.run_dir), file=sys.stderr, flush=True)
+        print(interrupted(plan.run_dir), file=sys.stderr, flush=True)
         raise
     except BaseException:
         _record_end(plan.run_dir, status="failed")

@@ -71,6 +71,11 @@ def interruption(run_dir: RunDir) -> str:
     return f"\nInterrupted; every process has ended. {how}: {command}"
 
 
+def interruption_without_trace(_run_dir: RunDir) -> str:
+    """The line after Ctrl-C of a job that leaves nothing to go on from."""
+    return "\nInterrupted; every process has ended, and nothing was left. Type the command again."
+
+
 def look(folder: Path) -> str:
     """The command that shows the curves of every run in `folder`."""
     return f"tensorboard --logdir {shlex.quote(short(folder))}"

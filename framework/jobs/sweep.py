@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from framework.errors import EXIT_RUN_FAILED, FrameworkError
+from framework.errors import EXIT_RUN_FAILED, ConfigError, FrameworkError
 from framework.jobs.request import JobResult, Request
 from framework.jobs.summary import look, short
 from framework.run_dir import RunDir
@@ -28,11 +28,24 @@ class Finished:
 
 
 def run_sweep(requests: Sequence[Request]) -> int:
-    """Run every job, also after one has failed; gives 1 if any did, else 0. KeyboardInterrupt ends them all."""
-    print(f"{len(requests)} jobs in {_folder_of(requests[0])}", flush=True)
+    """Run every job, also after one has failed; gives 1 if any did, else 0.
+
+    All are checked before the first is run. Raises FrameworkError for what that finds; KeyboardInterrupt ends them all,
+    after the table of those that ended.
+    """
+    for request in requests:
+        importlib.import_module(f"framework.jobs.{request.config.job}").check(request)
+    outputs = [request.config.predict.output for request in requests if request.config.job == "predict"]
+    if len(set(outputs)) < len(outputs):
+        raise ConfigError(f"predict.output={outputs[0]} is that of several jobs. Give each its own.")
+    print(f"{len(requests)} job{'s' if len(requests) > 1 else ''} in {_folder_of(requests[0])}", flush=True)
     sweep = Sweep()
-    for request, label in zip(requests, distinguishing([each.overrides for each in requests]), strict=True):
-        sweep.run(request, label=label)
+    try:
+        for request, label in zip(requests, distinguishing([each.overrides for each in requests]), strict=True):
+            sweep.run(request, label=label)
+    except KeyboardInterrupt:
+        sweep.close(not_ended=len(requests))
+        raise
     return sweep.close()
 
 
@@ -50,9 +63,13 @@ class Sweep:
         print(_line(finished, label=label), flush=True)
         return finished.result
 
-    def close(self) -> int:
-        """The table; gives the exit status of the whole."""
+    def close(self, *, not_ended: int = 0) -> int:
+        """The table; gives the exit status of the whole. not_ended: the number of all jobs, after an interrupt."""
         finished = self._finished
+        if not_ended:
+            print(f"\nInterrupted in job {len(finished)}; {not_ended - len(finished) - 1} more were not started.")
+        if not finished:
+            return EXIT_RUN_FAILED
         print(table(finished))
         failed = [_name(job) for job in finished if job.result.status != 0]
         if failed:
@@ -98,7 +115,7 @@ def table(finished: Sequence[Finished]) -> str:
 
 def _line(job: Finished, *, label: str) -> str:
     parts = [f"[{_name(job)}] {label}", _status(job), _score(job), f"{job.seconds:.1f} s"]
-    if job.result.status != 0 and job.result.run_dir is not None:
+    if job.result.status != 0 and job.result.run_dir is not None and job.result.run_dir.rank_log(0).exists():
         parts.append(f"log: {short(job.result.run_dir.rank_log(0))}")
     return "  ".join(part for part in parts if part != _NO_SCORE)
 

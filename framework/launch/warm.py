@@ -55,6 +55,10 @@ class WarmServer:
         theirs.close()
         return WarmServer(process, channel, environment=environment)
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def fileno(self) -> int:
         return self._channel.fileno()
 

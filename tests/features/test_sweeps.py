@@ -250,3 +250,20 @@ def test_a_sweeper_gets_the_monitored_metric_and_sees_failures(sweeper):
     assert told[1][2] == "RunError"
     assert "1 of 3 jobs failed: 1" in result.stdout
     assert [row[1] for row in rows(result.stdout)] == ["optimizer.lr=0.001", "optimizer.lr=1e30", "optimizer.lr=0.002"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["recipe=toy", "trainer.gpus=0,99"], "trainer.gpus=99, but this machine has"),
+        (["recipe=toy", "init_from=null,nowhere"], "nowhere"),
+        (["recipe=toy", "optimizer.lr=range(1,1)"], "The sweep has no jobs"),
+    ],
+)
+def test_a_job_that_can_not_run_is_refused_before_the_first_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["-m", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

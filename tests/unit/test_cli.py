@@ -42,7 +42,7 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[R
 
 def job_that(act: Callable[[Request], int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Put `act`, which gives an exit status, in the place of job=train."""
-    job = SimpleNamespace(main=lambda request: JobResult(act(request)))
+    job = SimpleNamespace(main=lambda request: JobResult(act(request)), check=lambda _: None)
     monkeypatch.setitem(sys.modules, "framework.jobs.train", job)
 
 

@@ -130,3 +130,13 @@ def test_a_full_disk_leaves_no_half_file_and_keeps_the_parts(
     with pytest.raises(OSError, match="No space"):
         join_parts(parts, tmp_path / f"all{suffix}")
     assert sorted(tmp_path.iterdir()) == parts
+
+
+def test_a_file_that_came_meanwhile_is_left_as_it_is(tmp_path):
+    part, output = tmp_path / "0.part", tmp_path / "all.csv"
+    save_part([{"output": torch.ones(2)}], part)
+    output.write_text("another's")
+    with pytest.raises(ConfigError, match="written by another command meanwhile"):
+        join_parts([part], output)
+    assert output.read_text() == "another's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.part", "all.csv"]

@@ -14,6 +14,7 @@ from framework.targets import (
     PLAIN,
     SCHEDULE,
     STRATEGY,
+    Supplied,
     check_node,
     check_targets,
     import_target,
@@ -167,3 +168,15 @@ def test_keywords_are_looked_for_by_name():
     assert requires({"_target_": "framework.optim.cosine"}, "total_steps")
     assert not requires({"_target_": "framework.optim.cosine", "total_steps": 3}, "total_steps")
     assert not requires({"_target_": "torch.optim.lr_scheduler.OneCycleLR"}, "total_steps")
+
+
+@pytest.mark.parametrize(
+    ("changes", "mistake"),
+    [
+        ({"lr": "abc"}, "optimizer.lr=abc: torch.optim.SGD takes a number there."),
+        ({"lr": 0.1, "momentum": "much"}, "optimizer.momentum=much: torch.optim.SGD takes a number there."),
+    ],
+)
+def test_text_where_only_a_number_fits_is_a_mistake(changes, mistake):
+    node = {"_target_": "torch.optim.SGD", **changes}
+    assert check_node(node, "optimizer", Supplied(positional=1)) == [mistake]

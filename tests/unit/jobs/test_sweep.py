@@ -30,7 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Act, int],
     """Runs so many jobs, each being `act`."""
 
     def run_jobs(act: Act, number: int) -> int:
-        monkeypatch.setitem(sys.modules, "framework.jobs.train", SimpleNamespace(main=act))
+        monkeypatch.setitem(sys.modules, "framework.jobs.train", SimpleNamespace(main=act, check=lambda _: None))
         monkeypatch.chdir(tmp_path)
         return run_sweep([request(each) for each in range(number)])
 
