@@ -115,8 +115,10 @@ def table(finished: Sequence[Finished]) -> str:
 
 def _line(job: Finished, *, label: str) -> str:
     parts = [f"[{_name(job)}] {label}", _status(job), _score(job), f"{job.seconds:.1f} s"]
-    if job.result.status != 0 and job.result.run_dir is not None and job.result.run_dir.rank_log(0).exists():
-        parts.append(f"log: {short(job.result.run_dir.rank_log(0))}")
+    run_dir = job.result.run_dir
+    if job.result.status != 0 and run_dir is not None:
+        log = run_dir.rank_log(0)
+        parts.append(f"log: {short(log if log.exists() else run_dir.path)}")
     return "  ".join(part for part in parts if part != _NO_SCORE)
 
 
