@@ -89,10 +89,10 @@ class Trainer:
         self._evaluated_step: int | None = None
         self._grad_norm: Tensor | None = None
         self._lr = 0.0  # of the last step: schedules move before it is logged
-        # Whether the optimizer moved in this step; None where it always does. A scaler leaves out overflowing steps.
-        self._stepped: bool | None = None
-        if parts.precision.scaler.is_enabled():
-            self._stepped = False
+        # Whether the optimizer moved in this step. It always does, but that a scaler leaves out overflowing steps.
+        self._stepped = True
+        self._may_leave_out = parts.precision.scaler.is_enabled()
+        if self._may_leave_out:
             parts.optimizer.register_step_post_hook(self._note_step)
         self._meter = Meter()
         self._throughput = Throughput()
@@ -167,12 +167,12 @@ class Trainer:
             scaler.unscale_(parts.optimizer)
             self._grad_norm = gradient_norm(self._parameters)
         self._lr = parts.optimizer.param_groups[0]["lr"]
+        self._stepped = not self._may_leave_out
         scaler.step(parts.optimizer)
         scaler.update()
         parts.optimizer.zero_grad(set_to_none=True)
-        if self._stepped is not False:
+        if self._stepped:
             parts.schedule.after_step()
-            self._stepped = None if self._stepped is None else False
 
     def log(self, *, epoch: int) -> None:
         """Reduce what the last steps computed over ranks and give it to the loggers; agree on wishes to stop.

@@ -152,16 +152,20 @@ def _held_lock(folder: Path, *, otherwise: str) -> Iterator[None]:
         raise DataError("\n".join(filter(None, lines))) from error
 
 
+def _taken(lock: IO[str]) -> bool:
+    """Take the lock if nobody has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _wait_for(lock: IO[str], folder: Path) -> None:
     """Take the lock, and show how the holder's download grows meanwhile. Raises DataError where it stops growing."""
     received, deadline = -1, 0.0
     progress = _Progress(f"Another process downloads to {folder}", total=None)
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            pass
+    while not _taken(lock):
         now = _received(folder)
         if now != received:
             received, deadline = now, time.monotonic() + _WAIT_S

@@ -224,6 +224,26 @@ def test_scaled_gradients_are_clipped_and_measured_as_they_are_without_the_scale
     assert [str(values["train/grad_norm"]) for _, _, values in numbers.logged] == [str(norm) for norm in norms]
 
 
+def test_a_schedule_stands_still_in_the_steps_that_a_scaler_leaves_out() -> None:
+    steps: list[int] = []
+
+    def counted(parameters: Any) -> SGD:
+        optimizer = SGD(parameters, lr=0.05)
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        return optimizer
+
+    trainer = make_trainer(
+        settings(max_epochs=3),
+        precision=Precision.FP16_MIXED,
+        optimizer=counted,
+        scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (step + 1)),
+        interval=Interval.STEP,
+    )
+    trainer.fit()
+    assert 0 < len(steps) < trainer.progress.step  # the first scale is too large
+    assert trainer.parts.schedule.state_dict()["last_epoch"] == len(steps)
+
+
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_the_logged_norm_is_of_the_gradients_before_clipping(clip: float | None) -> None:
     numbers = Numbers()
