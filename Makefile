@@ -48,8 +48,9 @@ $(STAMP): pyproject.toml
 train: install
 	"$(BIN)/python" -m framework $(ARGS)
 
+# Two at a time, the tests of a file after each other: many of them wait for time-outs.
 test: install
-	"$(BIN)/python" -m pytest $(ARGS)
+	"$(BIN)/python" -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
 
 lint: install
 	"$(BIN)/ruff" check .

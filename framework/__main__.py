@@ -7,9 +7,10 @@ import select
 import sys
 from typing import TYPE_CHECKING
 
-from framework.errors import EXIT_INTERRUPTED
+from framework.errors import EXIT_INTERRUPTED, FrameworkError
 
 if TYPE_CHECKING:
+    from framework.launch.leader import Leader
     from framework.launch.warm import WarmServer
 
 # What ranks need, the heaviest first. Loaded while the configuration is composed; the first step would otherwise pull
@@ -23,15 +24,18 @@ PRELOAD = (
     "rich.progress",
 )
 
+_MAY_BE_A_RANK = {"RANK", "SLURM_PROCID", "PET_NNODES", "PET_NPROC_PER_NODE"}
+"""Variables without which nothing else has started this process as a rank."""
+
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
 _ONLY_ANSWER = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 
 
 def main() -> int:
-    """The command. Gives its exit status: 0, 1 for a failed run, 2 for a wrong request, 130 after Ctrl-C.
+    """The command. Gives its exit status: 0, 1 for a failed run, 2 for a wrong request, 75 for one stopped on request.
 
-    141 where nobody reads its output any more.
+    130 where it was ended, 141 where nobody reads its output any more.
     """
     _open_missing_streams()
     try:
@@ -47,6 +51,10 @@ def main() -> int:
 def _command() -> int:
     arguments = sys.argv[1:]
     try:
+        if _MAY_BE_A_RANK & os.environ.keys():
+            status = _adopted(arguments)
+            if status is not None:
+                return status
         if not _starts_ranks(arguments):
             return _answer(arguments, warm=None)
         from framework.launch.warm import WarmServer
@@ -60,10 +68,39 @@ def _command() -> int:
         return EXIT_INTERRUPTED
 
 
-def _answer(arguments: list[str], *, warm: WarmServer | None) -> int:
+def _answer(arguments: list[str], *, warm: WarmServer | None = None, leader: Leader | None = None) -> int:
     from framework.cli import main as cli_main  # imports Hydra, while the fork server imports torch
 
-    return cli_main(arguments, warm=warm)
+    return cli_main(arguments, warm=warm, leader=leader)
+
+
+def _adopted(arguments: list[str]) -> int | None:
+    """Do this process's part where something else has started it as a rank; None where nothing has."""
+    from framework.launch.environment import (
+        ToldByRankZeroError,
+        chooses_own_ranks,
+        detect,
+        typed_value,
+        without_launch_arguments,
+    )
+
+    arguments = without_launch_arguments(arguments)
+    if chooses_own_ranks(arguments):
+        return None
+    try:
+        place = detect(os.environ, endpoint=typed_value(arguments, "topology.rdzv_endpoint"))
+    except FrameworkError as error:
+        if not isinstance(error, ToldByRankZeroError):
+            print(error, file=sys.stderr)
+        return error.exit_status
+    if place is None:
+        return None
+    from framework.launch.adopted import take_part
+    from framework.launch.child import leave
+
+    status = take_part(place, arguments, lead=lambda leader: _answer(leader.arguments, leader=leader))
+    # At once: torchrun ends all other ranks when it sees the first that failed, and rank 0 is the one that told why.
+    return leave(status)
 
 
 def _starts_ranks(arguments: list[str]) -> bool:

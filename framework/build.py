@@ -124,12 +124,16 @@ def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps
     return Schedule(scheduler, interval=settings.interval, monitor=settings.monitor)
 
 
-def build_callbacks(nodes: Mapping[str, Node]) -> dict[str, Callback]:
-    """The callbacks by name, in the config's order. Raises TargetError for a misspelt hook."""
+def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: RunDir) -> dict[str, Callback]:
+    """The callbacks by name, in the config's order. Raises TargetError for a misspelt hook.
+
+    Those that take `context` or `run_dir` get them.
+    """
+    known = {"context": context, "run_dir": run_dir}
     callbacks: dict[str, Callback] = {}
     for name, node in nodes.items():
         key = f"callbacks.{name}"
-        callback = _build(key, node)
+        callback = _build(key, node, **{keyword: known[keyword] for keyword in known if takes(node, keyword)})
         for attribute in dir(callback):
             is_hook = attribute.startswith("on_") and callable(getattr(callback, attribute))
             if is_hook and attribute not in _HOOKS:
@@ -206,7 +210,11 @@ def _too_many_devices(node: Node, *, context: Context) -> str:
         return (
             f"{told}Use topology.gpus_per_process=1 topology.min_gpus_per_process=1, or a model that takes `devices`."
         )
+    if topology.shares_gpus:
+        return f"{told}Use topology.gpus_per_process=1 topology.min_gpus_per_process=1, or a model that takes it."
     return (
         f"{told}Give each process one GPU: topology.procs_per_node={topology.gpus_per_node} "
-        "topology.gpus_per_process=auto topology.min_gpus_per_process=1; or use a model that takes it."
+        "topology.gpus_per_process=auto topology.min_gpus_per_process=1,\n"
+        f"or use fewer GPUs: trainer.gpus={topology.procs_per_node} topology.gpus_per_process=auto "
+        "topology.min_gpus_per_process=1; or use a model that takes it."
     )

@@ -25,29 +25,42 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from framework.config.assets import config_dir, user_config_dir
+from framework.config.assets import config_dir, import_from_working_dir, user_config_dir
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
-from framework.jobs.saved_run import Ground, SavedRun, composable, names_a_run, not_composable, saved_run
+from framework.jobs.saved_run import (
+    Ground,
+    SavedRun,
+    composable,
+    names_a_run,
+    not_composable,
+    saved_run,
+    with_run_found,
+)
+from framework.launch.environment import without_launch_arguments
 from framework.run_dir import new_name
 
 if TYPE_CHECKING:
     from framework.jobs.request import JobResult, Place, Request
     from framework.jobs.sweep import Sweep
+    from framework.launch.leader import Leader
     from framework.launch.warm import WarmServer
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _QUIET = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # as in our config.yaml
 
 
-def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None, leader: Leader | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; gives the exit status.
 
-    warm: the fork server to start ranks from. Mistakes are a few lines on stderr. An unexpected exception of a job
-    comes out of here as it is, except in a sweep, where its traceback is printed and the next run starts.
+    warm: the fork server to start ranks from. leader: in rank 0 of ranks that something else has started. Mistakes are
+    a few lines on stderr. An unexpected exception of a job comes out of here as it is, except in a sweep, where its
+    traceback is printed and the next run starts.
     """
-    arguments = _without_launch_arguments(sys.argv[1:] if argv is None else argv)
+    arguments = without_launch_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        asked = _read(arguments, warm=warm)
+        if leader is not None and _is_sweep(arguments):
+            raise _no_sweep(leader)
+        asked = _read(arguments, means=_Means(warm, leader))
         if asked.sweep is not None:
             return asked.sweep.close()
         if not asked.requests:
@@ -64,6 +77,14 @@ def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None) -
         return error.exit_status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+@dataclass(frozen=True)
+class _Means:
+    """What there is to run ranks with: the fork server, or ranks that something else has started."""
+
+    warm: WarmServer | None
+    leader: Leader | None
 
 
 @dataclass(frozen=True)
@@ -87,14 +108,12 @@ class _Asked:
     sweep: Sweep | None
 
 
-def _read(arguments: list[str], *, warm: WarmServer | None) -> _Asked:
+def _read(arguments: list[str], *, means: _Means) -> _Asked:
     """Compose, parse and check; every job of a grid before the first is run. Raises ConfigError."""
-    working_dir = str(Path.cwd())
-    if not {working_dir, ""} & set(sys.path):
-        sys.path.insert(0, working_dir)  # recipes and classes of the user's, as `python -m` finds them
+    import_from_working_dir()
     typed = [text for text in arguments if _is_override(text)]
     try:
-        return _read_typed(typed, others=[text for text in arguments if not _is_override(text)], warm=warm)
+        return _read_typed(typed, others=[text for text in arguments if not _is_override(text)], means=means)
     except ConfigError as error:
         own = _own_config()
         if own is None:
@@ -102,7 +121,7 @@ def _read(arguments: list[str], *, warm: WarmServer | None) -> _Asked:
         raise ConfigError(f"{error}\n{own} was used instead of the framework's own.") from error
 
 
-def _read_typed(typed: list[str], *, others: list[str], warm: WarmServer | None) -> _Asked:
+def _read_typed(typed: list[str], *, others: list[str], means: _Means) -> _Asked:
     sweeps: list[Sweep] = []
 
     def run_at_once(composition: _Composition) -> float | None:
@@ -110,18 +129,21 @@ def _read_typed(typed: list[str], *, others: list[str], warm: WarmServer | None)
 
         if not sweeps:
             sweeps.append(Sweep())
-        request = _request(composition, ground, warm=warm)
+        request = _request(composition, ground, means=means)
         result = sweeps[0].run(request, label=" ".join(request.overrides))
         if result.status != 0:
             raise RunError(f"job {composition.place} failed with exit status {result.status}")
         return result.score
 
+    typed = with_run_found(
+        typed, compose=lambda texts: _compose(list(texts), run_at_once=run_at_once)[0].raw, swept=_is_sweep(others)
+    )
     saved = saved_run(typed)
     before = None if saved is None else _without_typed(saved, run_at_once=run_at_once)
     ground = Ground(saved, without_typed=before, typed=tuple(typed))
     compositions = _compose([*composable(typed, saved), *others], run_at_once=run_at_once)
     # Composing is all that `--cfg job` needs; the schema is read for what runs.
-    return _Asked([_request(each, ground, warm=warm) for each in compositions], sweeps[0] if sweeps else None)
+    return _Asked([_request(each, ground, means=means) for each in compositions], sweeps[0] if sweeps else None)
 
 
 def _without_typed(saved: SavedRun, *, run_at_once: Callable[[_Composition], float | None]) -> dict[str, Any]:
@@ -132,11 +154,13 @@ def _without_typed(saved: SavedRun, *, run_at_once: Callable[[_Composition], flo
         raise not_composable(saved, error) from error
 
 
-def _request(composition: _Composition, ground: Ground, *, warm: WarmServer | None) -> Request:
+def _request(composition: _Composition, ground: Ground, *, means: _Means) -> Request:
     from framework.config.checks import check
     from framework.config.parse import parse
     from framework.jobs.request import Request
 
+    if means.leader is not None and composition.place is not None:
+        raise _no_sweep(means.leader)
     raw = ground.configuration(composition.raw, swept=composition.place is not None)
     config = parse(raw)
     check(config)
@@ -146,8 +170,9 @@ def _request(composition: _Composition, ground: Ground, *, warm: WarmServer | No
         raw=raw,
         overrides=overrides,
         choices=composition.choices,
-        warm=warm,
+        warm=means.warm,
         place=composition.place,
+        leader=means.leader,
     )
 
 
@@ -274,6 +299,13 @@ def _flag_mistake(printed: str, arguments: Sequence[str]) -> str:
     return f"{mistake}\n{advice}"
 
 
+def _no_sweep(leader: Leader) -> ConfigError:
+    return ConfigError(
+        f"-m makes several runs, and {leader.place.starter} has started these processes for one.\n"
+        "Leave -m out, or type launcher=local and start the command once."
+    )
+
+
 def _is_sweep(arguments: Sequence[str]) -> bool:
     return bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
 
@@ -292,21 +324,6 @@ def _own_config() -> Path | None:
     """The user's own `conf/config.yaml`, which hides the framework's and its settings for Hydra; None without one."""
     place = user_config_dir(Path.cwd())
     return place / "config.yaml" if place is not None and (place / "config.yaml").is_file() else None
-
-
-def _without_launch_arguments(arguments: Sequence[str]) -> list[str]:
-    """Without `--local_rank N`, which old launchers add to every command: ranks learn theirs from the environment."""
-    kept: list[str] = []
-    value_follows = False
-    for text in arguments:
-        if not value_follows or not text.isdecimal():
-            name, _, value = text.partition("=")
-            value_follows = name in ("--local_rank", "--local-rank") and not value
-            if name not in ("--local_rank", "--local-rank"):
-                kept.append(text)
-        else:
-            value_follows = False
-    return kept
 
 
 def _is_override(text: str) -> bool:

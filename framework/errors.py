@@ -7,6 +7,7 @@ a `RequestError` is mended by typing something else, a `RunError` happened to a 
 
 EXIT_RUN_FAILED = 1
 EXIT_WRONG_REQUEST = 2
+EXIT_STOPPED = 75  # on request, with a checkpoint to go on from: EX_TEMPFAIL of sysexits.h
 EXIT_INTERRUPTED = 130
 
 

@@ -17,16 +17,18 @@ from framework.distributed.collectives import barrier
 from framework.distributed.group import process_group
 from framework.errors import ConfigError, DataError
 from framework.evaluator import evaluate
+from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.precision import PrecisionPlugin
 from framework.predictions import columns_of, join_parts, save_part
+from framework.pulse import Phase
 from framework.session import Rank, entered, eval_loader, load_model
 from framework.types import Datasets
 
 
-def evaluate_rank(arguments: RankArguments) -> None:
+def evaluate_rank(arguments: RankArguments, link: Link) -> None:
     """Metrics of `eval.part` with the weights of `checkpoint.path`, left in `run.json`. Raises FrameworkError."""
-    with entered(arguments) as rank:
+    with entered(arguments, link) as rank:
         part = rank.config.eval.part
         with _ready(rank, arguments, part=part) as (model, loader, precision):
             metrics = evaluate(
@@ -41,9 +43,9 @@ def evaluate_rank(arguments: RankArguments) -> None:
             rank.run_dir.update_run({"results": {"metrics": metrics}})
 
 
-def predict_rank(arguments: RankArguments) -> None:
+def predict_rank(arguments: RankArguments, link: Link) -> None:
     """What the model says of `predict.part`, in the dataset's order, to `predict.output`. Raises FrameworkError."""
-    with entered(arguments) as rank:
+    with entered(arguments, link) as rank:
         task: Any = build.build_task(rank.config.task)
         if not callable(getattr(task, "predict_step", None)):
             raise ConfigError(
@@ -89,12 +91,16 @@ def _ready(
     if loader is None:
         key = f"trainer.limit_{part.value}_batches"
         raise DataError(f"{key}=0 leaves nothing of the {part.value} part. Set {key}=null.")
+    rank.link.pulse.at(Phase.MEETING)
     with process_group(context, config.backend, rendezvous=arguments.rendezvous):
+        rank.link.pulse.at(Phase.BUILDING)
         try:
             precision = PrecisionPlugin(config.trainer.precision, device=context.device)
             model = precision.convert_model(build.build_model(config.model, context=context))
             load_model(rank, model, Path(str(config.checkpoint.path)))
+            rank.link.pulse.at(Phase.EVALUATE)
             yield model, loader, precision
+            rank.link.pulse.at(Phase.CLOSING)
         finally:
             loader.close()
 

@@ -33,6 +33,13 @@ def shortened(config: Config) -> Config:
     )
 
 
+def total_steps(settings: TrainerConfig, *, steps_per_epoch: int) -> int | None:
+    """Optimizer steps of the whole run, or None where only a callback will end it."""
+    by_epochs = None if settings.max_epochs is None else settings.max_epochs * steps_per_epoch
+    known = [limit for limit in (settings.max_steps, by_epochs) if limit is not None]
+    return min(known, default=None)
+
+
 def limited(total: int, limit: int | float | None) -> int:
     """How many of `total` batches a limit leaves: an int counts them, a float is a share of them."""
     if limit is None:

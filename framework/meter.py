@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -54,6 +54,21 @@ class Series:
         bad = (~torch.isfinite(torch.cat(self._packed))).nonzero().flatten().tolist()
         return self._steps[bad[0]] if bad else None
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that was added, on the CPU; waits for the device."""
+        self._pack()
+        values = torch.cat(self._packed).cpu() if self._packed else torch.zeros(0)
+        return {"values": values, "weights": list(self._weights), "steps": list(self._steps), "count": self.count}
+
+    def take(self, state: Mapping[str, Any], *, device: torch.device) -> None:
+        """Add what `state_dict` gave."""
+        self._pack()
+        if len(state["values"]):
+            self._packed.append(state["values"].to(device))
+        self._weights += state["weights"]
+        self._steps += state["steps"]
+        self.count += state["count"]
+
     def _pack(self) -> None:
         if self._loose:
             self._packed.append(torch.stack(self._loose).flatten())
@@ -97,6 +112,20 @@ class Meter:
         """The first step whose loss was NaN or infinite on any rank. Every rank must call it, before `clear`."""
         steps = [step for step in gather_to_all(self._get(LOSS).first_nonfinite(), context) if step is not None]
         return min(steps, default=None)
+
+    def first_nonfinite(self) -> int | None:
+        """The first step whose loss was NaN or infinite on this rank; waits for the device."""
+        return self._get(LOSS).first_nonfinite()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has added since the last `clear`; waits for the device."""
+        return {name: series.state_dict() for name, series in self._series.items() if series.count}
+
+    def load_state_dicts(self, states: Iterable[Mapping[str, Any]], *, device: torch.device) -> None:
+        """Add what several `state_dict` gave; their values go to `device`."""
+        for state in states:
+            for name, series in state.items():
+                self._get(name).take(series, device=device)
 
     def clear(self) -> None:
         """Begin anew; the names stay agreed."""

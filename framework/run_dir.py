@@ -7,9 +7,8 @@ import fcntl
 import json
 import os
 import secrets
-import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 from framework.errors import RequestError
 
 _ATTEMPTS = 100
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of file systems that have none
+# Of file systems that have none, and of NFS, for a descriptor that can't be written to.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class RunDir:
 
     @property
     def lock_file(self) -> Path:
+        """There only while a run on a file system that can't lock directories is under way."""
         return self.path / ".lock"
 
     @property
@@ -64,6 +65,12 @@ class RunDir:
     def failure_file(self) -> Path:
         return self.path / "failure.json"
 
+    def failure_of(self, *, node: int, attempt: int, is_last: bool) -> Path:
+        """Where a failure is reported by node 0, or by another node that is cut off from it; one that is restarted
+        after has the number of its attempt in its name."""
+        parts = ["failure", *([f"node{node}"] if node else []), *([] if is_last else [f"attempt_{attempt}"])]
+        return self.path / f"{'_'.join(parts)}.json"
+
     @property
     def logs(self) -> Path:
         return self.path / "logs"
@@ -75,6 +82,10 @@ class RunDir:
         """What `run.json` says; raises `OSError` or `ValueError` where it isn't there or isn't JSON."""
         content: dict[str, Any] = json.loads(self.run_file.read_text())
         return content
+
+    def process_log(self, name: str, *, node: int) -> Path:
+        """Of a process of a node's launcher that is no rank."""
+        return self.logs / f"{name}_{node}.log"
 
     def update_run(self, facts: Mapping[str, Any]) -> None:
         """Add to `run.json`. One process at a time: the parent before and after the ranks, rank 0 in between."""
@@ -107,35 +118,77 @@ def create_run_dir(parent: Path, *, name: str | None = None) -> RunDir:
 def locked(run_dir: RunDir) -> Iterator[None]:
     """Keep other processes out of the run directory while this is entered; the kernel ends it with the process.
 
-    A file system without locks (some network ones) isn't guarded. Raises RequestError where another process is in it,
-    or the file of the lock can't be written.
+    The directory itself is locked; where that can't be (network file systems want what is locked to be writable), a
+    file in it that is removed at the end. A file system without locks isn't guarded. Raises RequestError where another
+    process is in it, or it can't be written.
     """
+    if not os.access(run_dir.path, os.W_OK):
+        raise RequestError(f"The run directory {run_dir.path} can't be written: {os.strerror(errno.EACCES)}.")
+    lock = os.open(run_dir.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        lock = os.open(run_dir.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise RequestError(f"The run directory {run_dir.path} can't be written: {error.strerror or error}.") from error
-    try:
-        _lock(lock, run_dir)
-        with suppress(OSError):  # on a full disk the others aren't told who has it
-            os.ftruncate(lock, 0)
-            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        yield
+        if _take(lock, run_dir):
+            yield
+        else:
+            with _locked_file(run_dir):
+                yield
     finally:
         os.close(lock)
 
 
-def _lock(lock: int, run_dir: RunDir) -> None:
+@contextmanager
+def _locked_file(run_dir: RunDir) -> Iterator[None]:
+    lock = _open_lock(run_dir)
+    try:
+        # Who had it may have removed the file meanwhile: then what was locked here is no longer what others find.
+        while _take(lock, run_dir) and not _is_current(lock, run_dir):
+            os.close(lock)
+            lock = _open_lock(run_dir)
+        try:
+            yield
+        finally:
+            run_dir.lock_file.unlink(missing_ok=True)  # while it is held: nobody loses one of theirs
+    finally:
+        os.close(lock)
+
+
+def _open_lock(run_dir: RunDir) -> int:
+    try:
+        return os.open(run_dir.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RequestError(f"The run directory {run_dir.path} can't be written: {error.strerror or error}.") from error
+
+
+def _is_current(lock: int, run_dir: RunDir) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), run_dir.lock_file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _take(lock: int, run_dir: RunDir) -> bool:
+    """Lock it; False where that is no way to lock it. Raises RequestError where another process has it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = run_dir.lock_file.read_text().strip() or "another process"
         raise RequestError(
-            f"The run {run_dir.path} is in use by {holder}.\n"
+            f"The run {run_dir.path} is in use by {_holder(run_dir)}.\n"
             "Two commands can't train in one directory: wait until that one has ended, or end it."
         ) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        return False
+    return True
+
+
+def _holder(run_dir: RunDir) -> str:
+    """Who says in `run.json` to be running it."""
+    try:
+        run = run_dir.read_run()
+        process = run["process"] if run["status"] == "running" else None
+    except (OSError, ValueError, KeyError):  # it has only just begun
+        process = None
+    return "another process" if process is None else f"process {process['pid']} on {process['host']}"
 
 
 def new_name() -> str:

@@ -20,6 +20,7 @@ from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import EvalLoader, dataset_size
 from framework.distributed.context import Context, make_context
 from framework.hardware import threads_per_process
+from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.limits import first_samples, limited, shortened
 from framework.rank_log import rank_log
@@ -30,17 +31,22 @@ from framework.types import MapDataset, Strategy
 
 @dataclass(frozen=True)
 class Rank:
-    """What every step of a rank's life needs to know; all of it known before the process group is made."""
+    """What every step of a rank's life needs to know; all of it known before the process group is made.
+
+    attempt: how often the run was started anew after a failure; then it goes on from its own last checkpoint.
+    """
 
     config: Config
     context: Context
     run_dir: RunDir
     plan: BatchPlan
     strategy: Strategy
+    link: Link
+    attempt: int
 
 
 @contextmanager
-def entered(arguments: RankArguments) -> Iterator[Rank]:
+def entered(arguments: RankArguments, link: Link) -> Iterator[Rank]:
     """This rank with its log open, settings of the process made and every `_target_` checked; no process group yet.
 
     Raises FrameworkError for what can't be done as asked.
@@ -57,7 +63,8 @@ def entered(arguments: RankArguments) -> Iterator[Rank]:
         _prepare_process(config, context)
         build.check_targets(config)
         strategy = build.build_strategy(config.strategy, context=context)
-        yield Rank(config, context, run_dir, _plan_batches(config, context), strategy)
+        plan = _plan_batches(config, context)
+        yield Rank(config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
 
 
 def eval_loader(rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None) -> EvalLoader | None:

@@ -38,6 +38,7 @@ STRATEGY = Supplied(keywords=("context",))
 OPTIMIZER = Supplied(positional=1)
 SCHEDULE = Supplied(positional=1, defaults=("total_steps",))
 LOGGER = Supplied(keywords=("run_dir",))
+CALLBACK = Supplied(keywords=("context", "run_dir"))
 PLAIN = Supplied()
 
 _NUMERIC_WORDS = frozenset(
@@ -106,7 +107,7 @@ def _nodes(config: Config) -> Iterator[tuple[str, Node, Supplied]]:
     for name, node in config.logger.items():
         yield f"logger.{name}", node, LOGGER
     for name, node in config.callbacks.items():
-        yield f"callbacks.{name}", node, PLAIN
+        yield f"callbacks.{name}", node, CALLBACK
 
 
 def _check(node: Node, key: str, supplied: Supplied) -> Iterator[str]:

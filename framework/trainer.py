@@ -6,10 +6,11 @@
         log          every log_every_n_steps    #   one reduction over ranks, one wait for the device
         evaluate     when it is due             #   every validation sample once
         save         when it is due             #   all ranks wait for the writer
-        stop         when the ranks agreed to
+        stop         when the ranks agreed to: a callback's wish, or a signal's
 
 The loop calls what it needs by name; callbacks and loggers observe. Nothing on the way of a step waits for the device,
-talks to other ranks (but for the gradients) or formats text.
+talks to other ranks (but for the gradients) or formats text. What this rank is doing is marked in its pulse, 0.1 µs
+each time, so that who watches can tell where it is.
 """
 
 from __future__ import annotations
@@ -17,13 +18,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from framework.checkpoint import CheckpointManager
 from framework.config.schema import TrainerConfig
@@ -32,30 +30,16 @@ from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.distributed.context import Context
 from framework.errors import RunError, TargetError
 from framework.evaluator import evaluate
+from framework.launch.link import Link
+from framework.launch.stopping import StopRequest
+from framework.limits import total_steps
 from framework.meter import LOSS, Meter
-from framework.optim import Schedule, clip_gradients, gradient_norm
-from framework.precision import PrecisionPlugin
+from framework.optim import clip_gradients, gradient_norm
+from framework.parts import Parts
 from framework.progress import Progress, Throughput, hooks
+from framework.pulse import Phase
 from framework.seed import generator_states
-from framework.types import Callback, EvalReport, FitInfo, Logger, StepReport, Stop, Strategy, Task, Window
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run is made of. `model` is as the strategy wrapped it."""
-
-    model: nn.Module
-    task: Task
-    strategy: Strategy
-    precision: PrecisionPlugin
-    optimizer: Optimizer
-    schedule: Schedule
-    callbacks: Mapping[str, Callback]
-    loggers: Mapping[str, Logger]  # empty but on rank 0
-
-    @property
-    def bare_model(self) -> nn.Module:
-        return self.strategy.unwrap(self.model)
+from framework.types import EvalReport, FitInfo, StepReport, Stop, Window
 
 
 @final
@@ -72,6 +56,7 @@ class Trainer:
         val_loader: EvalLoader | None,
         checkpoints: CheckpointManager | None,
         after_first_step: Callable[[], None],
+        link: Link,
     ) -> None:
         self.parts = parts
         self.settings = settings
@@ -82,7 +67,12 @@ class Trainer:
         self.progress = Progress()
         self.start_step = 0
         self.val_metrics: dict[str, float] = {}
-        self.stop_reason: str | None = None
+        self.stop_reason: str | None = None  # of a callback
+        self.stopped_by: str | None = None  # what asked for it, such as "SIGTERM"
+        # Called when everything that may draw numbers is made: those of a resumed run go on where they were.
+        self.restore_generators: Callable[[], object] | None = None
+        self._pulse = link.pulse
+        self._stop_request = StopRequest(link, world_size=context.world_size)
         self._after_first_step = after_first_step
         self._stop_wish: str | None = None
         self._saved_step: int | None = None
@@ -99,24 +89,34 @@ class Trainer:
         self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
 
     @property
+    def was_stopped(self) -> bool:
+        """Whether training has yet to go on: it was stopped on request, before it came to its own end."""
+        return self.stopped_by is not None and self.stop_reason is None
+
+    @property
     def last_epoch(self) -> int:
         """The epoch of the last step done, from 0."""
         return max(self.progress.epoch - int(self.progress.samples == 0), 0)
 
     def fit(self) -> None:
-        """Train from where `progress` stands until the limits of the settings or an agreed stop.
+        """Train from where `progress` stands until the limits of the settings or an agreed stop, and save that.
 
         Raises RunError when the loss is no longer finite; whatever a task, a model or a callback raises passes.
         """
         self.start_step = self.progress.step
         parts, settings, progress = self.parts, self.settings, self.progress
         observe_step = self._bind()
+        if self.restore_generators is not None:
+            self.restore_generators()
         self._throughput.read()
+        self._pulse.at(Phase.DATA)
         for window in self._windows():
             epoch = progress.epoch
             loss = self.train_step(window)
             progress.advance(global_count=window.global_count, epoch_end=window.epoch_end)
-            report = StepReport(progress.step, epoch, loss, window.global_count)
+            self._pulse.stepped(progress.step)
+            self._pulse.at(Phase.LOGGING)
+            report = StepReport(progress.step, epoch, loss, window.global_count, window.indices)
             for observe in observe_step:
                 self._heed(observe(report))
             if progress.step - self.start_step == 1:
@@ -130,6 +130,9 @@ class Trainer:
                 self.evaluate(epoch=epoch)
             if self._save_due(epoch, epoch_end=window.epoch_end):
                 self.save(epoch=epoch)
+            if self._stop_request.pending:
+                self._heed_request()
+            self._pulse.at(Phase.DATA)
         self._finish()
 
     def train_step(self, window: Window) -> Tensor:
@@ -138,18 +141,22 @@ class Trainer:
         Each micro-batch's mean loss weighs its share of the global batch times W: strategies average gradients over
         ranks, so the sum is the gradient of the mean over the global batch, however it was dealt.
         """
-        parts = self.parts
+        parts, mark = self.parts, self._pulse.at
         scale = self.context.world_size / window.global_count
         for position, micro in enumerate(window.micro_batches, start=1):
+            mark(Phase.FORWARD)
             weight = micro.num_samples * scale
             with parts.strategy.accumulate(parts.model, synchronise=position == window.num_micro_batches):
                 with parts.precision.autocast():
                     output = parts.task.training_step(parts.model, parts.precision.convert_batch(micro.batch))
                 # Times 1.0 would be the same number at the price of two kernels.
                 loss = output.loss if weight == 1.0 else output.loss * weight
+                mark(Phase.BACKWARD)
                 parts.precision.scaler.scale(loss).backward()
             if micro.num_samples:
                 self._meter.add(output, step=self.progress.step + 1)
+            mark(Phase.DATA)  # of the next micro-batch
+        mark(Phase.OPTIMIZER)
         self._throughput.samples += window.global_count
         self._update()
         return output.loss.detach()
@@ -179,13 +186,10 @@ class Trainer:
 
         Every rank must call it; waits for the device. Raises RunError when a loss was NaN or infinite.
         """
+        self._pulse.at(Phase.LOGGING)
         values, (wishes,) = self._meter.reduce(self.context, extra=[float(self._stop_wish is not None)])
         if not math.isfinite(values.get(LOSS, 0.0)):
-            step = self._meter.first_nonfinite_step(self.context)
-            raise RunError(
-                f"The training loss is {values[LOSS]} since step {step} (epoch {epoch}).\n"
-                "Nothing was saved after it. Lower optimizer.lr, set trainer.gradient_clip_val, or look at that batch."
-            )
+            raise _bad_loss(values[LOSS], step=self._meter.first_nonfinite_step(self.context), epoch=epoch)
         self._meter.clear()
         self._agree_to_stop(wishes > 0)
         if not values:
@@ -200,9 +204,10 @@ class Trainer:
         """Run the validation part, log it, ask the callbacks, agree on wishes to stop. Every rank must call it."""
         if self.val_loader is None:
             return
+        self._pulse.at(Phase.EVALUATE)
         self._wait_for_devices()  # the steps they are still at are training's time
         began = time.perf_counter()
-        with self.evaluation_weights():
+        with self.parts.evaluation_weights():
             self.val_metrics = evaluate(
                 self.parts.bare_model,
                 self.val_loader,
@@ -223,13 +228,16 @@ class Trainer:
     def save(self, *, epoch: int) -> None:
         """Write a checkpoint of this moment, between two steps. Every rank must call it.
 
-        Logs first, so that nothing is saved after a loss that wasn't finite; raises RunError for weights that aren't.
+        Raises RunError after a loss that wasn't finite, and for weights that aren't. What has yet to be logged is saved
+        with it, so that what is logged doesn't depend on when something is saved.
         """
         if self.checkpoints is None:
             return
-        self.log(epoch=epoch)
-        self._check_weights()
+        self._pulse.at(Phase.CHECKPOINT)
+        self._check_numbers(epoch=epoch)
         began = time.perf_counter()
+        for flush in hooks(self.parts.loggers.values(), "flush"):
+            flush()
         fresh = self._evaluated_step == self.progress.step
         self.checkpoints.save(
             self.state_dict(), step=self.progress.step, epoch=epoch, metrics=self.val_metrics if fresh else None
@@ -242,35 +250,35 @@ class Trainer:
 
         `model` holds the weights to evaluate; where a callback averages them, those to train on are in `training`.
         """
-        parts = self.parts
-        training: dict[str, Any] = {
-            "optimizer": parts.optimizer.state_dict(),
-            "schedule": parts.schedule.state_dict(),
-            "scaler": parts.precision.scaler.state_dict(),
-            "callbacks": {name: hook() for name, hook in self._callback_hooks("state_dict")},
-            "progress": self.progress.state_dict(),
-            "val_metrics": dict(self.val_metrics),
-        }
-        model = parts.bare_model.state_dict()
-        if hooks(parts.callbacks.values(), "evaluation_weights"):
-            training["model"] = {name: tensor.clone() for name, tensor in model.items()}
-            with self.evaluation_weights():
-                # Cloned: these tensors hold the average only while it is swapped in.
-                model = {name: tensor.clone() for name, tensor in parts.bare_model.state_dict().items()}
-        generators = gather_to_all(generator_states(self.context.devices), self.context)
-        return {"model": model, "training": training, "generators": list(generators)}
+        model, trained = self.parts.model_states()
+        training = self.parts.state_dict()
+        training |= {"progress": self.progress.state_dict(), "val_metrics": dict(self.val_metrics)}
+        if trained is not None:
+            training["model"] = trained
+        mine = (generator_states(self.context.devices), self._meter.state_dict(), self._stop_wish)
+        generators, training["meters"], wishes = map(list, zip(*gather_to_all(mine, self.context), strict=True))
+        training["global_batch_size"] = self.train_loader.global_batch_size
+        training["stop"] = {"reason": self.stop_reason, "wishes": wishes}
+        return {"model": model, "training": training, "generators": generators}
 
     def load_state_dict(self, training: Mapping[str, Any]) -> None:
-        """Take up the `training` part of what `state_dict` gave; weights and generators are the engine's to restore."""
-        parts = self.parts
-        parts.optimizer.load_state_dict(training["optimizer"])
-        parts.schedule.load_state_dict(training["schedule"])
-        parts.precision.scaler.load_state_dict(training["scaler"])
-        for name, load in self._callback_hooks("load_state_dict"):
-            if name in training["callbacks"]:
-                load(training["callbacks"][name])
+        """Take up the `training` part of what `state_dict` gave, once the weights are there. Every rank must call it.
+
+        What had yet to be logged on another number of ranks goes to the first.
+        """
+        rank, world_size = self.context.rank, self.context.world_size
+        self.parts.load_state_dict(training)
         self.progress.load_state_dict(training["progress"])
         self.val_metrics = dict(training.get("val_metrics", {}))
+        meters = training.get("meters", [])
+        if len(meters) == world_size:
+            meters = [meters[rank]]
+        elif rank > 0:
+            meters = []
+        self._meter.load_state_dicts(meters, device=self.context.device)
+        stop = training.get("stop", {"reason": None, "wishes": []})
+        self.stop_reason = stop["reason"]
+        self._stop_wish = next((wish for wish in stop["wishes"] if wish is not None), None)
         self._saved_step = self.progress.step
 
     def _bind(self) -> list[Callable[[StepReport], Stop | None]]:
@@ -283,6 +291,7 @@ class Trainer:
             total_steps=total_steps(self.settings, steps_per_epoch=steps_per_epoch),
             steps_per_epoch=steps_per_epoch,
             max_epochs=self.settings.max_epochs,
+            optimizer=parts.optimizer,
         )
         for start in hooks(parts.callbacks.values(), "on_fit_start") + hooks(parts.loggers.values(), "fit_start"):
             start(info)
@@ -300,6 +309,7 @@ class Trainer:
         settings, progress = self.settings, self.progress
         return (
             self.stop_reason is not None
+            or self.stopped_by is not None
             or (settings.max_steps is not None and progress.step >= settings.max_steps)
             or (settings.max_epochs is not None and progress.epoch >= settings.max_epochs)
         )
@@ -321,22 +331,11 @@ class Trainer:
         """Log and save what is left, and tell the callbacks."""
         if self._saved_step != self.progress.step:
             self.save(epoch=self.last_epoch)
-        self.log(epoch=self.last_epoch)
+        # A run that was stopped logs these steps when it goes on, together with those that follow.
+        if self.progress.step > self.start_step and not self.was_stopped:
+            self.log(epoch=self.last_epoch)
         for end in hooks(self.parts.callbacks.values(), "on_fit_end"):
             end()
-
-    def evaluation_weights(self) -> ExitStack:
-        """While entered, the bare model holds the weights to evaluate, equal on all ranks. Every rank must call it."""
-        stack = ExitStack()
-        for swap in hooks(self.parts.callbacks.values(), "evaluation_weights"):
-            stack.enter_context(swap(self.parts.bare_model))
-        self.parts.strategy.before_evaluation(self.parts.model)
-        return stack
-
-    def _callback_hooks(self, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-        for key, callback in self.parts.callbacks.items():
-            for hook in hooks([callback], name):
-                yield key, hook
 
     def _wait_for_devices(self) -> None:
         for device in self.context.devices:
@@ -346,10 +345,14 @@ class Trainer:
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
 
-    def _check_weights(self) -> None:
-        """Raise RunError where a step made a weight NaN or infinite, as one with such gradients does."""
+    def _check_numbers(self, *, epoch: int) -> None:
+        """Raise RunError where a loss was NaN or infinite on any rank, or a step made a weight so."""
         bad = not math.isfinite(float(nn.utils.get_total_norm(self._parameters)))
-        if any_over_ranks(bad, self.context):
+        found = gather_to_all((self._meter.first_nonfinite(), bad), self.context)
+        steps = [step for step, _ in found if step is not None]
+        if steps:
+            raise _bad_loss("not finite", step=min(steps), epoch=epoch)
+        if any(bad for _, bad in found):
             raise RunError(
                 f"The weights are no longer finite after step {self.progress.step}, though the loss was.\n"
                 "Nothing was saved since. Lower optimizer.lr, set trainer.gradient_clip_val, or look at the gradients."
@@ -375,9 +378,15 @@ class Trainer:
             reasons = gather_to_all(self._stop_wish, self.context)
             self.stop_reason = next(reason for reason in reasons if reason is not None)
 
+    def _heed_request(self) -> None:
+        """Stop on request where all ranks do so after this step; a run that is at its own end simply ends."""
+        self._wait_for_devices()
+        if not self._done() and self._stop_request.due(self.progress.step):
+            self.stopped_by = self._stop_request.came_by
 
-def total_steps(settings: TrainerConfig, *, steps_per_epoch: int) -> int | None:
-    """Optimizer steps of the whole run, or None where only a callback will end it."""
-    by_epochs = None if settings.max_epochs is None else settings.max_epochs * steps_per_epoch
-    known = [limit for limit in (settings.max_steps, by_epochs) if limit is not None]
-    return min(known, default=None)
+
+def _bad_loss(value: object, *, step: int | None, epoch: int) -> RunError:
+    return RunError(
+        f"The training loss is {value} since step {step} (epoch {epoch}).\n"
+        "Nothing was saved after it. Lower optimizer.lr, set trainer.gradient_clip_val, or look at that batch."
+    )

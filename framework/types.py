@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 Batch = Any
 """What a dataset's samples collate to: a tensor, or a tuple or dict of tensors whose first dimension is the sample."""
@@ -55,17 +56,25 @@ class MicroBatch(NamedTuple):
     num_samples: int
 
 
+class MicroIndices(NamedTuple):
+    """`indices`: int64, of the dataset; `num_samples`: how many they are, or 0 for a stand-in of one index."""
+
+    indices: Tensor
+    num_samples: int
+
+
 class Window(NamedTuple):
     """What one rank contributes to one optimizer step: its micro-batches of one global batch.
 
     global_count: samples of the global batch over all ranks and micro-batches; the same on every rank.
-    epoch_end: this is the epoch's last window.
+    epoch_end: this is the epoch's last window. indices: of each micro-batch.
     """
 
     micro_batches: Iterator[MicroBatch]
     num_micro_batches: int
     global_count: int
     epoch_end: bool
+    indices: tuple[MicroIndices, ...] = ()
 
 
 class StepReport(NamedTuple):
@@ -73,12 +82,14 @@ class StepReport(NamedTuple):
 
     step: optimizer steps done, this one included. epoch: of this step, from 0.
     loss: of this rank's last micro-batch, detached. global_count: samples of the step over all ranks.
+    indices: which samples this rank's micro-batches took.
     """
 
     step: int
     epoch: int
     loss: Tensor
     global_count: int
+    indices: tuple[MicroIndices, ...] = ()
 
 
 class EvalReport(NamedTuple):
@@ -98,13 +109,17 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True)
 class FitInfo:
-    """What observers learn before the first step. `model` is the unwrapped module; it may be read and kept."""
+    """What observers learn before the first step. `model` is the unwrapped module.
+
+    Model and optimizer may be read and kept, and hooks put on them: whoever changes them changes the training.
+    """
 
     model: nn.Module
     start_step: int
     total_steps: int | None
     steps_per_epoch: int
     max_epochs: int | None
+    optimizer: Optimizer
 
 
 @runtime_checkable
@@ -116,7 +131,11 @@ class Task(Protocol):
 
 
 class Strategy(Protocol):
-    """How replicas stay equal: after a synchronising backward, gradients are the *mean* over ranks."""
+    """How replicas stay equal: after a synchronising backward, gradients are the *mean* over ranks.
+
+    One with state that decides the numbers may also have `state_dict(model)` and, once weights are restored,
+    `load_state_dict(model, state)`; both get the wrapped model, and every rank calls them.
+    """
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module to call in training. Every rank must call it; `model` is on its device already."""
@@ -167,13 +186,15 @@ class Callback(Protocol):
 
 
 class Logger(Protocol):
-    """Writes what a run reports, on rank 0 only. `fit_start` and `step` may be left out.
+    """Writes what a run reports, on rank 0 only. `fit_start`, `step` and `flush` may be left out.
 
-    `step` is called after every optimizer step and must cost next to nothing; `metrics` gets plain numbers.
+    `step` is called after every optimizer step and must cost next to nothing; `metrics` gets plain numbers. `flush` is
+    called before each checkpoint: what was logged by then must outlive a kill, for a resumed run doesn't log it again.
     """
 
     def fit_start(self, info: FitInfo) -> None: ...
     def step(self, report: StepReport) -> None: ...
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None: ...
     def text(self, tag: str, text: str) -> None: ...
+    def flush(self) -> None: ...
     def close(self) -> None: ...

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from framework.launch.warm import WarmServer
 
 DATA_VARIABLE = "FRAMEWORK_TEST_DATA"
+SMALL_BYTES = 64 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +69,35 @@ def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(tmp_path)
         before = set(tmp_path.glob("outputs/*/*"))
         assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
-        resumed = {Path(text.removeprefix("resume=")) for text in overrides if text.startswith("resume=")}
+        named = {text.removeprefix("resume=") for text in overrides if text.startswith("resume=")}
+        resumed = before if "auto" in named else set(map(Path, named))
         (run_dir,) = set(tmp_path.glob("outputs/*/*")) - before or resumed
         return run_dir
 
     return run
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group with little memory (folder), as root may make one; else the test is skipped."""
+    mount = Path("/sys/fs/cgroup/memory")
+    limit, name = ("memory.limit_in_bytes", "version 1") if mount.is_dir() else ("memory.max", "version 2")
+    group = (mount if mount.is_dir() else mount.parent) / f"framework_test_{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory control group ({name}) can be made here: {error.strerror}")
+    try:
+        try:
+            (group / limit).write_text(str(SMALL_BYTES))
+            for swap in ("memory.memsw.limit_in_bytes", "memory.swap.max"):
+                if (group / swap).exists():
+                    (group / swap).write_text(str(SMALL_BYTES) if "memsw" in swap else "0")
+        except OSError as error:
+            pytest.skip(f"the memory of a control group ({name}) can't be limited here: {error.strerror}")
+        yield group
+    finally:
+        group.rmdir()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

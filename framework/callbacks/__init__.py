@@ -2,6 +2,7 @@
 
 from framework.callbacks.early_stopping import EarlyStopping
 from framework.callbacks.ema import EMAWeightAveraging
+from framework.callbacks.recorder import Recorder
 from framework.callbacks.timer import Timer
 
-__all__ = ["EMAWeightAveraging", "EarlyStopping", "Timer"]
+__all__ = ["EMAWeightAveraging", "EarlyStopping", "Recorder", "Timer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from framework.errors import ConfigError
@@ -29,6 +30,13 @@ def user_config_dir(working_dir: Path) -> Path | None:
     """The user's own `conf` in `working_dir`, whose files come before the framework's; None where there isn't one."""
     place = working_dir / "conf"
     return place.resolve() if place.is_dir() and not place.samefile(config_dir()) else None
+
+
+def import_from_working_dir() -> None:
+    """Let recipes and classes of the user's be found in the working directory, as `python -m` finds them."""
+    working_dir = str(Path.cwd())
+    if not {working_dir, ""} & set(sys.path):
+        sys.path.insert(0, working_dir)
 
 
 def launcher_names() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from framework.config.schema import BackendName, Config, Interval
 from framework.config.suggest import did_you_mean, nearest
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "overfit_batches")
+_ONE_NODE = ("in_place", "local")
 
 
 def check(config: Config) -> None:
@@ -75,12 +76,51 @@ def _processes(config: Config) -> Iterator[str]:
 
 
 def _nodes(config: Config) -> Iterator[str]:
-    nodes, rank = config.topology.nnodes, config.topology.node_rank
+    nodes, rank, launcher = config.topology.nnodes, config.topology.node_rank, config.launcher.name
     if rank >= nodes:
         allowed = "0" if nodes == 1 else f"0 to {nodes - 1}"
         yield f"topology.node_rank={rank} is out of range: with topology.nnodes={nodes} it is {allowed}."
-    if nodes > 1:
-        yield f"topology.nnodes={nodes}: the launchers there are start processes on one machine. Use topology.nnodes=1."
+    if nodes > 1 and launcher in _ONE_NODE:
+        yield (
+            f"launcher={launcher} starts processes on one machine; topology.nnodes={nodes} needs launcher=elastic. "
+            f"Change one of them."
+        )
+
+
+def _meeting_place(config: Config) -> Iterator[str]:
+    topology = config.topology
+    endpoint = topology.rdzv_endpoint
+    if endpoint is not None:
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            yield (
+                f"topology.rdzv_endpoint={endpoint}: must be HOST:PORT, a name or address of node 0 and a port from "
+                f"1 to 65535 that is free there, such as node0:29400."
+            )
+
+
+def _sharing(config: Config) -> Iterator[str]:
+    if not config.topology.share_gpus:
+        return
+    if config.topology.gpus_per_process is None:
+        yield (
+            "topology.share_gpus=true needs topology.gpus_per_process: say how many GPUs each process uses, "
+            "topology.gpus_per_process=1 for instance."
+        )
+    if config.backend.name is BackendName.NCCL:
+        yield (
+            "topology.share_gpus=true can't go with backend=nccl, which wants a GPU of its own for each process. "
+            "Use backend=gloo, or backend=auto, which takes gloo where GPUs are shared."
+        )
+
+
+def _restarts(config: Config) -> Iterator[str]:
+    restarts, launcher = config.launcher.max_restarts, config.launcher.name
+    if restarts > 0 and launcher not in ("auto", "elastic"):
+        yield (
+            f"launcher.max_restarts={restarts}: launcher={launcher} starts nothing anew after a failure. "
+            f"Use launcher=elastic, or launcher.max_restarts=0."
+        )
 
 
 def _ignored(config: Config) -> Iterator[str]:
@@ -168,7 +208,8 @@ def _weights_to_use(config: Config) -> Iterator[str]:
             f"or init_from={path} to begin with its weights."
         )
     if config.resume is not None and config.job != "train":
-        yield f"resume can't go with job={config.job}: it goes on with training. Use checkpoint.path={config.resume}."
+        instead = "Leave it out" if config.job == "plan" else f"Use checkpoint.path={config.resume}"
+        yield f"resume can't go with job={config.job}: it goes on with training. {instead}."
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
@@ -179,6 +220,9 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _fast_dev_run,
     _processes,
     _nodes,
+    _meeting_place,
+    _sharing,
+    _restarts,
     _ignored,
     _batches,
     _deterministic,

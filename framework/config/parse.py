@@ -253,6 +253,12 @@ def _convert_to(kind: Any, value: Any) -> Any:
     return value if type(value) is kind else _WRONG
 
 
+def seconds_of(text: str) -> float | None:
+    """The seconds that a `Duration` such as `90s` is; None where it is none."""
+    seconds = _duration(float(text) if text.replace(".", "", 1).isdecimal() else text)
+    return None if seconds is _WRONG else float(seconds)
+
+
 def _duration(value: Any) -> Any:
     seconds: float | None = None
     if type(value) in (int, float):

@@ -118,6 +118,15 @@ def load_saved(path: str | Path) -> Saved:
     return Saved(run_dir=run_dir, raw=raw, overrides=tuple(overrides), step=step)
 
 
+def newest_unfinished(folder: Path) -> RunDir | None:
+    """The newest training run in a recipe's folder that hasn't come to its end; None where there is none.
+
+    Whether it is still under way somewhere isn't asked: `locked` refuses it then.
+    """
+    places = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []  # names begin with the time
+    return next((RunDir(place) for place in places if _is_run(place) and _is_unfinished(RunDir(place))), None)
+
+
 def load_checkpoint(directory: Path) -> Saved:
     """What was saved with the checkpoint `directory`; it may have been copied away from its run.
 
@@ -220,6 +229,16 @@ def _saved_in(run_dir: RunDir) -> tuple[Any, Any]:
 def _is_run(place: Path) -> bool:
     # A folder of YAML may have a config.yaml; both files are in a run only.
     return RunDir(place).config_file.is_file() and RunDir(place).overrides_file.is_file()
+
+
+def _is_unfinished(run_dir: RunDir) -> bool:
+    try:
+        if run_dir.read_run()["status"] == "finished":
+            return False
+        raw, _ = _saved_in(run_dir)
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):  # it was ended while it was made, or changed since
+        return False
+    return isinstance(raw, dict) and raw.get("job") == "train"
 
 
 def _copy(source: Mapping[str, Any], target: dict[str, Any], parts: list[str]) -> None:

@@ -105,6 +105,8 @@ class TopologyConfig:
     procs_per_node: int | None = auto(at_least=1)
     gpus_per_process: int | None = auto(at_least=1)
     min_gpus_per_process: int = bounded(at_least=1)  # what the model needs; the span where nothing else says
+    share_gpus: bool  # replicas may wrap around the GPUs there are; needs gpus_per_process, and not nccl
+    rdzv_endpoint: str | None  # HOST:PORT of node 0, where nodes meet; null on one node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +154,8 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
     name: str  # a module of framework.launch that has `launch`
-    grace: Duration  # from SIGTERM to SIGKILL when a run is ended
+    max_restarts: int = bounded(at_least=0)  # of the whole run, after failures; elastic only
+    late_after: Duration  # how long others wait for a rank before that is said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +167,17 @@ class EvalConfig:
 class PredictConfig:
     part: Part
     output: str  # a file that doesn't exist yet: .csv or .pt
+
+
+class PlanFormat(Enum):
+    TEXT = "text"
+    JSON = "json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    format: PlanFormat
+    train_samples: int | None = bounded(at_least=1)  # where the data isn't there to be counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +194,7 @@ class Config:
     init_from: str | None  # a checkpoint: take only its weights
     eval: EvalConfig
     predict: PredictConfig
+    plan: PlanConfig
     path: PathConfig
     model: Node
     data: DataConfig

@@ -68,6 +68,8 @@ def local_files(
     places = [folder, *also_in]
     found = [_find(resource, places) for resource in resources]
     if None in found:
+        # Whoever has forbidden it in this process (`sys.addaudithook`) raises here, before anything is written.
+        sys.audit("framework.download", resources[found.index(None)].name, folder)
         with _held_lock(folder, otherwise=otherwise):
             # Another process may have downloaded while this one waited.
             found = [_find(resource, places) for resource in resources]

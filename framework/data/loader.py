@@ -62,11 +62,7 @@ class TrainLoader:
         size = dataset_size(dataset, part="train")
         if size != order.size:
             raise ValueError(f"The order is of {order.size} samples, the dataset has {size}.")
-        if size < plan.world_size:
-            raise DataError(
-                f"The train dataset has {size} samples for {plan.world_size} processes: some would never get one.\n"
-                f"Use at most {size} processes (topology.procs_per_node), or more data."
-            )
+        check_everyone_gets_one(size, plan)
         self._order, self._plan, self._rank, self._limit = order, plan, rank, limit
         self._source = BatchSource(dataset, part="train", seed=order.seed, num_workers=num_workers, device=device)
 
@@ -89,7 +85,8 @@ class TrainLoader:
         batches = self._source.batches(_requests(asked, epoch=epoch))
         for window in shown:
             micro_batches = _take(batches, window)
-            yield Window(micro_batches, len(window.micro_batches), window.global_count, window.epoch_end)
+            number = len(window.micro_batches)
+            yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
             assert next(micro_batches, None) is None, "a window's micro-batches were not all taken"
 
     def close(self) -> None:
@@ -147,6 +144,15 @@ def dataset_size(dataset: MapDataset, *, part: str) -> int:
     if size == 0:
         raise DataError(f"The {part} dataset is empty. Look at the keywords of data.datasets.")
     return size
+
+
+def check_everyone_gets_one(size: int, plan: BatchPlan) -> None:
+    """Raise DataError where a train dataset of `size` samples leaves processes without any."""
+    if size < plan.world_size:
+        raise DataError(
+            f"The train dataset has {size} samples for {plan.world_size} processes: some would never get one.\n"
+            f"Use at most {size} processes (topology.procs_per_node), or more data."
+        )
 
 
 def _requests(dealt: Iterable[WindowIndices], *, epoch: int) -> Iterator[Request]:

@@ -16,13 +16,7 @@ from torch import Tensor
 from framework.data.batching import BatchPlan, count_windows, micro_batches, share
 from framework.errors import DataError
 from framework.seed import mix
-
-
-class MicroIndices(NamedTuple):
-    """`indices`: int64, of the dataset; `num_samples`: how many they are, or 0 for a stand-in of one index."""
-
-    indices: Tensor
-    num_samples: int
+from framework.types import MicroIndices
 
 
 class WindowIndices(NamedTuple):

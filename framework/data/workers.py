@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -55,7 +57,12 @@ class Workers:
 
     def close(self) -> None:
         """End the worker processes; may be called again."""
+        started = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
         self._loader = None  # the DataLoader's iterator ends them when it is let go
+        for worker in started:
+            if worker.is_alive():  # stuck in a sample: it was asked to end, by a signal that it doesn't heed
+                worker.kill()
+                worker.join()
 
 
 @final
@@ -89,8 +96,18 @@ class FetchDataset(Dataset[Batch]):
 
 def _init_worker(_worker: int, *, parent: int) -> None:
     from framework.launch.lifetime import die_with_parent
+    from framework.launch.signals import STOP_SIGNALS
 
     die_with_parent(parent)
+    if sys.platform.startswith("linux"):
+        # Schedulers and terminals signal every process. Training goes on for some steps then, and needs its data; a
+        # handler that does nothing, unlike SIG_IGN, isn't handed on to programs that a dataset starts.
+        for number in STOP_SIGNALS:
+            signal.signal(number, _pay_no_heed)
+
+
+def _pay_no_heed(_signal: int, _frame: FrameType | None) -> None:
+    return None
 
 
 def _as_is(batch: Batch) -> Batch:

@@ -50,7 +50,7 @@ def make_context(topology: Topology, *, node_rank: int, local_rank: int, backend
         local_rank=local_rank,
         node_rank=node_rank,
         devices=devices,
-        backend=_backend(backend_name, device=devices[0]),
+        backend=_backend(backend_name, device=devices[0], shared=topology.shares_gpus),
     )
 
 
@@ -60,7 +60,7 @@ def _devices(topology: Topology, local_rank: int) -> tuple[torch.device, ...]:
         return (torch.device("cpu"),) * topology.span
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     seen = torch.accelerator.device_count()
-    if accelerator is None or seen < topology.gpus_per_node:
+    if accelerator is None or seen < topology.gpus_in_view:
         raise TopologyError(
             f"trainer.gpus={topology.gpus_per_node}, but torch {torch.__version__} sees {seen}.\n"
             "Install a build of torch for this machine's driver, or use trainer.gpus=0 for the CPU."
@@ -68,8 +68,10 @@ def _devices(topology: Topology, local_rank: int) -> tuple[torch.device, ...]:
     return tuple(torch.device(accelerator.type, index) for index in indices)
 
 
-def _backend(name: BackendName, *, device: torch.device) -> str:
+def _backend(name: BackendName, *, device: torch.device, shared: bool) -> str:
     backend = dist.get_default_backend_for_device(device) if name is BackendName.AUTO else name.value
+    if shared and name is BackendName.AUTO:
+        backend = BackendName.GLOO.value  # nccl wants a GPU of its own for each process, and the whole of it
     if backend == BackendName.NCCL.value and device.type == "cpu":
         raise RequestError(
             "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -60,12 +61,23 @@ def set_timeout(timeout_s: float, context: Context) -> None:
 def _init(context: Context, settings: BackendConfig, *, rendezvous: str | None) -> None:
     # With a device, NCCL connects eagerly and every collective knows its GPU; a replica over several has no single one.
     one_gpu = context.device.type != "cpu" and len(context.devices) == 1
+    timeout = timedelta(seconds=settings.init_timeout)
     dist.init_process_group(
         context.backend,
-        init_method=rendezvous,
-        store=dist.HashStore() if rendezvous is None else None,
+        store=dist.HashStore() if rendezvous is None else _meet(rendezvous, context, timeout=timeout),
         rank=context.rank,
         world_size=context.world_size,
-        timeout=timedelta(seconds=settings.init_timeout),
+        timeout=timeout,
         device_id=context.device if one_gpu else None,
     )
+
+
+def _meet(rendezvous: str, context: Context, *, timeout: timedelta) -> dist.Store:
+    """The ranks' store, as `init_process_group` would find it, without what an attempt before this one has left there.
+
+    Torch's own agents make a new store for each attempt; here the run's store lives on, and with it the addresses of
+    ranks that are gone.
+    """
+    store, _, _ = next(dist.rendezvous(rendezvous, context.rank, context.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

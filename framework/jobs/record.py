@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib import metadata
 from typing import Any
 
 from framework.hardware import cpu_count, visible_gpus
 from framework.run_dir import RunDir
 from framework.topology import Topology
+from framework.versions import installed_versions
 
 _PACKAGES = ("framework", "torch", "torchvision", "hydra-core", "omegaconf", "numpy")
 _GIT_TIMEOUT_S = 5.0
@@ -26,10 +28,11 @@ def record_start(run_dir: RunDir, topology: Topology) -> None:
     facts: dict[str, Any] = {
         "status": "running",
         "started": _now(),
+        "process": {"pid": os.getpid(), "host": socket.gethostname()},
         "command": shlex.join(["python", "-m", "framework", *sys.argv[1:]]),
         "topology": {**asdict(topology), "world_size": topology.world_size},
         "git": _git(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
         "hardware": {
             "host": socket.gethostname(),
             "platform": platform.platform(),
@@ -45,22 +48,13 @@ def record_start(run_dir: RunDir, topology: Topology) -> None:
     run_dir.update_run(facts)
 
 
-def record_end(run_dir: RunDir, *, status: str) -> None:
-    run_dir.update_run({"status": status, "ended": _now()})
+def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Note how the run ended. late: ranks that others waited for and that came at last."""
+    run_dir.update_run({"status": status, "ended": _now(), "late": [dict(each) for each in late]})
 
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
 
 
 def _git() -> dict[str, str] | None:

@@ -11,6 +11,7 @@ from framework.config.schema import Config
 from framework.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from framework.launch.leader import Leader
     from framework.launch.warm import WarmServer
 
 
@@ -40,6 +41,7 @@ class Request:
     choices: group → option, for the groups of which one option was chosen.
     warm: the fork server that was started meanwhile, if one was.
     place: None but for a job of a sweep, which then says nothing on the terminal itself.
+    leader: in rank 0 of ranks that something else has started: its dealings with the others.
     """
 
     config: Config
@@ -48,3 +50,4 @@ class Request:
     choices: Mapping[str, str]
     warm: WarmServer | None = None
     place: Place | None = None
+    leader: Leader | None = None

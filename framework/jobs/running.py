@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint import find
 from framework.config.saved import keep_before, put_back, run_of, save_config
 from framework.config.schema import Config
-from framework.errors import EXIT_WRONG_REQUEST, RunError
-from framework.hardware import resolve_gpus
+from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RunError
+from framework.jobs.choosing import checked_topology, chosen_launcher
+from framework.jobs.nodes import limits, nodes_together
 from framework.jobs.record import record_end, record_start
 from framework.jobs.request import JobResult, Request
-from framework.jobs.summary import announcement
+from framework.jobs.summary import announcement, short
+from framework.launch.elastic import Company
+from framework.launch.offer import Offer, make_visible
+from framework.launch.panel import render
 from framework.launch.plan import LaunchPlan, Outcome
 from framework.run_dir import RunDir, create_run_dir, locked
-from framework.topology import Topology, resolve_topology
+from framework.topology import Topology
+
+_STATUS = {0: "finished", EXIT_STOPPED: "stopped"}
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a job says: `doing` begins its first line, `closing` makes its last ones, `interrupted` those of Ctrl-C."""
+    """What a job says: `doing` begins its first line, `closing` makes its last ones, given the exit status;
+    `interrupted` those of Ctrl-C.
+    """
 
     doing: str
-    closing: Callable[[Config, RunDir, bool], str]
+    closing: Callable[[Config, RunDir, int], str]
     interrupted: Callable[[RunDir], str]
 
 
 def check(request: Request) -> Topology:
     """What can be found wrong before anything is made, beyond the configuration itself. Raises FrameworkError."""
-    config = request.config
-    if config.init_from is not None and config.resume is None:
-        find(Path(config.init_from))
-    return resolve_topology(config.topology, gpus=resolve_gpus(config.trainer.gpus))
+    return checked_topology(request)
 
 
 def run(request: Request, *, entry: str, words: Words) -> JobResult:
@@ -45,44 +49,77 @@ def run(request: Request, *, entry: str, words: Words) -> JobResult:
     Raises FrameworkError for what can't be done as asked, KeyboardInterrupt on Ctrl-C; no rank is left in any case.
     """
     topology = check(request)
-    run_dir = _run_dir(request)
-    with locked(run_dir):
-        _record_start(run_dir, request, topology)
-        return _run(request, topology, run_dir, entry=entry, words=words)
+    if request.leader is not None:
+        request.leader.compare(timeout_s=request.config.backend.init_timeout)
+    with nodes_together(request, topology) as company:
+        if company is not None and company.offer is not None:
+            return _join(request, company, company.offer)
+        run_dir = _run_dir(request)
+        with locked(run_dir):
+            _record_start(run_dir, request, topology)
+            plan = _plan(request, topology, run_dir, entry=entry, company=company)
+            launch = importlib.import_module(f"framework.launch.{chosen_launcher(request)}").launch
+            return _run(request, plan, launch=launch if company is None else company.run, words=words)
 
 
-def _run(request: Request, topology: Topology, run_dir: RunDir, *, entry: str, words: Words) -> JobResult:
-    """Launch in a run directory that is this process's own, and say how that went."""
+def _plan(
+    request: Request, topology: Topology, run_dir: RunDir, *, entry: str, company: Company | None = None
+) -> LaunchPlan:
     config = request.config
-    quiet = request.place is not None
-    if not quiet:
-        print(announcement(words.doing, config.recipe, topology, run_dir), flush=True)
-    plan = LaunchPlan(
+    return LaunchPlan(
         entry=entry,
         run_dir=run_dir,
         topology=topology,
         init_method=config.backend.init_method,
-        start_timeout_s=config.backend.init_timeout,
-        grace_s=config.launcher.grace,
-        terminal=not quiet,
+        limits=limits(config),
+        terminal=request.place is None,
         # One that has died takes only its own job with it: the launcher starts another where there is none.
         warm=request.warm if request.warm is not None and request.warm.alive else None,
+        node=config.topology.node_rank,
+        endpoint=None if company is None else company.endpoint,
+        max_restarts=config.launcher.max_restarts,
+        leader=request.leader,
     )
-    outcome = _launch(config, plan, interrupted=words.interrupted)
+
+
+def _join(request: Request, company: Company, offer: Offer) -> JobResult:
+    """This machine's part of a run of node 0's, which keeps the records and says how the run ended."""
+    run_dir, node = RunDir(Path(offer.run_dir)), request.config.topology.node_rank
+    try:
+        make_visible(run_dir, offer)
+    except OSError as error:
+        raise RunError(
+            f"Node {node} can't make the run directory {run_dir.path}: {error.strerror or error}.\n"
+            "Use a folder that every node can write: path.outputs=FOLDER"
+        ) from error
+    print(f"Node {node} of {offer.topology.nnodes} is part of the run\n{short(run_dir.path)}", flush=True)
+    outcome = company.run(_plan(request, offer.topology, run_dir, entry=offer.entry, company=company))
     if outcome.failure is not None:
-        print(outcome.failure.render(), file=sys.stderr, flush=True)
+        print(render(outcome.failure), file=sys.stderr, flush=True)
+    return JobResult(outcome.status, run_dir)
+
+
+def _run(request: Request, plan: LaunchPlan, *, launch: Callable[[LaunchPlan], Outcome], words: Words) -> JobResult:
+    """Launch in a run directory that is this process's own, and say how that went."""
+    config, run_dir = request.config, plan.run_dir
+    quiet = request.place is not None
+    if not quiet:
+        print(announcement(words.doing, config.recipe, plan.topology, run_dir), flush=True)
+    outcome = _launch(plan, launch=launch, interrupted=words.interrupted)
+    if outcome.failure is not None:
+        print(render(outcome.failure), file=sys.stderr, flush=True)
     if outcome.status != EXIT_WRONG_REQUEST and not quiet:
-        print(words.closing(config, run_dir, outcome.status != 0), flush=True)
+        print(words.closing(config, run_dir, outcome.status), flush=True)
     results: dict[str, Any] = run_dir.read_run().get("results", {})
     return JobResult(outcome.status, run_dir, score=results.get("score"))
 
 
-def _launch(config: Config, plan: LaunchPlan, *, interrupted: Callable[[RunDir], str]) -> Outcome:
+def _launch(
+    plan: LaunchPlan, *, launch: Callable[[LaunchPlan], Outcome], interrupted: Callable[[RunDir], str]
+) -> Outcome:
     """Run the ranks; `run.json` says how that ended, whatever ends it."""
-    name = "local" if config.launcher.name == "auto" else config.launcher.name
-    launcher = importlib.import_module(f"framework.launch.{name}")
     try:
-        outcome: Outcome = launcher.launch(plan)
+        outcome = launch(plan)
     except KeyboardInterrupt:
         _record_end(plan.run_dir, status="interrupted")
         print(interrupted(plan.run_dir), file=sys.stderr, flush=True)
@@ -90,7 +127,7 @@ def _launch(config: Config, plan: LaunchPlan, *, interrupted: Callable[[RunDir],
     except BaseException:
         _record_end(plan.run_dir, status="failed")
         raise
-    _record_end(plan.run_dir, status="finished" if outcome.status == 0 else "failed")
+    _record_end(plan.run_dir, status=_STATUS.get(outcome.status, "failed"), late=outcome.late)
     return outcome
 
 
@@ -99,7 +136,8 @@ def _record_start(run_dir: RunDir, request: Request, topology: Topology) -> None
     try:
         if request.config.resume is not None:
             keep_before(run_dir)
-            run_dir.failure_file.unlink(missing_ok=True)  # of the beginning before; its logs stay
+            for file in run_dir.path.glob("failure*.json"):  # of the beginning before; its logs stay
+                file.unlink()
         save_config(run_dir, request)
         record_start(run_dir, topology)
     except OSError as error:
@@ -109,11 +147,11 @@ def _record_start(run_dir: RunDir, request: Request, topology: Topology) -> None
         ) from error
 
 
-def _record_end(run_dir: RunDir, *, status: str) -> None:
+def _record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]] = ()) -> None:
     """Where the disk refuses, that is said and nothing more: what ended the run has yet to be shown."""
     try:
         put_back(run_dir)  # where the ranks didn't take up what was typed
-        record_end(run_dir, status=status)
+        record_end(run_dir, status=status, late=late)
     except OSError as error:
         print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
 

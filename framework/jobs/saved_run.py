@@ -5,11 +5,14 @@ Both use the saved configuration plus only what is typed; defaults that changed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from framework.checkpoint import complete_steps
 from framework.config.saved import (
     Saved,
     apply_changes,
@@ -19,12 +22,17 @@ from framework.config.saved import (
     load_checkpoint,
     load_saved,
     merge_overrides,
+    newest_unfinished,
+    resume_argument,
     value_of,
 )
 from framework.errors import ConfigError
+from framework.jobs.summary import short
+from framework.run_dir import RunDir
 
 _RESUME = "resume"
 _CHECKPOINT = "checkpoint.path"
+_AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,38 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
         found = SavedRun(key, load_checkpoint(directory), checkpoint=directory)
     _check_recipe(found, typed)
     return found
+
+
+def with_run_found(
+    typed: Sequence[str], *, compose: Callable[[Sequence[str]], Mapping[str, Any]], swept: bool
+) -> list[str]:
+    """What is typed, with the run that `resume=auto` means, or without it where a new one is to begin; says which.
+
+    It is the newest unfinished one of the recipe in path.outputs. compose: gives the configuration of overrides.
+    """
+    others = [text for text in typed if key_of(text) != _RESUME]
+    if _typed_path(typed, _RESUME) != _AUTO:
+        return list(typed)
+    if swept:
+        raise ConfigError("resume can't go with several runs: they would go on in one directory. Leave -m out.")
+    composed = compose([text for text in others if not names_a_run(text)])
+    folder = Path(composed["path"]["outputs"]) / composed["recipe"]
+    found = newest_unfinished(folder.absolute())
+    if composed["topology"]["node_rank"] == 0:  # the other nodes do what this one does
+        print(f"resume=auto: {_described(found, folder)}", file=sys.stderr, flush=True)
+    return others if found is None else [*others, *shlex.split(resume_argument(found.path))]
+
+
+def _described(found: RunDir | None, folder: Path) -> str:
+    if found is None:
+        return f"no unfinished run in {short(folder)}; a new one begins"
+    run = found.read_run()
+    process = run.get("process", {})
+    how = run["status"]
+    if how == "running":  # nobody wrote down how it ended
+        how = f"ended without a word, or under way, as process {process.get('pid')} on {process.get('host')}"
+    step = max(complete_steps(found.checkpoints), default=None)
+    return f"{short(found.path)} ({how}; {'no checkpoint yet' if step is None else f'checkpoint of step {step}'})"
 
 
 def names_a_run(override: str) -> bool:

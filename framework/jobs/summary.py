@@ -11,6 +11,7 @@ from typing import Any
 from framework.checkpoint import complete_steps
 from framework.config.saved import resume_argument
 from framework.config.schema import Config
+from framework.errors import EXIT_STOPPED
 from framework.run_dir import RunDir
 from framework.topology import Topology
 
@@ -22,14 +23,17 @@ def announcement(doing: str, recipe: str, topology: Topology, run_dir: RunDir) -
     return f"{doing} {recipe}: {processes}, {devices}\n{short(run_dir.path)}"
 
 
-def closing_of_training(config: Config, run_dir: RunDir, failed: bool) -> str:
-    """Results, where everything lies, and the commands to go on and to look."""
+def closing_of_training(config: Config, run_dir: RunDir, status: int) -> str:
+    """Results, where everything lies, and the commands to go on and to look. status: what the command ends with."""
     results = run_dir.read_run().get("results", {})
     lines = [""]
-    if not failed:
+    if status in (0, EXIT_STOPPED):
         steps, seconds = results.get("steps", 0), results.get("seconds", 0.0)
         ended_by = results.get("ended_by", "")
-        lines.append(f"Finished {config.recipe} after {steps:,} steps in {seconds:.1f} s ({ended_by})")
+        how = f"Finished {config.recipe} after {steps:,} steps in {seconds:.1f} s ({ended_by})"
+        if status == EXIT_STOPPED:
+            how = f"Stopped {config.recipe} {ended_by.removeprefix('stopped ')} after step {steps:,}, which is saved"
+        lines.append(how)
         lines += _metrics(results)
         if results.get("tested"):
             lines.append(f"  {'tested with':<20} {results['tested']}")
@@ -43,20 +47,20 @@ def closing_of_training(config: Config, run_dir: RunDir, failed: bool) -> str:
     return "\n".join(lines + _rows(rows))
 
 
-def closing_of_evaluation(config: Config, run_dir: RunDir, failed: bool) -> str:
+def closing_of_evaluation(config: Config, run_dir: RunDir, status: int) -> str:
     """The metrics and what they are of."""
     results = run_dir.read_run().get("results", {})
     rows = [("run", short(run_dir.path)), ("logs", f"{short(run_dir.path)}/logs")]
-    if failed:
+    if status != 0:
         return "\n".join(["", *_rows(rows)])
     rows.insert(0, ("checkpoint", short(Path(str(config.checkpoint.path)))))
     return "\n".join(["", f"Evaluated {config.recipe} on {config.eval.part.value}", *_metrics(results), *_rows(rows)])
 
 
-def closing_of_prediction(config: Config, run_dir: RunDir, failed: bool) -> str:
+def closing_of_prediction(config: Config, run_dir: RunDir, status: int) -> str:
     """Where the predictions are."""
     rows = [("run", short(run_dir.path)), ("logs", f"{short(run_dir.path)}/logs")]
-    if failed:
+    if status != 0:
         return "\n".join(["", *_rows(rows)])
     samples = run_dir.read_run()["results"]["samples"]
     rows.insert(0, ("checkpoint", short(Path(str(config.checkpoint.path)))))

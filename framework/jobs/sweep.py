@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from framework.errors import EXIT_RUN_FAILED, ConfigError, FrameworkError
+from framework.config.saved import resume_argument
+from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError
 from framework.jobs.request import JobResult, Request
 from framework.jobs.summary import look, short
 from framework.run_dir import RunDir
@@ -57,21 +58,28 @@ class Sweep:
         self._finished: list[Finished] = []
 
     def run(self, request: Request, *, label: str) -> JobResult:
-        """One job. What it raises is shown and makes it a failed one; KeyboardInterrupt passes."""
+        """One job. What it raises is shown and makes it a failed one.
+
+        KeyboardInterrupt passes, and is raised after a job that was stopped on request: that is meant for all.
+        """
         finished = _run_job(request)
         self._finished.append(finished)
         print(_line(finished, label=label), flush=True)
+        if finished.result.status == EXIT_STOPPED:
+            raise KeyboardInterrupt
         return finished.result
 
     def close(self, *, not_ended: int = 0) -> int:
         """The table; gives the exit status of the whole. not_ended: the number of all jobs, after an interrupt."""
         finished = self._finished
         if not_ended:
-            print(f"\nInterrupted in job {len(finished)}; {not_ended - len(finished) - 1} more were not started.")
+            # A job that was stopped on request has ended well, one that was interrupted isn't among these.
+            started = len(finished) + int(not _was_stopped(finished))
+            print(f"\nInterrupted in job {started - 1}; {not_ended - started} more were not started.")
         if not finished:
             return EXIT_RUN_FAILED
         print(table(finished))
-        failed = [_name(job) for job in finished if job.result.status != 0]
+        failed = [_name(job) for job in finished if job.result.status not in (0, EXIT_STOPPED)]
         if failed:
             print(f"\n{len(failed)} of {len(finished)} jobs failed: {', '.join(failed)}")
         place = finished[0].request.place
@@ -116,14 +124,21 @@ def table(finished: Sequence[Finished]) -> str:
 def _line(job: Finished, *, label: str) -> str:
     parts = [f"[{_name(job)}] {label}", _status(job), _score(job), f"{job.seconds:.1f} s"]
     run_dir = job.result.run_dir
-    if job.result.status != 0 and run_dir is not None:
+    if job.result.status == EXIT_STOPPED and run_dir is not None:
+        parts.append(resume_argument(short(run_dir.path)))
+    elif job.result.status != 0 and run_dir is not None:
         log = run_dir.rank_log(0)
         parts.append(f"log: {short(log if log.exists() else run_dir.path)}")
     return "  ".join(part for part in parts if part != _NO_SCORE)
 
 
 def _status(job: Finished) -> str:
-    return "finished" if job.result.status == 0 else f"FAILED ({job.result.status})"
+    status = job.result.status
+    return {0: "finished", EXIT_STOPPED: "stopped"}.get(status, f"FAILED ({status})")
+
+
+def _was_stopped(finished: Sequence[Finished]) -> bool:
+    return bool(finished) and finished[-1].result.status == EXIT_STOPPED
 
 
 def _score(job: Finished) -> str:

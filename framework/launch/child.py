@@ -66,10 +66,10 @@ def _enter_environment(message: Message) -> None:
     os.dup2(stdin, 0)
     os.close(stdin)
     if message["log"] is not None:
-        _log_to(Path(message["log"]), terminal=message["terminal"])
+        log_to(Path(message["log"]), terminal=message["terminal"])
 
 
-def _log_to(path: Path, *, terminal: bool) -> None:
+def log_to(path: Path, *, terminal: bool) -> None:
     """Send what this process prints to its log file; with `terminal`, Python's own streams to both.
 
     File descriptors are redirected too where there is no terminal, so that what C++ code prints is kept as well.

@@ -31,6 +31,7 @@ from typing import Any, NoReturn, final
 
 from framework.launch.child import run_child
 from framework.launch.lifetime import die_with_parent
+from framework.launch.signals import STOP_SIGNALS
 from framework.launch.wire import Channel, Message
 
 
@@ -45,10 +46,13 @@ class ForkServer:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
+        self._heeded: dict[int, Any] = {}  # signals → their handlers in children
 
     def serve(self) -> None:
         # A handler must exist for the wake-up to be written; the work is done in the loop, never in the handler.
         signal.signal(signal.SIGCHLD, _ignore)
+        # The parent decides for all, also where a scheduler signals every process of a job; it kills this one.
+        self._heeded = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         try:
             while True:
@@ -114,6 +118,8 @@ class ForkServer:
     def _leave_in_child(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, handler in self._heeded.items():
+            signal.signal(number, handler)
         for end in (self._channel, self._wake_read, self._wake_write):
             end.close()
 

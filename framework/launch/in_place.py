@@ -6,27 +6,41 @@ import importlib
 import traceback
 
 from framework.errors import RunError, TopologyError
+from framework.launch.link import Link
 from framework.launch.plan import LaunchPlan, Outcome, RankArguments
+from framework.launch.stopping import interrupting
+from framework.pulse import Pulse
+from framework.topology import Topology
+
+
+def check_one_process(topology: Topology) -> None:
+    """Raise TopologyError for more than one rank."""
+    if topology.world_size != 1:
+        raise TopologyError(
+            f"launcher=in_place runs one process, and {topology.world_size} are asked for.\n"
+            "Use launcher=local, or topology.procs_per_node=1."
+        )
 
 
 def launch(plan: LaunchPlan) -> Outcome:
     """Run the only rank here. What it raises passes through, but that SystemExit becomes RunError: leaving is no end.
 
-    Raises TopologyError for more than one rank.
+    Raises TopologyError for more than one rank, KeyboardInterrupt on Ctrl-C and on the other signals that ask to stop,
+    where they aren't heeded by training.
     """
-    if plan.topology.world_size != 1:
-        raise TopologyError(
-            f"launcher=in_place runs one process, and {plan.topology.world_size} are asked for.\n"
-            "Use launcher=local, or topology.procs_per_node=1."
-        )
+    check_one_process(plan.topology)
     module, _, name = plan.entry.partition(":")
     arguments = RankArguments(str(plan.run_dir.path), plan.topology, rank=0, rendezvous=None)
+    pulse = Pulse()
     try:
-        getattr(importlib.import_module(module), name)(arguments)
+        with interrupting():
+            status = getattr(importlib.import_module(module), name)(arguments, Link(pulse))
     except SystemExit as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise RunError(
             f"The run was left early: SystemExit({error.code!r}) was raised at {place.filename}:{place.lineno}.\n"
             "To end a training before its last step, raise framework.Stop in a callback."
         ) from error
-    return Outcome(status=0)
+    finally:
+        pulse.close()
+    return Outcome(status=status or 0)

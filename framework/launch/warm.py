@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -17,6 +18,9 @@ from framework.launch.wire import Channel, Message
 # What libraries read when they are loaded, set where the user hasn't. Spinning OpenMP threads are ruinous once two
 # processes share a core, and a BLAS pool in the server would be threads lost at every fork.
 _LOAD_TIME_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+_END_TIMEOUT_S = 5.0
+
+_PRELOAD = ("torch", "torch.distributed")  # of a server that is started for what begins at once
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,10 @@ class WarmServer:
     def close(self) -> None:
         """End the server and every child, and wait for the server. May be called twice."""
         self._channel.close()
-        self._process.terminate()
+        if not sys.platform.startswith("linux"):  # there no kernel ends its children with it: it does so itself
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_TIMEOUT_S)
+        self._process.kill()
         self._process.wait()
 
     def _send(self, message: Message, *, fds: Sequence[int] = ()) -> None:
@@ -107,7 +114,24 @@ class WarmServer:
             raise self._lost() from error
 
     def _lost(self) -> LaunchError:
+        with suppress(subprocess.TimeoutExpired):  # its end of the connection is closed before it can be reaped
+            self._process.wait(_END_TIMEOUT_S)
+        status = self._process.returncode
+        told = "it hasn't left yet" if status is None else f"its exit status is {status}"
         return LaunchError(
-            f"The fork server (pid {self._process.pid}) ended, and the run with it; its exit status is "
-            f"{self._process.poll()}. If its own output above says nothing, the system may have been out of memory."
+            f"The fork server (pid {self._process.pid}) ended, and the run with it; {told}. "
+            "If its own output above says nothing, the system may have been out of memory."
         )
+
+
+@contextmanager
+def warm_server(given: WarmServer | None) -> Iterator[WarmServer]:
+    """The server that was given, if it lives, or else a new one, closed at the end."""
+    if given is not None and given.alive:
+        yield given
+        return
+    server = WarmServer.start(_PRELOAD)
+    try:
+        yield server
+    finally:
+        server.close()

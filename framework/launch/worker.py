@@ -1,50 +1,72 @@
-"""What every rank started by a launcher goes through: call the entry, and leave a record of how that went."""
+"""What every rank goes through: tell that it is here, call the entry, and leave a record of how that went."""
 
 from __future__ import annotations
 
 import errno
 import importlib
-import json
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from framework.errors import FrameworkError, RunError
 from framework.launch.child import Tee
-from framework.launch.keeper import done_key, failure_key
+from framework.launch.heartbeat import beating
+from framework.launch.link import Link, environment_board
 from framework.launch.plan import RankArguments
-from framework.run_dir import RunDir
+from framework.pulse import Pulse
 
-_STORE_TIMEOUT = timedelta(seconds=5)
+# Where the innermost Python frame is when torch's collectives and stores raise, in C++ too: a backward pass exchanges
+# gradients, and what is ours waits for work that torch has begun.
+_PEERS = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "framework.distributed", "framework.strategies")
+_GLOO = re.compile(r"^\[[^\]\s]*\.cc:\d+\]|caused pair closure$")  # so it speaks, whoever has called it
 
 
-def rank_main(arguments: Mapping[str, Any], _fd: int | None) -> int:
-    """Run one rank. `arguments`: entry ("module:function"), rank (RankArguments as plain types).
+def rank_main(arguments: Mapping[str, Any], fd: int | None) -> int:
+    """Run one rank that the fork server made. `arguments`: entry, rank (RankArguments, plain); fd: of its pulse."""
+    rank = RankArguments.from_plain(arguments["rank"])
+    pulse = Pulse(fd)  # never closed: the stacks of one that doesn't leave can be asked for until it is gone
+    pulse.be_seen()
+    with beating(pulse):
+        return run_entry(arguments["entry"], rank, Link(pulse, partial(environment_board, rank.attempt)))
+
+
+@contextmanager
+def watched(pulse: Pulse) -> Iterator[Pulse]:
+    """While this is entered, the pulse beats and stacks can be asked for; it is closed afterwards."""
+    try:
+        pulse.be_seen()
+        with beating(pulse):
+            yield pulse
+    finally:
+        pulse.close()
+
+
+def run_entry(entry: str, rank: RankArguments, link: Link) -> int:
+    """Call `entry` ("module:function") as `entry(rank, link)`; gives the exit status for the process.
 
     Whatever comes out of the entry, SystemExit too, is this rank's failure. Without the record of having come to the
     end, written here, so is an end of the process with status 0.
     """
-    rank = RankArguments.from_plain(arguments["rank"])
-    module, _, name = arguments["entry"].partition(":")
+    module, _, name = entry.partition(":")
     pid = os.getpid()
     try:
-        getattr(importlib.import_module(module), name)(rank)
+        status = getattr(importlib.import_module(module), name)(rank, link)
     except BaseException as error:
         if os.getpid() != pid:  # a process that the user's code has forked: its end isn't the rank's
             raise
         told = _full_disk(error, rank) or error
         status = told.exit_status if isinstance(told, FrameworkError) else 1
-        _record(rank, told, status=status)
+        _record(told, link=link, status=status)
         return status
     if os.getpid() == pid:
-        _say(done_key(rank.rank), str(pid))
-    return 0
+        link.pulse.be_done(status or 0)
+    return status or 0
 
 
 def _full_disk(error: BaseException, rank: RankArguments) -> RunError | None:
@@ -59,8 +81,8 @@ def _full_disk(error: BaseException, rank: RankArguments) -> RunError | None:
     return told
 
 
-def _record(rank: RankArguments, error: BaseException, *, status: int) -> None:
-    """Say what happened: in this rank's log, and in the keeper's store for the report.
+def _record(error: BaseException, *, link: Link, status: int) -> None:
+    """Say what happened: in this rank's log, and beside its pulse for the report.
 
     The terminal isn't written to: the parent shows the first failure, once.
     """
@@ -70,17 +92,42 @@ def _record(rank: RankArguments, error: BaseException, *, status: int) -> None:
     with suppress(OSError, ValueError):  # of a full disk, say, which may be the very error; or letters not encodable
         stderr.write(text)
         stderr.flush()
-    record = {
-        "rank": rank.rank,
-        "pid": os.getpid(),
-        "time": time.time(),
-        "exception": _message(error) if expected else f"{type(error).__name__}: {_message(error)}",
-        "traceback": text,
-        "expected": expected,
-        "exit_status": status,
-        "log": str(RunDir(Path(rank.run_dir)).rank_log(rank.rank)),
-    }
-    _say(failure_key(rank.rank), json.dumps(record))
+    link.pulse.fail(
+        {
+            "time": time.time(),
+            "exception": _message(error) if expected else f"{type(error).__name__}: {_message(error)}",
+            "traceback": text,
+            "of_peers": _of_peers(error),
+            "expected": expected,
+            "exit_status": status,
+        }
+    )
+
+
+def _of_peers(error: BaseException) -> str:
+    """What torch's collectives and stores have said in this error, or in one that it was made of; empty for nothing.
+
+    Nobody else can have lost a rank: "connection refused" is also what a database of the user's says.
+    """
+    return "\n".join(_message(each) for each in _chain(error) if _is_of_peers(each))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that a traceback shows with it."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+
+
+def _is_of_peers(error: BaseException) -> bool:
+    if any(each.__module__.startswith("torch") and each.__name__ == "DistError" for each in type(error).__mro__):
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    return any(f"{module}.".startswith(f"{each}.") for each in _PEERS) or _GLOO.search(_message(error)) is not None
 
 
 def _message(error: BaseException) -> str:
@@ -88,13 +135,3 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception as second:  # the user's own class: whatever its __str__ raises
         return f"(its message can't be shown: __str__ raised {type(second).__name__})"
-
-
-def _say(key: str, text: str) -> None:
-    """Leave `text` in the keeper's store; there for certain on return."""
-    from torch.distributed import TCPStore
-
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(*address, is_master=False, timeout=_STORE_TIMEOUT)
-    store.set(key, text)
-    store.check([key])  # `set` awaits no answer, and this process may be gone before the keeper has read it

@@ -65,6 +65,9 @@ class ConsoleLogger:
     def text(self, tag: str, text: str) -> None:
         """Nothing: texts are for where they can be looked up."""
 
+    def flush(self) -> None:
+        """Nothing: a terminal keeps no curve."""
+
     def close(self) -> None:
         """Show the last state, and give the terminal back as it was; calling it again is fine."""
         if self._info is not None and (self._live is not None or self._current_step() != self._drawn_step):

@@ -19,7 +19,8 @@ class TensorBoardLogger:
     """Writes event files to the run's tensorboard folder: scalars under the names they come with, texts as code blocks.
 
     After a resume TensorBoard shows no step twice: what was written beyond the step the run goes on from is hidden.
-    A file is begun with the first thing to write; texts from before `fit_start` wait for it, so none is hidden.
+    What that step has already is not written again. A file is begun with the first numbers to write; texts from before
+    `fit_start` wait for it, so none is hidden.
     """
 
     def __init__(self, *, run_dir: RunDir) -> None:
@@ -27,16 +28,23 @@ class TensorBoardLogger:
         self._writer: SummaryWriter | None = None
         self._waiting_texts: list[tuple[str, str]] = []
         self._start_step = 0
+        self._resumed = False
 
     def fit_start(self, info: FitInfo) -> None:
         if self._writer is not None:
             self._writer.close()
         self._start_step = info.start_step
+        self._resumed = self._folder.is_dir()
         # TensorBoard hides the steps from purge_step on; the one started from was logged before.
-        self._writer = self._open(purge_step=info.start_step + 1 if info.start_step else None)
+        self._writer = self._open(purge_step=info.start_step + 1 if self._resumed else None)
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
+        if self._writer is None:
+            self._start_step = step
         writer = self._opened()
+        if self._resumed and step == self._start_step:  # seldom: where nothing but the test was left to do
+            known = self._scalars_at(step)
+            values = {name: value for name, value in values.items() if name not in known}
         for name, value in values.items():
             writer.add_scalar(name, value, global_step=step)
         if of_evaluation(values):
@@ -47,6 +55,10 @@ class TensorBoardLogger:
             self._waiting_texts.append((tag, text))
         else:
             self._write_text(self._writer, tag, text)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         """Write everything out and end the writer's thread; another call, or one without anything to write, is fine."""
@@ -60,6 +72,15 @@ class TensorBoardLogger:
         if self._writer is None:
             self._writer = self._open(purge_step=None)
         return self._writer
+
+    def _scalars_at(self, step: int) -> set[str]:
+        """Names that have a value at this step, as TensorBoard shows it."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(self._folder), size_guidance={"scalars": 0})
+        events.Reload()
+        names = events.Tags()["scalars"]
+        return {name for name in names if any(event.step == step for event in events.Scalars(name))}
 
     def _open(self, *, purge_step: int | None) -> SummaryWriter:
         # Half a second, and only rank 0 of a run that logs to TensorBoard has to spend it.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.errors import ConfigError
 
@@ -23,6 +26,9 @@ class DDP:
 
     broadcast_buffers: give every rank rank 0's buffers (BatchNorm's statistics) before each forward; false leaves
     each rank its own after the start.
+
+    Torch lays gradients out in buckets anew after the first backward, in the order in which they came; the layout
+    decides the order in which values of three or more ranks are added. So that order is part of a checkpoint.
     """
 
     def __init__(
@@ -44,6 +50,11 @@ class DDP:
             "static_graph": static_graph,
             **_buffer_option(broadcast_buffers),
         }
+        # After how many exchanges torch lays out anew. It keeps its first layout where it looks for unused parameters;
+        # of a static graph the first exchange only counts, and the second notes the order.
+        self._settled_after = 2 if static_graph else int(not find_unused_parameters)
+        self._exchanges = 0
+        self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Raises ConfigError for a model without parameters to train: there would be nothing to average."""
@@ -52,7 +63,10 @@ class DDP:
                 f"strategy=ddp averages gradients, but no parameter of {type(model).__name__} requires one.\n"
                 "Set requires_grad on those to train, or use one process: topology.procs_per_node=1."
             )
-        return DistributedDataParallel(model, device_ids=self._device_ids(), **self._options)
+        wrapped = DistributedDataParallel(model, device_ids=self._device_ids(), **self._options)
+        if self._settled_after:
+            self._note_order(wrapped)
+        return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel):
@@ -62,6 +76,7 @@ class DDP:
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         if synchronise or not isinstance(model, DistributedDataParallel):
+            self._exchanges += 1
             return _NOTHING
         return model.no_sync()
 
@@ -74,12 +89,85 @@ class DDP:
             for buffers in groups.values():
                 _broadcast(buffers)
 
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """What decides how sums come out: the order of gradients; each rank's buffers where they aren't the same."""
+        exchanges = min(self._exchanges, self._settled_after)
+        state: dict[str, Any] = {"gradient_order": list(self._order), "exchanges": exchanges}
+        if not self._broadcasts_buffers:
+            mine = {name: buffer.cpu() for name, buffer in self.unwrap(model).named_buffers()}
+            state["buffers"] = list(gather_to_all(mine, self._context))
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Have torch lay out the gradients as in the run that is gone on with; give this rank its own buffers back.
+
+        Takes an exchange of the size of the gradients, which are none afterwards; two with a static graph. Buffers of
+        another number of ranks are left as they are.
+        """
+        order = state.get("gradient_order", [])
+        if order and isinstance(model, DistributedDataParallel):
+            self._exchanges = min(state["exchanges"], self._settled_after)
+            for _ in range(self._exchanges):
+                with torch.enable_grad():
+                    _exchange_in_order(model, order)
+            self._order = list(order)
+        buffers = state.get("buffers", [])
+        if not self._broadcasts_buffers and len(buffers) == self._context.world_size:
+            own = dict(self.unwrap(model).named_buffers())
+            for name, value in buffers[self._context.rank].items():
+                own[name].copy_(value)
+
+    def _note_order(self, model: DistributedDataParallel) -> None:
+        """Remember the order in which gradients come for the first exchange: one call for each, and none after it."""
+
+        def note(name: str, _: Tensor) -> None:
+            if model.require_backward_grad_sync:
+                self._order.append(name)
+                handles.pop(name).remove()
+
+        handles = {
+            name: parameter.register_post_accumulate_grad_hook(partial(note, name))
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad
+        }
+
     def _device_ids(self) -> list[int] | None:
         """Only for a replica that is one GPU: DDP refuses it for a CPU replica and one over several devices."""
         devices = self._context.devices
         if len(devices) != 1 or devices[0].index is None:
             return None
         return [devices[0].index]
+
+
+@final
+class _StandIn(nn.Module):
+    """Takes the model's place for one backward, in which gradients come in a given order."""
+
+    def __init__(self, model: nn.Module, order: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model  # where DDP finds the buffers
+        parameters = dict(model.named_parameters())
+        self._in_order = [parameters[name] for name in order]
+
+    def forward(self) -> Tensor:
+        total = torch.zeros((), device=self._in_order[0].device)
+        # Autograd works off what was made last first.
+        for parameter in reversed(self._in_order):
+            values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            total = total + values.sum().to(total.device)
+        return total
+
+
+def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
+    """One backward through DDP without the model's own code, data or draws, after which it lays out by `order`."""
+    module = model.module
+    model.module = _StandIn(module, order)
+    try:
+        model().backward()
+    finally:
+        model.module = module
+        model.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -40,7 +41,7 @@ def training(run_dir: Path) -> dict[str, Any]:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("procs", [1, 2])
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs):
-    """Ctrl-C in the middle of the second epoch: after step 131, all up to 130 being logged, the last checkpoint 126."""
+    """Ctrl-C twice in the second epoch: after step 131, all up to 130 being logged, the last checkpoint 126."""
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     every = ("checkpoint.every_n_steps=7", "trainer.log_every_n_steps=2", "trainer.val_check_interval=10", "seed=1")
     processes = (f"topology.procs_per_node={procs}", "data.global_batch_size=20")
@@ -53,6 +54,8 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs)
             assert started.process.poll() is None, started.printed()
             assert time.monotonic() < deadline, started.printed()
             time.sleep(0.02)
+        started.process.send_signal(signal.SIGINT)
+        started.wait_for_output("Ctrl-C again ends at once", timeout=10)
         started.process.send_signal(signal.SIGINT)
         assert started.wait(timeout=15) == 130
         started.assert_all_gone()
@@ -128,6 +131,42 @@ def test_a_run_is_prolonged(train, whole_run):
     assert results.curve(prolonged, "train/loss") == results.curve(whole_run, "train/loss")
     # What was typed is kept for the next time.
     assert results.pointed(train(f"resume={prolonged}"), "last") == 160
+
+
+EARLY = ("callbacks=[early_stopping]", "callbacks.early_stopping.patience=1", "callbacks.early_stopping.min_delta=9")
+
+
+def test_the_end_that_a_callback_asked_for_counts_unless_what_ends_training_is_changed(train):
+    """Killed after the checkpoint of the last step, a run would else train on until its next validation."""
+    common = (*SHORT, *EARLY, "trainer.val_check_interval=20", "trainer.max_epochs=4")
+    stopped = train(*common)
+    steps = results.results(stopped)["steps"]
+    assert steps == 40
+    curve = results.curve(stopped, "train/loss")
+    train(f"resume={stopped}")
+    assert results.results(stopped)["steps"] == steps
+    assert results.results(stopped)["ended_by"].startswith("EarlyStopping: ")
+    assert results.curve(stopped, "train/loss") == curve
+    assert results.repeated(stopped) == {}
+    train(f"resume={stopped}", "callbacks.early_stopping.patience=3")
+    assert results.results(stopped)["steps"] == steps + 40  # two more validations without an improvement
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_the_test_of_a_run_that_was_killed_before_its_result_is_logged_once(train, logged):
+    run = train("recipe=toy", "logger=[jsonl,tensorboard]", "trainer.max_steps=50", "trainer.limit_test_batches=2")
+    wanted, content = results.curve(run, "test/loss"), results.run_file(run)
+    del content["results"]
+    (run / "run.json").write_text(json.dumps({**content, "status": "running"}))
+    if not logged:
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run / "metrics.jsonl").write_text("".join(line for line in lines if "test/loss" not in line))
+        shutil.rmtree(run / "tensorboard")
+    train(f"resume={run}")
+    assert results.curve(run, "test/loss") == wanted
+    assert [event.step for event in results.events(run).Scalars("test/loss")] == [50]
+    assert results.repeated(run) == {}
+    assert "test/loss" in results.results(run)["metrics"]
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(train, whole_run):
@@ -224,7 +263,7 @@ def test_a_run_that_is_in_use_is_refused(train, whole_run, warm, capfd):
         before = (whole_run / "run.json").read_text()
         train(f"resume={whole_run}", "trainer.max_epochs=3", status=2)
         assert (whole_run / "run.json").read_text() == before
-    assert f"in use by process {os.getpid()}" in capfd.readouterr().err
+    assert "in use by another process" in capfd.readouterr().err
 
 
 def test_the_limit_that_ended_a_run_is_named(train):

@@ -16,13 +16,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import psutil
-import pytest
 
 from tests.helpers import processes
+from tests.helpers.requirements import missing
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-REQUIRE_VARIABLE = "FRAMEWORK_TEST_REQUIRE"
-"""Names, separated by commas, what must be on this machine: a test that misses it fails instead of being skipped."""
 
 _ANSWER_S = 30.0  # for one command; the first waits for the browser to start
 _POLL_S = 0.1
@@ -51,12 +49,9 @@ def find_chromium() -> str | None:
 def need_chromium() -> str:
     """The program. Without it the test is skipped, or fails where FRAMEWORK_TEST_REQUIRE names chromium."""
     program = find_chromium()
-    if program is not None:
-        return program
-    reason = f"no browser found ({', '.join(NAMES)}). On Debian: apt-get install chromium"
-    if "chromium" in os.environ.get(REQUIRE_VARIABLE, "").split(","):
-        pytest.fail(f"{reason}; {REQUIRE_VARIABLE} says that it must be here")
-    pytest.skip(reason)
+    if program is None:
+        missing("chromium", f"no browser found ({', '.join(NAMES)}). On Debian: apt-get install chromium")
+    return program
 
 
 @contextmanager

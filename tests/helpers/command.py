@@ -74,7 +74,14 @@ class Started:
 
 @contextmanager
 def started_python(*arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Iterator[Started]:
-    """Python with these arguments, running, in its own session; at the end whatever is left of it is killed.
+    """Python with these arguments, running; see `started_program`."""
+    with started_program(sys.executable, *arguments, cwd=cwd, env=env) as started:
+        yield started
+
+
+@contextmanager
+def started_program(*command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Iterator[Started]:
+    """A command, running, in its own session; at the end whatever is left of it is killed.
 
     cwd: by default the repository. env: added to the environment; the repository can be imported from any folder.
     """
@@ -83,7 +90,7 @@ def started_python(*arguments: str, cwd: Path | None = None, env: Mapping[str, s
     environment = {**os.environ, "PYTHONPATH": path, **(env or {}), processes.MARK: mark}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            command,
             cwd=cwd or ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from tests.helpers.source import ROOT
 
-PLACEHOLDER = re.compile(r"\.\.\.|…|\b(?:RUN|CHECKPOINT|FOLDER)\b")
-"""What stands for a name that only the reader knows: `resume=outputs/digits/...`, `init_from=RUN`."""
+PLACEHOLDER = re.compile(r"\.\.\.|…|\$\w+|\b(?:RUN|CHECKPOINT|FOLDER)\b")
+"""What stands for a name that only the reader, or a script, knows: `resume=outputs/digits/...`, `init_from=RUN`."""
 
-_COMMAND = re.compile(r"(?:python -m framework|make train ARGS=)[^`\n]*")
+_COMMAND = re.compile(r"(?:python -m framework|make train ARGS=|torchrun [^`\n]*?-m framework)[^`\n]*")
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _OUTPUT = re.compile(r"^```text\n.*?^```", re.MULTILINE | re.DOTALL)
+_YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FILE_NAME = re.compile(r"^(?:# @package \S+\n)?# ((?:conf|recipes)/[\w/]+\.(?:yaml|py))\n")
 
 
@@ -47,7 +50,7 @@ def documents() -> list[Path]:
 
 
 def commands(text: str, *, place: str) -> Iterator[Command]:
-    """Every `python -m framework …` and `make train ARGS=…`, in blocks and in running text.
+    """Every `python -m framework …`, `torchrun … -m framework …`, `make train ARGS=…`, in blocks and in running text.
 
     A comment, or two spaces, ends the command. Blocks marked as `text` show what a run prints and aren't looked at.
     """
@@ -57,13 +60,29 @@ def commands(text: str, *, place: str) -> Iterator[Command]:
         if words[0] == "make":
             yield Command(shlex.split(words[2].removeprefix("ARGS=")), line, place)
         else:
-            yield Command(words[3:], line, place)
+            yield Command(words[words.index("framework") + 1 :], line, place)
+    for words in _pod_commands(text):
+        yield Command(words[words.index("framework") + 1 :], " ".join(words), place)
+
+
+def _pod_commands(text: str) -> Iterator[list[str]]:
+    """The commands of the containers in every block that is a Kubernetes PyTorchJob."""
+    for block in _YAML.findall(text):
+        if "kind: PyTorchJob" in block:
+            for replicas in yaml.safe_load(block)["spec"]["pytorchReplicaSpecs"].values():
+                yield from (container["command"] for container in replicas["template"]["spec"]["containers"])
 
 
 def make_targets(text: str) -> set[str]:
     """Every `make TARGET` in a code block or between backticks."""
     in_code = [*_FENCE.findall(text), *re.findall(r"`([^`\n]+)`", text)]
     return {target for code in in_code for target in re.findall(r"^make (\w+)", code, re.MULTILINE)}
+
+
+def shown_script(text: str) -> str:
+    """The one block that is a script: it begins with `#!`. Fails the test where there are others, or none."""
+    (script,) = (block for block in _FENCE.findall(text) if block.startswith("#!"))
+    return str(script)
 
 
 def shown_files(text: str) -> dict[str, str]:

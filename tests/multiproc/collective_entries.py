@@ -21,6 +21,7 @@ from framework.distributed.context import Context, make_context
 from framework.distributed.group import process_group, set_timeout
 from framework.errors import RunError
 from framework.evaluator import evaluate
+from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.meter import Meter
 from framework.precision import PrecisionPlugin
@@ -59,7 +60,7 @@ def leave(rank: RankArguments, value: Any) -> None:
     Path(rank.run_dir, f"rank_{rank.rank}.json").write_text(json.dumps(value))
 
 
-def collectives(rank: RankArguments) -> None:
+def collectives(rank: RankArguments, _link: Link) -> None:
     """Every collective once; which rank waits for which is seen from the clock."""
     with group(rank) as context:
         world, mine = context.world_size, context.rank
@@ -79,7 +80,7 @@ def collectives(rank: RankArguments) -> None:
         leave(rank, "done")
 
 
-def reduce_meters(rank: RankArguments) -> None:
+def reduce_meters(rank: RankArguments, _link: Link) -> None:
     """Rank 0 has no samples; then names differ."""
     with group(rank) as context:
         meter = Meter()
@@ -118,7 +119,7 @@ class Square(nn.Module):
         return numbers.square()
 
 
-def evaluate_shares(rank: RankArguments) -> None:
+def evaluate_shares(rank: RankArguments, _link: Link) -> None:
     """Parts of several sizes, also smaller than the number of ranks."""
     with group(rank) as context:
         results = {}
@@ -138,7 +139,7 @@ def evaluate_shares(rank: RankArguments) -> None:
         leave(rank, results)
 
 
-def wait_in_vain(rank: RankArguments) -> None:
+def wait_in_vain(rank: RankArguments, _link: Link) -> None:
     """With a short time-out set, rank 0 waits in a collective that rank 1 never comes to."""
     with group(rank) as context:
         set_timeout(1.0, context)
@@ -152,7 +153,7 @@ def wait_in_vain(rank: RankArguments) -> None:
             leave(rank, time.monotonic() - began)
 
 
-def evaluate_buffers(rank: RankArguments) -> None:
+def evaluate_buffers(rank: RankArguments, _link: Link) -> None:
     """After a training step each rank has its own batch's running statistics; rank 0's are what is saved."""
     with group(rank) as context:
         trainer = make_trainer(
@@ -182,10 +183,10 @@ def _with_statistics() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
 
 
-def wait_in_vain_with_an_older_torch(rank: RankArguments) -> None:
+def wait_in_vain_with_an_older_torch(rank: RankArguments, link: Link) -> None:
     if hasattr(dist, "set_timeout"):
         del dist.set_timeout  # in this process alone
-    wait_in_vain(rank)
+    wait_in_vain(rank, link)
 
 
 def _wait_for(path: Path, *, within_s: float) -> None:
@@ -194,7 +195,7 @@ def _wait_for(path: Path, *, within_s: float) -> None:
         time.sleep(0.02)
 
 
-def arrive_alone(rank: RankArguments) -> None:
+def arrive_alone(rank: RankArguments, _link: Link) -> None:
     """Rank 1 never comes to the rendezvous."""
     if rank.rank == 1:
         time.sleep(60.0)

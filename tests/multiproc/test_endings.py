@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,11 @@ class Samples(Dataset):
     def __len__(self): return 64
     def __getitem__(self, index): return torch.full((4,), float(index)), torch.zeros(1)
 
-def samples(): return Datasets(train=Samples(), val=Samples())
+def samples(pause_s=0):
+    if pause_s:
+        Path("trouble").write_text(str(time.time()))
+        time.sleep(pause_s)
+    return Datasets(train=Samples(), val=Samples())
 
 class Trouble:
     """Does `what` on `rank` at step `step`; tells when it is about to."""
@@ -40,13 +45,14 @@ class Trouble:
             if self.what == "exit": sys.exit(0)
             if self.what == "_exit": os._exit(0)
             if self.what == "sleep": time.sleep(300)
+            if self.what == "late": time.sleep(2.5)
         inputs, targets = batch
         return StepOutput(loss=((model(inputs) - targets) ** 2).mean(), num_samples=len(inputs))
     def validation_step(self, model, batch): return self.training_step(model, batch)
 '''
 YAML = """# @package _global_
 model: {_target_: torch.nn.Linear, in_features: 4, out_features: 1}
-data: {datasets: {_target_: recipes.trouble.samples}, batch_size: 4, num_workers: 0}
+data: {datasets: {_target_: recipes.trouble.samples, pause_s: 0}, batch_size: 4, num_workers: 0}
 task: {_target_: recipes.trouble.Trouble, what: nothing, rank: 0}
 trainer: {gpus: 0}
 optimizer: {lr: 1.0e-6}
@@ -69,9 +75,9 @@ def run_in_shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]
     return run_python("-c", program, command, cwd=folder)
 
 
-def run_file(folder: Path) -> dict[str, object]:
+def run_file(folder: Path) -> dict[str, Any]:
     (path,) = folder.glob("outputs/trouble/*/run.json")
-    content: dict[str, object] = json.loads(path.read_text())
+    content: dict[str, Any] = json.loads(path.read_text())
     return content
 
 
@@ -166,9 +172,23 @@ def test_an_interrupt_ends_the_run_and_says_how_to_go_on(folder: Path, number: s
     with started_framework("recipe=trouble", *overrides, cwd=folder) as started:
         wait_for_trouble(folder, started)
         started.process.send_signal(number)
+        started.wait_for_output("saving after a coming step", timeout=10.0)  # which never comes
+        started.process.send_signal(signal.SIGINT)
         assert started.wait(timeout=10.0) == 130
         started.assert_all_gone()
         assert "resume=outputs/trouble/" in started.stderr()
+        assert "Traceback" not in started.stderr()
+    assert run_file(folder)["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_before_training_begins_there_is_nothing_to_save(folder: Path, number: signal.Signals) -> None:
+    overrides = ("data.datasets.pause_s=300", "topology.procs_per_node=2")
+    with started_framework("recipe=trouble", *overrides, cwd=folder) as started:
+        wait_for_trouble(folder, started)
+        started.process.send_signal(number)
+        assert started.wait(timeout=10.0) == 130
+        started.assert_all_gone()
         assert "Traceback" not in started.stderr()
     assert run_file(folder)["status"] == "interrupted"
 
@@ -183,7 +203,7 @@ def test_an_interrupt_before_anything_runs_leaves_no_process(folder: Path) -> No
         assert "Traceback" not in started.stderr()
 
 
-def test_a_lost_peer_is_an_error_after_the_backends_timeout(folder: Path) -> None:
+def test_a_rank_that_hangs_is_named_after_the_backends_timeout(folder: Path) -> None:
     result = run_framework(
         "recipe=trouble",
         "task.what=sleep",
@@ -195,4 +215,31 @@ def test_a_lost_peer_is_an_error_after_the_backends_timeout(folder: Path) -> Non
     )
     assert result.returncode == 1
     assert time.time() - float((folder / "trouble").read_text()) < 20.0
-    assert "imed out" in result.stderr  # by the rank that waited: who kept it waiting isn't known yet
+    assert "Traceback" not in result.stderr
+    (header,) = [line for line in result.stderr.splitlines() if line.startswith("────")]
+    assert header.startswith("──── Rank 1 of 2 (pid ")
+    assert header.endswith(") hung; the others waited 2 s in backward")
+    assert "CPU, in forward after step 2" in result.stderr
+    assert "training_step at recipes/trouble.py:" in result.stderr
+    (file,) = folder.glob("outputs/trouble/*/failure.json")
+    assert json.loads(file.read_text())["first"]["rank"] == 1
+
+
+def test_a_rank_that_is_late_is_waited_for_and_kept_in_the_record(folder: Path) -> None:
+    result = run_framework(
+        "recipe=trouble",
+        "task.what=late",
+        "task.rank=1",
+        "topology.procs_per_node=2",
+        "trainer.max_steps=5",
+        "launcher.late_after=1s",
+        cwd=folder,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "is late: the others have waited 1 s for it; it is in forward after step 2" in result.stderr
+    assert "Rank 1 has come after " in result.stderr
+    record = run_file(folder)
+    assert record["status"] == "finished"
+    (late,) = record["late"]
+    assert (late["rank"], late["phase"], late["step"]) == (1, "forward", 2)
+    assert late["seconds"] > 1.0

@@ -88,7 +88,7 @@ def test_everything_lies_where_it_should(default: Ran) -> None:
     assert RUN_NAME.fullmatch(default.run_dir.name)
     names = {path.name for path in default.run_dir.iterdir()}
     assert names == {
-        *("config.yaml", "overrides.yaml", "run.json", ".lock"),
+        *("config.yaml", "overrides.yaml", "run.json"),
         *("checkpoints", "tensorboard", "metrics.jsonl", "logs"),
     }
     step = f"step_{results.pointed(default.run_dir, 'last'):08d}"

@@ -117,6 +117,15 @@ python -m framework a=1 \\
     b=2    # a comment
 python -m framework resume=outputs/digits/...
   python -m framework --help   says more
+torchrun --nnodes=2 \\
+    --nproc-per-node=4 -m framework c=3
+srun -N2 python -m framework resume="$run" # from a script
+```
+```yaml
+kind: PyTorchJob
+spec:
+  pytorchReplicaSpecs:
+    Master: {template: {spec: {containers: [{command: [torchrun, -m, framework, d=4]}]}}}
 ```
 ```text
 look at it with: python -m framework resume=outputs/digits/2026
@@ -129,9 +138,12 @@ look at it with: python -m framework resume=outputs/digits/2026
         ["a=1", "b=2"],
         ["resume=outputs/digits/..."],
         ["--help"],
+        ["c=3"],
+        ["resume=$run"],
+        ["d=4"],
     ]
     assert found[3].placeholders == ["resume=outputs/digits/..."]
-    assert found[3].concrete == []
+    assert found[3].concrete == found[6].concrete == []
 
 
 def test_shown_files_are_found() -> None:

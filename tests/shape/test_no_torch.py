@@ -14,7 +14,7 @@ from tests.helpers.command import run_framework, run_python
 from tests.helpers.source import modules_in
 
 # Runs in processes that have torch, as what they host and report needs it.
-RANK_SIDE: set[str] = set()
+RANK_SIDE = {"framework.launch.agent"}
 
 PARENT_SIDE = sorted(
     name

@@ -31,6 +31,19 @@ class Spread(nn.Module):
         raise AssertionError("a model that takes devices must not be moved")
 
 
+class HalfFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.trained = nn.Parameter(torch.zeros(4))
+
+
+class ReadsAValue(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.largest = self.weight.max().item()
+
+
 class Anything(nn.Module):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()

@@ -20,9 +20,12 @@ from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.sampler import GlobalOrder
 from framework.distributed.context import Context
+from framework.launch.link import Link
 from framework.optim import Schedule
+from framework.parts import Parts
 from framework.precision import PrecisionPlugin
-from framework.trainer import Parts, Trainer
+from framework.pulse import Phase
+from framework.trainer import Trainer
 from framework.types import StepOutput, Strategy
 from tests.unit.config.raw import raw_config
 from tests.unit.simulated_ranks import CPU, cpu_context
@@ -80,6 +83,25 @@ class Numbers:
         return {step: values["train/loss"] for step, _, values in self.logged if "train/loss" in values}
 
 
+class Marks:
+    """A pulse that remembers what it was told: phases by name, steps by number."""
+
+    def __init__(self) -> None:
+        self.seen: list[str | int] = []
+        self.asked_to_stop = 0
+
+    def at(self, phase: Phase) -> None:
+        self.seen.append(phase.label)
+
+    def stepped(self, step: int) -> None:
+        self.seen.append(step)
+
+
+def link(marks: Marks | None = None, open_board: Callable[[], Any] | None = None) -> Link:
+    pulse: Any = Marks() if marks is None else marks
+    return Link(pulse, open_board)
+
+
 def samples(size: int = SIZE) -> Any:
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(size, 3, generator=generator)
@@ -126,6 +148,7 @@ def make_trainer(
     strategy: Strategy | None = None,
     precision: Precision = Precision.FP32,
     after_first_step: Callable[[], None] = lambda: None,
+    watched: Link | None = None,
 ) -> Trainer:
     how = settings() if how is None else how
     context = cpu_context() if context is None else context
@@ -158,6 +181,7 @@ def make_trainer(
         val_loader=None if val is None else eval_loader(val, context),
         checkpoints=checkpoints,
         after_first_step=after_first_step,
+        link=link() if watched is None else watched,
     )
 
 

@@ -59,7 +59,15 @@ def test_a_model_that_takes_devices_gets_them_and_is_not_moved(own_state, span):
     assert built.devices == (torch.device("cpu"),) * span
 
 
-@pytest.mark.parametrize(("gpus", "way_out"), [(4, "topology.procs_per_node=4"), (0, "topology.gpus_per_process=1")])
+@pytest.mark.parametrize(
+    ("gpus", "way_out"),
+    [
+        (4, "topology.procs_per_node=4"),
+        (4, "trainer.gpus=1 topology.gpus_per_process=auto"),
+        (1, "Use topology.gpus_per_process=1"),
+        (0, "topology.gpus_per_process=1"),
+    ],
+)
 def test_several_devices_need_a_model_that_takes_them(gpus, way_out):
     with pytest.raises(TopologyError) as caught:
         build_model(node("Net"), context=make(span=2, gpus=gpus))
@@ -120,8 +128,14 @@ def test_loggers_and_callbacks_are_named_and_keep_their_order():
     assert list(loggers) == ["b", "a"]
     assert isinstance(loggers["b"], fake_targets.FakeLogger)
     assert loggers["b"].run_dir is run_dir
-    callbacks = build_callbacks({"z": node("Observer", patience=4), "c": node("Observer")})
+    callbacks = build_callbacks(
+        {"z": node("Observer", patience=4), "c": node("Observer")}, context=make(), run_dir=run_dir
+    )
     assert {name: vars(callback)["patience"] for name, callback in callbacks.items()} == {"z": 4, "c": 1}
+
+
+def callbacks(described: dict[str, Any]) -> Any:
+    return build_callbacks({"x": described}, context=make(), run_dir=RunDir(Path()))
 
 
 @pytest.mark.parametrize(
@@ -137,9 +151,9 @@ def test_loggers_and_callbacks_are_named_and_keep_their_order():
         (lambda: build_task(node("HalfTask")), "task: .* validation_step is missing"),
         (lambda: build_strategy(node("echo"), context=make()), "strategy: .* wrap is missing"),
         (lambda: build_loggers({"x": node("Observer")}, run_dir=RunDir(Path())), "logger.x: .* metrics is missing"),
-        (lambda: build_callbacks({"x": node("PlainLogger")}), "callbacks.x: .* must give a callback"),
+        (lambda: callbacks(node("PlainLogger")), "callbacks.x: .* must give a callback"),
         (
-            lambda: build_callbacks({"x": node("Misspelt")}),
+            lambda: callbacks(node("Misspelt")),
             r"callbacks.x: .*on_train_step_ends isn't a hook .* Did you mean on_train_step_end\?",
         ),
         (lambda: build_model(node("os.system", command="true"), context=make()), "model: .*os.system"),

@@ -93,6 +93,10 @@ FOUR = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44")
         ("GPU-zz", ""),
         ("MIG-1", "MIG-1"),
         ("MIG-2", ""),
+        ("MIG-1,MIG-1", ""),
+        ("0, MIG-1 ,GPU-cc", "aa11 MIG-1 cc44"),
+        ("1,GPU-aa22", ""),
+        ("MIG-2,0", ""),
     ],
 )
 def test_visible_gpus_are_those_cuda_shows(nvml, monkeypatch, visible, expected):
@@ -113,6 +117,15 @@ def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(nvml):
         hardware.resolve_gpus(None)
     assert "trainer.gpus=0" in str(caught.value)
     assert hardware.resolve_gpus(0) == 0
+
+
+@pytest.mark.parametrize("visible", ["1,3", "GPU-bb,GPU-cc", "MIG-1,0"])
+def test_gpus_that_are_left_are_all_there_are(nvml, monkeypatch, visible):
+    nvml(FOUR, mig=("MIG-1",))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hardware.resolve_gpus(None) == 2
+    with pytest.raises(TopologyError, match="has 2 GPUs"):
+        hardware.resolve_gpus(3)
 
 
 def test_gpus_are_those_asked_for_or_all(nvml):

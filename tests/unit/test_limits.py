@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.data.batching import plan_batches
-from framework.limits import first_samples, limited, overfitted, shortened, train_windows
+from framework.limits import first_samples, limited, overfitted, shortened, total_steps, train_windows
 from framework.types import Datasets
 from tests.unit.config.raw import raw_config
 
@@ -135,3 +135,11 @@ def test_a_fast_run_is_few_batches_of_everything_and_leaves_nothing(given: int |
 def test_without_a_fast_run_the_config_is_as_it_was(given: int | bool) -> None:
     usual = config(fast_dev_run=given)
     assert shortened(usual) is usual
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "steps"), [(None, 3, 18), (5, 3, 5), (100, 3, 18), (7, None, 7), (None, None, None)]
+)
+def test_total_steps_is_what_comes_first(max_steps: int | None, max_epochs: int | None, steps: int | None) -> None:
+    how = replace(parse(raw_config()).trainer, max_steps=max_steps, max_epochs=max_epochs)
+    assert total_steps(how, steps_per_epoch=6) == steps

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -14,9 +15,17 @@ from framework.topology import Topology, divisors, resolve_topology
 OPTIONAL = st.none() | st.integers(1, 12)
 
 
-def asked(procs: int | None, span: int | None, least: int) -> TopologyConfig:
+def asked(
+    procs: int | None, span: int | None, least: int, *, nnodes: int = 1, share_gpus: bool = False
+) -> TopologyConfig:
     return TopologyConfig(
-        nnodes=1, node_rank=0, procs_per_node=procs, gpus_per_process=span, min_gpus_per_process=least
+        nnodes=nnodes,
+        node_rank=0,
+        procs_per_node=procs,
+        gpus_per_process=span,
+        min_gpus_per_process=least,
+        share_gpus=share_gpus,
+        rdzv_endpoint=None,
     )
 
 
@@ -34,6 +43,46 @@ def test_what_is_resolved_keeps_what_was_asked_for_and_uses_every_gpu_once(procs
     owned = [index for rank in topology.ranks() for index in topology.device_indices(rank)]
     assert owned == list(range(gpus))
     assert topology.gpus_per_node == gpus
+    assert not topology.shares_gpus
+    assert all(
+        topology.device_indices(rank) == tuple(range(rank * topology.span, (rank + 1) * topology.span))
+        for rank in topology.ranks()
+        if gpus
+    )
+
+
+@given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 4), gpus=st.integers(1, 12))
+def test_shared_gpus_are_wrapped_around_and_each_is_used(procs, span, least, gpus):
+    settings = asked(procs, span, least, share_gpus=True)
+    if span is None or span < least or (procs is not None and procs * span < gpus):
+        with pytest.raises(TopologyError, match=r"topology\."):
+            resolve_topology(settings, gpus=gpus)
+        return
+    topology = resolve_topology(settings, gpus=gpus)
+    assert topology.span == span
+    assert topology.procs_per_node == procs or procs is None
+    uses = [index for local in range(topology.procs_per_node) for index in topology.device_indices(local)]
+    assert uses == [use % gpus for use in range(topology.procs_per_node * span)]
+    assert set(uses) == set(range(gpus))
+    assert topology.shares_gpus == (len(uses) > gpus)
+    counts = [uses.count(gpu) for gpu in range(gpus)]
+    assert max(counts) - min(counts) <= 1
+    if procs is None:  # no more processes than it takes
+        assert (topology.procs_per_node - 1) * span < gpus
+
+
+@given(procs=OPTIONAL, span=st.integers(1, 12), least=st.integers(1, 4), gpus=st.integers(1, 12))
+def test_permission_to_share_changes_nothing_where_all_fits(procs, span, least, gpus):
+    try:
+        exact = resolve_topology(asked(procs, span, least), gpus=gpus)
+    except TopologyError:
+        return
+    assert resolve_topology(asked(procs, span, least, share_gpus=True), gpus=gpus) == exact
+
+
+def test_without_gpus_there_is_nothing_to_share():
+    assert resolve_topology(asked(3, 2, 1, share_gpus=True), gpus=0) == Topology(1, 3, 0, 2)
+    assert not Topology(1, 3, 0, 2).shares_gpus
 
 
 def _possible(procs: int | None, span: int | None, least: int, gpus: int) -> bool:
@@ -44,9 +93,10 @@ def _possible(procs: int | None, span: int | None, least: int, gpus: int) -> boo
     return any(n >= least and procs in (None, p) and p * n == gpus for p in range(1, gpus + 1) for n in spans)
 
 
-@given(nnodes=st.integers(1, 5), procs=st.integers(1, 9))
-def test_ranks_are_numbered_node_by_node(nnodes, procs):
-    topology = Topology(nnodes, procs, gpus_per_node=0, span=1)
+@given(nnodes=st.integers(1, 5), procs=st.integers(1, 9), gpus=st.sampled_from([0, 1, 2]))
+def test_ranks_are_numbered_node_by_node(nnodes, procs, gpus):
+    settings = asked(procs, 1, 1, nnodes=nnodes, share_gpus=procs > gpus)
+    topology = resolve_topology(settings, gpus=min(gpus, procs))
     ranks = [topology.rank_of(node, local) for node in range(nnodes) for local in range(procs)]
     assert ranks == list(topology.ranks())
     assert topology.world_size == nnodes * procs
@@ -65,17 +115,54 @@ def test_without_gpus_processes_own_the_cpu_as_often_as_the_model_needs():
         ((3, None, 1), 8, "topology.procs_per_node=3 doesn't divide trainer.gpus=8. Use one of 1, 2, 4, 8."),
         ((3, None, 2), 8, "Use one of 1, 2, 4."),
         ((None, 3, 1), 8, "topology.gpus_per_process=3 doesn't divide trainer.gpus=8. Use one of 1, 2, 4, 8."),
-        ((2, 3, 1), 8, "Use trainer.gpus=6"),
+        ((2, 3, 1), 8, "Use trainer.gpus=6, or leave one of the two out (auto)."),
+        ((4, 3, 1), 8, "or let processes share GPUs: topology.share_gpus=true."),
+        ((16, None, 1), 8, "For processes that share GPUs: topology.share_gpus=true topology.gpus_per_process=1; "),
+        ((8, None, 2), 8, "or share them: topology.share_gpus=true topology.gpus_per_process=2"),
         ((None, 1, 2), 8, "topology.gpus_per_process=1 is less than the model needs"),
         ((8, None, 2), 8, "leaves 1 of trainer.gpus=8 to each process"),
         ((None, None, 2), 5, "Use trainer.gpus=4 or 6, or topology.procs_per_node=1"),
         ((None, None, 2), 1, "Use trainer.gpus=2 or a multiple of it, or trainer.gpus=0"),
+        ((None, None, 2), 1, "or use a GPU more than once: topology.share_gpus=true topology.gpus_per_process=2"),
     ],
 )
 def test_a_topology_that_does_not_fit_says_what_does(settings, gpus, message):
     with pytest.raises(TopologyError) as caught:
         resolve_topology(asked(*settings), gpus=gpus)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((2, None, 1), "topology.share_gpus=true needs topology.gpus_per_process: say how many of the 8 GPUs"),
+        ((2, 3, 1), "uses 6 of trainer.gpus=8 GPUs, so there is nothing to share.\nUse trainer.gpus=6, or"),
+        ((2, 3, 1), "topology.procs_per_node=3 or more."),
+        ((8, 1, 2), "topology.gpus_per_process=1 is less than the model needs"),
+    ],
+)
+def test_sharing_that_does_not_fit_says_what_does(settings, message):
+    with pytest.raises(TopologyError) as caught:
+        resolve_topology(asked(*settings, share_gpus=True), gpus=8)
+    assert message in str(caught.value)
+
+
+@given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 3), gpus=st.integers(1, 9), share=st.booleans())
+def test_every_refusal_names_a_way_out_that_works(procs, span, least, gpus, share):
+    """What a message says to use is accepted, typed in place of what was given."""
+    try:
+        resolve_topology(asked(procs, span, least, share_gpus=share), gpus=gpus)
+    except TopologyError as error:
+        ways = re.findall(r"topology\.share_gpus=true topology\.gpus_per_process=(\d+)", str(error))
+        for offered in ways:
+            resolve_topology(asked(procs, int(offered), least, share_gpus=True), gpus=gpus)
+        for offered in re.findall(r"Use trainer\.gpus=(\d+)", str(error)):
+            resolve_topology(asked(procs, span, least, share_gpus=share), gpus=int(offered))
+        for key, offered in re.findall(r"topology\.(\w+)=\d+ (?:doesn't|leaves).* Use one of ([\d, ]*\d)", str(error)):
+            for number in map(int, offered.split(", ")):
+                by_procs = key == "procs_per_node"
+                chosen = asked(number if by_procs else procs, span if by_procs else number, least, share_gpus=share)
+                resolve_topology(chosen, gpus=gpus)
 
 
 def test_places_that_do_not_exist_are_refused():

@@ -3,6 +3,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
@@ -22,17 +25,20 @@ from framework.config.schema import ClipAlgorithm, Interval, Precision
 from framework.data.sampler import GlobalOrder
 from framework.distributed.context import Context
 from framework.errors import RunError
+from framework.launch.board import Board
 from framework.seed import restore_generator_states
-from framework.trainer import Trainer, total_steps
+from framework.trainer import Trainer
 from framework.types import Callback, EvalReport, FitInfo, StepOutput, StepReport, Stop
 from tests.unit.simulated_ranks import CPU, SimulatedRanks, cpu_context
 from tests.unit.small_trainer import (
     BATCH,
     SIZE,
     STEPS_PER_EPOCH,
+    Marks,
     Numbers,
     Squares,
     linear,
+    link,
     make_trainer,
     manager,
     samples,
@@ -112,14 +118,6 @@ def test_what_is_reached_already_trains_nothing() -> None:
     trainer.fit()
     assert_equal(weights(trainer), before)
     assert trainer.progress.step == 3
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "max_epochs", "steps"), [(None, 3, 18), (5, 3, 5), (100, 3, 18), (7, None, 7), (None, None, None)]
-)
-def test_total_steps_is_what_comes_first(max_steps: int | None, max_epochs: int | None, steps: int | None) -> None:
-    how = settings(max_steps=max_steps, max_epochs=max_epochs)
-    assert total_steps(how, steps_per_epoch=STEPS_PER_EPOCH) == steps
 
 
 def test_after_the_first_step_of_each_beginning_the_time_out_is_changed_once() -> None:
@@ -443,11 +441,38 @@ def test_a_checkpoint_holds_metrics_only_of_its_own_weights(tmp_path: Path) -> N
     }
 
 
-def test_before_saving_it_logs_what_has_come_together(tmp_path: Path) -> None:
-    numbers = Numbers()
-    how = settings(log_every_n_steps=5, max_steps=10)
+def test_what_is_logged_does_not_depend_on_when_it_is_saved(tmp_path: Path) -> None:
+    numbers, plain = Numbers(), Numbers()
+    how = settings(log_every_n_steps=5, max_steps=12)
+    make_trainer(how, loggers={"numbers": plain}).fit()
     make_trainer(how, loggers={"numbers": numbers}, checkpoints=manager(tmp_path, every_n_steps=3)).fit()
-    assert [step for step, _ in numbers.of("train")] == [3, 5, 6, 9, 10]
+    assert [step for step, _ in numbers.of("train")] == [5, 10, 12]
+    assert without_speed(numbers) == without_speed(plain)
+    for step in (3, 6, 9):
+        later = Numbers()
+        resumed = make_trainer(how, loggers={"numbers": later})
+        state = load(tmp_path / f"step_{step:08d}", map_location="cpu")
+        resumed.parts.bare_model.load_state_dict(state["model"])
+        resumed.load_state_dict(state["training"])
+        resumed.fit()
+        assert without_speed(later) == [row for row in without_speed(plain) if row[0] > step]
+
+
+def test_what_was_logged_is_written_before_a_checkpoint_counts(tmp_path: Path) -> None:
+    class Buffering(Numbers):
+        """Writes late, as TensorBoard's does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.flushed: list[tuple[int, list[int]]] = []
+
+        def flush(self) -> None:
+            self.flushed.append((len(self.logged), saved_steps(tmp_path)))
+
+    logger = Buffering()
+    how = settings(max_steps=4)
+    make_trainer(how, loggers={"numbers": logger}, checkpoints=manager(tmp_path, every_n_steps=2)).fit()
+    assert logger.flushed == [(2, []), (4, [2])]
 
 
 # Trouble
@@ -559,7 +584,7 @@ def test_observers_are_told_what_the_contract_says(tmp_path: Path) -> None:
     )
     trainer.fit()
     info = recorder.calls[0][1]
-    assert info == FitInfo(model, start_step=0, total_steps=12, steps_per_epoch=STEPS_PER_EPOCH, max_epochs=2)
+    assert info == FitInfo(model, 0, 12, STEPS_PER_EPOCH, max_epochs=2, optimizer=trainer.parts.optimizer)
     epoch = ["on_train_step_end"] * STEPS_PER_EPOCH + ["on_validation_end"]
     assert [name for name, _ in recorder.calls] == ["on_fit_start", *epoch, *epoch, "state_dict", "on_fit_end"]
     steps = recorder.named("on_train_step_end")
@@ -649,6 +674,76 @@ def test_a_callbacks_weights_are_evaluated_and_kept_and_training_goes_on_with_it
     assert_equal(list(state["training"]["model"].values()), trained)
 
 
+# What is seen from outside, and what outside asks for
+
+
+def test_the_pulse_tells_what_is_being_done(tmp_path: Path) -> None:
+    marks = Marks()
+    how = settings(max_steps=2, accumulate_grad_batches=2, log_every_n_steps=100, val_check_interval=2)
+    make_trainer(how, val=samples(7), checkpoints=manager(tmp_path), watched=link(marks)).fit()
+    micro_batches = ["forward", "backward", "data"] * 2
+    assert marks.seen == [
+        *("data", *micro_batches, "optimizer", 1, "logging"),
+        *("data", *micro_batches, "optimizer", 2, "logging", "evaluate", "data"),
+        *("checkpoint", "logging"),  # what is left at the end
+    ]
+
+
+class AskAt:
+    """A callback that has this rank asked to stop after a step, as a watcher does from outside."""
+
+    def __init__(self, marks: Marks, step: int) -> None:
+        self.marks, self.step = marks, step
+
+    def on_train_step_end(self, report: StepReport) -> None:
+        if report.step == self.step:
+            self.marks.asked_to_stop = signal.SIGTERM
+
+
+@pytest.mark.parametrize("saved_already", [True, False])
+def test_a_rank_alone_stops_at_once_when_asked_and_its_checkpoint_is_of_that_step(
+    tmp_path: Path, saved_already: bool
+) -> None:
+    marks = Marks()
+    trainer = make_trainer(
+        callbacks={"ask": AskAt(marks, 3)},
+        checkpoints=manager(tmp_path, every_n_steps=3 if saved_already else None),
+        watched=link(marks),
+    )
+    trainer.fit()
+    assert trainer.was_stopped
+    assert (trainer.stopped_by, trainer.stop_reason, trainer.progress.step) == ("SIGTERM", None, 3)
+    assert saved_steps(tmp_path) == [3]
+    assert marks.seen.count("checkpoint") == 1
+
+
+def test_stopped_and_gone_on_with_it_ends_as_if_never_stopped(tmp_path: Path) -> None:
+    whole = make_trainer()
+    whole.fit()
+    marks = Marks()
+    stopped = make_trainer(callbacks={"ask": AskAt(marks, 7)}, checkpoints=manager(tmp_path), watched=link(marks))
+    stopped.fit()
+    state = load(find(tmp_path), map_location="cpu")
+    resumed = make_trainer()
+    resumed.parts.bare_model.load_state_dict(state["model"])
+    resumed.load_state_dict(state["training"])
+    resumed.fit()
+    assert resumed.progress == whole.progress
+    assert_equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("end", ["last step", "callback"])
+def test_a_request_at_the_end_of_training_changes_nothing(end: str) -> None:
+    marks = Marks()
+    step = 12 if end == "last step" else 4
+    callbacks = {"ask": AskAt(marks, step), "recorder": Recorder(None if end == "last step" else {"step": 4})}
+    trainer = make_trainer(callbacks=callbacks, watched=link(marks))
+    trainer.fit()
+    assert trainer.progress.step == step
+    assert not trainer.was_stopped
+    assert trainer.stopped_by is None
+
+
 # Several ranks agree
 
 
@@ -691,6 +786,36 @@ def test_ranks_stop_together_at_the_next_reduction_that_happens_anyway(
     assert first.stop_reason == second.stop_reason == ("good enough" if "validation" in stop_at else "seen enough")
 
 
+@pytest.mark.parametrize("asked_at", [(1, 1), (2, 4), (5, 3), (8, 8), (1, 11), (11, 11)])
+def test_ranks_that_are_asked_at_different_times_stop_together(
+    monkeypatch: pytest.MonkeyPatch, asked_at: tuple[int, int]
+) -> None:
+    store = HashStore()
+    gradients = threading.Barrier(2, timeout=20)
+
+    def make(context: Context) -> Trainer:
+        marks = Marks()
+
+        class InStep(Squares):
+            """An optimizer step needs every rank's gradients."""
+
+            def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+                gradients.wait()
+                return super().training_step(model, batch)
+
+        return make_trainer(
+            settings(log_every_n_steps=100, max_steps=12, max_epochs=None, check_val_every_n_epoch=None),
+            context=context,
+            task=InStep(),
+            callbacks={"ask": AskAt(marks, asked_at[context.rank])},
+            watched=link(marks, lambda: Board(store)),
+        )
+
+    first, second = run_ranks(monkeypatch, make)
+    assert first.progress.step == second.progress.step == min(max(asked_at) + 2, 12)
+    assert first.was_stopped == second.was_stopped == (max(asked_at) + 2 < 12)
+
+
 def test_a_bad_loss_of_one_rank_ends_all_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(context: Context) -> Trainer:
         task = BadAt(3) if context.rank == 1 else Squares()
@@ -703,9 +828,12 @@ def test_a_bad_loss_of_one_rank_ends_all_with_its_step(monkeypatch: pytest.Monke
 
 def test_every_ranks_generators_are_saved_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = SimulatedRanks(3)
-    monkeypatch.setattr(trainer_module, "gather_to_all", lambda _, context: ranks.gather(context.rank, context))
-    ends: list[Any] = ranks.run(lambda context: make_trainer(context=context).state_dict()["generators"])
-    assert ends == [[0, 1, 2]] * 3
+    monkeypatch.setattr(trainer_module, "gather_to_all", ranks.gather)
+    monkeypatch.setattr(trainer_module, "generator_states", lambda _: threading.get_ident())
+    states: list[Any] = ranks.run(
+        lambda context: (threading.get_ident(), make_trainer(context=context).state_dict()["generators"])
+    )
+    assert [saved for _, saved in states] == [[thread for thread, _ in states]] * 3
 
 
 # Going on
@@ -808,6 +936,42 @@ def test_callbacks_get_their_own_state_back_and_a_new_one_none() -> None:
     assert new.calls == []
     again.fit()
     assert new.named("on_fit_start")[0].start_step == 4
+
+
+def test_a_wish_to_stop_that_was_not_agreed_yet_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 wishes to stop at step 4, which is saved; all agree with the log at 5, also having gone on from 4."""
+
+    def make(context: Context, *, wishes: bool, folder: Path | None) -> Trainer:
+        callback = Recorder({"step": 4} if wishes and context.rank == 1 else None)
+        checkpoints = manager(folder / str(context.rank), every_n_steps=4) if folder else None
+        how = settings(log_every_n_steps=5, max_steps=9)
+        return make_trainer(how, context=context, callbacks={"recorder": callback}, checkpoints=checkpoints)
+
+    ends = run_ranks(monkeypatch, lambda context: make(context, wishes=True, folder=tmp_path))
+    assert [end.progress.step for end in ends] == [5, 5]
+
+    def go_on(context: Context) -> Trainer:
+        trainer = make(context, wishes=False, folder=None)
+        state = load(tmp_path / str(context.rank) / "step_00000004", map_location="cpu")
+        trainer.load_state_dict(state["training"])
+        return trainer
+
+    again = run_ranks(monkeypatch, go_on)
+    assert [end.progress.step for end in again] == [5, 5]
+    assert [end.stop_reason for end in again] == [end.stop_reason for end in ends]
+
+
+@pytest.mark.usefixtures("own_state")
+def test_generators_are_restored_after_everything_that_may_draw() -> None:
+    class Draws:
+        def on_fit_start(self, info: FitInfo) -> None:
+            torch.rand(3)
+
+    trainer = make_trainer(settings(max_steps=1), callbacks={"draws": Draws()})
+    trainer.restore_generators = lambda: torch.manual_seed(77)
+    trainer.fit()
+    assert torch.initial_seed() == 77
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(77).get_state())
 
 
 def test_going_on_after_the_end_saves_nothing_again(tmp_path: Path) -> None:

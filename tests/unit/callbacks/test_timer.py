@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from framework.checkpoint import check_plain
 from framework.errors import ConfigError
 from framework.types import FitInfo, StepReport, Stop
 
-INFO = FitInfo(model=nn.Identity(), start_step=0, total_steps=None, steps_per_epoch=10, max_epochs=None)
+OPTIMIZER: Any = None  # nothing here looks at it
+INFO = FitInfo(nn.Identity(), 0, total_steps=None, steps_per_epoch=10, max_epochs=None, optimizer=OPTIMIZER)
 REPORT = StepReport(7, 0, torch.zeros(()), 1)
 
 

@@ -14,6 +14,7 @@ _RAW: dict[str, Any] = {
     "init_from": None,
     "eval": {"part": "test"},
     "predict": {"part": "test", "output": "predictions.csv"},
+    "plan": {"format": "text", "train_samples": None},
     "path": {"outputs": "outputs"},
     "model": {"_target_": "recipes.some.Model", "width": 8},
     "data": {
@@ -34,6 +35,8 @@ _RAW: dict[str, Any] = {
         "procs_per_node": "auto",
         "gpus_per_process": None,
         "min_gpus_per_process": 1,
+        "share_gpus": False,
+        "rdzv_endpoint": None,
     },
     "trainer": {
         "gpus": "auto",
@@ -69,7 +72,7 @@ _RAW: dict[str, Any] = {
     },
     "logger": {"jsonl": {"_target_": "framework.loggers.JsonlLogger"}},
     "callbacks": {},
-    "launcher": {"name": "auto", "grace": "5s"},
+    "launcher": {"name": "auto", "max_restarts": 0, "late_after": "10s"},
 }
 
 

@@ -29,7 +29,7 @@ def test_types() -> None:
     assert config.scheduler.interval is Interval.EPOCH
     assert config.trainer.gpus is None
     assert config.topology.gpus_per_process is None
-    assert (config.backend.init_timeout, config.backend.timeout, config.launcher.grace) == (300.0, 600.0, 5.0)
+    assert (config.backend.init_timeout, config.backend.timeout, config.launcher.late_after) == (300.0, 600.0, 10.0)
     assert config.model == {"_target_": "recipes.some.Model", "width": 8}
     with pytest.raises(FrozenInstanceError):
         config.seed = 1  # type: ignore[misc]
@@ -145,13 +145,14 @@ def test_unknown_keys_get_the_nearest_of_the_whole_tree(key: str, guess: str) ->
 def test_an_unknown_key_like_no_other_gets_the_list() -> None:
     assert mistake({"topology.zzz": 1}) == (
         "topology.zzz=1: there is no such key. topology has nnodes, node_rank, procs_per_node, gpus_per_process, "
-        "min_gpus_per_process."
+        "min_gpus_per_process, share_gpus, rdzv_endpoint."
     )
 
 
 OPTIONAL = {
     *("resume", "init_from", "checkpoint.path", "checkpoint.monitor", "checkpoint.every_n_steps"),
     *("checkpoint.every_n_epochs", "data.global_batch_size", "data.eval_batch_size", "data.root", "data.mirrors"),
+    *("plan.train_samples", "topology.rdzv_endpoint"),
     *("topology.procs_per_node", "topology.gpus_per_process", "scheduler.schedule", "scheduler.monitor"),
     *("trainer.gpus", "trainer.max_epochs", "trainer.max_steps", "trainer.gradient_clip_val", "trainer.num_threads"),
     *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.limit_train_batches"),

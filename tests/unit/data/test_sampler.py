@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.data.batching import BatchPlan
 from framework.data.sampler import (
@@ -126,3 +127,33 @@ def test_ordering_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
     GlobalOrder(50, seed=0, shuffle=True).indices(0)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Allocated(TorchDispatchMode):
+    """Elements of the tensors that are made; views cost none."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+        self._known: list[torch.Tensor] = []  # kept alive, so that no storage's address comes twice
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        result = call(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            if all(result.untyped_storage().data_ptr() != known.untyped_storage().data_ptr() for known in self._known):
+                self.elements += result.numel()
+            self._known.append(result)
+        return result
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_takes_no_more_memory_on_more_ranks(shuffle):
+    """One order, of which every rank takes views."""
+    size, taken = 4096, {}
+    for world_size in (1, 8, 512):
+        plan = BatchPlan(1024, 2, world_size)
+        with Allocated() as allocated:
+            for window in windows(GlobalOrder(size, seed=0, shuffle=shuffle), plan, rank=world_size - 1, epoch=0):
+                assert window.global_count == 1024
+        taken[world_size] = allocated.elements
+    assert set(taken.values()) == {size}

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from framework.config.schema import InitMethod
 from framework.distributed.collectives import any_over_ranks, barrier, gather_to_all, sum_over_ranks
 from framework.launch import local
+from framework.launch.panel import render
 from framework.launch.plan import LaunchPlan
 from framework.launch.warm import WarmServer
+from framework.launch.watch import Limits
 from framework.run_dir import create_run_dir
 from framework.topology import Topology
 from tests.unit.simulated_ranks import cpu_context
@@ -35,13 +37,12 @@ def run(warm: WarmServer, tmp_path: Path) -> Run:
             run_dir=run_dir,
             topology=Topology(nnodes=1, procs_per_node=procs, gpus_per_node=0, span=1),
             init_method=InitMethod.ENV,
-            start_timeout_s=60.0,
-            grace_s=2.0,
+            limits=Limits(init_timeout_s=60.0, timeout_s=60.0, late_after_s=10.0),
             terminal=False,
             warm=warm,
         )
         outcome = local.launch(plan)
-        assert outcome.failure is None, outcome.failure.render()
+        assert outcome.failure is None, render(outcome.failure)
         return [json.loads((run_dir.path / f"rank_{rank}.json").read_text()) for rank in range(procs)]
 
     return call

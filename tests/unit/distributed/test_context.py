@@ -31,6 +31,13 @@ def test_a_rank_owns_its_span_of_gpus_and_auto_is_nccl(four_gpus):
     assert make_context(topology, node_rank=0, local_rank=0, backend_name=BackendName.GLOO).backend == "gloo"
 
 
+def test_shared_gpus_wrap_around_and_auto_is_gloo(four_gpus):
+    topology = Topology(nnodes=1, procs_per_node=3, gpus_per_node=4, span=2)
+    context = make_context(topology, node_rank=0, local_rank=2, backend_name=BackendName.AUTO)
+    assert context.devices == (torch.device("cuda:0"), torch.device("cuda:1"))
+    assert context.backend == "gloo"
+
+
 def test_nccl_without_gpus_is_refused():
     with pytest.raises(RequestError, match=r"Use backend\.name=gloo or backend\.name=auto"):
         make_context(Topology(1, 1, 0, 1), node_rank=0, local_rank=0, backend_name=BackendName.NCCL)

@@ -13,8 +13,10 @@ from framework.distributed.context import Context
 from framework.distributed.group import process_group, set_timeout
 from framework.errors import RunError
 from framework.launch import local
+from framework.launch.panel import render
 from framework.launch.plan import LaunchPlan, Outcome
 from framework.launch.warm import WarmServer
+from framework.launch.watch import Limits
 from framework.run_dir import RunDir, create_run_dir
 from framework.topology import Topology
 from tests.unit.simulated_ranks import CPU, cpu_context
@@ -45,8 +47,7 @@ def launch(warm: WarmServer, run_dir: RunDir) -> Callable[[str], Outcome]:
                 run_dir=run_dir,
                 topology=Topology(nnodes=1, procs_per_node=2, gpus_per_node=0, span=1),
                 init_method=InitMethod.ENV,
-                start_timeout_s=60.0,
-                grace_s=2.0,
+                limits=Limits(init_timeout_s=60.0, timeout_s=60.0, late_after_s=10.0),
                 terminal=False,
                 warm=warm,
             )
@@ -115,7 +116,7 @@ def test_a_rank_that_waits_in_vain_at_the_keepers_store_is_told(launch: Callable
     outcome = launch("arrive_alone")
     assert outcome.failure is not None
     assert outcome.failure.first.rank == 0
-    assert outcome.failure.render().startswith("Rank 0 of 2 could not join the process group within ")
+    assert render(outcome.failure).startswith("Rank 0 of 2 could not join the process group within ")
 
 
 @pytest.mark.multiproc
@@ -124,6 +125,6 @@ def test_the_time_out_set_later_holds_for_collectives(
     launch: Callable[[str], Outcome], run_dir: RunDir, entry: str
 ) -> None:
     outcome = launch(entry)
-    assert outcome.failure is None, outcome.failure.render()
+    assert outcome.failure is None, render(outcome.failure)
     waited = json.loads((run_dir.path / "rank_0.json").read_text())
     assert 0.9 < waited < 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import yaml
 
 from framework.config.saved import save_config
 from framework.errors import CheckpointError, ConfigError
-from framework.jobs.saved_run import Ground, composable, names_a_run, saved_run
+from framework.jobs.saved_run import Ground, composable, names_a_run, saved_run, with_run_found
 from framework.run_dir import RunDir, create_run_dir
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
@@ -169,3 +169,61 @@ def test_a_file_can_not_name_a_run(key: str) -> None:
     assert fresh.configuration(raw_config(), swept=False) == raw_config()
     with pytest.raises(ConfigError, match=r"is set in a file\. Type it on the command line"):
         fresh.configuration(raw_config({key: "somewhere"}), swept=False)
+
+
+# resume=auto
+
+
+def make_run(folder: Path, name: str, *, status: str | None, job: str = "train") -> RunDir:
+    run_dir = create_run_dir(folder, name=name)
+    save_config(run_dir, SimpleNamespace(raw=raw_config({"job": job}), overrides=()))
+    if status is not None:
+        process = {"pid": 77, "host": "elsewhere"}
+        run_dir.update_run({"status": status, "process": process})
+    return run_dir
+
+
+def found(tmp_path: Path, *typed: str, swept: bool = False, node_rank: int = 0) -> list[str]:
+    def compose(overrides: Sequence[str]) -> Mapping[str, Any]:
+        assert all(not names_a_run(text) for text in overrides)
+        return raw_config({"path.outputs": str(tmp_path), "topology.node_rank": node_rank})
+
+    return with_run_found(typed, compose=compose, swept=swept)
+
+
+def test_auto_is_the_newest_training_that_has_not_come_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "some"
+    assert found(tmp_path, "resume=auto", "seed=3") == ["seed=3"]
+    assert f"resume=auto: no unfinished run in {folder}; a new one begins" in capsys.readouterr().err
+    make_run(folder, "2026-01-01", status="stopped")
+    running = make_run(folder, "2026-01-02", status="running")
+    make_run(folder, "2026-01-03", status="finished")
+    make_run(folder, "2026-01-04", status="failed", job="eval")
+    make_run(folder, "2026-01-05", status=None)  # killed before it said anything
+    create_run_dir(folder, name="2026-01-06")
+    write_small(running.checkpoints, 20)
+    assert found(tmp_path, "resume=auto", "seed=3") == ["seed=3", f"resume={running.path}"]
+    said = capsys.readouterr().err
+    assert "under way, as process 77 on elsewhere; checkpoint of step 20" in said
+    assert found(tmp_path, "resume=auto", node_rank=1) == [f"resume={running.path}"]
+    assert capsys.readouterr().err == ""
+    resumed = saved_run(found(tmp_path, "resume=auto"))
+    assert resumed is not None
+    assert resumed.saved.run_dir == running
+
+
+def test_a_folder_with_an_awkward_name_is_found(tmp_path: Path) -> None:
+    outputs = tmp_path / "it's, (here)"
+    run_dir = make_run(outputs / "some", "2026-01-01", status="stopped")
+    resumed = saved_run(found(outputs, "resume=auto"))
+    assert resumed is not None
+    assert resumed.saved.run_dir == run_dir
+
+
+def test_auto_stands_alone(tmp_path: Path) -> None:
+    assert found(tmp_path, "seed=1", "resume=some/where") == ["seed=1", "resume=some/where"]
+    assert found(tmp_path, "seed=1") == ["seed=1"]
+    with pytest.raises(ConfigError, match="can't go with several runs"):
+        found(tmp_path, "resume=auto", swept=True)

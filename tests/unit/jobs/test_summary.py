@@ -9,6 +9,7 @@ import pytest
 
 from framework.config.parse import parse
 from framework.config.schema import Config
+from framework.errors import EXIT_STOPPED
 from framework.jobs.summary import announcement, closing_of_training, interruption
 from framework.run_dir import RunDir, create_run_dir
 from framework.topology import Topology
@@ -53,7 +54,7 @@ def test_results_are_shown_with_where_everything_lies(run_dir: RunDir) -> None:
     run_dir.update_run({"results": {**results, "metrics": {"val/loss": 0.123456, "test/accuracy": 1.0}}})
     write_small(run_dir.checkpoints, 1200)
     path = f"outputs/some/{run_dir.path.name}"
-    assert closing_of_training(config(), run_dir, False).splitlines() == [
+    assert closing_of_training(config(), run_dir, 0).splitlines() == [
         "",
         "Finished some after 1,200 steps in 3.2 s (trainer.max_epochs reached)",
         "  val/loss             0.1235",
@@ -66,21 +67,29 @@ def test_results_are_shown_with_where_everything_lies(run_dir: RunDir) -> None:
     ]
 
 
+def test_a_stopped_run_says_where_and_how_to_go_on(run_dir: RunDir) -> None:
+    run_dir.update_run({"results": {"steps": 1200, "seconds": 3.25, "ended_by": "stopped on request (SIGTERM)"}})
+    write_small(run_dir.checkpoints, 1200)
+    text = closing_of_training(config(), run_dir, EXIT_STOPPED)
+    assert "Stopped some on request (SIGTERM) after step 1,200, which is saved" in text.splitlines()
+    assert f"python -m framework resume=outputs/some/{run_dir.path.name}" in text
+
+
 def test_a_failed_run_shows_no_results_not_even_an_earlier_beginnings(run_dir: RunDir) -> None:
     run_dir.update_run({"results": {"steps": 5, "metrics": {"val/loss": 1.0}}})
-    text = closing_of_training(config(), run_dir, True)
+    text = closing_of_training(config(), run_dir, 1)
     assert "Finished" not in text
     assert "val/loss" not in text
     assert "logs" in text
 
 
-@pytest.mark.parametrize("failed", [True, False])
-def test_resuming_is_offered_only_where_there_is_a_checkpoint(run_dir: RunDir, failed: bool) -> None:
+@pytest.mark.parametrize("status", [0, 1, 75])
+def test_resuming_is_offered_only_where_there_is_a_checkpoint(run_dir: RunDir, status: int) -> None:
     run_dir.update_run({"status": "running"})
     (run_dir.checkpoints / "step_00000010").mkdir()  # one that was being written
-    assert "resume" not in closing_of_training(config(), run_dir, failed)
+    assert "resume" not in closing_of_training(config(), run_dir, status)
     write_small(run_dir.checkpoints, 20)
-    assert f"resume=outputs/some/{run_dir.path.name}" in closing_of_training(config(), run_dir, failed)
+    assert f"resume=outputs/some/{run_dir.path.name}" in closing_of_training(config(), run_dir, status)
 
 
 def test_commands_are_those_for_the_place_they_are_printed_in(
@@ -92,7 +101,7 @@ def test_commands_are_those_for_the_place_they_are_printed_in(
     write_small(moved.checkpoints, 20)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    rows = [shlex.split(line) for line in closing_of_training(config(), moved, True).splitlines()]
+    rows = [shlex.split(line) for line in closing_of_training(config(), moved, 1).splitlines()]
     assert ["resume", "python", "-m", "framework", f"resume='{moved.path}'"] in rows
     assert ["look", "tensorboard", "--logdir", str(outputs)] in rows
 

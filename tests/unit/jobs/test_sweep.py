@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from framework.config.parse import parse
-from framework.errors import ConfigError, RunError
+from framework.errors import EXIT_STOPPED, ConfigError, RunError
 from framework.jobs.request import JobResult, Place, Request
 from framework.jobs.sweep import Finished, distinguishing, run_sweep, table
 from framework.run_dir import RunDir, create_run_dir
@@ -92,6 +92,27 @@ def test_an_unexpected_exception_keeps_its_traceback_and_an_interrupt_passes(
     assert "Traceback" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         run(interrupt, 2)
+
+
+def test_a_job_that_was_stopped_ends_the_sweep(
+    run: Callable[[Act, int], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def act(request: Request) -> JobResult:
+        assert request.place is not None
+        run_dir = create_run_dir(tmp_path / request.place.folder, name=str(request.place.number))
+        return JobResult(EXIT_STOPPED if request.place.number == 1 else 0, run_dir)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(act, 4)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("[1] seed=1  stopped  ")
+    assert lines[2].endswith("  resume=outputs/multirun/x/1")
+    assert "Interrupted in job 1; 2 more were not started." in lines
+    assert [line.split()[:3] for line in lines if line[:1].isdigit()][1:] == [
+        ["0", "seed=0", "finished"],
+        ["1", "seed=1", "stopped"],
+    ]
+    assert not any("failed" in line for line in lines)
 
 
 @pytest.mark.parametrize(

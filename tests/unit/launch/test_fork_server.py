@@ -290,3 +290,22 @@ def test_the_end_of_the_parent_ends_the_server_and_its_children(tmp_path: Path) 
         assert all(is_alive(pid) for pid in pids)
         parent.kill()
         assert processes.settle(lambda: [pid for pid in pids if is_alive(pid)], within_s=5.0) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_that_ask_a_run_to_stop_end_children_but_not_the_server(
+    server: WarmServer, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Schedulers send them to every process of a job; the parent decides for all."""
+    server.spawn(child("leave_with", key="first", status=0))
+    assert ends(server)["first"]["status"] == 0  # it serves by now
+    server._process.send_signal(number)
+    ready = tmp_path / "ready"
+    server.spawn(child("wait_long", ready=str(ready)))
+    deadline = time.monotonic() + _DEADLINE_S
+    while not ready.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.kill("one", number)
+    assert ends(server)["one"]["status"] == (1 if number == signal.SIGINT else -number)
+    assert server.alive

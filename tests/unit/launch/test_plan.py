@@ -44,4 +44,5 @@ def test_ranks_have_torchruns_variables() -> None:
         "WORLD_SIZE": "6",
         "LOCAL_WORLD_SIZE": "3",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }

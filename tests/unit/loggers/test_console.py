@@ -21,7 +21,8 @@ LOSS = torch.zeros((), device="meta")
 
 
 def info(*, start_step: int = 0, total_steps: int | None = 100, max_epochs: int | None = 10) -> FitInfo:
-    return FitInfo(nn.Identity(), start_step, total_steps=total_steps, steps_per_epoch=10, max_epochs=max_epochs)
+    optimizer: Any = None  # nothing here looks at it
+    return FitInfo(nn.Identity(), start_step, total_steps, 10, max_epochs, optimizer)
 
 
 def report(step: int) -> StepReport:
@@ -111,7 +112,7 @@ from framework.types import FitInfo, StepReport
 
 stdout = sys.stdout
 logger = ConsoleLogger()
-logger.fit_start(FitInfo(nn.Identity(), 0, total_steps=400, steps_per_epoch=100, max_epochs=4))
+logger.fit_start(FitInfo(nn.Identity(), 0, total_steps=400, steps_per_epoch=100, max_epochs=4, optimizer=None))
 for step in range(1, 401):
     logger.step(StepReport(step, (step - 1) // 100, torch.zeros((), device="meta"), 1))
     if step % 100 == 0:

@@ -13,9 +13,13 @@ from framework.loggers import JsonlLogger
 from framework.run_dir import RunDir
 from framework.types import FitInfo
 
+OPTIMIZER: Any = None  # nothing here looks at it
+
 
 def info(start_step: int) -> FitInfo:
-    return FitInfo(nn.Identity(), start_step=start_step, total_steps=None, steps_per_epoch=10, max_epochs=None)
+    return FitInfo(
+        nn.Identity(), start_step, total_steps=None, steps_per_epoch=10, max_epochs=None, optimizer=OPTIMIZER
+    )
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -87,3 +91,21 @@ def test_an_evaluation_alone_appends(tmp_path: Path) -> None:
 def test_nothing_logged_leaves_no_file_behind(tmp_path: Path) -> None:
     JsonlLogger(run_dir=RunDir(tmp_path)).close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_step_gone_on_from_has_is_not_written_again(tmp_path: Path) -> None:
+    log(tmp_path, start=0, steps=range(1, 4))
+    logger = JsonlLogger(run_dir=RunDir(tmp_path))
+    logger.fit_start(info(3))
+    logger.metrics({"train/loss": 0.5}, step=3, epoch=0)
+    logger.metrics({"train/loss": 0.5, "test/accuracy": 1.0}, step=3, epoch=0)
+    logger.metrics({"train/loss": 0.25}, step=4, epoch=0)
+    logger.close()
+    found = [
+        {name: row[name] for name in ("step", "train/loss", "test/accuracy") if name in row} for row in rows(tmp_path)
+    ]
+    assert found[2:] == [
+        {"step": 3, "train/loss": 1 / 3},
+        {"step": 3, "test/accuracy": 1.0},
+        {"step": 4, "train/loss": 0.25},
+    ]

@@ -14,9 +14,13 @@ from framework.loggers import TensorBoardLogger
 from framework.run_dir import RunDir
 from framework.types import FitInfo
 
+OPTIMIZER: Any = None  # nothing here looks at it
+
 
 def info(start_step: int) -> FitInfo:
-    return FitInfo(nn.Identity(), start_step=start_step, total_steps=None, steps_per_epoch=10, max_epochs=None)
+    return FitInfo(
+        nn.Identity(), start_step, total_steps=None, steps_per_epoch=10, max_epochs=None, optimizer=OPTIMIZER
+    )
 
 
 def read(path: Path) -> EventAccumulator:
@@ -76,6 +80,30 @@ def test_a_resumed_run_shows_every_step_once(tmp_path: Path) -> None:
     assert texts(tmp_path, "config") == ["    start: 0", "    start: 5", "    start: 6"]
 
 
+def test_a_run_that_begins_anew_shows_every_step_once_and_numbers_from_before_it_begins(tmp_path: Path) -> None:
+    for attempt, end in enumerate((8, 5)):
+        logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
+        if attempt:
+            logger.text("restart", "again")
+            logger.metrics({"restart/attempt": attempt}, step=0, epoch=0)
+        logger.fit_start(info(0))
+        for step in range(1, end + 1):
+            logger.metrics({"train/loss": 100.0 * attempt + step}, step=step, epoch=0)
+        logger.close()
+    assert scalars(tmp_path, "train/loss") == [(step, 100.0 + step) for step in range(1, 6)]
+    assert scalars(tmp_path, "restart/attempt") == [(0, 1.0)]
+    assert texts(tmp_path, "restart") == ["    again"]
+
+
+def test_a_text_before_the_first_numbers_bears_their_step(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
+    logger.text("restart", "again")
+    logger.metrics({"restart/attempt": 1}, step=30, epoch=0)
+    logger.fit_start(info(30))
+    logger.close()
+    assert [event.step for event in read(tmp_path).Tensors("restart/text_summary")] == [30]
+
+
 def test_texts_are_code_blocks(tmp_path: Path) -> None:
     logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
     logger.text("config", "model:\n  _target_: x\n\ntask: '```'\n")
@@ -107,3 +135,29 @@ def test_nothing_logged_leaves_no_file_behind(tmp_path: Path) -> None:
 def test_importing_the_loggers_loads_neither_torch_nor_tensorboard_nor_rich() -> None:
     program = "import sys, framework.loggers; sys.exit(bool({'torch', 'tensorboard', 'rich'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_what_the_step_gone_on_from_has_is_not_written_again(tmp_path: Path) -> None:
+    for start in (0, 3):
+        logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
+        logger.fit_start(info(start))
+        if start == 0:
+            logger.metrics({"train/loss": 0.5, "test/a": 1.0}, step=3, epoch=0)
+        else:
+            logger.metrics({"test/a": 1.0, "test/b": 2.0}, step=3, epoch=0)
+            logger.metrics({"train/loss": 0.25}, step=4, epoch=0)
+        logger.close()
+    events = read(tmp_path)
+    shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert shown == {"train/loss": [(3, 0.5), (4, 0.25)], "test/a": [(3, 1.0)], "test/b": [(3, 2.0)]}
+
+
+def test_what_was_flushed_outlives_a_kill(tmp_path: Path) -> None:
+    """The writer's thread keeps numbers back for two minutes; a checkpoint that counts must not be ahead of them."""
+    logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
+    logger.flush()  # nothing is open yet
+    logger.fit_start(info(0))
+    logger.metrics({"train/loss": 0.5}, step=3, epoch=0)
+    logger.flush()
+    assert [event.step for event in read(tmp_path).Scalars("train/loss")] == [3]
+    logger.close()

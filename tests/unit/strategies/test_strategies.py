@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 
 import pytest
@@ -93,9 +94,7 @@ def test_ddp_hands_its_options_to_torch(own_state, group):
 def test_device_ids_are_given_only_for_a_replica_that_is_one_gpu(own_state, monkeypatch, devices, expected):
     given = {}
     monkeypatch.setattr("framework.strategies.ddp.DistributedDataParallel", lambda _, **how: given.update(how))
-    strategy = DDP.__new__(DDP)
-    strategy._context, strategy._options = make(devices=devices), {}
-    strategy.wrap(linear())
+    DDP(context=make(devices=devices), find_unused_parameters=True).wrap(linear())
     assert given["device_ids"] == expected
 
 
@@ -103,3 +102,67 @@ def test_ddp_refuses_a_model_with_nothing_to_train(own_state):
     model = linear().requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter of Linear requires one"):
         DDP(context=make()).wrap(model)
+
+
+class OutOfOrder(nn.Module):
+    """Uses its layers in another order than it has them; one is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first, self.twice = nn.Linear(3, 1), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(self.twice(self.twice(self.first(x))))
+
+
+def test_ddp_keeps_the_order_in_which_gradients_came_and_brings_it_back(own_state, group):
+    strategy, model = DDP(context=make()), OutOfOrder()
+    wrapped = strategy.wrap(model)
+    with strategy.accumulate(wrapped, synchronise=False):
+        wrapped(torch.ones(4, 3)).sum().backward()
+    assert strategy.state_dict(wrapped)["gradient_order"] == []  # nothing was exchanged yet
+    with strategy.accumulate(wrapped, synchronise=True):
+        wrapped(torch.ones(4, 3)).sum().backward()
+    assert strategy.state_dict(wrapped)["exchanges"] == 1
+    order = strategy.state_dict(wrapped)["gradient_order"]
+    assert sorted(order) == sorted(name for name, _ in model.named_parameters())
+    assert order.index("last.weight") < order.index("twice.weight") < order.index("first.weight")
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+    other, twin = DDP(context=make()), OutOfOrder()
+    wrapped = other.wrap(twin)
+    before = {name: tensor.clone() for name, tensor in twin.state_dict().items()}
+    generator = torch.get_rng_state()
+    seen = []
+    for name, parameter in twin.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    other.load_state_dict(wrapped, {"gradient_order": order[::-1], "exchanges": 1})
+    assert seen == order[::-1]
+    assert other.state_dict(wrapped)["gradient_order"] == order[::-1]
+    assert other.unwrap(wrapped) is twin
+    assert all(torch.equal(tensor, before[name]) for name, tensor in twin.state_dict().items())
+    assert all(parameter.grad is None for parameter in twin.parameters())
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_where_ddp_keeps_its_first_layout_nothing_is_noted(own_state, group):
+    strategy, model = DDP(context=make(), find_unused_parameters=True), OutOfOrder()
+    wrapped = strategy.wrap(model)
+    wrapped(torch.ones(4, 3)).sum().backward()
+    assert strategy.state_dict(wrapped)["gradient_order"] == []
+    strategy.load_state_dict(wrapped, {"gradient_order": ["last.weight"], "exchanges": 1})
+    assert model.last.weight.grad is not None  # nothing was exchanged
+
+
+def test_ddp_gives_a_rank_its_own_buffers_back(own_state, group):
+    strategy, model = DDP(context=make(), broadcast_buffers=False), nn.BatchNorm1d(2)
+    wrapped = strategy.wrap(model)
+    mean = model.get_buffer("running_mean")
+    mean.fill_(5.0)
+    state = copy.deepcopy(strategy.state_dict(wrapped))  # its tensors are the live ones
+    assert [sorted(buffers) for buffers in state["buffers"]] == [["num_batches_tracked", "running_mean", "running_var"]]
+    mean.zero_()
+    strategy.load_state_dict(wrapped, state)
+    assert mean.tolist() == [5.0, 5.0]
+    strategy.load_state_dict(wrapped, {"buffers": [{"running_mean": torch.zeros(2)}] * 2})  # of two ranks
+    assert mean.tolist() == [5.0, 5.0]

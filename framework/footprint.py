@@ -1,0 +1,163 @@
+"""Bytes that tensors take in memory and in a checkpoint, counted without having the tensors themselves."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from framework.checkpoint.format import PARTS, FileFacts, Manifest, encode, part_file
+from framework.seed import generator_states
+
+_MAX_REAL_BYTES = 1 << 30
+_GPU_GENERATOR_BYTES = 16  # of CUDA's Philox generator: a seed and an offset
+
+
+@final
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps after its first step: an entry for each trained parameter, in order, and its settings."""
+
+    entries: list[dict[str, Any]]
+    settings: list[dict[str, Any]]
+
+    def tensors(self) -> Iterator[Tensor]:
+        for entry in self.entries:
+            yield from (value for value in entry.values() if isinstance(value, Tensor))
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def optimizer_state(
+    make: Callable[[list[nn.Parameter]], Optimizer], parameters: Iterable[nn.Parameter]
+) -> OptimizerState:
+    """The state after one step, found by making the optimizer and stepping it.
+
+    On the meta device; with one that refuses that (some read a value, fused ones want a real device), on real zeros
+    of each shape in turn. parameters: on the meta device; their gradients are None again on return. Raises what the
+    optimizer raises, and MemoryError where a single parameter is too large to try.
+    """
+    own = list(parameters)
+    given = [parameter for parameter in own if parameter.requires_grad]
+    try:
+        entries = _stepped(make, given)
+    except Exception:  # of any optimizer, the user's own too; the other way raises again where that fails as well
+        entries = _stepped_by_shape(make, given)
+    trained = {id(parameter): entry for parameter, entry in zip(given, entries, strict=True)}
+    settings = make(own).state_dict()["param_groups"]
+    return OptimizerState([trained[id(each)] for each in own if id(each) in trained], settings)
+
+
+def _stepped(make: Callable[[list[nn.Parameter]], Optimizer], given: list[nn.Parameter]) -> list[dict[str, Any]]:
+    optimizer = make(given)
+    try:
+        for parameter in given:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        for parameter in given:
+            parameter.grad = None
+    return [dict(optimizer.state[parameter]) for parameter in given]
+
+
+def _stepped_by_shape(
+    make: Callable[[list[nn.Parameter]], Optimizer], given: list[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """One parameter of each shape at a time, so that memory is needed for one."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    entries = []
+    for parameter in given:
+        kind = (tuple(parameter.shape), parameter.dtype)
+        if kind not in known:
+            if tensor_bytes([parameter]) > _MAX_REAL_BYTES:
+                raise MemoryError(f"a parameter of shape {kind[0]} is too large to try")
+            (known[kind],) = _stepped(make, [nn.Parameter(torch.zeros_like(parameter, device="cpu"))])
+        entries.append({name: _meta(value) for name, value in known[kind].items()})
+    return entries
+
+
+def _meta(value: Any) -> Any:
+    """A tensor's shape and type without its values; each call gives one of its own."""
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+
+
+def checkpoint_bytes(model: nn.Module, state: OptimizerState, *, world_size: int, gpus: int, averages: int) -> int:
+    """About how many bytes a checkpoint of `framework.checkpoint` takes on the disk, its configuration aside.
+
+    gpus: of one rank. averages: how many callbacks evaluate with weights of their own.
+    """
+    weights = model.state_dict()
+    copies = {f"average_{number}": _separate(weights) for number in range(averages)}
+    if averages:
+        copies["model"] = _separate(weights)
+    training = {
+        "optimizer": {
+            "state": {number: entry for number, entry in enumerate(state.entries) if entry},
+            "param_groups": state.settings,
+        },
+        **copies,
+    }
+    one, three = (saved_bytes([_generators(gpus) for _ in range(ranks)]) for ranks in (1, 3))
+    generators = one + (three - one) * (world_size - 1) // 2
+    return saved_bytes(weights) + saved_bytes(training) + generators + _manifest_bytes()
+
+
+def saved_bytes(tree: Any) -> int:
+    """The size of the file `torch.save` makes of `tree`, without its data being there.
+
+    A copy in which every storage has one element is really saved, and what the storages lack is added.
+    """
+    storages: dict[int, tuple[Any, Tensor]] = {}  # with the storage itself: while it lives, nothing else has its number
+    lacking = 0
+
+    def small(value: Any) -> Any:
+        nonlocal lacking
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            if storage._cdata not in storages:
+                stand_in = torch.zeros((), dtype=value.dtype)
+                storages[storage._cdata] = storage, stand_in
+                lacking += storage.nbytes() - stand_in.element_size()
+            return storages[storage._cdata][1].expand(value.shape)
+        if isinstance(value, Mapping):
+            return type(value)((key, small(each)) for key, each in value.items())  # type: ignore[call-arg]
+        if isinstance(value, (list, tuple)):
+            return type(value)(small(each) for each in value)
+        return value
+
+    file = io.BytesIO()
+    torch.save(small(tree), file)
+    return len(file.getbuffer()) + lacking
+
+
+def _separate(weights: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _meta(value) for name, value in weights.items()}
+
+
+def _generators(gpus: int) -> dict[str, Any]:
+    states = generator_states(())
+    states["devices"] = [
+        {"kind": "cuda", "state": torch.zeros(_GPU_GENERATOR_BYTES, dtype=torch.uint8)} for _ in range(gpus)
+    ]
+    return states
+
+
+def _manifest_bytes() -> int:
+    facts = FileFacts(size_bytes=10**6, crc32="0" * 8)
+    names = [*map(part_file, PARTS), "config.yaml"]
+    manifest = Manifest(
+        step=1000,
+        epoch=1,
+        metrics={"val/loss": 0.5},
+        files=dict.fromkeys(names, facts),
+        framework_version="0.1.0",
+        torch_version=torch.__version__,
+    )
+    return len(encode(manifest))

@@ -1,0 +1,220 @@
+"""What a run would take, found without running it: the model on the meta device, the optimizer really stepped.
+
+For `job=plan`. Opens no GPU, allocates nothing of the model's size, meets nobody; the same on every machine.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from framework import build
+from framework.config.parse import parse
+from framework.config.schema import Config
+from framework.data.batching import BatchPlan, plan_batches
+from framework.data.loader import check_everyone_gets_one, dataset_size
+from framework.data.sampler import GlobalOrder, windows_per_epoch
+from framework.distributed.context import Context
+from framework.engine import check_monitors, schedule_length
+from framework.errors import DataError, FrameworkError, TargetError
+from framework.footprint import checkpoint_bytes, optimizer_state, tensor_bytes
+from framework.limits import overfitted, shortened, total_steps, train_windows
+from framework.precision import PrecisionPlugin
+from framework.progress import hooks
+from framework.run_dir import RunDir
+from framework.topology import Topology
+from framework.types import Callback, Datasets
+
+_META = torch.device("meta")
+_STAND_IN_SIZE = 1000  # samples, where only the set-up is to be checked
+
+
+def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """`facts` of the plain arguments `config` (as in config.yaml), `topology` (its fields) and `backend`.
+
+    From here on this process reaches no other over a network.
+    """
+    sys.addaudithook(_refuse_downloads)
+    return facts(parse(arguments["config"]), Topology(**arguments["topology"]), backend=arguments["backend"])
+
+
+def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]:
+    """Plain values under `strategy`, `batch`, `data`, `steps`, `model`, `optimizer`, `memory`, `traffic`,
+    `checkpoint`, `notes`: bytes, samples and steps.
+
+    As a rank does before the process group is made, and what it would build after that; loggers, which open files,
+    aside. None stands for what can't be known, and a note says why. Raises FrameworkError for what training would
+    refuse, and where the model can't be built on the meta device.
+    """
+    config = shortened(config)
+    context = Context(topology, 0, 0, 0, devices=(_META,) * topology.span, backend=backend)
+    notes: list[str] = []
+    build.check_targets(config)
+    strategy = build.build_strategy(config.strategy, context=context)
+    plan = plan_batches(
+        batch_size=config.data.batch_size,
+        global_batch_size=config.data.global_batch_size,
+        world_size=topology.world_size,
+        accumulate=config.trainer.accumulate_grad_batches,
+    )
+    datasets, data = _data(config, plan, notes)
+    steps = _steps(config, plan, datasets)
+    build.build_task(config.task)
+    # Nothing is written: there will be no run.
+    nowhere = RunDir(Path(config.path.outputs))
+    callbacks = build.build_callbacks(config.callbacks, context=context, run_dir=nowhere)
+    return {
+        "strategy": type(strategy).__name__,
+        "batch": _batch(plan),
+        "data": data,
+        "steps": steps,
+        **_sizes(config, context, callbacks=callbacks, steps_per_epoch=steps["per_epoch"], notes=notes),
+        "notes": notes,
+    }
+
+
+def _batch(plan: BatchPlan) -> dict[str, Any]:
+    least, most = plan.global_batch_size // plan.world_size, plan.largest_share
+    return {
+        "global": plan.global_batch_size,
+        "per_rank": {"least": least, "most": most},
+        "per_forward": {"least": least // plan.micro_batches, "most": -(-most // plan.micro_batches)},
+        "accumulate_grad_batches": plan.micro_batches,
+    }
+
+
+# Data
+
+
+def _data(config: Config, plan: BatchPlan, notes: list[str]) -> tuple[Datasets | None, dict[str, Any]]:
+    """The datasets, or a stand-in of `plan.train_samples`, or None; and how many samples there are, from where."""
+    try:
+        datasets, source = build.build_datasets(config.data.datasets), "data"
+    except (DataError, OSError) as error:
+        if config.plan.train_samples is None:
+            notes.append(
+                f"The data isn't here, so the steps of an epoch aren't known; plan.train_samples=NUMBER gives them.\n"
+                f"{error}"
+            )
+            return None, {"train": None, "val": None, "test": None, "source": None}
+        datasets, source = Datasets(train=range(config.plan.train_samples)), "plan.train_samples"
+    else:
+        check_monitors(config, datasets)
+    sizes = {part: None if each is None else dataset_size(each, part=part) for part, each in _parts(datasets)}
+    datasets = overfitted(datasets, config.trainer, plan)
+    check_everyone_gets_one(len(datasets.train), plan)
+    return datasets, {**sizes, "source": source}
+
+
+def _parts(datasets: Datasets) -> list[tuple[str, Any]]:
+    return list(zip(Datasets._fields, datasets, strict=True))
+
+
+def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[str, Any]:
+    """Optimizer steps. Without data, the total is known only where `max_steps` alone decides it."""
+    settings = config.trainer
+    limits = {"max_epochs": settings.max_epochs, "max_steps": settings.max_steps}
+    if datasets is None:
+        return {"per_epoch": None, "total": settings.max_steps if settings.max_epochs is None else None, **limits}
+    size = len(datasets.train)
+    limit = train_windows(settings, plan, size=size)
+    per_epoch = windows_per_epoch(GlobalOrder(size, seed=config.seed, shuffle=False), plan, limit=limit)
+    return {"per_epoch": per_epoch, "total": total_steps(settings, steps_per_epoch=per_epoch), **limits}
+
+
+# Model, optimizer, checkpoint
+
+
+def _sizes(
+    config: Config,
+    context: Context,
+    *,
+    callbacks: Mapping[str, Callback],
+    steps_per_epoch: int | None,
+    notes: list[str],
+) -> dict[str, Any]:
+    model = _build_model(config, context)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = build.build_optimizer(config.optimizer, model.parameters())
+    build.build_scheduler(config.scheduler, optimizer, schedule_length(config, steps_per_epoch or _STAND_IN_SIZE))
+    parameters, gradients = tensor_bytes(model.parameters()), tensor_bytes(trainable)
+    try:
+        state = optimizer_state(lambda tensors: build.build_optimizer(config.optimizer, tensors), model.parameters())
+    except Exception as error:  # of an optimizer that may be the user's own: it has its say, and the rest is known
+        state = None
+        notes.append(f"The optimizer's state isn't known: it can't step without training ({_said(error)}).")
+    # A callback with weights of its own to evaluate keeps a second copy of the model, and in a checkpoint both.
+    averaging = len(hooks(callbacks.values(), "evaluation_weights"))
+    buffers = tensor_bytes(model.buffers())
+    world = context.world_size
+    reduced = gradients if world > 1 else 0
+    return {
+        "model": {
+            "name": type(model).__name__,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "trainable": sum(parameter.numel() for parameter in trainable),
+        },
+        "memory": {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer": None if state is None else tensor_bytes(state.tensors()),
+            "buffers": buffers,
+            "averages": averaging * (parameters + buffers),
+        },
+        "traffic": {"reduced": reduced, "ring_per_rank": 2 * (world - 1) * reduced // world},
+        "optimizer": config.optimizer["_target_"].rpartition(".")[2],
+        "checkpoint": None
+        if state is None or not config.checkpoint.enabled
+        else checkpoint_bytes(model, state, world_size=world, gpus=_gpus(context), averages=averaging),
+    }
+
+
+def _gpus(context: Context) -> int:
+    return context.topology.span if context.topology.gpus_per_node else 0
+
+
+def _build_model(config: Config, context: Context) -> nn.Module:
+    """The model as `build_model` gives it, in the precision's type, without any memory of its size."""
+    try:
+        with torch.device(_META):
+            model = build.build_model(config.model, context=context)
+    except FrameworkError:
+        raise
+    except Exception as error:  # whatever the user's class does there
+        raise TargetError(
+            f"model: {config.model['_target_']} can't be built on PyTorch's meta device, where tensors have a shape "
+            f"and no values.\n{_said(error)}\n{_place(error)}\n"
+            "A plan needs a model whose making reads no tensor's value (no .item(), no .tolist(), no generator)."
+        ) from error
+    # The kind of device matters to autocast alone, and meta has none.
+    return PrecisionPlugin(config.trainer.precision, device=torch.device("cpu")).convert_model(model)
+
+
+def _said(error: BaseException) -> str:
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def _place(error: BaseException) -> str:
+    """The line that is to be changed: the last one that isn't torch's own."""
+    torchs = str(Path(torch.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((each for each in reversed(frames) if not each.filename.startswith(torchs)), frames[-1])
+    return f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"
+
+
+def _refuse_downloads(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: https://docs.python.org/3/library/audit_events.html."""
+    if event == "framework.download":
+        raise DataError(f"{arguments[0]} isn't in {arguments[1]}, and job=plan downloads nothing.")
+    if event == "socket.getaddrinfo":
+        raise DataError(f"job=plan downloads nothing, and something asked for the address of {arguments[0]}.")
+    if event == "socket.connect" and arguments[0].family != socket.AF_UNIX:
+        raise DataError(f"job=plan downloads nothing, and something connects to {arguments[1]}.")

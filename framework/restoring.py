@@ -1,0 +1,170 @@
+"""Going on from a checkpoint: what of it is taken up, and what can't have changed since."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.checkpoint import find, load, load_weights
+from framework.checkpoint.format import LAST, step_of
+from framework.checkpoint.store import point
+from framework.config.saved import confirm
+from framework.config.schema import Config
+from framework.distributed.collectives import barrier, gather_to_all
+from framework.errors import CheckpointError, ConfigError, RunError
+from framework.parts import Parts
+from framework.rank_log import logger
+from framework.seed import mix, restore_generator_states, seed_everything
+from framework.session import Rank, load_model
+from framework.trainer import Trainer
+
+_SHOWN = 8
+
+
+def restore(rank: Rank, trainer: Trainer) -> None:
+    """Take up the run's own checkpoint (`resume`, or a restart), else the weights of `init_from`."""
+    own = _own_checkpoint(rank)
+    if own is not None:
+        _resume(rank, trainer, own)
+    elif rank.config.init_from is not None:
+        load_model(rank, trainer.parts.bare_model, Path(rank.config.init_from))
+    if rank.config.resume is not None:
+        barrier(rank.context)  # no rank has refused it
+        if rank.context.is_main:
+            confirm(rank.run_dir)
+            if own is not None and step_of(own.name) is not None:  # where a restart goes on, if nothing is saved before
+                point(rank.run_dir.checkpoints, LAST, step=trainer.progress.step)
+
+
+def _own_checkpoint(rank: Rank) -> Path | None:
+    """The checkpoint to go on from; None for a new run, and for one that was stopped before its first.
+
+    It is the one that `resume` names, the last one where that is the run directory, and in a restart. Every rank must
+    call; raises RunError where they don't all find the same, CheckpointError where what is there can't be used.
+    """
+    if rank.config.resume is None and not rank.attempt:
+        return None
+    source = rank.run_dir.path if rank.attempt else Path(str(rank.config.resume))
+    found: Path | None = None
+    mistake: CheckpointError | None = None
+    try:
+        found = find(source)
+    except CheckpointError as error:
+        mistake = error
+    _check_all_find_it(rank, source, found)
+    if mistake is None:
+        return found
+    if any(rank.run_dir.checkpoints.glob("step_*")):
+        raise mistake
+    logger.warning("%s has no checkpoint yet: the run begins anew", rank.run_dir.path)
+    if rank.context.is_main:
+        print("There is no checkpoint yet: the run begins anew", flush=True)
+    return None
+
+
+def _check_all_find_it(rank: Rank, source: Path, found: Path | None) -> None:
+    """Raise RunError, the same on every rank, where a node finds another checkpoint than rank 0, or none."""
+    mine = (rank.context.node_rank, socket.gethostname(), None if found is None else found.name)
+    first, *others = gather_to_all(mine, rank.context)
+    different = dict.fromkeys(each for each in others if each[2] != first[2])
+    if different:
+        raise RunError(
+            "The nodes don't find the same checkpoint to go on from:\n"
+            + "".join(f"  {_findings(each, source)}\n" for each in [first, *different][:_SHOWN])
+            + "Put the run directory on a disk that all nodes share: path.outputs=FOLDER"
+        )
+
+
+def _findings(of_rank: tuple[int, str, str | None], source: Path) -> str:
+    node, host, name = of_rank
+    return f"node {node} ({host}) finds {'none' if name is None else name} in {source}"
+
+
+def _resume(rank: Rank, trainer: Trainer, source: Path) -> None:
+    context = rank.context
+    state = load(source, map_location=context.device)
+    training, generators = state["training"], state["generators"]
+    saved = yaml.safe_load((source / "config.yaml").read_text())
+    now = yaml.safe_load(rank.run_dir.config_file.read_text())
+    _check_optimizer(rank.config, saved)
+    _check_schedule(rank.config, saved)
+    load_weights(trainer.parts.bare_model, training.get("model", state["model"]), source=source)
+    if training.get("stop", {}).get("reason") and _is_prolonged(now, saved):
+        training = {**training, "stop": {"reason": None, "wishes": []}}
+    trainer.load_state_dict(training)
+    _change_optimizer(rank.config, saved, trainer.parts)
+    logger.info("going on from %s", source)
+    _warn_of_another_batch(rank, training)
+    trainer.restore_generators = partial(_restore_generators, rank, generators, step=trainer.progress.step)
+
+
+def _restore_generators(rank: Rank, saved: Sequence[dict[str, Any]], *, step: int) -> None:
+    """Every generator as it was; on other ranks or devices than saved, as seed, rank and step say."""
+    context = rank.context
+    seed_everything(mix(rank.config.seed, "resumed on", context.world_size, step), rank=context.rank)
+    if len(saved) != context.world_size:
+        counts = (len(saved), context.world_size)
+        logger.warning("the checkpoint is of %d ranks, this run has %d: random generators are seeded anew", *counts)
+    elif not restore_generator_states(saved[context.rank], devices=context.devices):
+        logger.warning("the checkpoint is of other devices: their random generators are seeded anew")
+
+
+def _is_prolonged(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether what may end training was changed since: then the end that a callback asked for no longer counts."""
+    return any(now.get(key) != saved.get(key) for key in ("trainer", "callbacks"))
+
+
+def _warn_of_another_batch(rank: Rank, training: Mapping[str, Any]) -> None:
+    now, then = rank.plan.global_batch_size, training.get("global_batch_size", rank.plan.global_batch_size)
+    if now != then:
+        logger.warning(
+            "a global batch has %d samples now, and had %d: keep it with data.global_batch_size=%d", now, then, then
+        )
+
+
+def _check_optimizer(config: Config, saved: dict[str, Any]) -> None:
+    now, then = config.optimizer["_target_"], saved["optimizer"]["_target_"]
+    if now != then:
+        raise ConfigError(
+            f"resume can't go on with optimizer {now}: the checkpoint has the state of {then}.\n"
+            "Keep that one, or start a new run from these weights with init_from."
+        )
+
+
+def _check_schedule(config: Config, saved: dict[str, Any]) -> None:
+    """Raise ConfigError for another schedule than the checkpoint's: its state holds its settings and would win."""
+    now, then = config.scheduler.schedule or {}, saved["scheduler"]["schedule"] or {}
+    if now.get("_target_") != then.get("_target_"):
+        raise ConfigError(
+            f"resume can't go on with {_schedule_name(now)}: the checkpoint is of a run with {_schedule_name(then)}.\n"
+            "Keep that, or start a new run from these weights with init_from."
+        )
+    changed = [name for name in {**then, **now} if now.get(name) != then.get(name)]
+    if changed:
+        one_by_one = ", ".join(f"{name}={now.get(name)} (it was {then.get(name)})" for name in changed)
+        raise ConfigError(
+            f"resume can't change a schedule that has begun: scheduler.schedule.{one_by_one}.\n"
+            "Keep it as it was, or start a new run from these weights with init_from."
+        )
+
+
+def _schedule_name(node: Mapping[str, Any]) -> str:
+    return f"the schedule {node['_target_']}" if node else "no schedule"
+
+
+def _change_optimizer(config: Config, saved: dict[str, Any], parts: Parts) -> None:
+    """Give the restored optimizer what was typed for it since; its state, as saved, has the old values."""
+    changed = {name: value for name, value in config.optimizer.items() if saved["optimizer"].get(name) != value}
+    for name, value in changed.items():
+        if name == "lr":
+            parts.schedule.set_learning_rate(parts.optimizer, value, before=saved["optimizer"].get(name))
+        else:
+            for group in parts.optimizer.param_groups:
+                group[name] = value
+    if changed:
+        logger.info("changed since the checkpoint: %s", ", ".join(f"optimizer.{n}={v}" for n, v in changed.items()))

@@ -1,0 +1,197 @@
+"""A small recipe with everything that makes an exact resumption hard, and what two equal runs have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.callbacks.recorder import compare
+from framework.rows import read_rows
+from tests.helpers import results
+
+SIZE, GLOBAL_BATCH, STEPS_PER_EPOCH = 66, 12, 6
+"""The last global batch of an epoch has 6 samples."""
+
+RECIPE = '''
+import os, random, signal
+from pathlib import Path
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from framework import Datasets
+from framework.strategies.ddp import DDP
+
+
+class Net(nn.Module):
+    """Buffers that training moves, draws in the forward, layers that are registered in another order than used."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(24, 1)
+        self.norm = nn.BatchNorm1d(4)
+        self.first = nn.Conv1d(1, 4, 3)
+        self.middle = nn.Linear(24, 24)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu().flatten(1)
+        return self.last(self.drop(self.middle(x).relu()))
+
+
+class Noisy(Dataset):
+    """Every sample is drawn anew with all three generators. Writes down which samples it was asked for."""
+
+    def __init__(self, size, seed, notes=None):
+        self.x = torch.randn(size, 1, 8, generator=torch.Generator().manual_seed(seed))
+        self.notes = notes
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        if self.notes is not None:
+            with Path(f"{self.notes}_{os.environ['RANK']}").open("a") as file:
+                file.write(f"{index}\\n")
+        x = self.x[index]
+        noise = torch.rand(1, 8) + random.random() + numpy.random.rand()
+        return x + 0.1 * noise, x.sum(dim=1)
+
+
+def noisy(size, notes="loaded"):
+    return Datasets(train=Noisy(size, 0, notes), val=Noisy(14, 1))
+
+
+class Forgetful:
+    """DDP without its state."""
+
+    def __init__(self, *, context):
+        ddp = DDP(context=context)
+        self.wrap, self.unwrap, self.accumulate = ddp.wrap, ddp.unwrap, ddp.accumulate
+        self.before_evaluation = ddp.before_evaluation
+
+
+class Dies:
+    """Kills its rank once: after a step, in the forward of a later micro-batch of the next one, or while it saves."""
+
+    def __init__(self, after, where, rank=0):
+        self.after, self.where, self.step = after, where, None
+        self.forwards = 0
+        self.mine = os.environ["RANK"] == str(rank) and not Path("died").exists()
+
+    def on_fit_start(self, info):
+        self.step = info.start_step
+        if self.where == "accumulating":
+            info.model.register_forward_hook(lambda *given: self._forward(*given))
+
+    def _forward(self, model, *_):
+        if model.training and self.step == self.after:
+            self.forwards += 1
+            self._die("accumulating", when=self.forwards == 2)
+
+    def on_train_step_end(self, report):
+        self.step = report.step
+        self._die("step", when=report.step == self.after)
+
+    def state_dict(self):
+        self._die("saving", when=self.step is not None and self.step >= self.after)
+        return {}
+
+    def _die(self, where, when):
+        if self.mine and when and where == self.where:
+            Path("died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+'''
+YAML = f"""# @package _global_
+defaults:
+  - override /task: regression
+  - override /logger: [jsonl, tensorboard]
+  - override /callbacks: [recorder]
+model: {{_target_: recipes.exact.Net}}
+data:
+  datasets: {{_target_: recipes.exact.noisy, size: {SIZE}}}
+  global_batch_size: {GLOBAL_BATCH}
+  eval_batch_size: 5
+optimizer: {{lr: 1.0e-2}}
+trainer: {{max_epochs: 3, log_every_n_steps: 4, val_check_interval: 5, num_threads: 1}}
+checkpoint: {{every_n_steps: 3, every_n_epochs: null}}
+callbacks:
+  dies: {{_target_: recipes.exact.Dies, after: 10, where: step, rank: 0}}
+"""
+
+
+def write_recipe(folder: Path) -> None:
+    """`recipe=exact` for commands that are run in `folder`."""
+    for place, name, text in (("recipes", "exact.py", RECIPE), ("conf/recipe", "exact.yaml", YAML)):
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        (folder / place / name).write_text(text)
+
+
+def loaded(folder: Path) -> list[int]:
+    """The training samples that the datasets of all ranks were asked for since the last call."""
+    indices = []
+    for file in folder.glob("loaded_*"):
+        indices += [int(line) for line in file.read_text().split()]
+        file.unlink()
+    return indices
+
+
+def taken(run_dir: Path) -> dict[int, list[int]]:
+    """Step → the indices of the samples that it took, of all ranks, as recorded."""
+    steps: dict[int, list[int]] = {}
+    for file in sorted((run_dir / "record").glob("rank_*.jsonl")):
+        for row in read_rows(file):
+            steps.setdefault(row["step"], []).extend(index for micro in row["indices"] for index in micro)
+    return steps
+
+
+def numbers(run_dir: Path) -> list[dict[str, Any]]:
+    """All that metrics.jsonl says, but when, and how fast it went."""
+    apart = ("time", "train/samples_per_s")
+    rows = [{key: value for key, value in row.items() if key not in apart} for row in results.rows(run_dir)]
+    return [row for row in rows if row.keys() - {"step", "epoch"}]
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What two finished runs differ in: the last checkpoint, every logged number, TensorBoard's curves, the records."""
+    found = list(_in_tree("", results.saved(one), results.saved(other)))
+    if numbers(one) != numbers(other):
+        rows = zip(numbers(one), numbers(other), strict=False)
+        found.append(f"metrics.jsonl: {next((pair for pair in rows if pair[0] != pair[1]), 'more rows in one')}")
+    if (one / "tensorboard").is_dir():
+        curves = [_curves(run) for run in (one, other)]
+        found += [
+            f"tensorboard: {tag}" for tag in {**curves[0], **curves[1]} if curves[0].get(tag) != curves[1].get(tag)
+        ]
+    if (one / "record").is_dir():
+        first = compare(one, other)
+        found += [] if first is None else [f"record: {first}"]
+    return found
+
+
+def _curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    events = results.events(run_dir)
+    tags = [tag for tag in events.Tags()["scalars"] if tag != "train/samples_per_s"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def _in_tree(name: str, one: Any, other: Any) -> list[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        apart = [f"{name}.{key}: only in one" for key in one.keys() ^ other.keys()]
+        both = [key for key in one if key in other]
+        return apart + [line for key in both for line in _in_tree(f"{name}.{key}".lstrip("."), one[key], other[key])]
+    if type(one) is not type(other):
+        return [f"{name}: {type(one).__name__} and {type(other).__name__}"]
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return [f"{name}: {len(one)} and {len(other)} entries"]
+        pairs = enumerate(zip(one, other, strict=True))
+        return [line for number, (a, b) in pairs for line in _in_tree(f"{name}[{number}]", a, b)]
+    if isinstance(one, Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+        return [] if same else [f"{name}: the tensors differ"]
+    return [] if one == other or (one != one and other != other) else [f"{name}: {one!r} and {other!r}"]

@@ -1,0 +1,237 @@
+"""One run over two hosts with a link between them: they agree, and each says which of them is at fault."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import results, trouble
+from tests.helpers.command import Started, run_framework, started_python
+from tests.helpers.network import Host, namespaces, network
+from tests.helpers.requirements import require
+from tests.helpers.trouble import Deed
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+
+PROCS_PER_NODE = 2
+START_S = 120.0  # two hosts share few cores
+TIMEOUT_S = 6.0
+REPORT_S = 20.0  # from the time-out to the end: the other host is given time to answer
+PAUSE_S = 0.05
+LONG = ("trainer.max_steps=100000", "trainer.val_check_interval=1000", "checkpoint.every_n_steps=1000")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    """Two hosts on one network."""
+    require("netns")
+    with network(2) as hosts:
+        yield hosts
+
+
+@contextmanager
+def started_on_all(hosts: list[Host], *overrides: str, cwd: Path) -> Iterator[list[Started]]:
+    """The command on every host as its node, with the same overrides."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(started_as_node(hosts, node, *overrides, cwd=cwd)) for node in range(len(hosts))]
+
+
+@contextmanager
+def started_as_node(hosts: list[Host], node: int, *overrides: str, cwd: Path) -> Iterator[Started]:
+    own = [
+        "trainer.gpus=0",
+        "topology=multi_node",
+        f"topology.nnodes={len(hosts)}",
+        f"topology.procs_per_node={PROCS_PER_NODE}",
+        f"topology.node_rank={node}",
+        f"topology.rdzv_endpoint={hosts[0].address}:29400",
+    ]
+    with hosts[node].started_framework(*own, *overrides, cwd=cwd) as started:
+        yield started
+
+
+def wait_for_step(folder: Path, all_started: list[Started]) -> None:
+    """Return once the first metrics are written: training is on its way."""
+    deadline = time.monotonic() + START_S
+    while not any(file.stat().st_size for file in folder.glob("outputs/trouble/*/metrics.jsonl")):
+        for started in all_started:
+            assert started.process.poll() is None, started.printed()
+        assert time.monotonic() < deadline, "\n".join(started.printed() for started in all_started)
+        time.sleep(0.05)
+
+
+def failure(folder: Path, name: str = "failure.json") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((trouble.run_dir(folder) / name).read_text())
+    return content
+
+
+SERVER = """
+import socket
+listener = socket.create_server(("", 5000))
+print("listening", flush=True)
+while True:
+    listener.accept()[0].sendall(socket.gethostname().encode())
+"""
+CLIENT = "import socket; print(socket.gethostname(), socket.create_connection(('host1', 5000), 2.0).recv(99).decode())"
+
+
+def test_hosts_reach_each_other_until_the_link_is_cut(hosts: list[Host]) -> None:
+    """The helper itself: names, addresses, cutting and mending."""
+
+    def ask() -> tuple[int, str]:
+        with hosts[1].started(sys.executable, "-c", CLIENT) as client:
+            return client.wait(timeout=30.0), client.stdout().strip()
+
+    with hosts[0].started(sys.executable, "-c", SERVER) as server:
+        server.wait_for_output("listening", timeout=30.0)
+        assert ask() == (0, "host2 host1")
+        for cut, mend in ((hosts[1].cut, hosts[1].mend), (hosts[0].unplug, hosts[0].plug_in)):
+            cut()
+            assert ask() == (1, "")
+            mend()
+            deadline = time.monotonic() + 10.0
+            while ask() != (0, "host2 host1"):
+                assert time.monotonic() < deadline
+
+
+KILLED = """
+import os, signal
+from tests.helpers.network import network
+with network(1) as (host,):
+    print(host.namespace, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_test_has_left_is_cleared_away() -> None:
+    require("netns")
+    with started_python("-c", KILLED) as killed:
+        assert killed.wait(timeout=30.0) == -signal.SIGKILL
+        left = killed.stdout().strip()
+    assert left in namespaces()
+    with network(1) as (host,):
+        assert left not in namespaces()
+        assert host.namespace in namespaces()
+    assert host.namespace not in namespaces()
+
+
+def test_two_hosts_give_the_result_of_one_machine(hosts: list[Host], tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    result = run_framework("recipe=toy", "trainer.gpus=0", "topology.procs_per_node=4", cwd=one, timeout=START_S)
+    assert result.returncode == 0, result.stderr
+    with started_on_all(hosts, "recipe=toy", cwd=two) as all_started:
+        for started in all_started:
+            assert started.wait(timeout=START_S) == 0, started.printed()
+            started.assert_all_gone()
+    (alone,) = one.glob("outputs/toy/*")
+    (run_dir,) = two.glob("outputs/toy/*")
+    results.assert_same(results.weights(run_dir), results.weights(alone))
+    assert sorted(file.name for file in (run_dir / "logs").glob("rank_*.log")) == [f"rank_{r}.log" for r in range(4)]
+    assert results.run_file(run_dir)["status"] == "finished"
+
+
+def test_different_arguments_are_refused_by_name(hosts: list[Host], tmp_path: Path) -> None:
+    with (
+        started_as_node(hosts, 0, "recipe=toy", cwd=tmp_path) as first,
+        started_as_node(hosts, 1, "recipe=toy", "trainer.max_epochs=3", cwd=tmp_path) as second,
+    ):
+        assert first.wait(timeout=START_S) == 2, first.printed()
+        assert second.wait(timeout=START_S) == 2, second.printed()
+        for word in ("host2", "trainer.max_epochs=3"):
+            assert word in first.stderr()
+        assert "Traceback" not in first.stderr() + second.stderr()
+    assert list(tmp_path.glob("outputs/*/*")) == []
+
+
+@pytest.mark.parametrize("cut_node", [0, 1])
+def test_each_side_of_a_cut_link_names_the_other(hosts: list[Host], tmp_path: Path, cut_node: int) -> None:
+    trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
+    overrides = ("recipe=trouble", *LONG, f"backend.timeout={TIMEOUT_S}")
+    with started_on_all(hosts, *overrides, cwd=tmp_path) as all_started:
+        wait_for_step(tmp_path, all_started)
+        hosts[cut_node].cut()
+        deadline = time.monotonic() + TIMEOUT_S + REPORT_S
+        for node, started in enumerate(all_started):
+            assert started.wait(timeout=deadline - time.monotonic()) == 1, started.printed()
+            started.assert_all_gone()
+            assert started.stderr().count("is out of reach") == 1, started.stderr()
+            assert f"node {1 - node}" in started.stderr()
+    for name, other in (("failure.json", 1), ("failure_node1.json", 0)):
+        first = failure(tmp_path, name)["first"]
+        assert (first["kind"], first["node"]) == ("unreachable", other)
+
+
+def test_a_killed_rank_is_named_on_both_terminals(hosts: list[Host], tmp_path: Path) -> None:
+    trouble.write_recipe(tmp_path, Deed("SIGKILL", rank=3, phase="forward", step=20, pause=PAUSE_S))
+    with started_on_all(hosts, "recipe=trouble", *LONG, cwd=tmp_path) as all_started:
+        done = trouble.wait_until_done(tmp_path, all_started[0], timeout=START_S)
+        for started in all_started:
+            assert started.wait(timeout=REPORT_S) == 1, started.printed()
+            started.assert_all_gone()
+            assert f"Rank 3 of 4 (pid {done['pid']}) failed first: killed by SIGKILL" in started.stderr()
+            assert "node 1 (host2)" in started.stderr()
+    first = failure(tmp_path)["first"]
+    told = {key: first[key] for key in ("rank", "pid", "node", "host", "local_rank", "kind", "signal", "phase")}
+    assert told == {
+        "rank": 3,
+        "pid": done["pid"],
+        "node": 1,
+        "host": "host2",
+        "local_rank": 1,
+        "kind": "signal",
+        "signal": "SIGKILL",
+        "phase": "forward",
+    }
+    assert not (trouble.run_dir(tmp_path) / "failure_node1.json").exists()
+
+
+def test_a_hung_rank_on_another_node_is_named_on_both_terminals(hosts: list[Host], tmp_path: Path) -> None:
+    trouble.write_recipe(tmp_path, Deed("sleep", rank=2, phase="data", step=6))
+    overrides = ("recipe=trouble", f"backend.timeout={TIMEOUT_S}")
+    with started_on_all(hosts, *overrides, cwd=tmp_path) as all_started:
+        trouble.wait_until_done(tmp_path, all_started[0], timeout=START_S)
+        for started in all_started:
+            assert started.wait(timeout=TIMEOUT_S + REPORT_S) == 1, started.printed()
+            started.assert_all_gone()
+            assert "Rank 2 of 4" in started.stderr()
+    first = failure(tmp_path)["first"]
+    assert (first["rank"], first["node"], first["kind"], first["phase"]) == (2, 1, "hung", "data")
+    assert "recipes/trouble.py" in first["stacks"]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(hosts: list[Host], tmp_path: Path, node: int) -> None:
+    trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
+    with started_on_all(hosts, "recipe=trouble", *LONG, cwd=tmp_path) as all_started:
+        wait_for_step(tmp_path, all_started)
+        all_started[node].process.send_signal(signal.SIGINT)
+        for started in all_started:
+            assert started.wait(timeout=REPORT_S) == 75, started.printed()
+            started.assert_all_gone()
+            assert "Traceback" not in started.stderr()
+    run_dir = trouble.run_dir(tmp_path)
+    assert len(results.saved_steps(run_dir)) == 1
+    assert not list(run_dir.glob("failure*.json"))
+
+
+def test_a_parent_that_is_killed_ends_the_run_on_both_nodes(hosts: list[Host], tmp_path: Path) -> None:
+    trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
+    overrides = ("recipe=trouble", *LONG, f"backend.timeout={TIMEOUT_S}")
+    with started_on_all(hosts, *overrides, cwd=tmp_path) as (first, second):
+        wait_for_step(tmp_path, [first, second])
+        second.process.send_signal(signal.SIGKILL)
+        assert second.wait(timeout=5.0) == -signal.SIGKILL
+        second.assert_all_gone(within_s=5.0)
+        assert first.wait(timeout=TIMEOUT_S + REPORT_S) == 1, first.printed()
+        first.assert_all_gone()
+        assert "node 1" in first.stderr()

@@ -1,0 +1,157 @@
+"""Under a real SLURM of two nodes: srun's tasks are the ranks, and what SLURM sends stops them with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import results, trouble
+from tests.helpers.command import ROOT, run_framework
+from tests.helpers.documents import shown_script
+from tests.helpers.requirements import require
+from tests.helpers.slurm import Cluster, cluster
+from tests.helpers.trouble import Deed
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+
+FRAMEWORK = (sys.executable, "-m", "framework", "trainer.gpus=0")
+START_S = 120.0  # every task loads torch by itself, on few cores
+TIMEOUT_S = 6.0
+REPORT_S = 30.0
+PAUSE_S = 0.05
+LONG = ("trainer.max_steps=100000", "trainer.val_check_interval=1000", "checkpoint.every_n_steps=1000")
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of two nodes, for all tests here."""
+    require("slurm")
+    with cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def alone(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of the same training without SLURM, with 4 processes."""
+    folder = tmp_path_factory.mktemp("alone")
+    overrides = ("launcher=local", "trainer.gpus=0", "topology.procs_per_node=4", "trainer.max_epochs=2")
+    result = run_framework("recipe=toy", *overrides, cwd=folder, timeout=START_S)
+    assert result.returncode == 0, result.stderr
+    (run_dir,) = folder.glob("outputs/toy/*")
+    return run_dir
+
+
+def wait_for_step(folder: Path, *, outputs: str = "outputs") -> None:
+    """Return once the first metrics are written: training is on its way."""
+    deadline = time.monotonic() + START_S
+    while not any(file.stat().st_size for file in folder.glob(f"{outputs}/trouble/*/metrics.jsonl")):
+        assert time.monotonic() < deadline, "\n".join(file.read_text() for file in folder.glob("*.out"))
+        time.sleep(0.05)
+
+
+def test_srun_gives_every_task_its_place(slurm: Cluster, tmp_path: Path) -> None:
+    """The cluster itself: two hosts, two tasks on each, and the worst exit status comes out."""
+    command = "echo $(hostname) $SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID; exit $((70 + SLURM_PROCID))"
+    result = slurm.srun("--nodes=2", "--ntasks-per-node=2", "sh", "-c", command, cwd=tmp_path)
+    assert sorted(result.stdout.splitlines()) == ["host1 0 0 0", "host1 1 1 0", "host2 2 0 1", "host2 3 1 1"]
+    assert result.returncode == 73
+
+
+@pytest.mark.parametrize("where", [("--nodes=1", "--ntasks=4"), ("--nodes=2", "--ntasks-per-node=2")])
+def test_tasks_of_srun_give_the_result_of_one_command(
+    slurm: Cluster, alone: Path, tmp_path: Path, where: tuple[str, ...]
+) -> None:
+    result = slurm.srun(*where, *FRAMEWORK, "recipe=toy", "trainer.max_epochs=2", cwd=tmp_path, timeout=START_S)
+    assert result.returncode == 0, result.stderr
+    (run_dir,) = tmp_path.glob("outputs/toy/*")
+    results.assert_same(results.weights(run_dir), results.weights(alone))
+    assert sorted(file.name for file in (run_dir / "logs").glob("rank_*.log")) == [f"rank_{r}.log" for r in range(4)]
+    assert results.run_file(run_dir)["status"] == "finished"
+    assert result.stdout.count("Finished toy") == 1
+
+
+def test_the_batch_script_of_the_documentation_saves_and_goes_on(slurm: Cluster, tmp_path: Path) -> None:
+    """Another recipe, two tasks a node and no GPUs; SIGUSR1 by hand instead of near the end of four hours."""
+    steps = 100
+    trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
+    text = shown_script((ROOT / "docs" / "launching.md").read_text())
+    for shown, own in {
+        "python -m framework recipe=": f"{shlex.join(FRAMEWORK)} trainer.max_steps={steps} recipe=",
+        "python -m framework resume=": f"{shlex.join(FRAMEWORK)} resume=",
+        "mnist": "trouble",
+        "--ntasks-per-node=4": "--ntasks-per-node=2",
+        "#SBATCH --gpus-per-node=4\n": "",
+        "#SBATCH --cpus-per-task=8\n": "",
+        "trouble_%j.out": "job.out",
+    }.items():
+        assert shown in text
+        text = text.replace(shown, own)
+    (tmp_path / "job.sh").write_text(text)
+    with slurm.started("sbatch", "job.sh", cwd=tmp_path) as submitted:
+        assert submitted.wait(timeout=30.0) == 0, submitted.printed()
+        wait_for_step(tmp_path, outputs="outputs/job_*")
+        slurm.scancel("--signal=USR1", "--name=trouble")
+        slurm.wait_for_jobs(timeout=2 * START_S)
+    printed = (tmp_path / "job.out").read_text()
+    (run_dir,) = tmp_path.glob("outputs/job_*/trouble/*")
+    assert "SIGUSR1" in printed
+    assert "host2: tasks 2-3: Exited with exit code 75" in printed
+    assert "Finished trouble after" in printed
+    assert results.pointed(run_dir, "last") == steps
+    assert results.run_file(run_dir)["status"] == "finished"
+
+
+def test_a_topology_that_contradicts_srun_is_refused_with_both_numbers(slurm: Cluster, tmp_path: Path) -> None:
+    overrides = ("recipe=toy", "topology.procs_per_node=3")
+    result = slurm.srun("--nodes=2", "--ntasks-per-node=2", *FRAMEWORK, *overrides, cwd=tmp_path, timeout=START_S)
+    assert result.returncode == 2, result.stderr
+    (message,) = set(re.findall(r".*topology\.procs_per_node=3.*", result.stderr))
+    assert re.search(r"\b2\b", message), message
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.glob("outputs/*/*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_the_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: Path, number: signal.Signals) -> None:
+    """As `sbatch --signal=USR1@90` and a preemption send it."""
+    trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
+    command = ("srun", "--nodes=2", "--ntasks-per-node=2", "--job-name=stopped", *FRAMEWORK)
+    with slurm.started(*command, "recipe=trouble", *LONG, cwd=tmp_path) as started:
+        wait_for_step(tmp_path)
+        slurm.scancel(f"--signal={number.name.removeprefix('SIG')}", "--name=stopped")
+        assert started.wait(timeout=REPORT_S) == 75, started.printed()
+        started.assert_all_gone()
+        assert "Traceback" not in started.stderr()
+    run_dir = trouble.run_dir(tmp_path)
+    assert len(results.saved_steps(run_dir)) == 1
+    assert not list(run_dir.glob("failure*.json"))
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "kind"), [("SIGKILL", 3, "exit"), ("SIGKILL", 0, "exit"), ("raise", 1, "exception")]
+)
+def test_a_task_that_dies_is_reported(slurm: Cluster, tmp_path: Path, what: str, rank: int, kind: str) -> None:
+    """How another task ended only SLURM is told; that it did, and where it was, any task of its node can see."""
+    trouble.write_recipe(tmp_path, Deed(what, rank=rank, phase="backward", step=5))
+    overrides = ("recipe=trouble", f"backend.timeout={TIMEOUT_S}")
+    where = ("--nodes=2", "--ntasks-per-node=2")
+    result = slurm.srun(*where, *FRAMEWORK, *overrides, cwd=tmp_path, timeout=START_S + TIMEOUT_S + REPORT_S)
+    assert result.returncode != 0
+    file = trouble.run_dir(tmp_path) / "failure.json"
+    assert file.exists(), result.stderr
+    report = json.loads(file.read_text())
+    done = trouble.done(tmp_path)
+    assert done is not None
+    first = report["first"]
+    assert (first["rank"], first["pid"], first["kind"]) == (rank, done["pid"], kind), result.stderr
+    assert (first["node"], first["host"]) == (rank // 2, f"host{rank // 2 + 1}")
+    assert f"Rank {rank} of 4 (pid {done['pid']}) failed first" in result.stderr
+    assert f"host{rank // 2 + 1}: task {rank}: {'Killed' if what == 'SIGKILL' else 'Exited'}" in result.stderr

@@ -1,0 +1,118 @@
+"""The command lines that start the same run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from framework.config.parse import parse
+from framework.errors import TopologyError
+from framework.jobs import equivalents
+from framework.jobs.equivalents import commands, environment, hidden_gpus, launcher_name
+from framework.jobs.request import Request
+from framework.topology import Topology
+from tests.unit.config.raw import raw_config
+
+TWO_NODES = Topology(nnodes=2, procs_per_node=8, gpus_per_node=8, span=1)
+
+
+def lines(topology: Topology, *overrides: str, **changes: Any) -> dict[str, str]:
+    raw = raw_config({key.replace("__", "."): value for key, value in changes.items()})
+    request = Request(config=parse(raw), raw=raw, overrides=overrides, choices={})
+    return {name: shlex.join(words) for name, words in commands(request, topology).items()}
+
+
+def test_one_node() -> None:
+    typed = ("job=plan", "recipe=toy", "plan.format=json", "trainer.gpus=0", "topology.procs_per_node=2")
+    assert lines(Topology(1, 2, 0, 1), *typed) == {
+        "framework": "python -m framework recipe=toy trainer.gpus=0 topology.procs_per_node=2",
+        "torchrun": "torchrun --standalone --nproc-per-node=2 -m framework recipe=toy trainer.gpus=0 "
+        "topology.procs_per_node=2",
+        "srun": "srun --nodes=1 --ntasks-per-node=2 python -m framework recipe=toy trainer.gpus=0 "
+        "topology.procs_per_node=2",
+    }
+
+
+def test_several_nodes_meet_at_a_placeholder() -> None:
+    typed = ("recipe=toy", "trainer.gpus=8", "topology.nnodes=2", "topology.node_rank=1", "job=plan")
+    assert lines(TWO_NODES, *typed, topology__nnodes=2) == {
+        "framework": "python -m framework recipe=toy trainer.gpus=8 topology.nnodes=2 topology.node_rank=NODE "
+        "topology.rdzv_endpoint=HOST:29400",
+        "torchrun": "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --nproc-per-node=8 "
+        "-m framework recipe=toy trainer.gpus=8 topology.nnodes=2",
+        "srun": "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m framework recipe=toy trainer.gpus=8 "
+        "topology.nnodes=2",
+    }
+
+
+def test_several_nodes_meet_where_that_was_said() -> None:
+    changes = {"topology__nnodes": 2, "topology__rdzv_endpoint": "node0:4000", "launcher__max_restarts": 3}
+    found = lines(TWO_NODES, "topology.rdzv_endpoint=node0:4000", "launcher=elastic", **changes)
+    end = "topology.node_rank=NODE topology.rdzv_endpoint=node0:4000"
+    assert found["framework"] == f"python -m framework launcher=elastic {end}"
+    assert found["torchrun"] == (
+        "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node0:4000 --nproc-per-node=8 --max-restarts=3 "
+        "-m framework"
+    )
+
+
+def test_an_address_with_brackets_is_quoted_for_hydra() -> None:
+    changes = {"topology__nnodes": 2, "topology__rdzv_endpoint": "[fe80::1]:4000"}
+    words = shlex.split(lines(TWO_NODES, **changes)["framework"])
+    assert words[-1] == "topology.rdzv_endpoint='[fe80::1]:4000'"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "local"),
+        ({"topology.nnodes": 2}, "elastic"),
+        ({"launcher.max_restarts": 1}, "elastic"),
+        ({"launcher.name": "in_place"}, "in_place"),
+    ],
+)
+def test_the_launcher_that_auto_becomes(changes: dict[str, Any], name: str) -> None:
+    assert launcher_name(parse(raw_config(changes))) == name
+
+
+def test_the_environment_of_the_first_and_the_last_rank() -> None:
+    config = parse(raw_config({"topology.nnodes": 2, "topology.rdzv_endpoint": "[fe80::1]:4000"}))
+    found = environment(config, TWO_NODES)
+    assert found["first_rank"] == {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    assert found["last_rank"] == {"RANK": "15", "LOCAL_RANK": "7", "GROUP_RANK": "1"}
+    wanted = {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "4000", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert wanted.items() <= found["common"].items()
+
+
+def test_gpus_are_counted_among_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setattr(equivalents, "count_gpus", lambda: 2)
+    config = parse(raw_config())
+    here, none = Topology(1, 2, 2, 1), Topology(1, 2, 0, 1)
+    assert environment(config, here)["common"]["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert "CUDA_VISIBLE_DEVICES" not in environment(config, none)["common"]
+    assert hidden_gpus(here) == hidden_gpus(none) == []
+
+
+def no_driver() -> int:
+    raise TopologyError("the driver doesn't answer")
+
+
+@pytest.mark.parametrize("count", [lambda: 1, lambda: 8, no_driver])
+def test_gpus_of_another_machine_are_not_counted_among_those_visible_here(
+    monkeypatch: pytest.MonkeyPatch, count: Callable[[], int]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,zz")
+    monkeypatch.setattr(equivalents, "count_gpus", count)
+    elsewhere = Topology(1, 2, 2, 1)
+    assert "CUDA_VISIBLE_DEVICES" not in environment(parse(raw_config()), elsewhere)["common"]
+    (note,) = hidden_gpus(elsewhere)
+    assert note.startswith("This machine's CUDA_VISIBLE_DEVICES=0,zz shows another number of GPUs than the 2")
+
+
+def test_in_place_there_is_no_environment_of_its_own() -> None:
+    found = environment(parse(raw_config({"launcher.name": "in_place"})), Topology(1, 1, 0, 1))
+    assert found == {"common": {}, "first_rank": {}, "last_rank": {}}

@@ -1,0 +1,202 @@
+"""Numbers of a plan, against those of really built and really trained ones; and what a plan refuses."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+from framework import planning
+from framework.config.parse import parse
+from framework.errors import ConfigError, DataError, TargetError, TopologyError
+from framework.footprint import tensor_bytes
+from framework.topology import Topology
+from recipes.digits import ConvNet
+from tests.conf.test_options import composed
+from tests.unit import fake_targets
+
+FAKES = "tests.unit.fake_targets"
+
+pytestmark = pytest.mark.usefixtures("own_state")
+
+
+def facts(
+    *overrides: str, procs: int = 1, nnodes: int = 1, gpus: int = 0, span: int = 1, **changes: Any
+) -> dict[str, Any]:
+    """changes: whole sections of the composed configuration."""
+    config = parse({**composed(*overrides), **changes})
+    return planning.facts(config, Topology(nnodes, procs, gpus, span), backend="gloo")
+
+
+def test_parameters_gradients_and_state_are_those_of_the_real_model():
+    model = ConvNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 1, 28, 28)).sum().backward()
+    optimizer.step()
+    state = [value for each in optimizer.state.values() for value in each.values()]
+
+    found = facts("recipe=digits", procs=4)
+    assert found["model"] == {
+        "name": "ConvNet",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+    assert found["memory"] == {
+        "parameters": tensor_bytes(model.parameters()),
+        "gradients": tensor_bytes([p.grad for p in model.parameters() if p.grad is not None]),
+        "optimizer": tensor_bytes(state),
+        "buffers": 0,
+        "averages": 0,
+    }
+    assert found["strategy"] == "DDP"
+    assert found["optimizer"] == "SGD"
+
+
+def test_precision_is_honoured():
+    whole, half, mixed = (
+        facts("recipe=digits", f"trainer.precision={precision}")["memory"]
+        for precision in ("32-true", "bf16-true", "bf16-mixed")
+    )
+    assert {name: 2 * size for name, size in half.items()} == whole == mixed
+
+
+def test_what_is_frozen_has_neither_gradient_nor_state():
+    found = facts("recipe=toy", "optimizer=adam", model={"_target_": f"{FAKES}.HalfFrozen"})
+    assert (found["model"]["parameters"], found["model"]["trainable"]) == (12, 4)
+    assert (found["memory"]["parameters"], found["memory"]["gradients"]) == (48, 16)
+    assert found["memory"]["optimizer"] == 2 * 16 + 4
+    assert facts("recipe=toy", procs=2, model={"_target_": f"{FAKES}.HalfFrozen"})["traffic"]["reduced"] == 16
+
+
+@pytest.mark.parametrize(("procs", "sent"), [(1, 0), (2, 660), (4, 990), (100, 1306)])
+def test_a_ring_moves_twice_the_gradients_but_for_one_share(procs, sent):
+    traffic = facts("recipe=toy", procs=procs)["traffic"]
+    assert traffic == {"reduced": 660 if procs > 1 else 0, "ring_per_rank": sent}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "procs", "batch", "steps"),
+    [
+        ((), 1, (20, 20, 20, 1), (80, 800)),
+        ((), 3, (60, 20, 20, 1), (27, 270)),
+        (("trainer.accumulate_grad_batches=2",), 2, (80, 40, 20, 2), (20, 200)),
+        (("data.global_batch_size=64",), 4, (64, 16, 16, 1), (25, 250)),
+        (("trainer.limit_train_batches=0.5", "trainer.max_epochs=3"), 2, (40, 20, 20, 1), (20, 60)),
+        (("trainer.max_steps=7",), 1, (20, 20, 20, 1), (80, 7)),
+        (("trainer.overfit_batches=3",), 2, (40, 20, 20, 1), (3, 30)),
+        (("trainer.fast_dev_run=2",), 2, (40, 20, 20, 1), (2, 2)),
+    ],
+)
+def test_batches_and_steps(overrides, procs, batch, steps):
+    found = facts("recipe=toy", *overrides, procs=procs)
+    per_rank, per_forward = found["batch"]["per_rank"], found["batch"]["per_forward"]
+    assert per_rank["least"] == per_rank["most"]
+    assert per_forward["least"] == per_forward["most"]
+    assert (
+        found["batch"]["global"],
+        per_rank["most"],
+        per_forward["most"],
+        found["batch"]["accumulate_grad_batches"],
+    ) == batch
+    assert (found["steps"]["per_epoch"], found["steps"]["total"]) == steps
+
+
+def test_a_batch_that_is_not_dealt_evenly_has_two_sizes():
+    assert facts("recipe=toy", "data.global_batch_size=10", procs=4)["batch"]["per_rank"] == {"least": 2, "most": 3}
+
+
+def test_averages_are_a_second_copy_of_the_model():
+    plain, averaged = (facts("recipe=digits", *extra) for extra in ((), ("callbacks=ema",)))
+    assert averaged["memory"]["averages"] == plain["memory"]["parameters"]
+    assert averaged["checkpoint"] > plain["checkpoint"] + 2 * plain["memory"]["parameters"]
+
+
+def test_a_model_gets_all_devices_of_its_rank():
+    assert facts("recipe=toy_model_parallel", gpus=8, span=8)["model"]["parameters"] == 7 * 110 + 55
+    with pytest.raises(TopologyError, match="ToyModel can't use 2 devices"):
+        facts("recipe=toy", gpus=2, span=2)
+
+
+def test_without_checkpoints_there_is_no_size_of_any():
+    assert facts("recipe=toy", "trainer=debug")["checkpoint"] is None
+
+
+# Data that isn't there
+
+
+def missing() -> dict[str, Any]:
+    return {**composed("recipe=toy")["data"], "datasets": {"_target_": f"{FAKES}.missing_data", "root": "/nowhere"}}
+
+
+def test_steps_of_data_that_is_not_there_are_not_known():
+    found = facts("recipe=toy", data=missing())
+    assert found["data"] == {"train": None, "val": None, "test": None, "source": None}
+    assert (found["steps"]["per_epoch"], found["steps"]["total"]) == (None, None)
+    (note,) = found["notes"]
+    assert "plan.train_samples=NUMBER" in note
+    assert "/nowhere isn't there." in note
+    limited = facts("recipe=toy", "trainer.max_epochs=null", "trainer.max_steps=9", data=missing())
+    assert limited["steps"]["total"] == 9
+
+
+def test_samples_that_were_given_stand_for_data_that_is_not_there():
+    found = facts("recipe=toy", "plan.train_samples=1600", data=missing(), procs=2)
+    assert found["data"] == {"train": 1600, "val": None, "test": None, "source": "plan.train_samples"}
+    assert (found["steps"]["per_epoch"], found["notes"]) == (40, [])
+    assert facts("recipe=toy", "plan.train_samples=5")["data"]["train"] == 1600  # the real data counts
+
+
+# Refused as training would be
+
+
+@pytest.mark.parametrize(
+    ("overrides", "procs", "error", "said"),
+    [
+        (("strategy=single",), 2, TopologyError, "strategy=single is for one process"),
+        ((), 1601, DataError, "The train dataset has 1600 samples for 1601 processes"),
+        (("data.global_batch_size=3",), 4, ConfigError, "less than one sample for each of the 4 forward passes"),
+        (("+optimizer.mu=1",), 1, TargetError, "optimizer.mu: torch.optim.SGD has no such keyword"),
+        (("data.datasets._target_=recipes.toy.no",), 1, TargetError, "there is no no in recipes.toy"),
+        (("+data.datasets.val_fraction=0",), 1, ConfigError, "checkpoint.monitor=val/loss is never known"),
+        (("callbacks=ema", "callbacks.ema.decay=2"), 1, ConfigError, "decay=2 is not between 0 and 1"),
+    ],
+)
+def test_what_training_would_refuse_is_refused(overrides, procs, error, said):
+    with pytest.raises(error) as caught:
+        facts("recipe=toy", *overrides, procs=procs)
+    assert said in str(caught.value)
+
+
+def test_a_model_that_reads_values_can_not_be_planned():
+    with pytest.raises(TargetError) as caught:
+        facts("recipe=toy", model={"_target_": f"{FAKES}.ReadsAValue"})
+    message = str(caught.value)
+    assert "can't be built on PyTorch's meta device" in message
+    assert "Tensor.item() cannot be called on meta tensors" in message
+    assert f"{fake_targets.__file__}, line " in message
+
+
+def test_an_optimizer_that_can_not_step_leaves_the_rest_known():
+    found = facts("recipe=toy", optimizer={"_target_": "torch.optim.LBFGS"})
+    assert found["memory"]["optimizer"] is None
+    assert found["memory"]["gradients"] == 660
+    assert found["checkpoint"] is None
+    assert "closure" in found["notes"][0]
+
+
+# Nothing is downloaded. The hook can't be taken out of a process again: it is called here, and installed in children.
+
+
+def test_every_way_out_of_the_machine_is_refused():
+    with socket.socket() as inet, socket.socket(socket.AF_UNIX) as unix:
+        for event, arguments in {
+            "socket.connect": (inet, ("192.0.2.1", 80)),
+            "socket.getaddrinfo": ("example.org", 443, 0, 0, 0),
+            "framework.download": ("images.gz", "/data"),
+        }.items():
+            with pytest.raises(DataError, match="job=plan downloads nothing"):
+                planning._refuse_downloads(event, arguments)
+        planning._refuse_downloads("socket.connect", (unix, "/some/path"))
+        planning._refuse_downloads("open", ("file", "w", 0))
