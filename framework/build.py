@@ -21,8 +21,8 @@ from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.optim import Schedule
 from framework.run_dir import RunDir
-from framework.targets import check_targets, requires, takes
-from framework.types import Callback, Datasets, Logger, Strategy, Task
+from framework.targets import check_targets, import_target, requires, takes
+from framework.types import Callback, Datasets, Logger, Strategy, Task, forward_communicates
 
 __all__ = [
     "build_callbacks",
@@ -33,6 +33,7 @@ __all__ = [
     "build_scheduler",
     "build_strategy",
     "build_task",
+    "check_callbacks_fit",
     "check_targets",
 ]
 
@@ -145,6 +146,20 @@ def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: Run
             raise _wrong_result(key, node, callback, expected=f"a callback, with one of {', '.join(_HOOKS)}")
         callbacks[name] = callback
     return callbacks
+
+
+def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
+    """Raise ConfigError for a callback with weights of its own where the strategy spreads the model's over ranks."""
+    if not forward_communicates(strategy):
+        return
+    for name, node in nodes.items():
+        hook = getattr(import_target(node["_target_"]), "evaluation_weights", None)
+        if hook is not None and hook is not Callback.evaluation_weights:
+            raise ConfigError(
+                f"callbacks.{name} keeps a whole copy of the model to evaluate, and strategy="
+                f"{type(strategy).__name__.lower()} leaves no rank with a whole one.\n"
+                f"Leave the callback out (~callbacks.{name}), or use strategy=ddp."
+            )
 
 
 def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir) -> dict[str, Logger]:

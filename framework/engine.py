@@ -6,6 +6,7 @@ import json
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 from framework import build
 from framework.checkpoint import CheckpointManager, find
@@ -13,11 +14,11 @@ from framework.checkpoint.format import BEST
 from framework.config.schema import Config, Interval
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
 from framework.data.sampler import GlobalOrder
-from framework.distributed.collectives import barrier
 from framework.distributed.context import Context
-from framework.distributed.group import process_group, set_timeout
+from framework.distributed.group import process_group, set_timeout, side_group
 from framework.errors import EXIT_STOPPED, ConfigError
 from framework.evaluator import evaluate
+from framework.headroom import check_room
 from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.launch.report import FailureReport
@@ -26,11 +27,15 @@ from framework.limits import overfitted, total_steps, train_windows
 from framework.parts import Parts
 from framework.precision import PrecisionPlugin
 from framework.pulse import Phase
+from framework.rank_log import logger
 from framework.restoring import restore
 from framework.seed import seed_everything
 from framework.session import Rank, entered, eval_loader, load_model
 from framework.trainer import Trainer
-from framework.types import Datasets, MapDataset
+from framework.types import Datasets, MapDataset, forward_communicates
+
+if TYPE_CHECKING:
+    from framework.checkpoint.together import Together
 
 
 def run_rank(arguments: RankArguments, link: Link) -> int | None:
@@ -68,11 +73,13 @@ def check_monitors(config: Config, datasets: Datasets) -> None:
 def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | None:
     """Build, restore, train, test: inside the process group."""
     settings = rank.config.trainer
-    val_loader = eval_loader(rank, datasets.val, part="val", limit=settings.limit_val_batches)
-    test_loader = eval_loader(rank, datasets.test, part="test", limit=settings.limit_test_batches)
+    even = forward_communicates(rank.strategy)
+    val_loader = eval_loader(rank, datasets.val, part="val", limit=settings.limit_val_batches, is_even=even)
+    test_loader = eval_loader(rank, datasets.test, part="test", limit=settings.limit_test_batches, is_even=even)
     trainer = _build_trainer(rank, train_loader, val_loader)
     try:
         restore(rank, trainer)
+        check_room(rank, trainer)
         if rank.context.is_main:
             _introduce(rank, trainer, datasets)
         started = time.perf_counter()
@@ -86,8 +93,13 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | Non
             metrics = {**trainer.val_metrics, **test_metrics}
             _report(rank, trainer, metrics=metrics, tested=tested, seconds=seconds)
         return EXIT_STOPPED if trainer.was_stopped else None
+    except BaseException:
+        if trainer.checkpoints is not None:
+            trainer.checkpoints.abandon()
+        raise
     finally:
-        for part in (*trainer.parts.loggers.values(), train_loader, val_loader, test_loader):
+        loaders = (train_loader, val_loader, test_loader)
+        for part in (trainer.checkpoints, *trainer.parts.loggers.values(), *loaders):
             if part is not None:
                 part.close()
 
@@ -159,8 +171,23 @@ def _checkpoints(rank: Rank) -> CheckpointManager | None:
         rank.run_dir.checkpoints,
         config_text=rank.run_dir.config_file.read_text(),
         is_writer=rank.context.is_main,
-        barrier=partial(barrier, rank.context),
+        warn=_warn,
+        together=_together(rank),
     )
+
+
+def _together(rank: Rank) -> Together | None:
+    """For writing what is spread over the ranks: through a group of its own, beside the one that training uses."""
+    if not forward_communicates(rank.strategy):
+        return None
+    from framework.checkpoint.together import Together  # takes most of a second to import
+
+    return Together(side_group(max(rank.config.backend.init_timeout, rank.config.backend.timeout)))
+
+
+def _warn(text: str) -> None:
+    logger.warning(text)
+    print(text, flush=True)
 
 
 def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict[str, float], str]:

@@ -47,5 +47,9 @@ class RunError(FrameworkError):
     """A run that was asked for correctly failed."""
 
 
+class DiskError(RunError):
+    """The disk refused what was to be written."""
+
+
 class LaunchError(RunError):
     """The processes of a run could not be started or were lost."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
 from framework.distributed.context import Context
+from framework.distributed.tensors import is_model_spread
 from framework.meter import Meter
 from framework.precision import PrecisionPlugin
 from framework.types import MicroBatch, Task
@@ -24,18 +26,25 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics over all ranks' batches, named `prefix/name`. Every rank must call it.
 
-    `model` is the unwrapped module: its forward has no collectives, so ranks may have different numbers of batches.
-    Afterwards every module is in the mode it was in.
+    `model` is the unwrapped module: where its forward has no collectives, ranks may have different numbers of batches.
+    A batch of `num_samples` 0 is a stand-in, whose results are left out. Afterwards every module is in the mode it was
+    in.
     """
     meter = Meter()
     training = [module for module in model.modules() if module.training]
     model.eval()
-    with torch.inference_mode():
+    with _without_gradients(model):
         for micro in batches:
             with precision.autocast():
                 output = task.validation_step(model, precision.convert_batch(micro.batch))
-            meter.add(output)
+            if micro.num_samples:
+                meter.add(output)
     for module in training:
         module.training = True  # each by itself: a part that was frozen stays so
     values, _ = meter.reduce(context)
     return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _without_gradients(model: nn.Module) -> AbstractContextManager[None]:
+    # What is gathered is kept for the next step, and memory made in inference mode can't be trained on.
+    return torch.no_grad() if is_model_spread(model) else torch.inference_mode()

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from framework.checkpoint.files import BLOCK_BYTES
 from framework.checkpoint.format import PARTS, FileFacts, Manifest, encode, part_file
+from framework.checkpoint.store import saved_plainly
 from framework.seed import generator_states
 
 _MAX_REAL_BYTES = 1 << 30
+_PROBE = (3, 5, 7, 11, 13)
+_HEADER_BYTES = 200  # what `torch.save` puts between two tensors' data
+_GENERATORS_BYTES = 20_000  # of one rank, on the CPU
+_REST_BYTES = 92_000  # configuration, manifest, progress, and what each file has of its own
 _GPU_GENERATOR_BYTES = 16  # of CUDA's Philox generator: a seed and an offset
 
 
@@ -109,6 +115,44 @@ def checkpoint_bytes(model: nn.Module, state: OptimizerState, *, world_size: int
     return saved_bytes(weights) + saved_bytes(training) + generators + _manifest_bytes()
 
 
+def rough_checkpoint_bytes(
+    weights: Mapping[str, Any],
+    make: Callable[[list[nn.Parameter]], Optimizer],
+    parameters: Iterable[nn.Parameter],
+    *,
+    world_size: int,
+    averages: int,
+) -> int:
+    """As `checkpoint_bytes`, within some per cent and in milliseconds: for whoever is about to train.
+
+    make: steps once, on a small real tensor for each number of dimensions, and raises what the optimizer raises. What
+    it keeps is taken to be as large as the parameter, or to be small.
+    """
+    storages = {value.untyped_storage()._cdata: value for value in weights.values() if isinstance(value, Tensor)}
+    of_weights = sum(_in_blocks(value.untyped_storage().nbytes()) for value in storages.values())
+    given = [parameter for parameter in parameters if parameter.requires_grad]
+    probes = {_kind(each): nn.Parameter(torch.zeros(_PROBE[: each.dim()], dtype=each.dtype)) for each in given}
+    entries = dict(zip(probes, _stepped(make, list(probes.values())), strict=True)) if probes else {}
+    of_optimizer = 0
+    for parameter in given:
+        kind = _kind(parameter)
+        for tensor in (value for value in entries[kind].values() if isinstance(value, Tensor)):
+            is_like_it = tensor.numel() == probes[kind].numel()
+            count = parameter.numel() if is_like_it else tensor.numel()
+            of_optimizer += _in_blocks(count * tensor.element_size())
+    copies = 1 + (averages + 1 if averages else 0)
+    return copies * of_weights + of_optimizer + world_size * _GENERATORS_BYTES + _REST_BYTES
+
+
+def _kind(parameter: Tensor) -> tuple[int, torch.dtype]:
+    return min(parameter.dim(), len(_PROBE)), parameter.dtype
+
+
+def _in_blocks(size_bytes: int) -> int:
+    """What a tensor's data takes in a file of a checkpoint, where it begins at a multiple of a block."""
+    return -(-(size_bytes + _HEADER_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
+
+
 def saved_bytes(tree: Any) -> int:
     """The size of the file `torch.save` makes of `tree`, without its data being there.
 
@@ -124,7 +168,7 @@ def saved_bytes(tree: Any) -> int:
             if storage._cdata not in storages:
                 stand_in = torch.zeros((), dtype=value.dtype)
                 storages[storage._cdata] = storage, stand_in
-                lacking += storage.nbytes() - stand_in.element_size()
+                lacking += _in_blocks(storage.nbytes()) - _in_blocks(stand_in.element_size())
             return storages[storage._cdata][1].expand(value.shape)
         if isinstance(value, Mapping):
             return type(value)((key, small(each)) for key, each in value.items())  # type: ignore[call-arg]
@@ -133,7 +177,8 @@ def saved_bytes(tree: Any) -> int:
         return value
 
     file = io.BytesIO()
-    torch.save(small(tree), file)
+    with saved_plainly():
+        torch.save(small(tree), file)
     return len(file.getbuffer()) + lacking
 
 

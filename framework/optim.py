@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from framework.config.schema import ClipAlgorithm, Interval
+from framework.distributed.tensors import whole
 from framework.errors import ConfigError
 
 
@@ -110,15 +111,22 @@ def clip_gradients(parameters: Iterable[Tensor], *, value: float, algorithm: Cli
     """Clip the gradients in place, without waiting for the device; they must be unscaled and synchronised.
 
     norm: scale all so that their total norm is at most `value`; gives the norm before, on the first one's device.
-    value: cut each element to within ±`value`; gives None. Parameters may be on several devices.
+    value: cut each element to within ±`value`; gives None. Parameters may be on several devices, or spread over ranks,
+    which all call it then.
     """
     if algorithm is ClipAlgorithm.NORM:
-        return nn.utils.clip_grad_norm_(parameters, value)
+        trained = list(parameters)
+        total = gradient_norm(trained)
+        nn.utils.clip_grads_with_norm_(trained, value, total)
+        return total
     nn.utils.clip_grad_value_(parameters, value)
     return None
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, on the first one's device; doesn't wait for it. 0 without gradients."""
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """The 2-norm of all gradients together, on the first one's device; doesn't wait for it. 0 without gradients.
+
+    Every rank must call it where they are spread over ranks.
+    """
+    return whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from framework.distributed.tensors import is_model_spread, local
 from framework.optim import Schedule
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
@@ -46,10 +47,33 @@ class Parts:
         model = self.bare_model.state_dict()
         if not hooks(self.callbacks.values(), "evaluation_weights"):
             return model, None
-        trained = {name: tensor.clone() for name, tensor in model.items()}
         with self.evaluation_weights():
             # Cloned: these tensors hold the average only while it is swapped in.
-            return {name: tensor.clone() for name, tensor in self.bare_model.state_dict().items()}, trained
+            return {name: tensor.clone() for name, tensor in self.bare_model.state_dict().items()}, model
+
+    def add_weights(self, training: dict[str, Any]) -> dict[str, Any]:
+        """The part of a checkpoint's state that holds the weights to evaluate, `model`; `training` is completed.
+
+        It gets the weights to train on, where those are others. Where the model is spread over ranks the part is
+        `sharded`, with the optimizer's state, and `training` gets what isn't spread. Every rank must call it.
+        """
+        if not is_model_spread(self.bare_model):
+            model, trained = self.model_states()
+            if trained is not None:
+                training["model"] = trained
+            return {"model": model}
+        from framework.checkpoint.spread import NOTE, take_apart  # takes most of a second to import
+
+        apart = take_apart(self.bare_model, self.optimizer)
+        training |= {"optimizer": apart.optimizer, NOTE: apart.note}
+        return {"sharded": apart.tensors}
+
+    def changed_by_updates(self) -> list[Tensor]:
+        """What only an optimizer's step changes: the weights it trains, and what it keeps of them; this rank's part."""
+        groups = self.optimizer.param_groups
+        weights = [weight for group in groups for weight in group["params"] if weight.requires_grad]
+        kept = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        return [local(each) for each in (*weights, *kept) if isinstance(each, Tensor)]
 
     def state_dict(self) -> dict[str, Any]:
         """Of strategy, optimizer, schedule, loss scaler and callbacks. Every rank must call it."""

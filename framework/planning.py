@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from framework import build
+from framework.causes import place, said
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.data.batching import BatchPlan, plan_batches
@@ -149,7 +149,7 @@ def _sizes(
         state = optimizer_state(lambda tensors: build.build_optimizer(config.optimizer, tensors), model.parameters())
     except Exception as error:  # of an optimizer that may be the user's own: it has its say, and the rest is known
         state = None
-        notes.append(f"The optimizer's state isn't known: it can't step without training ({_said(error)}).")
+        notes.append(f"The optimizer's state isn't known: it can't step without training ({said(error)}).")
     # A callback with weights of its own to evaluate keeps a second copy of the model, and in a checkpoint both.
     averaging = len(hooks(callbacks.values(), "evaluation_weights"))
     buffers = tensor_bytes(model.buffers())
@@ -190,24 +190,11 @@ def _build_model(config: Config, context: Context) -> nn.Module:
     except Exception as error:  # whatever the user's class does there
         raise TargetError(
             f"model: {config.model['_target_']} can't be built on PyTorch's meta device, where tensors have a shape "
-            f"and no values.\n{_said(error)}\n{_place(error)}\n"
+            f"and no values.\n{said(error)}\n{place(error)}\n"
             "A plan needs a model whose making reads no tensor's value (no .item(), no .tolist(), no generator)."
         ) from error
     # The kind of device matters to autocast alone, and meta has none.
     return PrecisionPlugin(config.trainer.precision, device=torch.device("cpu")).convert_model(model)
-
-
-def _said(error: BaseException) -> str:
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first}"
-
-
-def _place(error: BaseException) -> str:
-    """The line that is to be changed: the last one that isn't torch's own."""
-    torchs = str(Path(torch.__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((each for each in reversed(frames) if not each.filename.startswith(torchs)), frames[-1])
-    return f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"
 
 
 def _refuse_downloads(event: str, arguments: tuple[Any, ...]) -> None:

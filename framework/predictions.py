@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from framework.errors import ConfigError
+from framework.output_file import put
 
 Columns = dict[str, Tensor]
 """Name → values of some samples: shape (n,) or (n, k) or more, on the CPU."""
@@ -46,22 +47,12 @@ def join_parts(parts: Iterable[Path], output: Path) -> int:
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         count = FORMATS[output.suffix](map(_load, parts), temporary)
-        _put(temporary, output)
+        put(temporary, output, key="predict.output")
     finally:
         temporary.unlink(missing_ok=True)
     for part in parts:
         part.unlink()
     return count
-
-
-def _put(temporary: Path, output: Path) -> None:
-    """Give the file its name, unless another command has done so meanwhile. Raises ConfigError then."""
-    try:
-        os.link(temporary, output)  # fails where the name is taken, as renaming doesn't
-    except FileExistsError:
-        raise ConfigError(f"predict.output={output} was written by another command meanwhile; it was left.") from None
-    except OSError:  # a file system without links
-        temporary.replace(output)
 
 
 def _load(part: Path) -> Columns:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import final
 
 from framework.distributed.context import Context
 from framework.run_dir import RunDir
@@ -16,8 +18,11 @@ logger = logging.getLogger("framework")
 
 @contextmanager
 def rank_log(run_dir: RunDir, context: Context) -> Iterator[None]:
-    """Send the framework's log records to this rank's file while this is entered; begins with who writes there."""
-    handler = logging.FileHandler(run_dir.rank_log(context.rank), encoding="utf-8")
+    """Send the framework's log records to this rank's file while this is entered; begins with who writes there.
+
+    A disk that refuses ends nothing: what it didn't take, up to a few kB, is written once there is room.
+    """
+    handler = _Handler(run_dir.rank_log(context.rank), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = logger.level
     logger.addHandler(handler)
@@ -38,4 +43,13 @@ def rank_log(run_dir: RunDir, context: Context) -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):
+            handler.close()
+
+
+@final
+class _Handler(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Not a traceback on the terminal for each record that a full disk didn't take."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)

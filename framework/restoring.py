@@ -12,10 +12,13 @@ import yaml
 
 from framework.checkpoint import find, load, load_weights
 from framework.checkpoint.format import LAST, step_of
+from framework.checkpoint.lookup import LastWhole, describe_others, last_whole, manifest_if_complete
 from framework.checkpoint.store import point
+from framework.checkpoint.whole import damage
 from framework.config.saved import confirm
 from framework.config.schema import Config
 from framework.distributed.collectives import barrier, gather_to_all
+from framework.distributed.tensors import is_model_spread
 from framework.errors import CheckpointError, ConfigError, RunError
 from framework.parts import Parts
 from framework.rank_log import logger
@@ -29,42 +32,76 @@ _SHOWN = 8
 def restore(rank: Rank, trainer: Trainer) -> None:
     """Take up the run's own checkpoint (`resume`, or a restart), else the weights of `init_from`."""
     own = _own_checkpoint(rank)
-    if own is not None:
-        _resume(rank, trainer, own)
+    if own.directory is not None:
+        _resume(rank, trainer, own.directory)
     elif rank.config.init_from is not None:
         load_model(rank, trainer.parts.bare_model, Path(rank.config.init_from))
-    if rank.config.resume is not None:
+    if rank.config.resume is not None or own.damaged:
         barrier(rank.context)  # no rank has refused it
+        if trainer.checkpoints is not None:
+            steps = (step_of(directory.name) for directory, _ in own.damaged)
+            trainer.checkpoints.disregard([step for step in steps if step is not None])
         if rank.context.is_main:
             confirm(rank.run_dir)
-            if own is not None and step_of(own.name) is not None:  # where a restart goes on, if nothing is saved before
+            # Where a restart goes on, if nothing is saved before.
+            if own.directory is not None and step_of(own.directory.name) is not None:
                 point(rank.run_dir.checkpoints, LAST, step=trainer.progress.step)
 
 
-def _own_checkpoint(rank: Rank) -> Path | None:
-    """The checkpoint to go on from; None for a new run, and for one that was stopped before its first.
+def _own_checkpoint(rank: Rank) -> LastWhole:
+    """The checkpoint to go on from; none for a new run, and for one that was stopped before its first.
 
-    It is the one that `resume` names, the last one where that is the run directory, and in a restart. Every rank must
-    call; raises RunError where they don't all find the same, CheckpointError where what is there can't be used.
+    It is the one that `resume` names, and no other; where that is the run directory, and in a restart, the last one, or
+    the newest whole one before it where that is damaged, which is told. Rank 0 reads all of its files first. Every rank
+    must call; raises RunError where they don't all find the same, CheckpointError where what is there can't be used.
     """
     if rank.config.resume is None and not rank.attempt:
-        return None
-    source = rank.run_dir.path if rank.attempt else Path(str(rank.config.resume))
-    found: Path | None = None
-    mistake: CheckpointError | None = None
-    try:
-        found = find(source)
-    except CheckpointError as error:
-        mistake = error
-    _check_all_find_it(rank, source, found)
-    if mistake is None:
-        return found
-    if any(rank.run_dir.checkpoints.glob("step_*")):
-        raise mistake
-    logger.warning("%s has no checkpoint yet: the run begins anew", rank.run_dir.path)
+        return LastWhole(None)
+    is_last = bool(rank.attempt) or Path(str(rank.config.resume)).resolve() == rank.run_dir.path.resolve()
+    source = rank.run_dir.checkpoints if is_last else Path(str(rank.config.resume))
+    looked = gather_to_all(_look(source, is_last=is_last) if rank.context.is_main else None, rank.context)[0]
+    if isinstance(looked, str):
+        raise CheckpointError(looked)
+    chosen = _as_seen_here(looked.directory, source, is_last=is_last)
+    _check_all_find_it(rank, source, chosen)
     if rank.context.is_main:
-        print("There is no checkpoint yet: the run begins anew", flush=True)
-    return None
+        for directory, fault in looked.damaged:
+            _warn(f"The checkpoint {directory} can't be used: {fault}. An earlier one is; nothing is deleted")
+        if looked.directory is None:
+            _warn("There is no checkpoint yet: the run begins anew")
+    return LastWhole(chosen, looked.damaged)
+
+
+def _look(source: Path, *, is_last: bool) -> LastWhole | str:
+    """What rank 0 finds, all of it read; a text where it can't be used."""
+    try:
+        if is_last:
+            return last_whole(source)
+        directory = find(source)
+        fault = damage(directory)
+    except CheckpointError as error:
+        return str(error)
+    if fault is not None:
+        return f"The checkpoint {directory} is damaged: {fault}.\n{describe_others(directory)}"
+    return LastWhole(directory)
+
+
+def _as_seen_here(chosen: Path | None, source: Path, *, is_last: bool) -> Path | None:
+    """The directory that rank 0 has chosen, on this rank's disk; what is found there instead where it isn't there."""
+    if chosen is not None:
+        own = (source / chosen.name if is_last else source).resolve()
+        if own.name == chosen.name and manifest_if_complete(own) is not None:
+            return own
+    try:
+        return last_whole(source, thorough=False).directory if is_last else find(source)
+    except CheckpointError:
+        return None
+
+
+def _warn(text: str) -> None:
+    """In the log and on the terminal."""
+    logger.warning(text)
+    print(text, flush=True)
 
 
 def _check_all_find_it(rank: Rank, source: Path, found: Path | None) -> None:
@@ -86,14 +123,11 @@ def _findings(of_rank: tuple[int, str, str | None], source: Path) -> str:
 
 
 def _resume(rank: Rank, trainer: Trainer, source: Path) -> None:
-    context = rank.context
-    state = load(source, map_location=context.device)
-    training, generators = state["training"], state["generators"]
     saved = yaml.safe_load((source / "config.yaml").read_text())
     now = yaml.safe_load(rank.run_dir.config_file.read_text())
     _check_optimizer(rank.config, saved)
     _check_schedule(rank.config, saved)
-    load_weights(trainer.parts.bare_model, training.get("model", state["model"]), source=source)
+    training, generators = _take_weights(rank, trainer.parts, source)
     if training.get("stop", {}).get("reason") and _is_prolonged(now, saved):
         training = {**training, "stop": {"reason": None, "wishes": []}}
     trainer.load_state_dict(training)
@@ -101,6 +135,18 @@ def _resume(rank: Rank, trainer: Trainer, source: Path) -> None:
     logger.info("going on from %s", source)
     _warn_of_another_batch(rank, training)
     trainer.restore_generators = partial(_restore_generators, rank, generators, step=trainer.progress.step)
+
+
+def _take_weights(rank: Rank, parts: Parts, source: Path) -> tuple[dict[str, Any], Sequence[dict[str, Any]]]:
+    """The weights to train on into the model; gives the rest, `training` and `generators`."""
+    if is_model_spread(parts.bare_model):
+        from framework.checkpoint.resharding import load_spread  # takes most of a second to import
+
+        state = load_spread(source, parts.bare_model, parts.optimizer)
+    else:
+        state = load(source, map_location=rank.context.device)
+        load_weights(parts.bare_model, state["training"].get("model", state["model"]), source=source)
+    return state["training"], state["generators"]
 
 
 def _restore_generators(rank: Rank, saved: Sequence[dict[str, Any]], *, step: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from framework.appending import Appender
 from framework.run_dir import write_atomically
 
 
-def open_rows(path: Path, *, last_step: int | None) -> IO[str]:
-    """The file to append lines to; each reaches the kernel at once, so a kill loses none.
+def open_rows(path: Path, *, last_step: int | None) -> Appender:
+    """The file to append lines to, each with its end; it reaches the kernel at once, so a kill loses none.
 
     Lines of steps after `last_step` are cut off first, as is one that a kill left unfinished; None keeps all steps.
     """
@@ -21,7 +22,7 @@ def open_rows(path: Path, *, last_step: int | None) -> IO[str]:
         kept = "".join(line for line, row in _whole(text) if last_step is None or row["step"] <= last_step)
         if kept != text:
             write_atomically(path, kept)
-    return path.open("a", buffering=1)
+    return Appender(path)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -13,12 +13,16 @@ import yaml
 from torch import nn
 
 from framework import build
-from framework.checkpoint import find, load, load_weights
+from framework.checkpoint import find, load, load_weights, read_manifest
+from framework.checkpoint.store import check_shards
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import EvalLoader, dataset_size
+from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context, make_context
+from framework.distributed.tensors import is_model_spread
+from framework.errors import CheckpointError
 from framework.hardware import threads_per_process
 from framework.launch.link import Link
 from framework.launch.plan import RankArguments
@@ -63,12 +67,18 @@ def entered(arguments: RankArguments, link: Link) -> Iterator[Rank]:
         _prepare_process(config, context)
         build.check_targets(config)
         strategy = build.build_strategy(config.strategy, context=context)
+        build.check_callbacks_fit(config.callbacks, strategy)
         plan = _plan_batches(config, context)
         yield Rank(config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
 
 
-def eval_loader(rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None) -> EvalLoader | None:
-    """The loader of an evaluation part cut to its limit; None where there is nothing to evaluate."""
+def eval_loader(
+    rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None, is_even: bool = False
+) -> EvalLoader | None:
+    """The loader of an evaluation part cut to its limit; None where there is nothing to evaluate.
+
+    is_even: every rank gets as many batches, see EvalLoader.
+    """
     if dataset is None:
         return None
     context, data = rank.context, rank.config.data
@@ -87,17 +97,40 @@ def eval_loader(rank: Rank, dataset: MapDataset | None, *, part: str, limit: int
         world_size=context.world_size,
         device=context.device,
         num_workers=data.num_workers,
+        is_even=is_even,
     )
 
 
 def load_model(rank: Rank, model: nn.Module, path: Path) -> Path:
     """The weights of a checkpoint into the bare model, and nothing else of it; gives the checkpoint's directory.
 
-    Raises CheckpointError where it is missing, damaged or of another model.
+    Every rank must call it. Raises CheckpointError where it is missing, damaged or of another model.
     """
     source = find(path)
-    load_weights(model, load(source, map_location=rank.context.device, parts=["model"])["model"], source=source)
+    if not is_model_spread(model):
+        load_weights(model, load(source, map_location=rank.context.device, parts=["model"])["model"], source=source)
+        return source
+    from framework.checkpoint.resharding import load_spread_model  # takes most of a second to import
+
+    check_all_shards(source, rank.context)
+    load_spread_model(source, model)
     return source
+
+
+def check_all_shards(directory: Path, context: Context) -> None:
+    """Raise CheckpointError on every rank where a shard isn't as it was written: each rank reads some of them.
+
+    Every rank must call it.
+    """
+    manifest = read_manifest(directory)
+    fault: str | None = None
+    try:
+        check_shards(directory, manifest, number=context.rank, of=context.world_size)
+    except CheckpointError as error:
+        fault = str(error)
+    found = next((each for each in gather_to_all(fault, context) if each is not None), None)
+    if found is not None:
+        raise CheckpointError(found)
 
 
 def _prepare_process(config: Config, context: Context) -> None:

@@ -21,15 +21,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.checkpoint import CheckpointManager
 from framework.config.schema import TrainerConfig
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.distributed.context import Context
-from framework.errors import RunError, TargetError
+from framework.errors import DiskError, TargetError
 from framework.evaluator import evaluate
+from framework.finite import bad_loss, check_finite
 from framework.launch.link import Link
 from framework.launch.stopping import StopRequest
 from framework.limits import total_steps
@@ -76,6 +77,7 @@ class Trainer:
         self._after_first_step = after_first_step
         self._stop_wish: str | None = None
         self._saved_step: int | None = None
+        self._save_asked = False  # by the clock
         self._evaluated_step: int | None = None
         self._grad_norm: Tensor | None = None
         self._lr = 0.0  # of the last step: schedules move before it is logged
@@ -173,6 +175,8 @@ class Trainer:
         elif (self.progress.step + 1) % settings.log_every_n_steps == 0:
             scaler.unscale_(parts.optimizer)
             self._grad_norm = gradient_norm(self._parameters)
+        if self.checkpoints is not None:
+            self.checkpoints.before_update()
         self._lr = parts.optimizer.param_groups[0]["lr"]
         self._stepped = not self._may_leave_out
         scaler.step(parts.optimizer)
@@ -187,9 +191,12 @@ class Trainer:
         Every rank must call it; waits for the device. Raises RunError when a loss was NaN or infinite.
         """
         self._pulse.at(Phase.LOGGING)
-        values, (wishes,) = self._meter.reduce(self.context, extra=[float(self._stop_wish is not None)])
+        by_clock = self.checkpoints is not None and self.checkpoints.due_time()
+        extra = [float(self._stop_wish is not None), float(by_clock)]
+        values, (wishes, saves) = self._meter.reduce(self.context, extra=extra)
+        self._save_asked = saves > 0
         if not math.isfinite(values.get(LOSS, 0.0)):
-            raise _bad_loss(values[LOSS], step=self._meter.first_nonfinite_step(self.context), epoch=epoch)
+            raise bad_loss(values[LOSS], step=self._meter.first_nonfinite_step(self.context), epoch=epoch)
         self._meter.clear()
         self._agree_to_stop(wishes > 0)
         if not values:
@@ -226,7 +233,7 @@ class Trainer:
         self._throughput.leave_out(since=began)
 
     def save(self, *, epoch: int) -> None:
-        """Write a checkpoint of this moment, between two steps. Every rank must call it.
+        """Have a checkpoint of this moment written, between two steps. Every rank must call it.
 
         Raises RunError after a loss that wasn't finite, and for weights that aren't. What has yet to be logged is saved
         with it, so that what is logged doesn't depend on when something is saved.
@@ -234,32 +241,35 @@ class Trainer:
         if self.checkpoints is None:
             return
         self._pulse.at(Phase.CHECKPOINT)
-        self._check_numbers(epoch=epoch)
+        check_finite(self._parameters, self._meter, step=self.progress.step, epoch=epoch, context=self.context)
         began = time.perf_counter()
         for flush in hooks(self.parts.loggers.values(), "flush"):
             flush()
         fresh = self._evaluated_step == self.progress.step
         self.checkpoints.save(
-            self.state_dict(), step=self.progress.step, epoch=epoch, metrics=self.val_metrics if fresh else None
+            self.state_dict(),
+            step=self.progress.step,
+            epoch=epoch,
+            metrics=self.val_metrics if fresh else None,
+            late=self.parts.changed_by_updates(),
         )
-        self._saved_step = self.progress.step
+        self._saved_step, self._save_asked = self.progress.step, False
         self._throughput.leave_out(since=began)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a later run needs to go on from here. Every rank must call it; the same on every rank.
 
         `model` holds the weights to evaluate; where a callback averages them, those to train on are in `training`.
+        Where the model is spread over ranks there is `sharded` in its place, of which each rank has its part.
         """
-        model, trained = self.parts.model_states()
         training = self.parts.state_dict()
+        weights = self.parts.add_weights(training)
         training |= {"progress": self.progress.state_dict(), "val_metrics": dict(self.val_metrics)}
-        if trained is not None:
-            training["model"] = trained
         mine = (generator_states(self.context.devices), self._meter.state_dict(), self._stop_wish)
         generators, training["meters"], wishes = map(list, zip(*gather_to_all(mine, self.context), strict=True))
         training["global_batch_size"] = self.train_loader.global_batch_size
         training["stop"] = {"reason": self.stop_reason, "wishes": wishes}
-        return {"model": model, "training": training, "generators": generators}
+        return {**weights, "training": training, "generators": generators}
 
     def load_state_dict(self, training: Mapping[str, Any]) -> None:
         """Take up the `training` part of what `state_dict` gave, once the weights are there. Every rank must call it.
@@ -325,7 +335,7 @@ class Trainer:
             return False
         ranked = self.checkpoints.monitor is not None and self._evaluated_step == self.progress.step
         by_epoch = epoch_end and self.checkpoints.due_epoch(epoch)
-        return ranked or by_epoch or self.checkpoints.due_step(self.progress.step)
+        return ranked or by_epoch or self._save_asked or self.checkpoints.due_step(self.progress.step)
 
     def _finish(self) -> None:
         """Log and save what is left, and tell the callbacks."""
@@ -334,8 +344,23 @@ class Trainer:
         # A run that was stopped logs these steps when it goes on, together with those that follow.
         if self.progress.step > self.start_step and not self.was_stopped:
             self.log(epoch=self.last_epoch)
+        self._settle()
         for end in hooks(self.parts.callbacks.values(), "on_fit_end"):
             end()
+
+    def _settle(self) -> None:
+        """Wait until the last checkpoint is written; try again where it couldn't be. Raises DiskError on all ranks."""
+        if self.checkpoints is None:
+            return
+        self._pulse.at(Phase.CHECKPOINT)
+        for attempt in range(2):
+            failures = gather_to_all(self.checkpoints.settle(), self.context)
+            failure = next((text for text in failures if text is not None), None)
+            if failure is None:
+                return
+            if attempt == 0:
+                self.save(epoch=self.last_epoch)
+        raise DiskError(f"{failure} What was trained since isn't saved. Make room, then resume the run.")
 
     def _wait_for_devices(self) -> None:
         for device in self.context.devices:
@@ -344,19 +369,6 @@ class Trainer:
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
-
-    def _check_numbers(self, *, epoch: int) -> None:
-        """Raise RunError where a loss was NaN or infinite on any rank, or a step made a weight so."""
-        bad = not math.isfinite(float(nn.utils.get_total_norm(self._parameters)))
-        found = gather_to_all((self._meter.first_nonfinite(), bad), self.context)
-        steps = [step for step, _ in found if step is not None]
-        if steps:
-            raise _bad_loss("not finite", step=min(steps), epoch=epoch)
-        if any(bad for _, bad in found):
-            raise RunError(
-                f"The weights are no longer finite after step {self.progress.step}, though the loss was.\n"
-                "Nothing was saved since. Lower optimizer.lr, set trainer.gradient_clip_val, or look at the gradients."
-            )
 
     def _tell_loggers(self, values: Mapping[str, float], *, epoch: int) -> None:
         for logger in self.parts.loggers.values():
@@ -383,10 +395,3 @@ class Trainer:
         self._wait_for_devices()
         if not self._done() and self._stop_request.due(self.progress.step):
             self.stopped_by = self._stop_request.came_by
-
-
-def _bad_loss(value: object, *, step: int | None, epoch: int) -> RunError:
-    return RunError(
-        f"The training loss is {value} since step {step} (epoch {epoch}).\n"
-        "Nothing was saved after it. Lower optimizer.lr, set trainer.gradient_clip_val, or look at that batch."
-    )

@@ -135,6 +135,8 @@ class Strategy(Protocol):
 
     One with state that decides the numbers may also have `state_dict(model)` and, once weights are restored,
     `load_state_dict(model, state)`; both get the wrapped model, and every rank calls them.
+    One that spreads the weights, so that ranks talk in every forward, says so with `forward_communicates = True`: then
+    each rank makes as many forwards as any other, in evaluation too.
     """
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -142,7 +144,7 @@ class Strategy(Protocol):
         ...
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's module inside what `wrap` gave: for `state_dict` and evaluation without collectives."""
+        """The user's module inside what `wrap` gave: for `state_dict` and evaluation."""
         ...
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
@@ -152,6 +154,11 @@ class Strategy(Protocol):
     def before_evaluation(self, model: nn.Module) -> None:
         """Make replicas wholly equal, buffers too: what is evaluated is what rank 0 saves. Every rank must call it."""
         ...
+
+
+def forward_communicates(strategy: Strategy) -> bool:
+    """Whether it spreads the weights over ranks."""
+    return bool(getattr(strategy, "forward_communicates", False))
 
 
 class Callback(Protocol):

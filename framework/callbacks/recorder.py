@@ -6,13 +6,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from framework.appending import Appender
 from framework.distributed.context import Context
+from framework.distributed.tensors import local
 from framework.rows import open_rows, read_rows
 from framework.run_dir import RunDir
 from framework.seed import generator_states
@@ -36,7 +38,7 @@ class Recorder:
     def __init__(self, *, run_dir: RunDir, context: Context) -> None:
         self._folder = run_dir.path / "record"
         self._context = context
-        self._file: IO[str] | None = None
+        self._file: Appender | None = None
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._names: dict[int, str] = {}
@@ -73,7 +75,7 @@ class Recorder:
             "optimizer": dict(self._optimizer_hashes()),
             "generators": {name: _hash(state) for name, state in generator_states(self._context.devices).items()},
         }
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(f"{json.dumps(row)}\n".encode())
         self._inputs, self._gradients = [], {}
 
     def on_fit_end(self) -> None:
@@ -183,7 +185,7 @@ def _shortened(value: Any) -> str:
 
 
 def _hash(value: Any) -> str:
-    """Of tensors, bit for bit, and plain values, in any nesting; NaN equals NaN."""
+    """Of tensors, bit for bit, and plain values, in any nesting; NaN equals NaN. Of a spread tensor this rank's part."""
     digest = hashlib.blake2b(digest_size=8)
     _feed(digest, value)
     return digest.hexdigest()
@@ -191,7 +193,7 @@ def _hash(value: Any) -> str:
 
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = local(value).cpu().contiguous().reshape(-1)
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     elif isinstance(value, Mapping):

@@ -6,6 +6,7 @@
       generators.pt    a list: the random generators' states of each rank
       config.yaml      the run's resolved config
       manifest.json    written last: versions, step, epoch, metrics, and every file's size and checksum
+      sharded/         in place of model.pt where the model is spread over ranks: each one's part, see sharded.py
 
 The checksum is CRC-32: it finds every damage of up to 32 bits in a row and misses other damage once in four billion
 times, at 6.5 GB/s with zlib where BLAKE2b does 1.3 GB/s. It is no defence against forgery; that files are read with
@@ -25,10 +26,17 @@ from typing import Any, final
 
 from framework.errors import CheckpointError
 
-FORMAT_VERSION = 1
+WHOLE_VERSION = 1
+SHARDED_VERSION = 2
+FORMAT_VERSION = SHARDED_VERSION
+"""The newest that is read. Each checkpoint bears the oldest that reads it."""
 
 PARTS = ("model", "training", "generators")
 """The keys of a checkpoint's state; each is one file."""
+
+SHARDS = "sharded"
+"""The folder of what ranks hold parts of, where a model is spread over them; there is no file of the model then."""
+SHARDS_INDEX = f"{SHARDS}/.metadata"
 
 MANIFEST_NAME = "manifest.json"
 CONFIG_NAME = "config.yaml"
@@ -36,6 +44,11 @@ LAST = "last"
 BEST = "best"
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
+
+
+@final
+class NewerFormatError(CheckpointError):
+    """A checkpoint was written by a newer framework: it isn't damaged, and no older one is what was asked for."""
 
 
 def part_file(part: str) -> str:
@@ -70,7 +83,12 @@ class Manifest:
     files: Mapping[str, FileFacts]
     framework_version: str
     torch_version: str
-    format_version: int = FORMAT_VERSION
+    format_version: int = WHOLE_VERSION
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is of a model that is spread over ranks."""
+        return SHARDS_INDEX in self.files
 
 
 def encode(manifest: Manifest) -> str:
@@ -81,18 +99,21 @@ def encode(manifest: Manifest) -> str:
 
 
 def decode(text: str, *, directory: Path) -> Manifest:
-    """The manifest that `encode` wrote. Raises CheckpointError where it is damaged or of a newer format."""
+    """The manifest that `encode` wrote. Raises CheckpointError where it is damaged, NewerFormatError for a newer one.
+
+    Whatever a newer format has, its checksum is made in this way, so that a damaged version isn't taken for a new one.
+    """
     try:
         content = json.loads(text)
         version = content["format_version"]
+        checksum = content.pop("checksum", None)
+        if checksum != _checksum(content) and not (checksum is None and version > FORMAT_VERSION):
+            raise ValueError("its checksum differs")
         if version > FORMAT_VERSION:
-            raise CheckpointError(
+            raise NewerFormatError(
                 f"{directory} has checkpoint format {version}, written by framework {content['framework_version']}; "
                 f"this one reads up to format {FORMAT_VERSION}.\nUpdate the framework to use it."
             )
-        checksum = content.pop("checksum")
-        if checksum != _checksum(content):
-            raise ValueError("its checksum differs")
         metrics = {name: math.nan if value is None else float(value) for name, value in content["metrics"].items()}
         files = {name: FileFacts(**facts) for name, facts in content["files"].items()}
         return Manifest(**{**content, "metrics": metrics, "files": files})

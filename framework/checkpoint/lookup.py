@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
-from framework.checkpoint.format import BEST, LAST, MANIFEST_NAME, Manifest, decode, step_name, step_of
+from framework.checkpoint.format import (
+    BEST,
+    LAST,
+    MANIFEST_NAME,
+    Manifest,
+    NewerFormatError,
+    decode,
+    step_name,
+    step_of,
+)
+from framework.checkpoint.whole import damage
 from framework.config.suggest import nearest
 from framework.errors import CheckpointError
 
@@ -13,6 +25,42 @@ REPLACED = ".replaced_"
 """Marks a checkpoint set aside while another of the same step takes its place; it counts while its place is empty."""
 
 _NAMES_SHOWN = 8
+
+
+@final
+@dataclass(frozen=True)
+class LastWhole:
+    """directory: absolute, without symlinks; None where there never was a checkpoint.
+
+    damaged: (directory, what is wrong with it) of each that would have come before it, the newest first.
+    """
+
+    directory: Path | None
+    damaged: tuple[tuple[Path, str], ...] = ()
+
+
+def last_whole(folder: Path, *, thorough: bool = True) -> LastWhole:
+    """The checkpoint of a checkpoints folder that `last` names, or the newest whole one before it.
+
+    Without a `last` it is the newest of all. One that is newer than `last` is never taken: it may be of training that
+    was given up. thorough: see `damage`. Raises CheckpointError where there are checkpoints and none is whole,
+    NewerFormatError where the first that isn't damaged is of a newer framework.
+    """
+    folder = folder.resolve()
+    damaged: dict[Path, str] = {}
+    for directory in _from_last(folder):
+        fault = damage(directory, thorough=thorough)
+        if fault is None:
+            return LastWhole(directory.resolve(), tuple(damaged.items()))
+        damaged[directory] = fault
+    if not damaged:
+        return LastWhole(None)
+    newer = [path.name for path, _ in complete_steps(folder).values() if path not in damaged]
+    what_to_do = "Bring one back from a copy, or begin a new run."
+    if newer:
+        what_to_do = f"Newer than `{LAST}` there is {', '.join(newer[-_NAMES_SHOWN:])}: resume={folder / newer[-1]}"
+    lines = "".join(f"  {directory.name}: {fault}\n" for directory, fault in damaged.items())
+    raise CheckpointError(f"No checkpoint in {folder} is whole:\n{lines}{what_to_do}")
 
 
 def find(path: Path) -> Path:
@@ -58,7 +106,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def complete_steps(folder: Path) -> dict[int, tuple[Path, Manifest]]:
-    """Every complete checkpoint of a checkpoints folder: step → (directory, manifest), in the order of steps."""
+    """Every complete checkpoint of a checkpoints folder: step → (directory, manifest), in the order of steps.
+
+    Complete by its manifest and the files' sizes; whether their content is as it was written only `damage` knows.
+    """
     found = dict(_complete_among(folder, prefix=REPLACED))
     found.update(_complete_among(folder, prefix=""))
     return dict(sorted(found.items()))
@@ -81,7 +132,7 @@ def _complete_among(folder: Path, *, prefix: str) -> Iterator[tuple[int, tuple[P
             continue
         manifest = manifest_if_complete(path)
         # A directory that was renamed by hand would be taken for another step, and deleted as that.
-        if manifest is not None and manifest.step == step:
+        if manifest is not None and manifest.step == step and _has_its_sizes(path):
             yield step, (path, manifest)
 
 
@@ -90,6 +141,36 @@ def manifest_if_complete(directory: Path) -> Manifest | None:
         return decode((directory / MANIFEST_NAME).read_text(), directory=directory)
     except (OSError, ValueError, CheckpointError):
         return None
+
+
+def _has_its_sizes(directory: Path) -> bool:
+    try:
+        return damage(directory, thorough=False) is None
+    except NewerFormatError:
+        return False
+
+
+def _from_last(folder: Path) -> Iterator[Path]:
+    """What `last` names and the checkpoints of earlier steps, whole or not, the newest first.
+
+    One that was set aside comes behind the one in its place.
+    """
+    if not folder.is_dir():
+        return
+    pointer, first, newest = folder / LAST, None, None
+    if pointer.is_symlink():
+        first = pointer.resolve()
+        newest = step_of(first.name)
+    elif pointer.is_dir():  # in a copy that was made by following symlinks
+        first, manifest = pointer, manifest_if_complete(pointer)
+        newest = None if manifest is None else manifest.step
+    if first is not None:
+        yield first
+    found = {step_of(path.name.removeprefix(REPLACED)) for path in folder.iterdir() if not path.is_symlink()}
+    for step in sorted((step for step in found if step is not None), reverse=True):
+        for path in (folder / step_name(step), folder / (REPLACED + step_name(step))):
+            if path != first and path.exists() and (newest is None or step <= newest):
+                yield path
 
 
 def _find_last(path: Path) -> Path:

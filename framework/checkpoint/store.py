@@ -13,19 +13,23 @@ import re
 import shutil
 import socket
 import time
-import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, cast, final
+from typing import IO, Any, cast
 
 import torch
+import torch.utils.serialization
 
+from framework.checkpoint.files import BLOCK_BYTES, ChecksummedFile
 from framework.checkpoint.format import (
     CONFIG_NAME,
     MANIFEST_NAME,
     PARTS,
+    SHARDED_VERSION,
+    SHARDS,
+    WHOLE_VERSION,
     FileFacts,
     Manifest,
     encode,
@@ -34,35 +38,44 @@ from framework.checkpoint.format import (
 )
 from framework.checkpoint.lookup import REPLACED, describe_others, manifest_if_complete, read_manifest
 from framework.checkpoint.plain import check_plain
-from framework.errors import CheckpointError, RunError
+from framework.checkpoint.whole import file_fault
+from framework.errors import CheckpointError, DiskError
 
 _SAVING = ".saving_"
 _DELETED = ".deleted_"
 _ABANDONED_AFTER_S = 3600.0
-_READ_BYTES = 1 << 20
+
+WriteShards = Callable[[Path], Mapping[str, FileFacts]]
+"""Gets a checkpoint's directory, has shards written there, and gives the facts of the files."""
 
 
 def write(
-    folder: Path, state: Mapping[str, Any], *, step: int, epoch: int, metrics: Mapping[str, float], config_text: str
+    folder: Path,
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    epoch: int,
+    metrics: Mapping[str, float],
+    config_text: str,
+    write_shards: WriteShards | None = None,
 ) -> Path:
     """Write one checkpoint below `folder` and return its directory; it is on the disk when this returns.
 
-    state: one entry for each of PARTS. One process at a time may write to a folder. A checkpoint of the same step is
-    replaced. What earlier processes left half done is cleaned away first. Raises CheckpointError where the state holds
-    something that can't be read back (nothing is written then), RunError where the disk refuses; what was there stays.
+    state: as `check_state` wants it. write_shards: has what is spread over ranks written into the directory it is
+    given, in place of `model`; gives the facts of the files. One process at a time may write to a folder. A checkpoint
+    of the same step is replaced. What earlier processes left half done is cleaned away first. Raises DiskError where
+    the disk refuses; what was there stays.
     """
-    if set(state) != set(PARTS):
-        raise ValueError(f"a checkpoint's state has the entries {PARTS}, not {tuple(state)}")
-    for part in PARTS:
-        # Entries of `training` are named as the user knows them: callbacks.early_stopping, not training.callbacks…
-        check_plain(state[part], name="" if part == "training" else part)
     temporary = folder / f"{_SAVING}{step_name(step)}{_mark()}"
-    with _disk_errors(f"The checkpoint of step {step} can't be written to {folder}"):
+    with disk_errors(f"The checkpoint of step {step} can't be written to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
         try:
             temporary.mkdir()
-            files = {part_file(part): _save_tensors(temporary / part_file(part), state[part]) for part in PARTS}
+            files = {} if write_shards is None else dict(write_shards(temporary))
+            for part in PARTS:
+                if part in state:
+                    files[part_file(part)] = _save_tensors(temporary / part_file(part), state[part])
             files[CONFIG_NAME] = _save_text(temporary / CONFIG_NAME, config_text)
             manifest = Manifest(
                 step=step,
@@ -71,8 +84,11 @@ def write(
                 files=files,
                 framework_version=_framework_version(),
                 torch_version=torch.__version__,
+                format_version=WHOLE_VERSION if write_shards is None else SHARDED_VERSION,
             )
             _save_text(temporary / MANIFEST_NAME, encode(manifest))
+            if manifest.is_sharded:
+                _fsync_directory(temporary / SHARDS)
             _fsync_directory(temporary)
             _install(temporary, final=folder / step_name(step))
         except BaseException:
@@ -81,21 +97,58 @@ def write(
     return folder / step_name(step)
 
 
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a checkpoint can't hold it, naming the entry."""
+    if set(state) not in (set(PARTS), set(PARTS) - {"model"}):
+        raise ValueError(f"a checkpoint's state has the entries {PARTS}, or no model, not {tuple(state)}")
+    for part in state:
+        # Entries of `training` are named as the user knows them: callbacks.early_stopping, not training.callbacks…
+        check_plain(state[part], name="" if part == "training" else part)
+
+
 def load(directory: Path, *, map_location: str | torch.device, parts: Collection[str] = PARTS) -> dict[str, Any]:
     """The parts of a step directory (see `find`), each checked for size and checksum before it is read.
 
     map_location: where the tensors of `model` go. Those of `training` and `generators` stay on the CPU: optimizers move
     what belongs beside their parameters themselves, their step counters would cost a wait per step on a GPU, and
-    generators take CPU tensors. Raises CheckpointError where a file is missing, damaged, of a newer format, or holds
+    generators take CPU tensors. Of a model that was spread over ranks everything is put together, as if it hadn't been;
+    that needs no process group. Raises CheckpointError where a file is missing, damaged, of a newer format, or holds
     Python objects.
     """
     manifest = read_manifest(directory)
+    if not manifest.is_sharded:
+        return {
+            part: _load_tensors(
+                directory, part_file(part), manifest=manifest, map_location=map_location if part == "model" else "cpu"
+            )
+            for part in parts
+        }
+    from framework.checkpoint.spread import put_together  # takes most of a second to import
+
+    check_shards(directory, manifest)
+    # What isn't spread says how the rest goes together.
+    given = load_unspread(directory, manifest, parts=[*(part for part in parts if part != "model"), "training"])
+    together = put_together(directory, manifest, given, parts=parts, map_location=map_location)
+    return {part: together[part] for part in parts}
+
+
+def load_unspread(directory: Path, manifest: Manifest, *, parts: Collection[str]) -> dict[str, Any]:
+    """Parts of a sharded checkpoint as they lie in their files; `framework.checkpoint.spread` puts them together."""
     return {
-        part: _load_tensors(
-            directory, part_file(part), manifest=manifest, map_location=map_location if part == "model" else "cpu"
-        )
-        for part in parts
+        part: _load_tensors(directory, part_file(part), manifest=manifest, map_location="cpu")
+        for part in dict.fromkeys(parts)
     }
+
+
+def check_shards(directory: Path, manifest: Manifest, *, number: int = 0, of: int = 1) -> None:
+    """Raise CheckpointError where a shard isn't as it was written. Looks at every `of`-th file, from `number` on."""
+    names = sorted(name for name in manifest.files if name.startswith(f"{SHARDS}/"))
+    for name in names[number::of]:
+        fault = file_fault(directory / name, facts=manifest.files[name])
+        if fault is not None:
+            raise CheckpointError(
+                f"The checkpoint {directory} is damaged: {name} {fault}.\n{describe_others(directory)}"
+            )
 
 
 def point(folder: Path, pointer: str, *, step: int) -> None:
@@ -104,7 +157,7 @@ def point(folder: Path, pointer: str, *, step: int) -> None:
     if path.is_symlink() and str(path.readlink()) == target:
         return
     temporary = folder / f"{_SAVING}{pointer}{_mark()}"
-    with _disk_errors(f"The pointer {path} can't be moved to {target}"):
+    with disk_errors(f"The pointer {path} can't be moved to {target}"):
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         temporary.replace(path)
@@ -114,7 +167,7 @@ def point(folder: Path, pointer: str, *, step: int) -> None:
 def remove(directory: Path) -> None:
     """Delete a checkpoint; killed in between, it is gone or whole, never half there under its name."""
     hidden = directory.with_name(_DELETED + directory.name)
-    with _disk_errors(f"The checkpoint {directory} can't be deleted"):
+    with disk_errors(f"The checkpoint {directory} can't be deleted"):
         _discard(hidden)
         directory.rename(hidden)
         _discard(hidden)
@@ -180,54 +233,28 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-@final
-class _ChecksummedFile:
-    """A file to write that sums up what goes through it.
-
-    An error of the disk is kept until `finish`: raised inside `torch.save` it would come out as another one.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._error: OSError | None = None
-        self._size_bytes = 0
-        self._crc32 = 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        size_bytes = memoryview(data).nbytes
-        if self._error is None:
-            try:
-                self._file.write(data)
-                self._size_bytes += size_bytes
-                self._crc32 = zlib.crc32(data, self._crc32)
-            except OSError as error:
-                self._error = error
-        return size_bytes
-
-    def flush(self) -> None:
-        """Nothing yet: `torch.save` calls it, `finish` does it."""
-
-    def finish(self) -> FileFacts:
-        """Flush to the disk. Raises the first OSError there was."""
-        if self._error is not None:
-            raise self._error
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return FileFacts(size_bytes=self._size_bytes, crc32=f"{self._crc32:08x}")
-
-
 def _save_tensors(path: Path, content: Any) -> FileFacts:
-    with path.open("wb") as file:
-        checksummed = _ChecksummedFile(file)
-        torch.save(content, cast(IO[bytes], checksummed))
-        return checksummed.finish()
+    with ChecksummedFile(path) as file, saved_plainly():
+        torch.save(content, cast(IO[bytes], file))
+        return file.finish()
+
+
+@contextmanager
+def saved_plainly() -> Iterator[None]:
+    """`torch.save` without a checksum of its own for each tensor, and with tensors where they go to the disk as is."""
+    settings = torch.utils.serialization.config.save
+    before = settings.compute_crc32, settings.storage_alignment
+    settings.compute_crc32, settings.storage_alignment = False, BLOCK_BYTES
+    try:
+        yield
+    finally:
+        settings.compute_crc32, settings.storage_alignment = before
 
 
 def _save_text(path: Path, text: str) -> FileFacts:
-    with path.open("wb") as file:
-        checksummed = _ChecksummedFile(file)
-        checksummed.write(text.encode())
-        return checksummed.finish()
+    with ChecksummedFile(path) as file:
+        file.write(text.encode())
+        return file.finish()
 
 
 def _fsync_directory(path: Path) -> None:
@@ -243,19 +270,17 @@ def _fsync_directory(path: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(what: str) -> Iterator[None]:
+def disk_errors(what: str) -> Iterator[None]:
+    """Make DiskError of what the disk refuses while this is entered; `what` begins its text."""
     try:
         yield
     except OSError as error:
-        raise RunError(
-            f"{what}: {error.strerror or error}.\nEarlier checkpoints are untouched. Make room or mend the folder's "
-            f"permissions, then resume the run."
-        ) from error
+        raise DiskError(f"{what}: {error.strerror or error}.\nEarlier checkpoints are untouched.") from error
 
 
 def _load_tensors(directory: Path, name: str, *, manifest: Manifest, map_location: str | torch.device) -> Any:
     path = directory / name
-    fault = _fault(path, facts=manifest.files.get(name))
+    fault = file_fault(path, facts=manifest.files.get(name))
     if fault is not None:
         raise CheckpointError(f"The checkpoint {directory} is damaged: {name} {fault}.\n{describe_others(directory)}")
     try:
@@ -267,25 +292,6 @@ def _load_tensors(directory: Path, name: str, *, manifest: Manifest, map_locatio
             f"which could run any code.\nIt may hold tensors and plain values only; save it anew from the run that "
             f"made it.\n{describe_others(directory)}"
         ) from error
-
-
-def _fault(path: Path, *, facts: FileFacts | None) -> str | None:
-    """What is wrong with a file; None where it is as it was written."""
-    if facts is None:
-        return "is not in its manifest"
-    try:
-        size_bytes = path.stat().st_size
-        if size_bytes != facts.size_bytes:
-            return f"has {size_bytes} bytes instead of {facts.size_bytes}"
-        crc32 = 0
-        with path.open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                crc32 = zlib.crc32(block, crc32)
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"can't be read ({error.strerror or error})"
-    return None if f"{crc32:08x}" == facts.crc32 else "has another checksum than when it was written"
 
 
 def _framework_version() -> str:

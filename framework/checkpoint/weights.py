@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from framework.distributed.tensors import spread_like
 from framework.errors import CheckpointError
 
 _SHOWN = 4
@@ -17,17 +18,37 @@ _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 def load_weights(model: nn.Module, state_dict: Mapping[str, Any], *, source: object) -> None:
     """Copy every tensor of `state_dict` into `model` (unwrapped), onto the devices its parameters are on.
 
+    Where the model is spread over ranks, each takes its part of what it was given.
     source: where the weights come from, for the message. Raises CheckpointError where names or shapes differ; the
     model is partly changed then.
     """
+    own = model.state_dict()
     try:
-        model.load_state_dict(state_dict, strict=True)
+        model.load_state_dict(_spread_as(own, state_dict), strict=True)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"The weights in {source} don't fit the model {type(model).__name__}.\n"
-            + "\n".join(_differences(model.state_dict(), state_dict) or [str(error)])
-            + "\nChoose the model they were trained with, or a checkpoint of this model."
-        ) from error
+        raise _misfit(model, _differences(own, state_dict) or [str(error)], source=source) from error
+
+
+def check_fits(model: nn.Module, state_dict: Mapping[str, Any], *, source: object) -> None:
+    """Raise CheckpointError where names or shapes differ from the model's, before anything of it is changed."""
+    if differences := _differences(model.state_dict(), state_dict):
+        raise _misfit(model, differences, source=source)
+
+
+def _spread_as(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Each tensor as the model has it; all of it where shapes differ, which is told by who loads it."""
+    return {
+        name: spread_like(own[name], value) if name in own and _shape(own[name]) == _shape(value) else value
+        for name, value in given.items()
+    }
+
+
+def _misfit(model: nn.Module, differences: Iterable[str], *, source: object) -> CheckpointError:
+    return CheckpointError(
+        f"The weights in {source} don't fit the model {type(model).__name__}.\n"
+        + "\n".join(differences)
+        + "\nChoose the model they were trained with, or a checkpoint of this model."
+    )
 
 
 def _differences(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -199,16 +199,20 @@ def _monitors(config: Config) -> Iterator[str]:
 
 def _weights_to_use(config: Config) -> Iterator[str]:
     path = config.checkpoint.path
-    if config.job in ("eval", "predict"):
+    if config.job in ("eval", "predict", "export"):
         if path is None:
             yield f"job={config.job} needs weights: checkpoint.path=outputs/RECIPE/RUN, or one of its checkpoints."
     elif path is not None:
         yield (
-            f"checkpoint.path={path} is for job=eval and job=predict. To train, use resume=RUN to go on with a run, "
-            f"or init_from={path} to begin with its weights."
+            f"checkpoint.path={path} is for job=eval, predict and export. To train, use resume=RUN to go on with a "
+            f"run, or init_from={path} to begin with its weights."
         )
     if config.resume is not None and config.job != "train":
-        instead = "Leave it out" if config.job == "plan" else f"Use checkpoint.path={config.resume}"
+        instead = "Leave it out"
+        if config.job == "parity":
+            instead = f"To begin with its weights use init_from={config.resume}"
+        elif config.job != "plan":
+            instead = f"Use checkpoint.path={config.resume}"
         yield f"resume can't go with job={config.job}: it goes on with training. {instead}."
 
 

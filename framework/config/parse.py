@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
@@ -98,6 +98,7 @@ class _Field:
     many_nodes: bool  # dict[str, Node]
     nullable: bool
     auto: bool
+    default: Any  # `dataclasses.MISSING` for none
     bounds: Mapping[str, float]
 
     @property
@@ -116,20 +117,22 @@ class _Field:
 @cache
 def _fields_of(section: type) -> tuple[_Field, ...]:
     hints = get_type_hints(section)
-    return tuple(_make_field(field.name, hints[field.name], field.metadata) for field in fields(section))
+    return tuple(_make_field(field, hints[field.name]) for field in fields(section))
 
 
-def _make_field(name: str, hint: Any, metadata: Mapping[str, Any]) -> _Field:
+def _make_field(field: Field[Any], hint: Any) -> _Field:
+    metadata = field.metadata
     kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
     nullable = NoneType in kinds
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     return _Field(
-        name=name,
+        name=field.name,
         kinds=kinds,
         section=kinds[0] if is_dataclass(kinds[0]) and isinstance(kinds[0], type) else None,
         many_nodes=get_origin(kinds[0]) is dict,
         nullable=nullable,
         auto=bool(metadata.get("auto")),
+        default=field.default,
         bounds={key: metadata[key] for key in ("at_least", "above", "at_most") if metadata.get(key) is not None},
     )
 
@@ -175,6 +178,8 @@ class _Reader:
             # A user's own file of a group, or a run saved by an earlier version, may not know every key.
             if field.nullable:
                 return None
+            if field.default is not MISSING:
+                return field.default
             return self._wrong(f"{key} is missing. It must be {field.allowed}.")
         value = raw[field.name]
         if value == _MISSING:

@@ -84,7 +84,7 @@ def put_back(run_dir: RunDir) -> None:
 def run_of(path: str | Path) -> RunDir:
     """The run that `path` is, or lies in. Raises ConfigError, naming the one that was probably meant."""
     given = Path(path).expanduser().absolute()
-    if not given.exists():
+    if not given.exists() and not given.is_symlink():  # a `last` whose checkpoint is gone stands for the run, too
         raise ConfigError(f"resume={path}: there is no such directory.{_hint(given)}")
     for place in (given, *given.parents):
         if _is_run(place):

@@ -142,13 +142,15 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    path: str | None  # for job=eval and job=predict: a checkpoint or a run directory
+    path: str | None  # for job=eval, predict and export: a checkpoint or a run directory
     enabled: bool
     monitor: str | None  # a validation metric, such as val/accuracy; null: no `best`
     mode: Mode
     save_top_k: int = bounded(at_least=-1)  # best ones kept; -1 keeps every checkpoint
     every_n_steps: int | None = bounded(at_least=1)
     every_n_epochs: int | None = bounded(at_least=1)
+    every_n_minutes: float | None = bounded(above=0)  # since the last save; looked at when training is logged
+    asynchronous: bool = True  # write beside the training that goes on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,26 @@ class PlanConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParityConfig:
+    processes: int | None = bounded(at_least=2)  # to compare one with; null: the run's, or 2 where it has one
+    steps: int = bounded(at_least=1)  # optimizer steps
+
+
+class ExportFormat(Enum):
+    STATE_DICT = "state_dict"
+    SAFETENSORS = "safetensors"
+    ONNX = "onnx"
+    TORCH_EXPORT = "torch_export"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    format: ExportFormat
+    output: str | None  # a file that doesn't exist yet; null: <recipe>_<step> and the format's suffix, here
+    dynamic_batch: bool  # onnx, torch_export: batches of any size; false: of the example's
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathConfig:
     outputs: str
 
@@ -195,6 +217,8 @@ class Config:
     eval: EvalConfig
     predict: PredictConfig
     plan: PlanConfig
+    parity: ParityConfig
+    export: ExportConfig
     path: PathConfig
     model: Node
     data: DataConfig

@@ -15,7 +15,7 @@ from framework.data.fetch import Request, fetch_for
 from framework.data.sampler import GlobalOrder, WindowIndices, evaluation_indices, windows, windows_per_epoch
 from framework.data.workers import Workers
 from framework.errors import DataError
-from framework.types import Batch, MapDataset, MicroBatch, Window
+from framework.types import Batch, MapDataset, MicroBatch, MicroIndices, Window
 
 
 @final
@@ -98,8 +98,9 @@ class TrainLoader:
 class EvalLoader:
     """This rank's share of a whole part: over all ranks every sample exactly once, in the dataset's order.
 
-    Ranks may have different numbers of batches, or none. Random transforms draw the same in every evaluation.
-    part: `val` or `test`, for messages. Raises DataError when the dataset is empty or isn't map-style.
+    Ranks may have different numbers of batches, or none; where `is_even`, those with fewer get stand-ins of no samples.
+    Random transforms draw the same in every evaluation. part: `val` or `test`, for messages. Raises DataError when the
+    dataset is empty or isn't map-style.
     """
 
     def __init__(
@@ -112,21 +113,27 @@ class EvalLoader:
         world_size: int,
         device: torch.device,
         num_workers: int = 0,
+        is_even: bool = False,
     ) -> None:
         size = dataset_size(dataset, part=part)
         indices = evaluation_indices(size, rank=rank, world_size=world_size)
         # Splitting nothing would give one empty piece.
-        self._batches = torch.split(indices, batch_size) if len(indices) else ()
+        pieces = torch.split(indices, batch_size) if len(indices) else ()
+        self._batches = [MicroIndices(piece, len(piece)) for piece in pieces]
+        if is_even:
+            most = -(-len(evaluation_indices(size, rank=0, world_size=world_size)) // batch_size)
+            # Any sample of it will do: its results are left out.
+            self._batches += [MicroIndices(torch.zeros(1, dtype=torch.int64), 0)] * (most - len(pieces))
         self._source = BatchSource(dataset, part=part, seed=0, num_workers=num_workers, device=device)
 
     def __len__(self) -> int:
-        """Batches of this rank."""
+        """Batches of this rank, stand-ins too."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        requests = (Request(indices, epoch=0) for indices in self._batches)
-        for indices, batch in zip(self._batches, self._source.batches(requests), strict=True):
-            yield MicroBatch(batch, len(indices))
+        requests = (Request(micro.indices, epoch=0) for micro in self._batches)
+        for micro, batch in zip(self._batches, self._source.batches(requests), strict=True):
+            yield MicroBatch(batch, micro.num_samples)
 
     def close(self) -> None:
         """End the loader's worker processes; may be called again."""

@@ -45,6 +45,16 @@ def process_group(context: Context, settings: BackendConfig, *, rendezvous: str 
     dist.destroy_process_group()
 
 
+def side_group(timeout_s: float) -> dist.ProcessGroup:
+    """A second group of all ranks, over the CPU, for what goes on beside training in a thread of each.
+
+    It ends with the first. Every rank must call it.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)  # else this rank isn't in it, and all are
+    return group
+
+
 def set_timeout(timeout_s: float, context: Context) -> None:
     """Give every later collective this time-out. Every rank must call it at the same place."""
     if context.world_size == 1:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
-from framework.errors import ConfigError
 from framework.jobs.request import JobResult, Request
 from framework.jobs.running import Words, run
 from framework.jobs.running import check as check_run
 from framework.jobs.summary import closing_of_prediction, interruption_without_trace
+from framework.output_file import checked_output
 from framework.topology import Topology
 
 _SUFFIXES = (".csv", ".pt")
@@ -36,13 +35,4 @@ def check(request: Request) -> Topology:
 
 def _output(request: Request) -> Path:
     """Where the predictions go, absolute. Raises ConfigError where they can't."""
-    output = Path(request.config.predict.output).expanduser().absolute()
-    if output.suffix not in _SUFFIXES:
-        raise ConfigError(f"predict.output={output.name}: must end with one of {', '.join(_SUFFIXES)}.")
-    if output.exists():
-        raise ConfigError(f"predict.output={output} is there already. Choose another name, or remove it.")
-    if not output.parent.is_dir():
-        raise ConfigError(f"predict.output={output}: there is no folder {output.parent}. Make it, or choose another.")
-    if not os.access(output.parent, os.W_OK):
-        raise ConfigError(f"predict.output={output}: the folder can't be written. Choose another.")
-    return output
+    return checked_output(request.config.predict.output, key="predict.output", suffixes=_SUFFIXES)

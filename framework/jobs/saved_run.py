@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint import complete_steps
+from framework.checkpoint.format import CONFIG_NAME
+from framework.checkpoint.lookup import describe_others, find, last_whole, read_manifest
+from framework.checkpoint.whole import file_fault
 from framework.config.saved import (
     Saved,
     apply_changes,
@@ -26,7 +28,7 @@ from framework.config.saved import (
     resume_argument,
     value_of,
 )
-from framework.errors import ConfigError
+from framework.errors import CheckpointError, ConfigError
 from framework.jobs.summary import short
 from framework.run_dir import RunDir
 
@@ -54,14 +56,13 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
         return None
     if len(named) > 1:
         raise ConfigError("resume can't go with checkpoint.path: each names the run to begin with. Leave one out.")
-    from framework.checkpoint import find
-
     ((key, path),) = named.items()
     if key == _RESUME:
         saved = load_saved(path)
         found = SavedRun(key, saved, checkpoint=None if saved.step is None else find(saved.step))
     else:
         directory = find(Path(path))
+        _check_config(directory)
         found = SavedRun(key, load_checkpoint(directory), checkpoint=directory)
     _check_recipe(found, typed)
     return found
@@ -95,8 +96,25 @@ def _described(found: RunDir | None, folder: Path) -> str:
     how = run["status"]
     if how == "running":  # nobody wrote down how it ended
         how = f"ended without a word, or under way, as process {process.get('pid')} on {process.get('host')}"
-    step = max(complete_steps(found.checkpoints), default=None)
-    return f"{short(found.path)} ({how}; {'no checkpoint yet' if step is None else f'checkpoint of step {step}'})"
+    return f"{short(found.path)} ({how}; {_last_in(found)})"
+
+
+def _last_in(run_dir: RunDir) -> str:
+    """The checkpoint to go on from, as far as sizes tell: rank 0 reads the files, and may go back further."""
+    try:
+        directory = last_whole(run_dir.checkpoints, thorough=False).directory
+    except CheckpointError:
+        return "no checkpoint that can be used"
+    return "no checkpoint yet" if directory is None else f"checkpoint of step {read_manifest(directory).step}"
+
+
+def _check_config(directory: Path) -> None:
+    """Raise CheckpointError where the configuration of a checkpoint isn't the one that was written with it."""
+    fault = file_fault(directory / CONFIG_NAME, facts=read_manifest(directory).files.get(CONFIG_NAME))
+    if fault is not None:
+        raise CheckpointError(
+            f"The checkpoint {directory} is damaged: {CONFIG_NAME} {fault}.\n{describe_others(directory)}"
+        )
 
 
 def names_a_run(override: str) -> bool:

@@ -13,7 +13,7 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, TextIO, final
+from typing import Any, NoReturn, TextIO, final
 
 from framework.launch.lifetime import die_with_parent
 from framework.launch.wire import Message
@@ -72,7 +72,8 @@ def _enter_environment(message: Message) -> None:
 def log_to(path: Path, *, terminal: bool) -> None:
     """Send what this process prints to its log file; with `terminal`, Python's own streams to both.
 
-    File descriptors are redirected too where there is no terminal, so that what C++ code prints is kept as well.
+    File descriptors are redirected too where there is no terminal, so that what C++ code prints is kept as well. What a
+    full disk doesn't take ends nothing.
     """
     log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable(log)
@@ -81,15 +82,25 @@ def log_to(path: Path, *, terminal: bool) -> None:
         return
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True, write_through=True)
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True, write_through=True)
+    sys.stdout = io.TextIOWrapper(_Log(1, "w", closefd=False), line_buffering=True, write_through=True)
+    sys.stderr = io.TextIOWrapper(_Log(2, "w", closefd=False), line_buffering=True, write_through=True)
+
+
+@final
+class _Log(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 @final
 class Tee(io.TextIOBase):
     """A text stream that writes to the terminal and to a log; what it says of itself is true of the terminal.
 
-    A terminal that is gone, or a pipe that nobody reads any more, ends nothing: the log has all of it.
+    A terminal that is gone, or a pipe that nobody reads any more, ends nothing: the log has all of it. Nor does a disk
+    that takes no more: the log keeps a few kB of it until there is room.
     """
 
     def __init__(self, terminal: TextIO, log: TextIO) -> None:
@@ -97,13 +108,19 @@ class Tee(io.TextIOBase):
         self.log = log
 
     def write(self, text: str) -> int:
-        self.log.write(text)
+        self.write_log(text)
         with suppress(OSError):
             self.terminal.write(text)
         return len(text)
 
+    def write_log(self, text: str) -> None:
+        """Past the terminal."""
+        with suppress(OSError):
+            self.log.write(text)
+
     def flush(self) -> None:
-        self.log.flush()
+        with suppress(OSError):
+            self.log.flush()
         with suppress(OSError):
             self.terminal.flush()
 

@@ -20,10 +20,18 @@ from framework.launch.wire import Channel, Message
 _KILL_TIMEOUT_S = 10.0  # nothing withstands SIGKILL for long but a process in the kernel's hands
 
 
-def ask(warm: WarmServer | None, entry: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Message:
+def ask(
+    warm: WarmServer | None,
+    entry: str,
+    arguments: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    purpose: str = "look into the model",
+) -> Message:
     """What `entry` ("module:function"), called as `entry(arguments)` in a child, gives: plain types, as JSON has them.
 
     warm: the server to fork from; one is started where it is None or has ended. What the child prints goes to stderr.
+    purpose: what the child is to do, for messages.
     Raises the FrameworkError that the child raised; RunError where it raised anything else, after its traceback;
     LaunchError where it takes longer than `timeout_s`. No child is left in any case.
     """
@@ -33,7 +41,7 @@ def ask(warm: WarmServer | None, entry: str, arguments: Mapping[str, Any], *, ti
         with theirs:
             server.spawn(Child(key, f"{__name__}:answer", {"entry": entry, "arguments": arguments}), fd=theirs.fileno())
         try:
-            return _answer_of(server, ours, key=key, timeout_s=timeout_s)
+            return _answer_of(server, ours, key=key, timeout_s=timeout_s, purpose=purpose)
         finally:
             ours.close()
 
@@ -52,7 +60,7 @@ def answer(arguments: Mapping[str, Any], fd: int | None) -> int:
     return 0
 
 
-def _answer_of(server: WarmServer, channel: Channel, *, key: str, timeout_s: float) -> Message:
+def _answer_of(server: WarmServer, channel: Channel, *, key: str, timeout_s: float, purpose: str) -> Message:
     """The child's answer, once the child has ended."""
     received: list[Message] = []
     watched: list[Any] = [server, channel]
@@ -63,7 +71,7 @@ def _answer_of(server: WarmServer, channel: Channel, *, key: str, timeout_s: flo
             ready = select.select(watched, [], [], max(0.0, deadline - time.monotonic()))[0]
             if not ready:
                 raise LaunchError(
-                    f"No answer came within backend.init_timeout={timeout_s:g} s. "
+                    f"The process that was to {purpose} gave no answer within backend.init_timeout={timeout_s:g} s. "
                     "Building the model or the data may be slow here; raise it."
                 )
             if channel in ready:
@@ -76,7 +84,7 @@ def _answer_of(server: WarmServer, channel: Channel, *, key: str, timeout_s: flo
     finally:
         if not ended:
             _end(server, key)
-    return _unpacked(received)
+    return _unpacked(received, purpose=purpose)
 
 
 def _has_exited(server: WarmServer, key: str) -> bool:
@@ -91,9 +99,9 @@ def _end(server: WarmServer, key: str) -> None:
             continue
 
 
-def _unpacked(received: list[Message]) -> Message:
+def _unpacked(received: list[Message], *, purpose: str) -> Message:
     if not received:
-        raise RunError("The process that was to look into the model ended without an answer; its error is above.")
+        raise RunError(f"The process that was to {purpose} ended without an answer; its error is above.")
     message = received[0]
     if "raised" in message:
         kind = getattr(errors, message["raised"], RunError)

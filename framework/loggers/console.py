@@ -6,6 +6,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, final
@@ -134,11 +135,12 @@ class ConsoleLogger:
 
     def _print(self, line: str) -> None:
         if self._live is None:
-            print(line, file=self._out, flush=True)
+            with suppress(OSError):  # of a full disk, or of a pipe that nobody reads: no reason to end the training
+                print(line, file=self._out, flush=True)
             return
         self._live.console.print(line, highlight=False)  # above the line that is drawn anew
         if isinstance(self._out, Tee):
-            self._out.log.write(f"{line}\n")
+            self._out.write_log(f"{line}\n")
 
 
 def _start_live(logger: ConsoleLogger) -> Live | None:

@@ -6,8 +6,9 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from typing import IO, final
+from typing import final
 
+from framework.appending import Appender
 from framework.rows import open_rows, read_rows
 from framework.run_dir import RunDir
 from framework.types import FitInfo
@@ -20,12 +21,12 @@ class JsonlLogger:
     Each line is valid JSON and reaches the file at once. A value that is not finite is null there, and `nonfinite`
     says what it was: {"train/loss": null, "nonfinite": {"train/loss": "nan"}}. When a run is resumed, lines of later
     steps than the one it goes on from are cut off, as is a line that a kill left unfinished; what that step has already
-    is not written again.
+    is not written again. A full disk ends nothing (see `Appender`).
     """
 
     def __init__(self, *, run_dir: RunDir) -> None:
         self._path = run_dir.metrics_file
-        self._file: IO[str] | None = None
+        self._file: Appender | None = None
         self._start_step = -1
         self._known: set[str] = set()  # names that the step gone on from has
 
@@ -46,13 +47,15 @@ class JsonlLogger:
         nonfinite = {name: str(float(value)) for name, value in values.items() if not math.isfinite(value)}
         finite = {name: None if name in nonfinite else value for name, value in values.items()}
         extra = {"nonfinite": nonfinite} if nonfinite else {}
-        self._file.write(json.dumps({**row, **finite, **extra}, allow_nan=False) + "\n")
+        self._file.write(f"{json.dumps({**row, **finite, **extra}, allow_nan=False)}\n".encode())
 
     def text(self, tag: str, text: str) -> None:
         """Nothing: a text is no metric, and the config lies in a file of its own."""
 
     def flush(self) -> None:
-        """Nothing: every line is with the kernel when it is written."""
+        """Every line is with the kernel when it is written, but for those that a full disk didn't take."""
+        if self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from textwrap import indent
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from framework.loggers.names import of_evaluation
+from framework.loggers.events import EventFile
 from framework.run_dir import RunDir
 from framework.types import FitInfo
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 @final
@@ -20,12 +17,12 @@ class TensorBoardLogger:
 
     After a resume TensorBoard shows no step twice: what was written beyond the step the run goes on from is hidden.
     What that step has already is not written again. A file is begun with the first numbers to write; texts from before
-    `fit_start` wait for it, so none is hidden.
+    `fit_start` wait for it, so none is hidden. A full disk ends nothing (see `Appender`).
     """
 
     def __init__(self, *, run_dir: RunDir) -> None:
         self._folder = run_dir.tensorboard
-        self._writer: SummaryWriter | None = None
+        self._writer: EventFile | None = None
         self._waiting_texts: list[tuple[str, str]] = []
         self._start_step = 0
         self._resumed = False
@@ -46,9 +43,7 @@ class TensorBoardLogger:
             known = self._scalars_at(step)
             values = {name: value for name, value in values.items() if name not in known}
         for name, value in values.items():
-            writer.add_scalar(name, value, global_step=step)
-        if of_evaluation(values):
-            writer.flush()
+            writer.scalar(name, value, step=step)
 
     def text(self, tag: str, text: str) -> None:
         if self._writer is None:
@@ -61,14 +56,14 @@ class TensorBoardLogger:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write everything out and end the writer's thread; another call, or one without anything to write, is fine."""
+        """Write everything out; another call, or one without anything to write, is fine."""
         if self._waiting_texts:
             self._opened()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def _opened(self) -> SummaryWriter:
+    def _opened(self) -> EventFile:
         if self._writer is None:
             self._writer = self._open(purge_step=None)
         return self._writer
@@ -82,16 +77,13 @@ class TensorBoardLogger:
         names = events.Tags()["scalars"]
         return {name for name in names if any(event.step == step for event in events.Scalars(name))}
 
-    def _open(self, *, purge_step: int | None) -> SummaryWriter:
-        # Half a second, and only rank 0 of a run that logs to TensorBoard has to spend it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+    def _open(self, *, purge_step: int | None) -> EventFile:
+        writer = EventFile(self._folder, purge_step=purge_step)
         for tag, text in self._waiting_texts:
             self._write_text(writer, tag, text)
         self._waiting_texts.clear()
         return writer
 
-    def _write_text(self, writer: SummaryWriter, tag: str, text: str) -> None:
+    def _write_text(self, writer: EventFile, tag: str, text: str) -> None:
         # Indented, not fenced: a fence would end at the first fence inside the text.
-        writer.add_text(tag, indent(text, "    ", lambda _: True), global_step=self._start_step)
+        writer.text(tag, indent(text, "    ", lambda _: True), step=self._start_step)

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.errors import ConfigError
+from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
@@ -83,19 +82,14 @@ class DDP:
     def before_evaluation(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers (BatchNorm's statistics), which its last forward left different."""
         if self._broadcasts_buffers:
-            groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-            for buffer in self.unwrap(model).buffers():
-                groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-            for buffers in groups.values():
-                _broadcast(buffers)
+            broadcast(self.unwrap(model).buffers())
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """What decides how sums come out: the order of gradients; each rank's buffers where they aren't the same."""
         exchanges = min(self._exchanges, self._settled_after)
         state: dict[str, Any] = {"gradient_order": list(self._order), "exchanges": exchanges}
         if not self._broadcasts_buffers:
-            mine = {name: buffer.cpu() for name, buffer in self.unwrap(model).named_buffers()}
-            state["buffers"] = list(gather_to_all(mine, self._context))
+            state["buffers"] = buffers_of_ranks(self.unwrap(model), self._context)
         return state
 
     @torch.no_grad()
@@ -112,11 +106,8 @@ class DDP:
                 with torch.enable_grad():
                     _exchange_in_order(model, order)
             self._order = list(order)
-        buffers = state.get("buffers", [])
-        if not self._broadcasts_buffers and len(buffers) == self._context.world_size:
-            own = dict(self.unwrap(model).named_buffers())
-            for name, value in buffers[self._context.rank].items():
-                own[name].copy_(value)
+        if not self._broadcasts_buffers:
+            restore_buffers(self.unwrap(model), state.get("buffers", []), self._context)
 
     def _note_order(self, model: DistributedDataParallel) -> None:
         """Remember the order in which gradients come for the first exchange: one call for each, and none after it."""
@@ -168,15 +159,6 @@ def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> 
     finally:
         model.module = module
         model.zero_grad(set_to_none=True)
-
-
-@torch.no_grad()
-def _broadcast(tensors: list[Tensor]) -> None:
-    """Rank 0's values to all, in one call: a small collective costs about a millisecond over gloo, however small."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.broadcast(flat, src=0)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
 
 
 def _buffer_option(broadcast: bool) -> dict[str, bool]:

@@ -246,7 +246,7 @@ def test_without_weights(command, tmp_path, job):
         (("job=eval", "init_from={run}"), "checkpoint.path can't go with init_from: each names weights to begin with."),
         (("job=eval", "recipe=digits"), "recipe=digits can't go with checkpoint.path: that run's recipe is toy."),
         (("job=eval", "eval.part=trian"), "eval.part=trian: must be one of train, val, test. Did you mean"),
-        (("job=train",), "is for job=eval and job=predict. To train, use resume=RUN"),
+        (("job=train",), "is for job=eval, predict and export. To train, use resume=RUN"),
         (("job=predict", "predict.output=some.txt"), "predict.output=some.txt: must end with one of .csv, .pt."),
         (("job=predict", "predict.output=some"), "predict.output=some: must end with one of .csv, .pt."),
         (("job=predict", "predict.output=no/where.csv"), "there is no folder "),

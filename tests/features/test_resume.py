@@ -54,6 +54,10 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs)
             assert started.process.poll() is None, started.printed()
             assert time.monotonic() < deadline, started.printed()
             time.sleep(0.02)
+        # Written beside the training.
+        while [str(last.readlink()) for last in tmp_path.glob("outputs/*/*/checkpoints/last")] != ["step_00000126"]:
+            assert time.monotonic() < deadline, started.printed()
+            time.sleep(0.02)
         started.process.send_signal(signal.SIGINT)
         started.wait_for_output("Ctrl-C again ends at once", timeout=10)
         started.process.send_signal(signal.SIGINT)

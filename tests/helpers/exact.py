@@ -16,7 +16,7 @@ SIZE, GLOBAL_BATCH, STEPS_PER_EPOCH = 66, 12, 6
 """The last global batch of an epoch has 6 samples."""
 
 RECIPE = '''
-import os, random, signal
+import os, random, signal, time
 from pathlib import Path
 
 import numpy
@@ -76,10 +76,13 @@ class Forgetful:
 
 
 class Dies:
-    """Kills its rank once: after a step, in the forward of a later micro-batch of the next one, or while it saves."""
+    """Kills its rank once: after a step, in the forward of a later micro-batch of the next one, or while it saves.
 
-    def __init__(self, after, where, rank=0):
-        self.after, self.where, self.step = after, where, None
+    saved: the step whose checkpoint, written beside the training, has to be on the disk by then.
+    """
+
+    def __init__(self, after, where, saved, rank=0):
+        self.after, self.where, self.saved, self.step = after, where, saved, None
         self.forwards = 0
         self.mine = os.environ["RANK"] == str(rank) and not Path("died").exists()
 
@@ -101,8 +104,16 @@ class Dies:
         self._die("saving", when=self.step is not None and self.step >= self.after)
         return {}
 
+    def _is_saved(self):
+        pointers = Path("outputs/exact").glob("*/checkpoints/last")
+        return f"step_{self.saved:08d}" in [str(pointer.readlink()) for pointer in pointers]
+
     def _die(self, where, when):
         if self.mine and when and where == self.where:
+            deadline = time.monotonic() + 60
+            while not self._is_saved():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             Path("died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 '''
@@ -120,7 +131,7 @@ optimizer: {{lr: 1.0e-2}}
 trainer: {{max_epochs: 3, log_every_n_steps: 4, val_check_interval: 5, num_threads: 1}}
 checkpoint: {{every_n_steps: 3, every_n_epochs: null}}
 callbacks:
-  dies: {{_target_: recipes.exact.Dies, after: 10, where: step, rank: 0}}
+  dies: {{_target_: recipes.exact.Dies, after: 10, where: step, rank: 0, saved: 9}}
 """
 
 

@@ -55,6 +55,17 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
     assert results.repeated(resumed) == {}
 
 
+def test_so_it_does_where_the_model_is_spread_over_the_processes(train: Train, tmp_path: Path) -> None:
+    """Of the weights with one row, one process has all and the others nothing; each has its own statistics."""
+    spread = ("strategy=fsdp", "strategy.min_num_params=100", "strategy.broadcast_buffers=false")
+    averaged = ("trainer.gradient_clip_val=0.5", "callbacks=recorder")
+    whole, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=3", *spread, *ADAM, *averaged)
+    # What was being written beside step 10 may have been lost.
+    assert "Going on after step 9" in results.log(resumed) or "Going on after step 6" in results.log(resumed)
+    assert exact.differences(whole, resumed) == []
+    assert results.repeated(resumed) == {}
+
+
 @pytest.mark.parametrize("option", ["broadcast_buffers=false", "find_unused_parameters=true", "static_graph=true"])
 def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option: str) -> None:
     """Each rank its own statistics of BatchNorm; gradients that are never laid out anew; a graph taken for fixed."""
@@ -68,7 +79,7 @@ def test_after_the_first_step_the_layout_of_gradients_is_the_one_there_would_be(
     train: Train, tmp_path: Path, static: bool
 ) -> None:
     """It is made anew after one step, of a static graph after two; here the run goes on from the first."""
-    early = ("checkpoint.every_n_steps=1", "callbacks.dies.after=2", f"+strategy.static_graph={str(static).lower()}")
+    early = ("checkpoint.every_n_steps=1", "callbacks.dies.after=2", "callbacks.dies.saved=1", f"+strategy.static_graph={str(static).lower()}")
     whole, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=3", *early)
     assert "Going on after step 1" in results.log(resumed)
     assert exact.differences(whole, resumed) == []

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -119,10 +120,12 @@ def settings(**changes: Any) -> TrainerConfig:
 
 
 def manager(folder: Path, **changes: Any) -> CheckpointManager:
-    """Keeps every checkpoint; saves by nothing but the changes."""
-    usual = replace(parse(raw_config()).checkpoint, monitor=None, save_top_k=-1, every_n_epochs=None)
+    """Keeps every checkpoint; saves by nothing but the changes, and while training waits."""
+    usual = replace(
+        parse(raw_config()).checkpoint, monitor=None, save_top_k=-1, every_n_epochs=None, asynchronous=False
+    )
     return CheckpointManager(
-        replace(usual, **changes), folder, config_text="recipe: small\n", is_writer=True, barrier=lambda: None
+        replace(usual, **changes), folder, config_text="recipe: small\n", is_writer=True, warn=pytest.fail
     )
 
 

@@ -49,6 +49,19 @@ def test_each_rank_has_its_own_and_a_resumed_run_goes_on_in_it(run_dir: RunDir) 
     assert run_dir.rank_log(1).read_text().count("hello from") == 1
 
 
+def test_a_full_disk_ends_nothing_and_says_nothing(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir.rank_log(0).symlink_to("/dev/full")
+    with rank_log(run_dir, context(0)):
+        logger.warning("lost")
+    assert capfd.readouterr().err == ""
+
+
+def test_another_fault_of_a_record_is_no_fault_of_the_disk(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    with rank_log(run_dir, context(0)), pytest.raises(TypeError):
+        logger.warning("%d", "no number")  # pytest's own handler raises it; the file's shows it
+    assert capfd.readouterr().err.count("--- Logging error ---") == 1
+
+
 def test_afterwards_the_logger_is_as_it_was_also_after_an_error(run_dir: RunDir) -> None:
     before = (logger.level, list(logger.handlers))
     with pytest.raises(ValueError, match="oops"), rank_log(run_dir, context(0)):

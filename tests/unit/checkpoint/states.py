@@ -20,7 +20,12 @@ def small_state(value: float = 1.0) -> dict[str, Any]:
 
 
 def write_small(
-    folder: Path, step: int, *, value: float | None = None, metrics: dict[str, float] | None = None
+    folder: Path,
+    step: int,
+    *,
+    value: float | None = None,
+    metrics: dict[str, float] | None = None,
+    config_text: str = "recipe: small\n",
 ) -> Path:
     return write(
         folder,
@@ -28,7 +33,7 @@ def write_small(
         step=step,
         epoch=step // 10,
         metrics=metrics or {},
-        config_text="recipe: small\n",
+        config_text=config_text,
     )
 
 

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint.format import FORMAT_VERSION, FileFacts, Manifest, decode, encode, step_name, step_of
+from framework.checkpoint.format import (
+    FORMAT_VERSION,
+    FileFacts,
+    Manifest,
+    NewerFormatError,
+    decode,
+    encode,
+    step_name,
+    step_of,
+)
 from framework.errors import CheckpointError
 
 HERE = Path("run/checkpoints/step_00000007")
@@ -52,8 +61,22 @@ def test_other_json_is_refused(text: str) -> None:
 
 def test_a_newer_format_says_to_update_even_if_all_else_is_unknown() -> None:
     text = json.dumps({"format_version": FORMAT_VERSION + 1, "framework_version": "9.0", "shards": []})
-    with pytest.raises(CheckpointError, match=r"format 2, written by framework 9\.0.*up to format 1"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"format {FORMAT_VERSION + 1}, written by framework 9\.0.*up to format {FORMAT_VERSION}\.",
+    ):
         decode(text, directory=HERE)
+
+
+def test_a_newer_format_that_is_damaged_is_damaged() -> None:
+    text = encode(manifest()).replace('"format_version": 1', '"format_version": 9')
+    with pytest.raises(CheckpointError, match="damaged"):
+        decode(text, directory=HERE)
+
+
+def test_a_newer_format_with_its_checksum_is_newer() -> None:
+    with pytest.raises(NewerFormatError, match="Update the framework"):
+        decode(encode(manifest(format_version=FORMAT_VERSION + 1)), directory=HERE)
 
 
 def test_step_names() -> None:

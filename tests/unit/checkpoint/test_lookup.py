@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint import complete_steps, find
+from framework.checkpoint import complete_steps, find, read_manifest
+from framework.checkpoint.format import FORMAT_VERSION, Manifest, NewerFormatError, encode
+from framework.checkpoint.lookup import LastWhole, last_whole
 from framework.checkpoint.store import point
 from framework.errors import CheckpointError
 from tests.unit.checkpoint.states import write_small
@@ -111,6 +113,93 @@ def test_between_the_renames_of_a_replacement_the_old_one_counts(run: Path) -> N
     (folder / "step_00000030").rename(folder / ".replaced_step_00000030")
     assert find(run) == folder / ".replaced_step_00000030"
     assert list(complete_steps(folder)) == [10, 20, 30]
+
+
+# The last one that is whole
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def step(run: Path, number: int) -> Path:
+    return run / "checkpoints" / f"step_{number:08d}"
+
+
+def chosen(run: Path, *, thorough: bool = True) -> tuple[str | None, list[str]]:
+    """Names of the one to go on from, and of those before it that are damaged."""
+    found = last_whole(run / "checkpoints", thorough=thorough)
+    name = None if found.directory is None else found.directory.name[-2:]
+    return name, [f"{directory.name[-2:]}: {fault}" for directory, fault in found.damaged]
+
+
+def test_the_last_one_is_taken_where_it_is_whole_and_nothing_else_is_read(run: Path) -> None:
+    flip(step(run, 10) / "model.pt")
+    flip(step(run, 20) / "model.pt")
+    assert chosen(run) == ("30", [])
+    assert last_whole(run / "checkpoints").directory == step(run, 30)
+
+
+def test_where_there_never_was_one_there_is_none(tmp_path: Path) -> None:
+    assert last_whole(tmp_path / "nowhere") == LastWhole(None)
+    assert last_whole(tmp_path) == LastWhole(None)
+
+
+def test_one_that_is_newer_than_last_is_named_and_never_taken(run: Path) -> None:
+    """Such as after a resumption from an older one: what came after it then was given up."""
+    point(run / "checkpoints", "last", step=20)
+    flip(step(run, 20) / "training.pt")
+    assert chosen(run) == ("10", ["20: training.pt has another checksum than when it was written"])
+    flip(step(run, 10) / "training.pt")
+    with pytest.raises(CheckpointError, match=r"Newer than `last` there is step_00000030: resume=.*/step_00000030$"):
+        chosen(run)
+
+
+def test_without_a_pointer_it_is_the_newest(run: Path) -> None:
+    (run / "checkpoints" / "last").unlink()
+    assert chosen(run) == ("30", [])
+    (step(run, 30) / "manifest.json").unlink()
+    assert chosen(run) == ("20", ["30: it has no manifest.json"])
+
+
+def test_the_content_is_read_only_where_that_is_asked_for(run: Path) -> None:
+    flip(step(run, 30) / "model.pt")
+    assert chosen(run, thorough=False) == ("30", [])
+    (step(run, 30) / "model.pt").write_bytes(b"short")
+    assert chosen(run, thorough=False)[0] == "20"
+
+
+def test_one_that_was_set_aside_counts_behind_the_one_in_its_place(run: Path) -> None:
+    aside = run / "checkpoints" / ".replaced_step_00000030"
+    step(run, 30).rename(aside)
+    assert last_whole(run / "checkpoints").directory == aside
+    write_small(run / "checkpoints" / "new", 30).rename(step(run, 30))
+    assert last_whole(run / "checkpoints").directory == step(run, 30)
+    flip(step(run, 30) / "model.pt")
+    assert last_whole(run / "checkpoints").directory == aside
+
+
+def test_in_a_copy_without_symlinks_last_is_a_directory(run: Path) -> None:
+    copy = Path(shutil.copytree(run, run.parent / "copy", symlinks=False))
+    assert last_whole(copy / "checkpoints").directory == copy / "checkpoints" / "last"
+    flip(copy / "checkpoints" / "last" / "model.pt")
+    assert last_whole(copy / "checkpoints").directory == step(copy, 30)
+    point_back = write_small(copy / "older", 20)
+    shutil.rmtree(copy / "checkpoints" / "last")
+    point_back.rename(copy / "checkpoints" / "last")
+    flip(copy / "checkpoints" / "last" / "model.pt")
+    assert last_whole(copy / "checkpoints").directory == step(copy, 20)
+
+
+def test_one_of_a_newer_framework_is_not_passed_over(run: Path) -> None:
+    manifest = read_manifest(step(run, 30))
+    newer = Manifest(**{**vars(manifest), "format_version": FORMAT_VERSION + 1})
+    (step(run, 30) / "manifest.json").write_text(encode(newer))
+    with pytest.raises(NewerFormatError, match="Update the framework"):
+        chosen(run)
+    assert list(complete_steps(run / "checkpoints")) == [10, 20]
 
 
 def test_finding_needs_no_torch(run: Path) -> None:

@@ -1,30 +1,42 @@
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
 import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from framework.checkpoint import CheckpointManager, find, load
+from framework.checkpoint import CheckpointManager, find, load, store
+from framework.checkpoint import manager as manager_module
 from framework.config.schema import CheckpointConfig, Mode
 from framework.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.states import small_state
 
 CONFIG = CheckpointConfig(
-    path=None, enabled=True, monitor="val/loss", mode=Mode.MIN, save_top_k=1, every_n_steps=None, every_n_epochs=None
+    path=None,
+    enabled=True,
+    monitor="val/loss",
+    mode=Mode.MIN,
+    save_top_k=1,
+    every_n_steps=None,
+    every_n_epochs=None,
+    every_n_minutes=None,
+    asynchronous=False,
 )
 
 
-def manager_of(folder: Path, *, is_writer: bool = True, barrier=lambda: None, **changes) -> CheckpointManager:
-    return CheckpointManager(
-        replace(CONFIG, **changes), folder, config_text="a: 1\n", is_writer=is_writer, barrier=barrier
-    )
+def manager_of(folder: Path, *, is_writer: bool = True, warn=pytest.fail, **changes) -> CheckpointManager:
+    return CheckpointManager(replace(CONFIG, **changes), folder, config_text="a: 1\n", is_writer=is_writer, warn=warn)
 
 
 def save(manager: CheckpointManager, step: int, loss: float | None) -> None:
@@ -149,26 +161,145 @@ def test_a_checkpoint_deleted_by_hand_is_forgotten(tmp_path: Path) -> None:
 def test_an_unknown_monitor_is_an_error_on_every_rank_before_anything_is_written(
     tmp_path: Path, is_writer: bool
 ) -> None:
-    manager = manager_of(tmp_path, is_writer=is_writer, barrier=lambda: pytest.fail("nobody may wait"))
+    manager = manager_of(tmp_path, is_writer=is_writer)
     with pytest.raises(ConfigError, match=r"checkpoint\.monitor=val/loss .*\n.*val/losses, val/accuracy") as caught:
         manager.save(small_state(), step=1, epoch=0, metrics={"val/losses": 1.0, "val/accuracy": 0.5})
     assert caught.match("Did you mean val/losses")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_others_only_wait(tmp_path: Path) -> None:
-    events: list[str] = []
-    folder = tmp_path / "checkpoints"
-    save(manager_of(folder, is_writer=False, barrier=lambda: events.append("other")), 1, 0.5)
-    assert not folder.exists()
-    save(manager_of(folder, barrier=lambda: events.append(f"writer, {steps_in(folder)}")), 1, 0.5)
-    assert events == ["other", "writer, [1]"]
+def test_the_others_write_nothing(tmp_path: Path) -> None:
+    save(manager_of(tmp_path / "checkpoints", is_writer=False), 1, 0.5)
+    assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_writer_that_fails_raises_instead_of_waiting(tmp_path: Path) -> None:
-    manager = manager_of(tmp_path, barrier=lambda: pytest.fail("it must not wait"))
+def test_what_cannot_be_saved_is_an_error_and_nothing_is_begun(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
-        manager.save({**small_state(), "generators": [object()]}, step=1, epoch=0, metrics=None)
+        manager_of(tmp_path).save({**small_state(), "generators": [object()]}, step=1, epoch=0, metrics=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Beside the training that goes on
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Iterator[CheckpointManager]:
+    manager = manager_of(tmp_path / "checkpoints", asynchronous=True, monitor=None, save_top_k=-1)
+    yield manager
+    manager.close()
+
+
+def weights_in(folder: Path, step: int) -> list[float]:
+    weight: torch.Tensor = load(folder / "checkpoints" / f"step_{step:08d}", map_location="cpu")["model"]["weight"]
+    return weight.tolist()
+
+
+def state_of(weight: torch.Tensor) -> dict[str, Any]:
+    return {"model": {"weight": weight}, "training": {}, "generators": []}
+
+
+def test_it_is_written_once_weights_may_change_and_as_they_were(beside: CheckpointManager, tmp_path: Path) -> None:
+    weight = torch.zeros(3)
+    beside.save(state_of(weight), step=1, epoch=0, metrics=None, late=[weight])
+    assert steps_in(tmp_path / "checkpoints") == []
+    beside.before_update()
+    weight.add_(1)
+    beside.before_update()  # nothing is left to be waited for
+    assert beside.settle() is None
+    assert weights_in(tmp_path, 1) == [0, 0, 0]
+
+
+def test_the_next_save_waits_for_the_one_before(
+    beside: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, at_once = threading.Event(), []
+    real = store.write
+
+    def slow(folder: Path, *rest: Any, **named: Any) -> Path:
+        at_once.append(named["step"])
+        assert may_go_on.wait(30)
+        at_once.remove(named["step"])
+        return real(folder, *rest, **named)
+
+    monkeypatch.setattr(manager_module, "write", slow)
+    weight = torch.zeros(3)
+    beside.save(state_of(weight), step=1, epoch=0, metrics=None)
+    threading.Timer(0.2, may_go_on.set).start()
+    weight.add_(1)
+    beside.save(state_of(weight), step=2, epoch=0, metrics=None)
+    assert at_once in ([], [2])
+    assert beside.settle() is None
+    assert (weights_in(tmp_path, 1), weights_in(tmp_path, 2)) == ([0, 0, 0], [1, 1, 1])
+
+
+def test_weights_that_change_too_early_give_up_one_checkpoint_and_the_next_is_copied_at_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    manager = manager_of(tmp_path / "checkpoints", asynchronous=True, monitor=None, save_top_k=-1, warn=told.append)
+    weight = torch.zeros(3)
+    for step in (1, 2):
+        manager.save(state_of(weight), step=step, epoch=0, metrics=None, late=[weight])
+        weight.add_(1)
+        manager.before_update()
+        failure = manager.settle()
+        assert (failure is None) == (step == 2)
+    manager.close()
+    (text,) = told
+    assert text.startswith("The checkpoint of step 1 was given up: model.weight changed while it was copied.")
+    assert steps_in(tmp_path / "checkpoints") == [2]
+    assert weights_in(tmp_path, 2) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_disk_that_refuses_is_told_and_the_next_save_may_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    told: list[str] = []
+    folder = tmp_path / "checkpoints"
+    manager = manager_of(folder, asynchronous=asynchronous, monitor=None, warn=told.append)
+    save(manager, 1, None)
+    assert manager.settle() is None
+    monkeypatch.setattr(manager_module, "require_room", full_disk)
+    save(manager, 2, None)
+    failure = manager.settle()
+    assert failure is not None
+    assert failure.startswith(f"The checkpoint of step 2 can't be written to {folder}: No space left on device")
+    assert told == [f"{failure}\nTraining goes on without it."]
+    assert (steps_in(folder), target(folder, "last")) == ([1], 1)
+    monkeypatch.undo()
+    save(manager, 3, None)
+    assert manager.settle() is None
+    manager.close()
+    assert (steps_in(folder), target(folder, "last")) == ([3], 3)
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_our_own_fault_in_the_thread_is_not_silent(beside: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Path:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(manager_module, "write", broken)
+    save(beside, 1, None)
+    with pytest.raises(ZeroDivisionError):
+        save(beside, 2, None)
+
+
+def test_it_is_due_by_the_writers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("framework.checkpoint.manager.time.monotonic", lambda: now[0])
+    manager = manager_of(tmp_path, every_n_minutes=0.5)
+    other = manager_of(tmp_path, every_n_minutes=0.5, is_writer=False)
+    never = manager_of(tmp_path)
+    seen = []
+    for now[0] in (129.0, 130.0, 131.0, 160.0, 161.0):
+        seen.append(manager.due_time())
+        assert not other.due_time()
+        assert not never.due_time()
+        if now[0] == 131.0:
+            save(manager, 1, None)
+    assert seen == [False, True, True, False, True]
 
 
 LOSSES = st.one_of(st.none(), st.just(math.nan), st.sampled_from([0.1, 0.2, 0.3, 0.4]))

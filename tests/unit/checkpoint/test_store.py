@@ -18,8 +18,8 @@ import torch
 
 from framework.checkpoint import find, load, read_manifest, write
 from framework.checkpoint.format import FileFacts, encode
-from framework.checkpoint.store import clean, point, remove
-from framework.errors import CheckpointError, RunError
+from framework.checkpoint.store import check_state, clean, point, remove
+from framework.errors import CheckpointError, DiskError
 from tests.unit.checkpoint.states import small_state, trained, write_small
 
 FILES = ["config.yaml", "generators.pt", "manifest.json", "model.pt", "training.pt"]
@@ -126,17 +126,16 @@ def test_python_objects_are_refused_and_no_code_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "attacked").exists()
 
 
-def test_a_state_that_could_not_be_read_back_writes_nothing(tmp_path: Path) -> None:
+def test_a_state_that_could_not_be_read_back_is_refused() -> None:
     state = small_state()
     state["training"]["callbacks"] = {"my_cb": {"model": torch.nn.Linear(1, 1)}}
     with pytest.raises(CheckpointError, match=r"at callbacks\.my_cb\.model a torch\.nn"):
-        write(tmp_path / "checkpoints", state, step=1, epoch=0, metrics={}, config_text="")
-    assert not (tmp_path / "checkpoints").exists()
+        check_state(state)
 
 
-def test_a_state_with_other_parts_is_our_own_mistake(tmp_path: Path) -> None:
+def test_a_state_with_other_parts_is_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="model"):
-        write(tmp_path, {"model": {}}, step=1, epoch=0, metrics={}, config_text="")
+        check_state({"model": {}})
 
 
 def test_the_same_step_again_replaces(tmp_path: Path) -> None:
@@ -162,7 +161,7 @@ def test_replacing_leaves_a_good_one_at_every_moment(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(RunError, match=r"step 5 can't be written .*the disk is gone"):
+    with pytest.raises(DiskError, match=r"step 5 can't be written .*the disk is gone"):
         write_small(tmp_path, 5, value=2.0)
     monkeypatch.undo()
     assert load(find(tmp_path), map_location="cpu")["model"]["bias"].tolist() == [1.0, 1.0]
@@ -186,7 +185,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
     write_small(tmp_path, 1)
     state = {**small_state(), "model": {"weight": torch.zeros(1_000_000)}}
-    with file_size_limit(1_000_000), pytest.raises(RunError, match=r"step 2 can't be written .*: File too large"):
+    with file_size_limit(1_000_000), pytest.raises(DiskError, match=r"step 2 can't be written .*: File too large"):
         write(tmp_path, state, step=2, epoch=0, metrics={}, config_text="")
     assert names(tmp_path) == ["step_00000001"]
     load(find(tmp_path), map_location="cpu")
@@ -265,7 +264,7 @@ def test_pointers_move_and_are_relative_symlinks(tmp_path: Path) -> None:
 def test_a_pointer_that_became_a_directory_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "last" / "mine").mkdir(parents=True)
     write_small(tmp_path, 1)
-    with pytest.raises(RunError, match=r"The pointer .*last can't be moved to step_00000001: Is a directory"):
+    with pytest.raises(DiskError, match=r"The pointer .*last can't be moved to step_00000001: Is a directory"):
         point(tmp_path, "last", step=1)
     assert (tmp_path / "last" / "mine").is_dir()
 

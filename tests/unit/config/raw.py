@@ -14,7 +14,9 @@ _RAW: dict[str, Any] = {
     "init_from": None,
     "eval": {"part": "test"},
     "predict": {"part": "test", "output": "predictions.csv"},
+    "export": {"format": "state_dict", "output": None, "dynamic_batch": True},
     "plan": {"format": "text", "train_samples": None},
+    "parity": {"processes": None, "steps": 3},
     "path": {"outputs": "outputs"},
     "model": {"_target_": "recipes.some.Model", "width": 8},
     "data": {
@@ -69,6 +71,8 @@ _RAW: dict[str, Any] = {
         "save_top_k": 1,
         "every_n_steps": None,
         "every_n_epochs": 1,
+        "every_n_minutes": None,
+        "asynchronous": True,
     },
     "logger": {"jsonl": {"_target_": "framework.loggers.JsonlLogger"}},
     "callbacks": {},

@@ -27,8 +27,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     raw = raw_config({"data.batch_size": 77})
     save_config(run_dir, SimpleNamespace(raw=raw, overrides=("optimizer.lr=0.5", "trainer.max_epochs=4")))
     for step in (10, 20):
-        write_small(run_dir.checkpoints, step)
-        shutil.copy(run_dir.config_file, run_dir.checkpoints / f"step_{step:08d}" / "config.yaml")
+        write_small(run_dir.checkpoints, step, config_text=run_dir.config_file.read_text())
     return run_dir
 
 
@@ -61,13 +60,23 @@ def test_a_checkpoint_that_was_copied_away_brings_its_configuration(run_dir: Run
 
 
 def test_a_checkpoint_whose_configuration_can_not_be_read(run_dir: RunDir) -> None:
-    place = run_dir.checkpoints / "step_00000020"
-    (place / "config.yaml").write_text("- a list\n")
+    place = write_small(run_dir.checkpoints, 20, config_text="- a list\n")
     with pytest.raises(ConfigError, match="must hold a mapping"):
         saved_run([f"checkpoint.path={place}"])
-    (place / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match="can't be read"):
+    (place / "config.yaml").write_text("- a lisp\n")
+    with pytest.raises(CheckpointError, match=r"config\.yaml has another checksum.*\nUse another .*: step_00000010$"):
         saved_run([f"checkpoint.path={place}"])
+    (place / "config.yaml").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.yaml is missing"):
+        saved_run([f"checkpoint.path={place}"])
+
+
+@pytest.mark.parametrize("what", [".", "checkpoints", "checkpoints/last"])
+def test_a_run_whose_last_checkpoint_is_gone_can_be_named(run_dir: RunDir, what: str) -> None:
+    (run_dir.checkpoints / "last").symlink_to("step_00000030")
+    resumed = saved_run([f"resume={run_dir.path / what}"])
+    assert resumed is not None
+    assert (resumed.checkpoint, resumed.saved.run_dir) == (None, run_dir)
 
 
 def test_what_is_refused(run_dir: RunDir) -> None:

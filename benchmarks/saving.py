@@ -1,0 +1,179 @@
+"""What saving costs the training: the stall, and the loop time lost to it in all, beside plain `torch.save`.
+
+    python -m benchmarks.saving [--rounds 9] [--steps 10] [--folder FOLDER]
+
+One process on the CPU trains 209 MB of weights with Adam, so that a checkpoint has 629 MB. In every round each way of
+saving trains the same number of steps, the ways in a random order, each right after a part in which nothing is saved;
+what it takes longer than that part is the loop time lost: the stall, and the steps that are slower while something else
+is at the cores, the memory and the disk. The parts are long enough for a save to come to its end. Medians over rounds.
+
+    torch.save       what one writes by hand: the state dicts to one file, without fsync
+    ... no CRC       the same, told not to sum up what it writes
+    waiting          checkpoint.asynchronous=false: the framework's format, fsynced, with a manifest
+    beside           the default: copied to kept buffers, written by a thread
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.utils.serialization
+from torch import nn
+
+from framework.checkpoint import CheckpointManager
+from framework.config.schema import CheckpointConfig, Mode
+from framework.distributed.context import Context
+from framework.finite import check_finite
+from framework.meter import Meter
+from framework.topology import Topology
+
+_CONTEXT = Context(Topology(1, 1, 0, 1), 0, 0, 0, (torch.device("cpu"),), "gloo")
+_WIDTH, _LAYERS, _BATCH = 2560, 8, 64
+
+
+@final
+class Training:
+    """A model with Adam, and its steps."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()) for _ in range(_LAYERS)])
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
+        self.inputs = torch.randn(_BATCH, _WIDTH)
+        self.before_update: Callable[[], None] = lambda: None
+        self.waited_s = 0.0
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.model(self.inputs).square().mean().backward()
+            began = time.perf_counter()
+            self.before_update()
+            self.waited_s += time.perf_counter() - began
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        training = {"optimizer": self.optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "training": training, "generators": []}
+
+    def late(self) -> list[torch.Tensor]:
+        kept = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        return [*self.model.parameters(), *kept]
+
+
+class Way:
+    """One way of saving. `save` returns when training may go on."""
+
+    def __init__(
+        self, name: str, save: Callable[[], None], *, before_update: Callable[[], None] = lambda: None
+    ) -> None:
+        self.name, self.save, self.before_update = name, save, before_update
+        self.stalls_s: list[float] = []
+        self.lost_s: list[float] = []
+
+
+def ways(training: Training, folder: Path) -> list[Way]:
+    def by_hand(crc32: bool) -> Callable[[], None]:
+        def save() -> None:
+            torch.utils.serialization.config.save.compute_crc32 = crc32
+            torch.save(training.state(), folder / "by_hand.pt")
+            torch.utils.serialization.config.save.compute_crc32 = True
+
+        return save
+
+    def managed(asynchronous: bool) -> tuple[Callable[[], None], CheckpointManager]:
+        manager = CheckpointManager(
+            _settings(asynchronous), folder / str(asynchronous), config_text="", is_writer=True, warn=sys.exit
+        )
+        count = iter(range(1, 1000))
+        parameters = list(training.model.parameters())
+
+        def save() -> None:
+            step = next(count)
+            check_finite(parameters, Meter(), step=step, epoch=0, context=_CONTEXT)
+            manager.save(training.state(), step=step, epoch=0, metrics=None, late=training.late())
+
+        return save, manager
+
+    waiting, _ = managed(False)
+    beside, manager = managed(True)
+    return [
+        Way("torch.save", by_hand(True)),
+        Way("... no CRC", by_hand(False)),
+        Way("waiting", waiting),
+        Way("beside", beside, before_update=manager.before_update),
+    ]
+
+
+def _settings(asynchronous: bool) -> CheckpointConfig:
+    return CheckpointConfig(
+        path=None,
+        enabled=True,
+        monitor=None,
+        mode=Mode.MIN,
+        save_top_k=0,
+        every_n_steps=None,
+        every_n_epochs=None,
+        every_n_minutes=None,
+        asynchronous=asynchronous,
+    )
+
+
+def measure(training: Training, way: Way, *, steps: int) -> None:
+    began = time.perf_counter()
+    training.steps(steps)
+    without_s = time.perf_counter() - began
+    training.before_update, training.waited_s = way.before_update, 0.0
+    began = time.perf_counter()
+    way.save()
+    stall_s = time.perf_counter() - began
+    training.steps(steps)
+    way.lost_s.append(time.perf_counter() - began - without_s)
+    way.stalls_s.append(stall_s + training.waited_s)
+    training.before_update = lambda: None
+
+
+def table(measured: Sequence[Way]) -> str:
+    """Markdown: medians in seconds, and as parts of what torch.save loses."""
+    whole_s = statistics.median(measured[0].lost_s)
+    lines = ["| saving | stall (s) | loop time lost (s) | of torch.save's |", "|---|---|---|---|"]
+    for way in measured:
+        stall_s, lost_s = statistics.median(way.stalls_s), statistics.median(way.lost_s)
+        parts = f"stall {stall_s / whole_s:.0%}, lost {lost_s / whole_s:.0%}"
+        lines.append(f"| {way.name} | {stall_s:.3f} | {lost_s:.2f} | {parts} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10, help="of each part")
+    parser.add_argument("--folder", type=Path, default=None, help="where to save; default: the system's for such")
+    asked = parser.parse_args(argv)
+    choose = random.Random(0)
+    with tempfile.TemporaryDirectory(prefix="saving_", dir=asked.folder) as name:
+        training = Training()
+        every = ways(training, Path(name))
+        training.steps(2)
+        for way in every:
+            measure(training, way, steps=asked.steps)  # the first time buffers are made, and files
+            way.stalls_s.clear()
+            way.lost_s.clear()
+        for _ in range(asked.rounds):
+            for way in choose.sample(every, len(every)):
+                measure(training, way, steps=asked.steps)
+        print(table(every))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

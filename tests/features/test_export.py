@@ -1,0 +1,208 @@
+"""`job=export`: one plain file of a trained model, read back by code that knows nothing of this framework."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from framework import cli
+from recipes.digits import ConvNet, digits
+from recipes.toy import ToyModel
+from tests.helpers import results
+from tests.helpers.command import started_framework
+
+pytestmark = pytest.mark.multiproc
+
+TRAIN = ("logger=none", "callbacks=ema", "trainer.limit_train_batches=6", "trainer.max_epochs=2")
+
+
+@pytest.fixture(scope="module")
+def trained(train_once) -> Path:
+    """Averages its weights: those to evaluate are others than those trained last."""
+    run: Path = train_once("recipe=digits", "callbacks.ema.decay=0.5", *TRAIN)
+    return run
+
+
+@pytest.fixture(scope="module")
+def two_devices(train_once) -> Path:
+    run: Path = train_once("recipe=toy_model_parallel", "topology.procs_per_node=2", *TRAIN)
+    return run
+
+
+@pytest.fixture
+def export(warm, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
+    """The command in a folder of its own: its status, what it prints and what it says on stderr."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def run(*overrides: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        status = cli.main(["job=export", *overrides], warm=warm)
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return status, out, err
+
+    return run
+
+
+def names(folder: Path | None = None) -> set[str]:
+    return {path.name for path in (folder or Path.cwd()).iterdir()}
+
+
+def plain(model: nn.Module, run_dir: Path, which: str = "last") -> nn.Module:
+    """The model that job=eval evaluates."""
+    model.load_state_dict(results.weights(run_dir, which))
+    return model.eval()
+
+
+def by_onnxruntime(file: Path) -> Callable[[Tensor], Tensor]:
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+@pytest.mark.parametrize(("format_", "suffix"), [("state_dict", "pt"), ("safetensors", "safetensors")])
+def test_weights_are_those_that_are_evaluated(export, trained, format_, suffix):
+    status, out, err = export(f"checkpoint.path={trained}", f"export.format={format_}")
+    assert (status, err) == (0, "")
+    assert names() == {f"digits_12.{suffix}"}
+    assert out.splitlines()[0] == f"Exported ConvNet of digits after step 12 as {format_}"
+    file = Path(f"digits_12.{suffix}")
+    assert f"{file}, {file.stat().st_size:,} bytes" in out
+    found = torch.load(file, weights_only=True) if suffix == "pt" else load_file(file)
+    wanted = results.weights(trained)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("format_", "suffix"), [("onnx", "onnx"), ("torch_export", "pt2")])
+def test_a_graph_computes_what_the_evaluated_model_does(export, trained, format_, suffix):
+    best = f"checkpoint.path={trained}/best"
+    status, out, err = export(best, f"export.format={format_}", f"export.output=mine.{suffix}")
+    assert (status, err) == (0, "")
+    assert names() == {f"mine.{suffix}"}
+    assert "batches of 8 and 9" in out
+    file = Path(f"mine.{suffix}")
+    again = by_onnxruntime(file) if suffix == "onnx" else torch.export.load(file).module()
+    images = digits().test[:20][0]  # type: ignore[index]
+    model = plain(ConvNet(), trained, "best")
+    with torch.no_grad():
+        for batch in (images, images[:1]):
+            torch.testing.assert_close(again(batch), model(batch), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("format_", ["onnx", "torch_export"])
+def test_a_model_spread_over_devices(export, two_devices, format_):
+    status, _, err = export(f"checkpoint.path={two_devices}", f"export.format={format_}")
+    assert (status, err) == (0, "")
+    (file,) = Path.cwd().iterdir()
+    again = by_onnxruntime(file) if format_ == "onnx" else torch.export.load(file).module()
+    x = torch.randn(5, 10)
+    torch.testing.assert_close(again(x), plain(ToyModel(), two_devices)(x).detach())
+
+
+def test_from_a_copy_far_from_its_run(export, trained, tmp_path):
+    away = shutil.copytree((trained / "checkpoints" / "last").resolve(), tmp_path / "away")
+    status, _, err = export(f"checkpoint.path={away}", "export.output=~/a.pt".replace("~", str(tmp_path)))
+    assert (status, err) == (0, "")
+    assert names() == set()
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert found.keys() == results.weights(trained).keys()
+
+
+# Refused, and nothing is left
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("export.format=onxx",), "export.format=onxx: must be one of state_dict, safetensors, onnx, torch_export."),
+        (("export.output=a.onnx",), "export.output=a.onnx: must end with .pt."),
+        (("export.output=no/where.pt",), "there is no folder "),
+        (("export.output=there.pt",), "there.pt is there already. Choose another name, or remove it."),
+        (("-m", "export.format=onnx,torch_export"), "job=export writes one file, so it can't go with a sweep (-m)."),
+        (("model._target_=recipes.toy.ToyModel", "~model.dropout", "~model.conv_dropout"), "don't fit the model"),
+        (("resume={run}",), "resume can't go with checkpoint.path"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_can_not_be_is_refused(export, trained, overrides, said):
+    Path("there.pt").write_text("of mine")
+    status, out, err = export(f"checkpoint.path={trained}", *(text.format(run=trained) for text in overrides))
+    assert (status, out) == (2, "")
+    assert said in err
+    assert names() == {"there.pt"}
+    assert Path("there.pt").read_text() == "of mine"
+
+
+def test_without_weights(export):
+    said = "job=export needs weights: checkpoint.path=outputs/RECIPE/RUN, or one of its checkpoints.\n"
+    assert export("recipe=toy") == (2, "", said)
+
+
+def test_training_takes_no_checkpoint_to_export(export, trained):
+    status, _, err = export("job=train", f"checkpoint.path={trained}")
+    assert status == 2
+    assert "is for job=eval, predict and export." in err
+
+
+OWN = """
+import time
+from torch import rand_like
+from recipes.toy import ToyModel
+
+class Noisy(ToyModel):
+    def forward(self, x):
+        out = super().forward(x)
+        return out + rand_like(out)
+
+class Slow(ToyModel):
+    def forward(self, x):
+        print("in the middle", flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def toy(train_once) -> Path:
+    run: Path = train_once("recipe=toy", "logger=none", "trainer.max_steps=1")
+    return run
+
+
+def test_a_file_that_is_not_the_same_is_removed(export, toy):
+    Path("own.py").write_text(OWN)
+    own = ("model._target_=own.Noisy", "export.format=torch_export")
+    status, out, err = export(f"checkpoint.path={toy}", *own)
+    assert (status, out) == (1, "")
+    assert "is not the same as the model; it was removed." in err
+    assert names() <= {"own.py", "__pycache__"}
+
+
+def test_too_slow_to_answer(export, toy):
+    Path("own.py").write_text(OWN)
+    own = ("model._target_=own.Slow", "export.format=torch_export", "backend.init_timeout=1")
+    status, out, err = export(f"checkpoint.path={toy}", *own)
+    assert (status, out) == (1, "")
+    assert "The process that was to export the model gave no answer within backend.init_timeout=1 s." in err
+    assert names() <= {"own.py", "__pycache__"}
+
+
+def test_an_interrupt_leaves_nothing(toy, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = ("model._target_=own.Slow", "export.format=torch_export")
+    with started_framework("job=export", f"checkpoint.path={toy}", *own, cwd=tmp_path) as command:
+        command.wait_for_output("in the middle", timeout=60)
+        assert ".toy_1.pt2" in "".join(names(tmp_path))
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait(timeout=30) == 130
+        command.assert_all_gone()
+    assert names(tmp_path) <= {"own.py", "__pycache__"}

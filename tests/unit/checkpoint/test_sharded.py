@@ -1,0 +1,277 @@
+"""Shards of one process: what is written, that only it is read back, and that nothing in it is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+import zlib
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from framework.checkpoint import load, read_manifest, write
+from framework.checkpoint.format import MANIFEST_NAME, FileFacts, encode
+from framework.checkpoint.resharding import load_spread, load_spread_model
+from framework.checkpoint.sharded import shards_of, write_shards
+from framework.checkpoint.spread import NOTE, take_apart
+from framework.distributed.tensors import whole
+from framework.errors import CheckpointError
+from framework.strategies import FSDP
+from tests.unit.simulated_ranks import cpu_context
+
+pytestmark = pytest.mark.usefixtures("group", "own_state")
+INDEX, SHARD = "sharded/.metadata", "sharded/__0_0.distcp"
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
+    yield
+    dist.destroy_process_group()
+
+
+class RowMeans(torch.optim.Optimizer):
+    """Keeps a mean for each row of a parameter, and a plain number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["calls"] = state.get("calls", 0) + 1
+            if parameter.ndim == 2:
+                state["rows"] = state.get("rows", 0.0) + parameter.grad.mean(dim=1)
+
+
+class Remembers(nn.Module):
+    """A part with a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return x * self.scale.float()
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(Remembers(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def spread(optimizer: Any = torch.optim.Adam, *, steps: int = 2) -> tuple[nn.Module, Any]:
+    model = FSDP(context=cpu_context(), min_num_params=3).wrap(network())
+    made = optimizer(model.parameters())
+    for _ in range(steps):
+        model(torch.randn(5, 3)).square().sum().backward()
+        made.step()
+        made.zero_grad()
+    return model, made
+
+
+def save(folder: Path, model: nn.Module, optimizer: Any, *, step: int = 5) -> Path:
+    apart = take_apart(model, optimizer)
+    shards = shards_of(apart.tensors, is_first=True)
+    return write(
+        folder,
+        {"training": {"optimizer": apart.optimizer, NOTE: apart.note}, "generators": []},
+        step=step,
+        epoch=0,
+        metrics={},
+        config_text="recipe: small\n",
+        write_shards=lambda directory: write_shards(directory, shards, group=None),
+    )
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """All tensors, as whole ones, and the rest."""
+    found = {name: whole(value) if isinstance(value, Tensor) else value for name, value in model.state_dict().items()}
+    for number, entry in optimizer.state_dict()["state"].items():
+        found |= {f"{number} {name}": whole(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
+    return found
+
+
+def assert_equal(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert given.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(given[name], value) if isinstance(value, Tensor) else given[name] == value, name
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, RowMeans])
+def test_what_was_written_is_read_back_by_a_spread_model_and_by_a_plain_one(tmp_path: Path, optimizer: Any) -> None:
+    model, made = spread(optimizer)
+    directory = save(tmp_path, model, made)
+    other, other_made = spread(optimizer, steps=1)
+    state = load_spread(directory, other, other_made)
+    other_made.load_state_dict(state["training"]["optimizer"])
+    assert_equal(state_of(other, other_made), state_of(model, made))
+
+    plain = network()
+    plain_made = optimizer(plain.parameters())
+    state = load(directory, map_location="cpu")
+    assert NOTE not in state["training"]
+    plain.load_state_dict(state["model"])
+    plain_made.load_state_dict(state["training"]["optimizer"])
+    assert_equal(state_of(plain, plain_made), state_of(model, made))
+
+
+def test_a_whole_checkpoint_is_read_by_a_spread_model(tmp_path: Path) -> None:
+    plain = network()
+    made = torch.optim.Adam(plain.parameters())
+    plain(torch.randn(5, 3)).square().sum().backward()
+    made.step()
+    state = {"model": plain.state_dict(), "training": {"optimizer": made.state_dict()}, "generators": []}
+    directory = write(tmp_path, state, step=5, epoch=0, metrics={}, config_text="")
+    assert not read_manifest(directory).is_sharded
+    model, other_made = spread(steps=1)
+    other_made.load_state_dict(load_spread(directory, model, other_made)["training"]["optimizer"])
+    assert_equal(state_of(model, other_made), state_of(plain, made))
+
+
+def test_the_weights_alone_need_no_process_group_and_no_optimizer(tmp_path: Path) -> None:
+    model, made = spread()
+    directory = save(tmp_path, model, made)
+    wanted = state_of(model, RowMeans(model.parameters()))
+    dist.destroy_process_group()
+    try:
+        assert_equal(load(directory, map_location="cpu", parts=["model"])["model"], wanted)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_weights_of_another_model_are_refused_before_any_is_changed(tmp_path: Path) -> None:
+    directory = save(tmp_path, *spread())
+    other = FSDP(context=cpu_context(), min_num_params=3).wrap(nn.Sequential(Remembers(), nn.Linear(3, 5)))
+    before = {name: whole(value) for name, value in other.state_dict().items() if isinstance(value, Tensor)}
+    with pytest.raises(CheckpointError, match=r"1\.weight: the model has \[5, 3\], the checkpoint \[4, 3\]"):
+        load_spread_model(directory, other)
+    assert_equal({name: whole(other.state_dict()[name]) for name in before}, before)
+
+
+def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+    model, made = spread()
+    directory = save(tmp_path, model, made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(directory / "sharded", tmp_path / "plain.pt")
+    read = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert torch.equal(read["model.1.weight"], whole(model.state_dict()["1.weight"]))
+    assert torch.equal(read["optimizer.1.weight.exp_avg"], whole(list(made.state.values())[1]["exp_avg"]))
+
+
+@pytest.mark.parametrize("name", [SHARD, INDEX])
+@pytest.mark.parametrize("fault", ["is missing", "bytes instead of", "another checksum"])
+def test_a_file_that_is_not_as_it_was_written_is_named(tmp_path: Path, name: str, fault: str) -> None:
+    directory = save(tmp_path, *spread())
+    file = directory / name
+    content = file.read_bytes()
+    if fault == "is missing":
+        file.unlink()
+    elif fault == "bytes instead of":
+        file.write_bytes(content[:-1])
+    else:
+        file.write_bytes(content[:50] + bytes([content[50] ^ 1]) + content[51:])
+    with pytest.raises(CheckpointError, match=rf"{name} .*{fault}"):
+        load(directory, map_location="cpu", parts=["model"])
+
+
+class Evil:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call, self.arguments
+
+
+def forge(directory: Path, **contents: bytes) -> None:
+    """Put other files (index, shard) in the place of those that were written, with a manifest that fits them."""
+    manifest = read_manifest(directory)
+    files = dict(manifest.files)
+    for kind, content in contents.items():
+        name = {"index": INDEX, "shard": SHARD}[kind]
+        (directory / name).write_bytes(content)
+        files[name] = FileFacts(len(content), f"{zlib.crc32(content):08x}")
+    (directory / MANIFEST_NAME).write_text(encode(replace(manifest, files=files)))
+
+
+def evil_indices(mark: Path) -> dict[str, Any]:
+    return {
+        "a command": Evil(os.system, f"touch {mark}"),
+        "in an index": Metadata({}, planner_data=Evil(os.system, f"touch {mark}")),
+        "evaluated": Evil(eval, f"open({str(mark)!r}, 'w')"),
+        "imported": Evil(__import__, "antigravity"),
+        "an attribute": Evil(getattr, "text", "upper"),
+    }
+
+
+@pytest.mark.parametrize("kind", evil_indices(Path()))
+def test_an_index_that_would_run_something_is_refused_and_runs_nothing(tmp_path: Path, kind: str) -> None:
+    directory = save(tmp_path, *spread())
+    forge(directory, index=pickle.dumps(evil_indices(tmp_path / "ran")[kind]))
+    with pytest.raises(CheckpointError, match=r"isn't an index of plain tensors \(.* isn't allowed in it\)"):
+        load(directory, map_location="cpu", parts=["model"])
+    model, made = spread(steps=0)
+    with pytest.raises(CheckpointError, match="isn't an index of plain tensors"):
+        load_spread(directory, model, made)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_changes_no_class_of_torch(tmp_path: Path) -> None:
+    """`GLOBAL Metadata; (None, {"version": "changed"}); BUILD` writes into the class where that is handed out."""
+    directory = save(tmp_path, *spread())
+    forge(directory, index=b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dVversion\nVchanged\nstb.")
+    with pytest.raises(CheckpointError, match="isn't an index of plain tensors"):
+        load(directory, map_location="cpu", parts=["model"])
+    assert Metadata({}).version is None
+
+
+def test_an_index_names_no_other_files_and_holds_only_tensors(tmp_path: Path) -> None:
+    directory = save(tmp_path, *spread())
+    written = (directory / INDEX).read_bytes()
+    index = pickle.loads(written)
+    for place in index.storage_data.values():
+        place.relative_path = "../../elsewhere"
+    forge(directory, index=pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"it names the file \.\./\.\./elsewhere"):
+        load(directory, map_location="cpu", parts=["model"])
+    index = pickle.loads(written)
+    index.state_dict_metadata["model.0.scale"] = BytesStorageMetadata()
+    forge(directory, index=pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model\.0\.scale is no tensor"):
+        load(directory, map_location="cpu", parts=["model"])
+    forge(directory, index=b"no pickle")
+    with pytest.raises(CheckpointError, match="isn't an index of plain tensors"):
+        load(directory, map_location="cpu", parts=["model"])
+
+
+def test_python_objects_in_a_shard_are_refused(tmp_path: Path) -> None:
+    directory = save(tmp_path, *spread())
+    index = pickle.loads((directory / INDEX).read_bytes())
+    evil = io.BytesIO()
+    torch.save(Evil(os.system, f"touch {tmp_path / 'ran'}"), evil)
+    for place in index.storage_data.values():
+        place.offset, place.length = 0, len(evil.getvalue())
+    forge(directory, index=pickle.dumps(index), shard=evil.getvalue())
+    with pytest.raises(CheckpointError, match="a shard holds something else than tensors"):
+        load(directory, map_location="cpu", parts=["model"])
+    assert not (tmp_path / "ran").exists()

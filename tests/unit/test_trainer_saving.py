@@ -1,0 +1,99 @@
+"""The loop and its checkpoints, which are written beside it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from framework.checkpoint import CheckpointManager, load
+from framework.checkpoint import manager as manager_module
+from framework.errors import DiskError
+from tests.unit.small_trainer import make_trainer, manager, samples, saved_steps, settings
+
+pytestmark = pytest.mark.usefixtures("own_state")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_written_beside_training_is_what_is_written_while_it_waits(tmp_path: Path, accumulate: int) -> None:
+    folders = {asynchronous: tmp_path / str(asynchronous) for asynchronous in (True, False)}
+    for asynchronous, folder in folders.items():
+        checkpoints = manager(folder, every_n_steps=1, asynchronous=asynchronous)
+        how = settings(max_steps=5, accumulate_grad_batches=accumulate, val_check_interval=2)
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        make_trainer(how, model=model, optimizer=Adam, val=samples(7), checkpoints=checkpoints).fit()
+        checkpoints.close()
+    assert saved_steps(folders[True]) == saved_steps(folders[False]) == [1, 2, 3, 4, 5]
+    for step in range(1, 6):
+        beside, waiting = (load(folder / f"step_{step:08d}", map_location="cpu") for folder in folders.values())
+        for part in ("model", "training"):
+            assert str(beside[part]) == str(waiting[part])
+            assert_same_tensors(beside[part], waiting[part])
+
+
+def assert_same_tensors(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        for key in one:
+            assert_same_tensors(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same_tensors(mine, theirs)
+
+
+def test_a_model_that_moves_its_weights_in_forward_is_told_and_saved_all_the_same(tmp_path: Path) -> None:
+    class Drifting(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.99)
+            return super().forward(inputs)
+
+    told: list[str] = []
+    checkpoints = manager(tmp_path, every_n_steps=2, asynchronous=True)
+    checkpoints._warn = told.append
+    make_trainer(settings(max_steps=6), model=Drifting(3, 1), checkpoints=checkpoints).fit()
+    checkpoints.close()
+    assert saved_steps(tmp_path) == [4, 6]
+    (text,) = told
+    assert "step 2 was given up: model.weight changed while it was copied" in text
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_last_save_that_fails_is_tried_again_and_else_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recovers: bool
+) -> None:
+    calls = []
+
+    def refuse(*_: Any) -> None:
+        calls.append("save")
+        if len(calls) == 2 or not recovers:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(manager_module, "require_room", refuse)
+    checkpoints = manager(tmp_path, every_n_steps=2, asynchronous=True)
+    checkpoints._warn = lambda _: None
+    trainer = make_trainer(settings(max_steps=4), checkpoints=checkpoints)
+    if recovers:
+        trainer.fit()
+        assert saved_steps(tmp_path) == [2, 4]
+    else:
+        with pytest.raises(DiskError, match=r"step 4 can't be written .*\n.*\n.* isn't saved\. Make room"):
+            trainer.fit()
+        assert saved_steps(tmp_path) == []
+    checkpoints.close()
+    assert len(calls) == 3
+
+
+def test_a_save_by_the_clock_comes_with_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = manager(tmp_path, every_n_minutes=1.0)
+    passed = iter(range(100))
+    monkeypatch.setattr(CheckpointManager, "due_time", lambda _: next(passed) in (1, 3))
+    make_trainer(settings(max_steps=9, log_every_n_steps=2), checkpoints=checkpoints).fit()
+    assert saved_steps(tmp_path) == [4, 8, 9]
