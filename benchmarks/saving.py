@@ -121,6 +121,7 @@ def _settings(asynchronous: bool) -> CheckpointConfig:
         monitor=None,
         mode=Mode.MIN,
         save_top_k=0,
+        save_last_k=1,
         every_n_steps=None,
         every_n_epochs=None,
         every_n_minutes=None,

@@ -54,8 +54,8 @@ def _look(rank: Rank, trainer: Trainer) -> str | None:
     if free < one * (kept - len(existing)):
         text = (
             f"{in_megabytes(free)} are free in {folder}, and {kept} checkpoints of about {in_megabytes(one)} are there "
-            "at the same time: the last, the best ones and the one that is being written. Make room, or lower "
-            "checkpoint.save_top_k: what doesn't fit isn't saved"
+            "at the same time: the newest, the best ones and the one that is being written. Make room, or lower "
+            "checkpoint.save_last_k or save_top_k: what doesn't fit isn't saved"
         )
         logger.warning(text)
         print(text, flush=True)
@@ -65,7 +65,7 @@ def _look(rank: Rank, trainer: Trainer) -> str | None:
 def _kept_at_once(settings: CheckpointConfig) -> int:
     """How many checkpoints there may be at a time; where all are kept, the fewest it can be."""
     best = max(settings.save_top_k, 0) if settings.monitor is not None else 0
-    return best + 2
+    return best + settings.save_last_k + 1
 
 
 def _estimated_bytes(rank: Rank, trainer: Trainer) -> int:

@@ -30,7 +30,7 @@ from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.run_dir import RunDir
 from framework.topology import Topology
-from framework.types import Callback, Datasets
+from framework.types import Callback, Datasets, forward_communicates
 
 _META = torch.device("meta")
 _STAND_IN_SIZE = 1000  # samples, where only the set-up is to be checked
@@ -46,7 +46,7 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]:
-    """Plain values under `strategy`, `batch`, `data`, `steps`, `model`, `optimizer`, `memory`, `traffic`,
+    """Plain values under `strategy`, `spread`, `batch`, `data`, `steps`, `model`, `optimizer`, `memory`, `traffic`,
     `checkpoint`, `notes`: bytes, samples and steps.
 
     As a rank does before the process group is made, and what it would build after that; loggers, which open files,
@@ -58,6 +58,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     notes: list[str] = []
     build.check_targets(config)
     strategy = build.build_strategy(config.strategy, context=context)
+    build.check_callbacks_fit(config.callbacks, strategy)
     plan = plan_batches(
         batch_size=config.data.batch_size,
         global_batch_size=config.data.global_batch_size,
@@ -72,10 +73,18 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     callbacks = build.build_callbacks(config.callbacks, context=context, run_dir=nowhere)
     return {
         "strategy": type(strategy).__name__,
+        "spread": forward_communicates(strategy),
         "batch": _batch(plan),
         "data": data,
         "steps": steps,
-        **_sizes(config, context, callbacks=callbacks, steps_per_epoch=steps["per_epoch"], notes=notes),
+        **_sizes(
+            config,
+            context,
+            callbacks=callbacks,
+            steps_per_epoch=steps["per_epoch"],
+            notes=notes,
+            is_spread=forward_communicates(strategy),
+        ),
         "notes": notes,
     }
 
@@ -139,6 +148,7 @@ def _sizes(
     callbacks: Mapping[str, Callback],
     steps_per_epoch: int | None,
     notes: list[str],
+    is_spread: bool,
 ) -> dict[str, Any]:
     model = _build_model(config, context)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -155,6 +165,13 @@ def _sizes(
     buffers = tensor_bytes(model.buffers())
     world = context.world_size
     reduced = gradients if world > 1 else 0
+    parts = world if is_spread else 1
+    if parts > 1:
+        notes.append(
+            "The model is spread over the ranks: each has its share of weights, gradients and optimizer state. While a "
+            "module computes, its weights and gradients are there whole besides. Weights are gathered for the forward "
+            "and again for the backward, which is in what a rank sends and receives."
+        )
     return {
         "model": {
             "name": type(model).__name__,
@@ -162,13 +179,17 @@ def _sizes(
             "trainable": sum(parameter.numel() for parameter in trainable),
         },
         "memory": {
-            "parameters": parameters,
-            "gradients": gradients,
-            "optimizer": None if state is None else tensor_bytes(state.tensors()),
+            "parameters": -(-parameters // parts),
+            "gradients": -(-gradients // parts),
+            "optimizer": None if state is None else -(-tensor_bytes(state.tensors()) // parts),
             "buffers": buffers,
             "averages": averaging * (parameters + buffers),
         },
-        "traffic": {"reduced": reduced, "ring_per_rank": 2 * (world - 1) * reduced // world},
+        "traffic": {
+            "reduced": reduced,
+            # Spread, gradients go around once instead of twice, and the weights twice.
+            "ring_per_rank": (world - 1) * (reduced + 2 * parameters if is_spread else 2 * reduced) // world,
+        },
         "optimizer": config.optimizer["_target_"].rpartition(".")[2],
         "checkpoint": None
         if state is None or not config.checkpoint.enabled

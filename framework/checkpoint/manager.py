@@ -122,8 +122,8 @@ class CheckpointManager:
         state: `model`, `training`, `generators` (see format.py), of which only the writer's is used; where ranks write
         together `sharded` in place of `model`: tensors by name, spread or the same on every rank. late: tensors in it
         that nothing changes before `before_update` is called; the others are copied now. metrics: of an evaluation of
-        just these weights, None without one; only such a checkpoint can become `best`. Kept are `last`, the save_top_k
-        best ones (all with -1) and what any symlink in the folder names.
+        just these weights, None without one; only such a checkpoint can become `best`. Kept are the save_last_k
+        newest ones, the save_top_k best ones (all with -1) and what any symlink in the folder names.
 
         Every rank must call it. Waits for the save before. Raises ConfigError on every rank where the monitor isn't
         among the metrics; CheckpointError on the writer where the state holds what can't be saved, and what another
@@ -260,7 +260,7 @@ class CheckpointManager:
         self._scores[save.step] = self._score(save.metrics)
         point(self._folder, LAST, step=save.step)
         self._move_best()
-        self._delete_others()
+        self._delete_others(save.step)
 
     def _check_monitor(self, metrics: Mapping[str, float] | None) -> None:
         monitor = self._settings.monitor
@@ -289,10 +289,12 @@ class CheckpointManager:
         if self._settings.save_top_k != 0 and ranking:
             point(self._folder, BEST, step=ranking[0])
 
-    def _delete_others(self) -> None:
+    def _delete_others(self, last: int) -> None:
+        """Those that are later than `last` are of training that was given up."""
         if self._settings.save_top_k == -1:
             return
-        kept = set(self._ranking()[: self._settings.save_top_k]) | self._named_by_symlinks()
+        newest = sorted(step for step in self._scores if step <= last)[-self._settings.save_last_k :]
+        kept = {*self._ranking()[: self._settings.save_top_k], *newest} | self._named_by_symlinks()
         for step in sorted(set(self._scores) - kept):
             remove(self._folder / step_name(step))
             del self._scores[step]

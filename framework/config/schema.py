@@ -10,7 +10,7 @@ dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from typing import Any, NewType
 
@@ -24,9 +24,11 @@ Node = Mapping[str, Any]
 """A mapping with `_target_`: something to import and call with the other keys as keywords."""
 
 
-def bounded(*, at_least: float | None = None, at_most: float | None = None, above: float | None = None) -> Any:
-    """A required number within bounds."""
-    return field(metadata={"at_least": at_least, "at_most": at_most, "above": above})
+def bounded(
+    *, at_least: float | None = None, at_most: float | None = None, above: float | None = None, default: Any = MISSING
+) -> Any:
+    """A number within bounds; required but for one with a default, which files from before it was there lack."""
+    return field(default=default, metadata={"at_least": at_least, "at_most": at_most, "above": above})
 
 
 def auto(*, at_least: float | None = None) -> Any:
@@ -147,6 +149,7 @@ class CheckpointConfig:
     monitor: str | None  # a validation metric, such as val/accuracy; null: no `best`
     mode: Mode
     save_top_k: int = bounded(at_least=-1)  # best ones kept; -1 keeps every checkpoint
+    save_last_k: int = bounded(at_least=1, default=2)  # newest ones kept: where the last is damaged there is another
     every_n_steps: int | None = bounded(at_least=1)
     every_n_epochs: int | None = bounded(at_least=1)
     every_n_minutes: float | None = bounded(above=0)  # since the last save; looked at when training is logged

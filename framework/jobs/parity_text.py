@@ -12,6 +12,9 @@ _SHOWN = 3  # names of parameters
 _WIDTH = 110
 _NOTABLE = 1.5  # times the first: then the greatest difference is shown too
 
+_SHARPER = "Compare in trainer.precision=32-true, or in 64-true on the CPU."
+_UNSURE = 0.5  # where so much is allowed, nothing can be said
+
 _REASONS = {
     "start": """
 The models don't begin alike: {names} isn't the same in two trainings with one seed. Something in making the model draws
@@ -127,8 +130,11 @@ def render(answer: Mapping[str, Any]) -> str:
     if not answer["same"]:
         return "\n".join([*lines, _nothing(answer)])
     steps = f"{answer['steps']} step{'s' if answer['steps'] > 1 else ''}"
-    lines.append(f"The same: {answer['model']} gets the same weights from 1 process and from {answer['processes']}")
+    what = "weights" if _is_sure(answer["parts"]["weights"]) else "gradients"
+    lines.append(f"The same: {answer['model']} gets the same {what} from 1 process and from {answer['processes']}")
     lines[-1] += f" in {steps}, but for rounding."
+    if what == "gradients":
+        lines.append(f"Of the weights nothing can be said: rounding is as large as their changes. {_SHARPER}")
     alone = answer["layer_alone"]
     if alone is not None:
         lines.append(f"Yet {_layer(alone)} in step {alone['step']}, which changes no weight.")
@@ -143,12 +149,16 @@ def _table(answer: Mapping[str, Any]) -> list[str]:
             rows.append((part, "0", "", "", "", ""))
             continue
         where = f"{worst['name'] or answer['model']}, step {worst['step']}"
-        numbers = (_number(worst[key]) for key in ("difference", "allowed", "rounding"))
+        numbers = [_number(worst[key]) for key in ("difference", "allowed", "rounding")]
         rows.append((part, str(found["compared"]), *numbers, where))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+def _is_sure(part: Mapping[str, Any]) -> bool:
+    return part["greatest"] is not None and part["greatest"]["allowed"] < _UNSURE
 
 
 def _notes(answer: Mapping[str, Any]) -> list[str]:
@@ -236,10 +246,7 @@ def _nothing(answer: Mapping[str, Any]) -> str:
             "Nothing was compared: the loss scaler skipped the optimizer in every step, as it does until its scale "
             "fits.\nUse more: parity.steps=20, or compare in trainer.precision=32-true."
         )
-    return (
-        "Nothing can be said: rounding is as large as the gradients.\n"
-        "Compare in trainer.precision=32-true, or 64-true on the CPU."
-    )
+    return f"Nothing can be said: rounding is as large as the gradients.\n{_SHARPER}"
 
 
 def _number(value: float | None) -> str:

@@ -10,12 +10,14 @@ known, and `notes` says why):
                    + local rank
     backend        name, init_method, init_timeout_s, timeout_s
     strategy       the class of the strategy
+    spread         whether one copy of the model is spread over the ranks; each else has a replica
     optimizer      the class of the optimizer
     batch          global; per_rank and per_forward: least, most; accumulate_grad_batches
     data           train, val, test: samples; source: "data", "plan.train_samples" or null
     steps          per_epoch, total: optimizer steps; max_epochs, max_steps
     model          name, parameters, trainable
-    memory         bytes on each rank: parameters, gradients, optimizer, buffers, averages; activations aside
+    memory         bytes on each rank: parameters, gradients, optimizer, buffers, averages; activations aside, and
+                   what is gathered of a model that is spread
     traffic        bytes of one optimizer step: reduced (the gradients, all-reduced over all ranks); ring_per_rank: what
                    each rank sends and receives where that goes around in a ring, 2(W−1)/W of them
     checkpoint     about how many bytes each checkpoint takes; null also where none is saved

@@ -60,11 +60,13 @@ def _setting(plan: Mapping[str, Any], topology: Topology) -> list[tuple[str, str
     return [
         ("launcher", plan["launcher"]),
         ("backend", f"{backend['name']}{why}, meeting by {backend['init_method']}; {limits}"),
-        ("strategy", f"{plan['strategy']}, {_replicas(topology)}"),
+        ("strategy", f"{plan['strategy']}, {_replicas(topology, is_spread=plan['spread'])}"),
     ]
 
 
-def _replicas(topology: Topology) -> str:
+def _replicas(topology: Topology, *, is_spread: bool) -> str:
+    if is_spread:
+        return f"one copy of the model, spread over {_counted(topology.world_size, 'rank')}"
     kind = "single-device" if topology.span == 1 else "model-parallel"
     how = "" if topology.span == 1 else f": the model places itself on the {topology.span} devices of its rank"
     return f"{_counted(topology.world_size, f'{kind} replica')}{how}"

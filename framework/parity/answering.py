@@ -48,7 +48,7 @@ def findings(one: Path, moved: Path, many: Path, *, processes: int) -> dict[str,
         number += 1
         alone, beside = (load_step(side, rank=0, step=number) for side in (one, moved))
         ranks = [load_step(many, rank=rank, step=number) for rank in range(processes)]
-        step = compare_step(alone, beside, ranks, unit=unit, step=number)
+        step = compare_step(alone, beside, ranks, unit=unit, before=steps)
         steps.append(step)
         left_out += [number] if alone.is_left_out else []
         if first is None and step.first_layer is not None:
@@ -137,7 +137,9 @@ def _counted(departing: Sequence[Difference]) -> dict[str, Any]:
 
 
 def _unsure(steps: Sequence[Step]) -> list[str]:
-    return list(dict.fromkeys(each.name for step in steps for each in step.gradients if not each.is_sure))
+    """In no step."""
+    sure = {each.name for step in steps for each in step.gradients if each.is_sure}
+    return [each.name for each in (steps[0].gradients if steps else ()) if each.name not in sure]
 
 
 def _plain(each: Difference) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from framework.parity.tolerance import FACTOR, change_floor, floor
+from framework.parity.tolerance import FACTOR, floor, of_gradients
 from framework.parity.trace import Event, StepTrace
 
 LAYERS, GRADIENTS, WEIGHTS, BUFFERS = "layers", "gradients", "weights", "buffers"
@@ -21,7 +23,7 @@ _UNSURE = 0.5  # where so much is allowed, a value is rounding and nothing else
 @dataclass(frozen=True)
 class Difference:
     """How far one thing is off, as a share of its size; see `tolerance`. rank: whose it is; 0 of layers, which are of
-    all. rounding: what the moved weights changed.
+    all. rounding: the most that the moved weights have changed in it so far.
     """
 
     name: str
@@ -55,13 +57,12 @@ class LayerDifference:
 
 @dataclass(frozen=True)
 class Step:
-    """Everything compared of one step. num_events: how many of `one`; num_compared of them had something to compare."""
+    """Everything compared of one step."""
 
     layers: tuple[LayerDifference, ...]
     gradients: tuple[Difference, ...]
     weights: tuple[Difference, ...]
     buffers: tuple[Difference, ...]
-    num_events: int = 0
 
     def differences(self, part: str) -> tuple[Difference, ...]:
         if part == LAYERS:
@@ -83,26 +84,61 @@ class Step:
         return not any(self.departing(part) for part in (GRADIENTS, WEIGHTS, BUFFERS))
 
 
-def compare_step(one: StepTrace, moved: StepTrace, many: Sequence[StepTrace], *, unit: float, step: int) -> Step:
-    """many: the traces of all ranks, in their order."""
+def compare_step(
+    one: StepTrace, moved: StepTrace, many: Sequence[StepTrace], *, unit: float, before: Sequence[Step] = ()
+) -> Step:
+    """many: the traces of all ranks, in their order. before: the steps before this one."""
     base = floor(unit)
+    known = [{each.name: each for each in step.gradients} for step in before]
+    gradients = _of_ranks(one, moved, many, part=GRADIENTS, before=before, base=base)
+    # What gradients may be off by, weights may, and more where an optimizer makes much of small gradients.
+    inherited = {
+        each.name: of_gradients(unit)
+        * max([each.allowed, *(step[each.name].allowed for step in known if each.name in step)])
+        for each in gradients
+    }
+    # Weights are numbers with a rounding of their own, each step, however little they change.
+    rounded = 4 * (len(before) + 2) * unit
+    for name, change in one.changes.items():
+        size = float(change.norm())
+        inherited[name] = inherited.get(name, 0.0) + (rounded * one.norms[name] / size if size else 0.0)
     return Step(
-        layers=tuple(compare_layers(one, moved, many, base=base)),
-        gradients=tuple(_of_ranks(one, moved, many, values=_gradients, base=base)),
-        weights=tuple(
-            # Weights are numbers with a rounding of their own, each step, however little they change.
-            _of_ranks(one, moved, many, values=_changes, base=change_floor(unit), rounded=4 * (step + 1) * unit)
-        ),
+        layers=tuple(compare_layers(one, moved, many, base=base, before=before)),
+        gradients=gradients,
+        weights=_of_ranks(one, moved, many, part=WEIGHTS, before=before, base=base, inherited=inherited),
         # Each rank's own where a strategy doesn't share them; what is saved and evaluated is the first's.
-        buffers=tuple(_of_ranks(one, moved, many[:1], values=_buffers, base=base)),
-        num_events=len(one.events or ()),
+        buffers=_of_ranks(one, moved, many[:1], part=BUFFERS, before=before, base=base),
     )
 
 
 def compare_layers(
-    one: StepTrace, moved: StepTrace, many: Sequence[StepTrace], *, base: float
+    one: StepTrace, moved: StepTrace, many: Sequence[StepTrace], *, base: float, before: Sequence[Step] = ()
 ) -> Iterator[LayerDifference]:
     """What passes at each event in the order of the forward, as far as all went the same way. `base`: the floor."""
+    found = list(_passages(one, moved, many))
+    earlier: dict[tuple[str, str, int], float] = {}
+    for layer in (layer for step in before for layer in step.layers):
+        place = layer.event.place
+        earlier[place] = max(earlier.get(place, 0.0), layer.difference.rounding)
+    usual = median([max(rounding for _, rounding, _ in values) for _, values, _ in found] or [0.0])
+    last: Event | None = None
+    for event, values, drew in found:
+        differences = []
+        for amount, rounding, has_other_shape in values:
+            carried = max(rounding, earlier.get(event.place, 0.0))
+            allowed = base + FACTOR * max(carried, usual)
+            differences.append((Difference(event.module, amount, allowed, carried), has_other_shape))
+        worst, has_other_shape = max(differences, key=lambda each: each[0].amount - each[0].allowed)
+        yield LayerDifference(event, last, worst, drew, has_other_shape)
+        last = event
+
+
+def _passages(
+    one: StepTrace, moved: StepTrace, many: Sequence[StepTrace]
+) -> Iterator[tuple[Event, list[tuple[float, float, bool]], bool]]:
+    """Each event with something to compare: of its tensors how far they are off, how far rounding carries, and whether
+    they are of another size; and whether numbers were drawn since the last one.
+    """
     ranks = [trace for trace in many if len(trace.indices)]  # a rank may have been given no sample of a short batch
     paths = [trace.events for trace in (one, moved, *ranks)]
     known = [events for events in paths if events is not None]
@@ -110,25 +146,19 @@ def compare_layers(
         return
     orders = [torch.argsort(trace.indices) for trace in (one, moved)]
     orders.append(torch.argsort(torch.cat([trace.indices for trace in ranks])))
-    before: Event | None = None
     drew = False
     for first, second, *others in zip(*known, strict=False):
         if any(event.place != first.place for event in (second, *others)):
             return
         drew = drew or any(event.drew for event in (first, *others))
-        sides = [[first], [second], others]
-        found = list(_passing(sides, orders, base=base))
-        if found:
-            worst, has_other_shape = max(found, key=lambda each: each[0].amount - each[0].allowed)
-            yield LayerDifference(first, before, worst, drew, has_other_shape)
-            before, drew = first, False
+        values = list(_passing([[first], [second], others], orders))
+        if values:
+            yield first, values, drew
+            drew = False
 
 
-def _passing(
-    sides: Sequence[Sequence[Event]], orders: Sequence[Tensor], *, base: float
-) -> Iterator[tuple[Difference, bool]]:
-    """Of each tensor at one event its difference, and whether a sample's part is of another size on the two sides."""
-    name = sides[0][0].module
+def _passing(sides: Sequence[Sequence[Event]], orders: Sequence[Tensor]) -> Iterator[tuple[float, float, bool]]:
+    """Of each tensor at one event: one against many, one against moved, and whether a sample's part has other sizes."""
     events = [event for side in sides for event in side]
     for place in range(min(len(event.passages) for event in events)):
         passages = [event.passages[place] for event in events]
@@ -142,9 +172,9 @@ def _passing(
             amount, rounding = (
                 min(row_difference(rows[0][view], rows[side][view]) for view in shared) for side in (2, 1)
             )
-            yield Difference(name, amount, base + FACTOR * rounding, rounding), False
+            yield amount, rounding, False
         elif all(each.is_leading for each in passages):
-            yield Difference(name, float("inf"), base, 0.0), True
+            yield math.inf, 0.0, True
 
 
 def row_difference(one: Tensor, other: Tensor) -> float:
@@ -160,7 +190,7 @@ def tensor_difference(one: Tensor | None, other: Tensor | None) -> float:
         given = one if other is None else other
         return 0.0 if given is None or not float(given.norm()) else 1.0
     if one.shape != other.shape:
-        return float("inf")
+        return math.inf
     off = float((one - other).norm())
     return 0.0 if not off else off / max(float(one.norm()), float(other.norm()))
 
@@ -183,32 +213,31 @@ def _of_ranks(
     moved: StepTrace,
     many: Sequence[StepTrace],
     *,
-    values: Callable[[StepTrace], Mapping[str, Tensor | None]],
+    part: str,
+    before: Sequence[Step],
     base: float,
-    rounded: float = 0.0,
-) -> Iterator[Difference]:
-    """Of each tensor, by name, the rank that is farthest off. rounded: times a weight's norm, is allowed besides."""
+    inherited: Mapping[str, float] | None = None,
+) -> tuple[Difference, ...]:
+    """Of each tensor, by name, the rank that is farthest off. inherited: is allowed besides."""
+    values = _VALUES[part]
+    roundings = {name: tensor_difference(tensor, values(moved).get(name)) for name, tensor in values(one).items()}
+    usual = median(roundings.values() or [0.0])
+    for each in (each for step in before for each in step.differences(part)):
+        roundings[each.name] = max(roundings.get(each.name, 0.0), each.rounding)
+    found = []
     for name, tensor in values(one).items():
-        rounding = tensor_difference(tensor, values(moved).get(name))
-        allowed = base + FACTOR * rounding
-        if rounded and tensor is not None:
-            size = float(tensor.norm())
-            allowed += rounded * one.norms[name] / size if size else 0.0
+        allowed = base + FACTOR * max(roundings[name], usual) + (inherited or {}).get(name, 0.0)
         amounts = [tensor_difference(tensor, values(trace).get(name)) for trace in many]
         amount = max(amounts)
-        yield Difference(name, amount, allowed, rounding, rank=amounts.index(amount))
+        found.append(Difference(name, amount, allowed, roundings[name], rank=amounts.index(amount)))
+    return tuple(found)
 
 
-def _gradients(trace: StepTrace) -> Mapping[str, Tensor | None]:
-    return trace.gradients
-
-
-def _changes(trace: StepTrace) -> Mapping[str, Tensor | None]:
-    return trace.changes
-
-
-def _buffers(trace: StepTrace) -> Mapping[str, Tensor | None]:
-    return trace.buffers
+_VALUES: Mapping[str, Callable[[StepTrace], Mapping[str, Tensor | None]]] = {
+    GRADIENTS: lambda trace: trace.gradients,
+    WEIGHTS: lambda trace: trace.changes,
+    BUFFERS: lambda trace: trace.buffers,
+}
 
 
 def _square_sums(rows: Tensor) -> Tensor:

@@ -118,8 +118,10 @@ def move_weights(model: nn.Module, *, by: float) -> None:
     for parameter in model.parameters():
         own = local(parameter)
         if own.is_floating_point() or own.is_complex():
-            signs = torch.randint(2, own.shape, generator=generator).to(own.device, own.dtype) * 2 - 1
-            own.mul_(1 + by * signs)
+            signs = torch.randint(2, own.shape, generator=generator) * 2 - 1
+            # In more than the weights' own format, where a short one has no number so near to 1.
+            factors = (1 + by * signs.double()).to(torch.float64 if by < _FLOAT32_UNIT else torch.float32)
+            own.mul_(factors.to(own.device))
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,8 @@ def _by_size(model: nn.Module, at_least: int) -> Iterator[nn.Module]:
         if not isinstance(module, _READ_FROM_OUTSIDE):
             for child in module.children():
                 yield from within(child)
-        if module is model or not _has_forward(module):
+        # The output of attention is a view, and torch warns of what may be done to one that a gathered module gave.
+        if module is model or not _has_forward(module) or isinstance(module, nn.MultiheadAttention):
             return
         rest = {id(each): each.numel() for each in module.parameters() if id(each) not in taken}
         here = _uses(module)

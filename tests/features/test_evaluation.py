@@ -61,6 +61,46 @@ def test_the_logged_curves_are_of_all_ranks(train, trained):
         assert results.curve(many, name) == {step: pytest.approx(value, rel=1e-4) for step, value in one.items()}, name
 
 
+DIFFERING = '''
+import os
+import torch
+from framework import StepOutput
+
+class Differing:
+    """One rank has another metric from one step on."""
+    def __init__(self, since): self.since, self.steps = since, 0
+    def training_step(self, model, batch):
+        self.steps += 1
+        output = self.validation_step(model, batch)
+        name = "odd" if os.environ["RANK"] == "1" and self.steps >= self.since else "even"
+        return output._replace(metrics={"even": (1.0, 1), name: (1.0, 1)})
+    def validation_step(self, model, batch):
+        return StepOutput(torch.nn.functional.mse_loss(model(batch[0]), batch[1]), len(batch[0]))
+'''
+
+
+@pytest.mark.parametrize(
+    ("since", "told"),
+    [
+        (1, "Ranks report different metrics: rank 0 has ['even', 'loss'], others ['even', 'loss', 'odd']."),
+        (4, "Rank 1 reports ['odd'], which the first report didn't have: ['even', 'loss']."),
+    ],
+)
+def test_ranks_that_log_different_keys_are_told_by_rank_and_key(train, tmp_path, capfd, since, told):
+    """From the first report on, all ranks know; later the one that has it says so, and nobody waits for it."""
+    (tmp_path / "differing.py").write_text(DIFFERING)
+    task = ("~task.loss", "~task.metrics", "task._target_=differing.Differing", f"+task.since={since}")
+    steps = ("trainer.log_every_n_steps=3", "trainer.max_steps=9", "backend.timeout=60s")
+    train("recipe=toy", "logger=jsonl", *steps, *task, "topology.procs_per_node=2", status=1)
+    printed = capfd.readouterr().err
+    assert printed.count(told) == 1, printed
+    assert "Traceback" not in printed
+    assert "A task must return the same names on every rank and for every batch." in printed
+    if since > 3:
+        assert "Rank 1 of 2" in printed
+        assert "rank 0" in printed.partition("others")[2].splitlines()[0]
+
+
 def test_tensorboard_has_what_metrics_jsonl_has(trained):
     events = results.events(trained)
     names = {name for row in results.rows(trained) for name in row if "/" in name}

@@ -79,8 +79,9 @@ def test_after_the_first_step_the_layout_of_gradients_is_the_one_there_would_be(
     train: Train, tmp_path: Path, static: bool
 ) -> None:
     """It is made anew after one step, of a static graph after two; here the run goes on from the first."""
-    early = ("checkpoint.every_n_steps=1", "callbacks.dies.after=2", "callbacks.dies.saved=1", f"+strategy.static_graph={str(static).lower()}")
-    whole, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=3", *early)
+    early = ("checkpoint.every_n_steps=1", "callbacks.dies.after=2", "callbacks.dies.saved=1")
+    graph = f"+strategy.static_graph={str(static).lower()}"
+    whole, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=3", graph, *early)
     assert "Going on after step 1" in results.log(resumed)
     assert exact.differences(whole, resumed) == []
 

@@ -27,7 +27,7 @@ from framework.parts import Parts
 from framework.precision import PrecisionPlugin
 from framework.pulse import Phase
 from framework.trainer import Trainer
-from framework.types import StepOutput, Strategy
+from framework.types import StepOutput, Strategy, forward_communicates
 from tests.unit.config.raw import raw_config
 from tests.unit.simulated_ranks import CPU, cpu_context
 
@@ -157,6 +157,8 @@ def make_trainer(
     context = cpu_context() if context is None else context
     model = linear() if model is None else model
     dataset: Any = samples() if data is None else data
+    strategy = AsItIs() if strategy is None else strategy
+    wrapped = strategy.wrap(model)
     opt = optimizer(model.parameters())
     plan = plan_batches(
         batch_size=BATCH,
@@ -164,9 +166,8 @@ def make_trainer(
         world_size=context.world_size,
         accumulate=how.accumulate_grad_batches,
     )
-    strategy = AsItIs() if strategy is None else strategy
     parts = Parts(
-        model=strategy.wrap(model),
+        model=wrapped,
         task=Squares() if task is None else task,
         strategy=strategy,
         precision=PrecisionPlugin(precision, device=CPU),
@@ -181,12 +182,13 @@ def make_trainer(
         how,
         context=context,
         train_loader=TrainLoader(dataset, order=order, plan=plan, rank=context.rank, device=CPU),
-        val_loader=None if val is None else eval_loader(val, context),
+        val_loader=None if val is None else eval_loader(val, context, is_even=forward_communicates(strategy)),
         checkpoints=checkpoints,
         after_first_step=after_first_step,
         link=link() if watched is None else watched,
     )
 
 
-def eval_loader(dataset: Any, context: Context) -> EvalLoader:
-    return EvalLoader(dataset, part="val", batch_size=5, rank=context.rank, world_size=context.world_size, device=CPU)
+def eval_loader(dataset: Any, context: Context, *, is_even: bool = False) -> EvalLoader:
+    ranks = {"rank": context.rank, "world_size": context.world_size}
+    return EvalLoader(dataset, part="val", batch_size=5, device=CPU, is_even=is_even, **ranks)

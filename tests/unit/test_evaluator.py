@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from framework import meter as meter_module
 from framework.config.schema import Precision
 from framework.data.loader import EvalLoader
+from framework.data.sampler import evaluation_indices
 from framework.distributed.context import Context
 from framework.evaluator import evaluate
 from framework.precision import PrecisionPlugin
@@ -45,7 +48,7 @@ def _even(numbers: Tensor) -> Tensor:
     return (numbers % 2 == 0).sum()
 
 
-def loader(size: int, context: Context, *, batch_size: int) -> EvalLoader:
+def loader(size: int, context: Context, *, batch_size: int, is_even: bool = False) -> EvalLoader:
     return EvalLoader(
         TensorDataset(torch.arange(size)),
         part="val",
@@ -53,7 +56,30 @@ def loader(size: int, context: Context, *, batch_size: int) -> EvalLoader:
         rank=context.rank,
         world_size=context.world_size,
         device=CPU,
+        is_even=is_even,
     )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch_size", [1, 7, 100])
+def test_stand_ins_make_batches_even_and_count_nothing(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, batch_size: int
+) -> None:
+    ranks = SimulatedRanks(world_size)
+    monkeypatch.setattr(meter_module, "gather_to_all", ranks.gather)
+    monkeypatch.setattr(meter_module, "sum_over_ranks", ranks.sum)
+    for size in (1, 3, 7, 8, 29):
+
+        def one(context: Context, size: int = size) -> tuple[int, dict[str, float]]:
+            batches = loader(size, context, batch_size=batch_size, is_even=True)
+            values = evaluate(Square(), batches, task=Exact(), precision=FP32, context=context, prefix="val")
+            return len(list(batches)), values
+
+        ends: list[Any] = ranks.run(one)
+        assert len({number for number, _ in ends}) == 1
+        most = -(-size // world_size)
+        assert ends[0][0] == -(-most // batch_size)
+        assert [values["val/square"] for _, values in ends] == [sum(n**2 for n in range(size)) / size] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -79,6 +105,42 @@ def test_every_sample_counts_once_whatever_the_number_of_ranks(
         assert ends[0]["val/even"] == (size + 1) // 2 / size
         # The loss is a mean of each batch, which is rounded.
         assert ends[0]["val/loss"] == pytest.approx((size - 1) / 2, rel=1e-15)
+
+
+def test_every_size_is_dealt_whole_to_any_number_of_ranks() -> None:
+    for size in range(1, 258):
+        for world_size in range(1, 9):
+            parts = [evaluation_indices(size, rank=rank, world_size=world_size) for rank in range(world_size)]
+            assert torch.equal(torch.cat(parts).sort().values, torch.arange(size)), (size, world_size)
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    size=st.integers(1, 257),
+    world_size=st.integers(1, 8),
+    batch_size=st.integers(1, 300),
+    is_even=st.booleans(),
+)
+@example(size=257, world_size=8, batch_size=7, is_even=False)
+@example(size=257, world_size=8, batch_size=32, is_even=True)
+@example(size=1, world_size=8, batch_size=1, is_even=True)
+def test_the_result_is_that_of_one_process_for_any_size(
+    monkeypatch: pytest.MonkeyPatch, size: int, world_size: int, batch_size: int, is_even: bool
+) -> None:
+    ranks = SimulatedRanks(world_size)
+    monkeypatch.setattr(meter_module, "gather_to_all", ranks.gather)
+    monkeypatch.setattr(meter_module, "sum_over_ranks", ranks.sum)
+
+    def one(context: Context) -> dict[str, float]:
+        batches = loader(size, context, batch_size=batch_size, is_even=is_even)
+        return evaluate(Square(), batches, task=Exact(), precision=FP32, context=context, prefix="val")
+
+    ends: list[Any] = ranks.run(one)
+    assert all(end == ends[0] for end in ends), ends
+    assert ends[0]["val/square"] == sum(number**2 for number in range(size)) / size
+    assert ends[0]["val/even"] == (size + 1) // 2 / size
+    assert ends[0]["val/loss"] == pytest.approx((size - 1) / 2, rel=1e-15)
 
 
 def test_names_bear_the_part() -> None:

@@ -324,6 +324,17 @@ def test_an_example_is_what_the_model_got_before_it_wrote_to_it():
     assert (len(mask), len(longer)) == (8, 9)
 
 
+@pytest.mark.parametrize("format_", GRAPHS)
+def test_a_graph_says_where_it_is_from(export, format_):
+    path, _ = export(ToyModel(), format_)
+    if format_ == "onnx":
+        found = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+    else:
+        found = dict.fromkeys(("recipe", "step", "torch_version"), "")
+        torch.export.load(path, extra_files=found)
+    assert (found["recipe"], found["step"], found["torch_version"]) == ("toy", "7", torch.__version__)
+
+
 def test_a_model_that_is_called_twice_is_told(export):
     _, said = export(ToyModel(), "torch_export", task="Twice")
     assert said["note"] == ["validation_step calls the model 2 times; the first call is the example"]

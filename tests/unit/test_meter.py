@@ -211,6 +211,21 @@ def test_names_are_agreed_once_and_a_later_one_is_refused(ranks: Callable[[int],
     assert "Rank 1 reports ['late'], which the first report didn't have: ['loss']" in str(error)
 
 
+def test_a_rank_with_fewer_names_later_holds_up_nobody(ranks: Callable[[int], SimulatedRanks]) -> None:
+    """What it lacks is of the others' samples."""
+
+    def one(context: Context) -> Any:
+        meter = Meter()
+        meter.add(output(1.0, 1, seldom=(1.0, 1)))
+        meter.reduce(context)
+        meter.clear()
+        more = {"seldom": (4.0, 2)} if context.rank == 0 else {}
+        meter.add(output(float(context.rank), 1, **more))
+        return meter.reduce(context)[0]
+
+    assert ranks(3).run(one) == [{"loss": 1.0, "seldom": 2.0}] * 3
+
+
 def test_later_reductions_need_no_second_agreement(ranks: Callable[[int], SimulatedRanks], monkeypatch) -> None:
     simulated = ranks(2)
     gathered: list[Any] = []

@@ -54,6 +54,22 @@ def test_parameters_gradients_and_state_are_those_of_the_real_model():
     assert found["optimizer"] == "SGD"
 
 
+def test_of_a_spread_model_each_rank_has_its_share():
+    """Weights go around twice a step, gradients once."""
+    whole, spread = facts("recipe=digits", procs=4), facts("recipe=digits", "strategy=fsdp", procs=4)
+    assert (whole["spread"], spread["spread"]) == (False, True)
+    assert {name: 4 * size for name, size in spread["memory"].items()} == whole["memory"]
+    size = whole["memory"]["parameters"]
+    assert spread["traffic"] == {"reduced": size, "ring_per_rank": 3 * 3 * size // 4}
+    assert any("The model is spread over the ranks" in note for note in spread["notes"])
+    assert spread["checkpoint"] == whole["checkpoint"]
+
+
+def test_a_callback_that_a_spread_model_cannot_have_is_refused():
+    with pytest.raises(ConfigError, match=r"callbacks\.ema keeps a whole copy of the model"):
+        facts("recipe=toy", "strategy=fsdp", "callbacks=ema", procs=2)
+
+
 def test_precision_is_honoured():
     whole, half, mixed = (
         facts("recipe=digits", f"trainer.precision={precision}")["memory"]

@@ -22,7 +22,7 @@ from framework.config.schema import CheckpointConfig, Mode
 
 settings = CheckpointConfig(
     path=None,
-    enabled=True, monitor="val/loss", mode=Mode.MIN, save_top_k=1, every_n_steps=1, every_n_epochs=None,
+    enabled=True, monitor="val/loss", mode=Mode.MIN, save_top_k=1, save_last_k=1, every_n_steps=1, every_n_epochs=None,
     every_n_minutes=None,
 )
 manager = CheckpointManager(settings, Path(sys.argv[1]), config_text="", is_writer=True, warn=print)

@@ -28,6 +28,7 @@ CONFIG = CheckpointConfig(
     monitor="val/loss",
     mode=Mode.MIN,
     save_top_k=1,
+    save_last_k=1,
     every_n_steps=None,
     every_n_epochs=None,
     every_n_minutes=None,
@@ -86,6 +87,26 @@ def test_best_follows_the_monitor_and_last_the_time(tmp_path: Path) -> None:
         (6, 6, [6]),
     ]
     assert load(find(tmp_path / "best"), map_location="cpu")["model"]["bias"].tolist() == [6.0, 6.0]
+
+
+def test_a_damaged_one_is_not_the_best_nor_deleted_nor_kept_in_a_good_ones_place(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path, save_top_k=2)
+    for step, loss in ((1, 0.4), (2, 0.3), (3, 0.1)):
+        save(manager, step, loss)
+    assert manager.settle() is None
+    assert (target(tmp_path, "best"), steps_in(tmp_path)) == (3, [2, 3])
+    again = manager_of(tmp_path, save_top_k=2)
+    again.disregard([3])
+    save(again, 4, 0.2)
+    save(again, 5, 0.9)
+    assert again.settle() is None
+    assert (target(tmp_path, "best"), steps_in(tmp_path)) == (4, [2, 3, 4, 5])
+    save(again, 3, 0.05)  # training has come to its step again
+    save(again, 6, 0.9)
+    assert again.settle() is None
+    assert (target(tmp_path, "best"), steps_in(tmp_path)) == (3, [3, 4, 6])
+    for each in (manager, again):
+        each.close()
 
 
 def test_max_mode(tmp_path: Path) -> None:
@@ -263,7 +284,9 @@ def test_a_disk_that_refuses_is_told_and_the_next_save_may_work(
     failure = manager.settle()
     assert failure is not None
     assert failure.startswith(f"The checkpoint of step 2 can't be written to {folder}: No space left on device")
-    assert told == [f"{failure}\nTraining goes on without it."]
+    text, _, good = failure.rpartition("\n")
+    assert good == "The last good checkpoint is step_00000001."
+    assert told == [f"{text}\nTraining goes on without it."]
     assert (steps_in(folder), target(folder, "last")) == ([1], 1)
     monkeypatch.undo()
     save(manager, 3, None)
@@ -307,9 +330,13 @@ SAVES = st.lists(st.tuples(st.integers(0, 2), LOSSES, st.booleans()), min_size=1
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(saves=SAVES, save_top_k=st.integers(-1, 3), mode=st.sampled_from(Mode))
+@given(saves=SAVES, save_top_k=st.integers(-1, 3), save_last_k=st.integers(1, 3), mode=st.sampled_from(Mode))
 def test_retention_is_as_a_simple_model_says(
-    monkeypatch: pytest.MonkeyPatch, saves: list[tuple[int, float | None, bool]], save_top_k: int, mode: Mode
+    monkeypatch: pytest.MonkeyPatch,
+    saves: list[tuple[int, float | None, bool]],
+    save_top_k: int,
+    save_last_k: int,
+    mode: Mode,
 ) -> None:
     """Steps that advance or repeat, with and without metrics, through restarts."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the disk's time, not what is tested here
@@ -318,11 +345,12 @@ def test_retention_is_as_a_simple_model_says(
         folder, step = Path(name), 1
         known: dict[int, float | None] = {}
         best: int | None = None
-        manager = manager_of(folder, save_top_k=save_top_k, mode=mode)
+        how: dict[str, Any] = {"save_top_k": save_top_k, "save_last_k": save_last_k, "mode": mode}
+        manager = manager_of(folder, **how)
         for advance, loss, restart in saves:
             step += advance
             if restart:
-                manager = manager_of(folder, save_top_k=save_top_k, mode=mode)
+                manager = manager_of(folder, **how)
             save(manager, step, loss)
             known[step] = None if loss is None or math.isnan(loss) else sign * loss
             ranking = sorted((score, at) for at, score in known.items() if score is not None)
@@ -330,7 +358,8 @@ def test_retention_is_as_a_simple_model_says(
                 best = ranking[0][1]
             top = {at for _, at in (ranking if save_top_k == -1 else ranking[:save_top_k])}
             if save_top_k != -1:
-                known = {at: score for at, score in known.items() if at in top | {step, best}}
+                kept = top | {best} | set(sorted(known)[-save_last_k:])
+                known = {at: score for at, score in known.items() if at in kept}
             assert steps_in(folder) == sorted(known)
             assert (target(folder, "last"), target(folder, "best")) == (step, best)
             assert all((folder / f"step_{at:08d}" / "manifest.json").exists() for at in known)

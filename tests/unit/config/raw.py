@@ -69,6 +69,7 @@ _RAW: dict[str, Any] = {
         "monitor": None,
         "mode": "min",
         "save_top_k": 1,
+        "save_last_k": 2,
         "every_n_steps": None,
         "every_n_epochs": 1,
         "every_n_minutes": None,

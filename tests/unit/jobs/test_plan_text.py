@@ -16,6 +16,7 @@ PLAN: dict[str, Any] = {
     "topology": {"nnodes": 2, "procs_per_node": 4, "gpus_per_node": 8, "span": 2},
     "backend": {"name": "nccl", "init_method": "env", "init_timeout_s": 300.0, "timeout_s": 90.0},
     "strategy": "DDP",
+    "spread": False,
     "optimizer": "Adam",
     "batch": {
         "global": 100,
@@ -70,6 +71,10 @@ def test_every_number_is_on_the_page() -> None:
     assert row("run directory") == PLAN["run_dir"]
     assert [row("rank 0"), row("rank 7")] == ["RANK=0", "RANK=7"]
     assert "Start it on each node, with its number (0, 1) for NODE" in page()
+
+
+def test_a_spread_model_is_one() -> None:
+    assert row("strategy", strategy="FSDP", spread=True) == "FSDP, one copy of the model, spread over 8 ranks"
 
 
 def test_what_is_not_known_is_said() -> None:

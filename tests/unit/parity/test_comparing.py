@@ -116,9 +116,7 @@ def test_not_a_number_departs() -> None:
 def test_a_common_factor() -> None:
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
     gradients = {"a": a, "b": b, "c": None}
-    assert (
-        common_factor(gradients, {"a": a / 2, "b": b / 2, "c": None}, tolerance=1e-6) == 0.5
-    )
+    assert common_factor(gradients, {"a": a / 2, "b": b / 2, "c": None}, tolerance=1e-6) == 0.5
     assert common_factor(gradients, {"a": a / 2, "b": b, "c": None}, tolerance=1e-6) is None
     assert common_factor({"c": None}, {"c": None}, tolerance=1e-6) is None
 
@@ -137,20 +135,20 @@ def full(gradient: float, change: float, *, norm: float = 1.0, buffer: float = 1
 def test_each_part_is_compared_by_itself() -> None:
     one = full(1.0, 1.0)
     for other, part in ((full(2, 1), "gradients"), (full(1, 2), "weights"), (full(1, 1, buffer=2), "buffers")):
-        step = compare_step(one, one, [other], unit=2.0**-24, step=1)
+        step = compare_step(one, one, [other], unit=2.0**-24)
         assert not step.is_same
         assert [each for each in ("gradients", "weights", "buffers") if step.departing(each)] == [part]
-    assert compare_step(one, one, [one], unit=2.0**-24, step=1).is_same
+    assert compare_step(one, one, [one], unit=2.0**-24).is_same
 
 
 def test_the_rank_that_departs_is_named_and_buffers_are_the_firsts() -> None:
     one = full(1.0, 1.0)
-    step = compare_step(one, one, [one, full(1, 2, buffer=3)], unit=2.0**-24, step=1)
+    step = compare_step(one, one, [one, full(1, 2, buffer=3)], unit=2.0**-24)
     assert step.departing("weights")[0].rank == 1
     assert step.departing("buffers") == []
 
 
 def test_a_change_of_less_than_the_weights_own_rounding_is_allowed() -> None:
     one, other = full(1, 1e-8), full(1, 6e-8)
-    assert compare_step(one, one, [other], unit=2.0**-24, step=1).is_same
-    assert not compare_step(full(1, 1e-8, norm=1e-6), one, [other], unit=2.0**-24, step=1).is_same
+    assert compare_step(one, one, [other], unit=2.0**-24).is_same
+    assert not compare_step(full(1, 1e-8, norm=1e-6), one, [other], unit=2.0**-24).is_same
