@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -187,7 +187,8 @@ def _together(rank: Rank) -> Together | None:
 
 def _warn(text: str) -> None:
     logger.warning(text)
-    print(text, flush=True)
+    with suppress(OSError):  # of a standard output that lies on the same disk
+        print(text, flush=True)
 
 
 def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict[str, float], str]:

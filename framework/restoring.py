@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from framework.checkpoint.whole import damage
 from framework.config.saved import confirm
 from framework.config.schema import Config
 from framework.distributed.collectives import barrier, gather_to_all
+from framework.distributed.context import Context
 from framework.distributed.tensors import is_model_spread
 from framework.errors import CheckpointError, ConfigError, RunError
 from framework.parts import Parts
@@ -52,14 +53,14 @@ def _own_checkpoint(rank: Rank) -> LastWhole:
     """The checkpoint to go on from; none for a new run, and for one that was stopped before its first.
 
     It is the one that `resume` names, and no other; where that is the run directory, and in a restart, the last one, or
-    the newest whole one before it where that is damaged, which is told. Rank 0 reads all of its files first. Every rank
+    the newest whole one before it where that is damaged, which is told. All of its files are read first. Every rank
     must call; raises RunError where they don't all find the same, CheckpointError where what is there can't be used.
     """
     if rank.config.resume is None and not rank.attempt:
         return LastWhole(None)
     is_last = bool(rank.attempt) or Path(str(rank.config.resume)).resolve() == rank.run_dir.path.resolve()
     source = rank.run_dir.checkpoints if is_last else Path(str(rank.config.resume))
-    looked = gather_to_all(_look(source, is_last=is_last) if rank.context.is_main else None, rank.context)[0]
+    looked = _look_together(source, is_last=is_last, context=rank.context)
     if isinstance(looked, str):
         raise CheckpointError(looked)
     chosen = _as_seen_here(looked.directory, source, is_last=is_last)
@@ -72,13 +73,44 @@ def _own_checkpoint(rank: Rank) -> LastWhole:
     return LastWhole(chosen, looked.damaged)
 
 
-def _look(source: Path, *, is_last: bool) -> LastWhole | str:
-    """What rank 0 finds, all of it read; a text where it can't be used."""
+def _look_together(source: Path, *, is_last: bool, context: Context) -> LastWhole | str:
+    """What rank 0 finds, with every rank reading some of the files; a text where it can't be used."""
+    looked: LastWhole | str | None = None
+    if context.is_main:
+        try:
+            looked = _look(source, is_last=is_last, look=partial(_damage_seen_together, context=context))
+        finally:
+            gather_to_all(None, context)  # there is nothing more to read
+    else:
+        while (directory := gather_to_all(None, context)[0]) is not None:
+            gather_to_all(_damage_seen_here(directory, context), context)
+    found: LastWhole | str = gather_to_all(looked, context)[0]
+    return found
+
+
+def _damage_seen_together(directory: Path, *, context: Context) -> str | None:
+    """On rank 0."""
+    fault = damage(directory, thorough=False)
+    if fault is not None:
+        return fault
+    gather_to_all(directory, context)
+    faults = gather_to_all(_damage_seen_here(directory, context), context)
+    return "; ".join(fault for fault in faults if fault is not None) or None
+
+
+def _damage_seen_here(directory: Path, context: Context) -> str | None:
+    """Of this rank's share of the files; nothing where it doesn't see the checkpoint, which is another matter."""
+    if manifest_if_complete(directory) is None:
+        return None
+    return damage(directory, number=context.rank, of=context.world_size)
+
+
+def _look(source: Path, *, is_last: bool, look: Callable[[Path], str | None]) -> LastWhole | str:
     try:
         if is_last:
-            return last_whole(source)
+            return last_whole(source, look=look)
         directory = find(source)
-        fault = damage(directory)
+        fault = look(directory)
     except CheckpointError as error:
         return str(error)
     if fault is not None:
@@ -93,7 +125,7 @@ def _as_seen_here(chosen: Path | None, source: Path, *, is_last: bool) -> Path |
         if own.name == chosen.name and manifest_if_complete(own) is not None:
             return own
     try:
-        return last_whole(source, thorough=False).directory if is_last else find(source)
+        return last_whole(source, look=partial(damage, thorough=False)).directory if is_last else find(source)
     except CheckpointError:
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -39,17 +39,17 @@ class LastWhole:
     damaged: tuple[tuple[Path, str], ...] = ()
 
 
-def last_whole(folder: Path, *, thorough: bool = True) -> LastWhole:
+def last_whole(folder: Path, *, look: Callable[[Path], str | None] = damage) -> LastWhole:
     """The checkpoint of a checkpoints folder that `last` names, or the newest whole one before it.
 
     Without a `last` it is the newest of all. One that is newer than `last` is never taken: it may be of training that
-    was given up. thorough: see `damage`. Raises CheckpointError where there are checkpoints and none is whole,
-    NewerFormatError where the first that isn't damaged is of a newer framework.
+    was given up. look: what finds the damage of one. Raises CheckpointError where there are checkpoints and none is
+    whole, NewerFormatError where the first that isn't damaged is of a newer framework.
     """
     folder = folder.resolve()
     damaged: dict[Path, str] = {}
     for directory in _from_last(folder):
-        fault = damage(directory, thorough=thorough)
+        fault = look(directory)
         if fault is None:
             return LastWhole(directory.resolve(), tuple(damaged.items()))
         damaged[directory] = fault

@@ -6,7 +6,7 @@ Nothing is unpickled for it, so a file that isn't ours does nothing here.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from framework.checkpoint.format import (
@@ -22,11 +22,12 @@ from framework.errors import CheckpointError
 _READ_BYTES = 1 << 20
 
 
-def damage(directory: Path, *, thorough: bool = True) -> str | None:
+def damage(directory: Path, *, thorough: bool = True, number: int = 0, of: int = 1) -> str | None:
     """What is wrong with a step directory, such as "model.pt is missing"; None where it is whole.
 
     thorough: read every file and compare its checksum; else only the manifest and the sizes are looked at, which costs
-    a stat for each file. Raises NewerFormatError where a newer framework wrote it.
+    a stat for each file. Of the files every `of`-th is looked at, from `number` on, where several share the work.
+    Raises NewerFormatError where a newer framework wrote it.
     """
     if not directory.is_dir():
         return "it is no directory" if directory.exists() else "it is gone"
@@ -43,7 +44,8 @@ def damage(directory: Path, *, thorough: bool = True) -> str | None:
     if step not in (None, manifest.step):
         # It was renamed by hand, and would be taken for another step.
         return f"its {MANIFEST_NAME} is of step {manifest.step}"
-    return "; ".join(_faults(directory, manifest, thorough=thorough)) or None
+    names = sorted(manifest.files)[number::of]
+    return "; ".join(_faults(directory, manifest, names, thorough=thorough)) or None
 
 
 def file_fault(path: Path, *, facts: FileFacts | None, thorough: bool = True) -> str | None:
@@ -66,9 +68,9 @@ def file_fault(path: Path, *, facts: FileFacts | None, thorough: bool = True) ->
     return None
 
 
-def _faults(directory: Path, manifest: Manifest, *, thorough: bool) -> Iterator[str]:
-    for name, facts in manifest.files.items():
-        fault = file_fault(directory / name, facts=facts, thorough=thorough)
+def _faults(directory: Path, manifest: Manifest, names: Iterable[str], *, thorough: bool) -> Iterator[str]:
+    for name in names:
+        fault = file_fault(directory / name, facts=manifest.files[name], thorough=thorough)
         if fault is not None:
             yield f"{name} {fault}"
 

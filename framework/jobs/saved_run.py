@@ -9,12 +9,13 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.format import CONFIG_NAME
 from framework.checkpoint.lookup import describe_others, find, last_whole, read_manifest
-from framework.checkpoint.whole import file_fault
+from framework.checkpoint.whole import damage, file_fault
 from framework.config.saved import (
     Saved,
     apply_changes,
@@ -102,7 +103,7 @@ def _described(found: RunDir | None, folder: Path) -> str:
 def _last_in(run_dir: RunDir) -> str:
     """The checkpoint to go on from, as far as sizes tell: rank 0 reads the files, and may go back further."""
     try:
-        directory = last_whole(run_dir.checkpoints, thorough=False).directory
+        directory = last_whole(run_dir.checkpoints, look=partial(damage, thorough=False)).directory
     except CheckpointError:
         return "no checkpoint that can be used"
     return "no checkpoint yet" if directory is None else f"checkpoint of step {read_manifest(directory).step}"

@@ -62,11 +62,8 @@ class Recording:
         update = self._update = _UpdateRecord(model, unit=unit)
         forward = self._forward = _ForwardRecord(self._context.devices, unit=unit)
         if self._context.is_main:
-            names = tuple(name for name, module in model.named_modules() if _is_batch_norm(module))
-            start = StartTrace(
-                {name: sketch_whole(tensor) for name, tensor in update.start.items()},
-                *(type(model).__name__, unit, dropouts, names),
-            )
+            weights = {name: sketch_whole(tensor) for name, tensor in update.start.items()}
+            start = StartTrace(weights, type(model).__name__, unit, dropouts)
             save(self._folder, start, rank=0, step=0)
         # Functions, since who copies the model copies its hooks, and what bound methods are bound to.
         self._handles = [info.optimizer.register_step_pre_hook(lambda *_: self._note_gradients())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,15 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class StartTrace:
-    """The model as training found it. unit: the greatest relative error of one rounding in its number formats."""
+    """The model as training found it. unit: the greatest relative error of one rounding in its number formats.
+
+    dropouts: modules in which dropout was switched off.
+    """
 
     weights: Mapping[str, Tensor]
     model: str
     unit: float
     dropouts: int
-    batch_norms: tuple[str, ...] = field(default=())
 
 
 def save(folder: Path, trace: StepTrace | StartTrace, *, rank: int, step: int) -> None:

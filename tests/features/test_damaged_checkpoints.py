@@ -245,7 +245,8 @@ def test_a_run_goes_on_from_the_newest_whole_one(train, run, whole, how, procs):
 def test_a_damaged_one_is_neither_the_best_nor_deleted(train, run):
     """Before training comes to its step again: `best` and retention go by the whole ones."""
     flip(place(run, 30) / "model.pt")
-    train(f"resume={run}", "trainer.max_steps=23", "checkpoint.save_top_k=1", "checkpoint.every_n_steps=1")
+    few = ("checkpoint.save_top_k=1", "checkpoint.save_last_k=1")
+    train(f"resume={run}", "trainer.max_steps=23", "checkpoint.every_n_steps=1", *few)
     assert results.pointed(run, "last") == 23
     assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_00000023", "step_00000030"]
 

@@ -17,7 +17,12 @@ from tests.helpers import results
 pytestmark = pytest.mark.multiproc
 
 EVERY_STEP = ("recipe=toy", "logger=[jsonl,tensorboard]", "trainer.log_every_n_steps=1", "trainer.max_steps=50")
-SAVES = ("checkpoint.every_n_steps=10", "checkpoint.every_n_epochs=null", "checkpoint.monitor=null")
+SAVES = (
+    "checkpoint.every_n_steps=10",
+    "checkpoint.every_n_epochs=null",
+    "checkpoint.monitor=null",
+    "checkpoint.save_last_k=1",
+)
 SHORT = (*EVERY_STEP, *SAVES, "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
 OWN = '''
 import os, time
@@ -145,10 +150,16 @@ def test_without_checkpoints_no_room_is_asked_for(train, small_disk):
 
 def test_too_little_room_for_all_that_are_kept_is_a_warning(train, small_disk):
     small_disk(440)
-    run_dir = train(*SHORT[:-3], "checkpoint.monitor=val/loss", "checkpoint.save_top_k=9", "trainer.max_steps=2")
+    run_dir = train(
+        *SHORT[:-3],
+        "checkpoint.monitor=val/loss",
+        "checkpoint.save_top_k=8",
+        "checkpoint.save_last_k=2",
+        "trainer.max_steps=2",
+    )
     (line,) = [line for line in results.log(run_dir).splitlines() if "WARNING" in line]
     assert f"MB are free in {run_dir}/checkpoints, and 11 checkpoints of about 0.13 MB are there at the same" in line
-    assert "checkpoint.save_top_k" in line
+    assert "checkpoint.save_last_k or save_top_k" in line
 
 
 def test_what_a_resumed_run_needs_is_told_by_its_checkpoints(train, small_disk, tmp_path, warm, capfd, monkeypatch):

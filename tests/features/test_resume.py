@@ -229,11 +229,11 @@ def test_another_learning_rate_is_taken_up_in_scale(train):
 # Which checkpoint
 
 
-def test_an_older_checkpoint_is_gone_on_from_where_the_last_is_damaged(train, whole_run, capfd):
+def test_an_older_checkpoint_is_gone_on_from_where_the_one_that_was_named_is_damaged(train, whole_run, capfd):
     stopped = train(*SHORT, "trainer.max_steps=60", "checkpoint.every_n_steps=20", "checkpoint.save_top_k=-1")
     model = stopped / "checkpoints" / "step_00000060" / "model.pt"
     model.write_bytes(bytes([255]) * model.stat().st_size)
-    train(f"resume={stopped}", "trainer.max_steps=null", status=2)
+    train(f"resume={model.parent}", "trainer.max_steps=null", status=2)
     assert "step_00000040" in capfd.readouterr().err
     older = stopped / "checkpoints" / "step_00000040"
     train(f"resume={older}", "trainer.max_steps=null")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from framework.checkpoint import find, read_manifest
 from tests.helpers import results
+from tests.helpers.command import started_framework
 from tests.helpers.loops import toy_loss
 
 pytestmark = pytest.mark.multiproc
@@ -16,6 +18,20 @@ pytestmark = pytest.mark.multiproc
 SHORT = ("recipe=toy", "logger=jsonl", "trainer.max_epochs=2", "optimizer=adam", "data.global_batch_size=40")
 SPREAD = ("strategy=fsdp", "strategy.min_num_params=50")
 STOPPED = 47
+
+
+FAILS = '''
+import os
+
+class Fails:
+    """Raises on rank 1 in the forward behind a step: a checkpoint was begun, and not all will come to write it."""
+    def __init__(self, after): self.after, self.step = after, 0
+    def on_fit_start(self, info): info.model.register_forward_hook(self.look)
+    def on_train_step_end(self, report): self.step = report.step
+    def look(self, model, inputs, output):
+        if self.step == self.after and os.environ["RANK"] == "1":
+            raise ValueError("a mistake")
+'''
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +62,6 @@ def test_every_process_writes_its_part(spread_run):
     "overrides",
     [
         ("topology.procs_per_node=3",),
-        ("topology.procs_per_node=1",),
         ("topology.procs_per_node=2", "strategy=ddp"),
         ("topology.procs_per_node=1", "strategy=single"),
     ],
@@ -90,6 +105,38 @@ def test_a_damaged_part_is_found(train, stopped):
     resumed = train(f"resume={stopped}", "trainer.max_steps=50", "topology.procs_per_node=2", status=0)
     assert "sharded/__2_0.distcp has another checksum" in results.log(resumed)
     assert "Going on after step 40" in results.log(resumed)
+
+
+def test_a_failure_while_a_checkpoint_is_begun_is_told_at_once(train, tmp_path, capfd):
+    """Nobody waits for those who won't come, and the checkpoint before is whole."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    fails = ("+callbacks.fails._target_=fails.Fails", "+callbacks.fails.after=10", "checkpoint.every_n_steps=5")
+    failed = train(*SHORT, *SPREAD, *fails, "topology.procs_per_node=3", status=1)
+    assert "ValueError: a mistake" in capfd.readouterr().err
+    assert results.run_file(failed)["status"] == "failed"
+    assert results.pointed(failed, "last") == 5
+    assert results.saved_steps(failed) == [5]
+
+
+def test_it_stops_on_request_with_a_checkpoint(tmp_path):
+    """The ranks agree on the step, and all write their part of it."""
+    command = (
+        "trainer.gpus=0",
+        *SHORT,
+        *SPREAD,
+        "topology.procs_per_node=2",
+        "trainer.max_epochs=1000",
+        "logger=[jsonl,console]",
+    )
+    with started_framework(*command, cwd=tmp_path) as started:
+        started.wait_for_output("epoch 1", timeout=60)
+        started.process.send_signal(signal.SIGTERM)
+        assert started.wait(timeout=60) == 75, started.printed()
+        started.assert_all_gone()
+    (stopped,) = tmp_path.glob("outputs/*/*")
+    directory = find(stopped)
+    assert read_manifest(directory).is_sharded
+    assert results.saved_steps(stopped)[-1] == results.results(stopped)["steps"]
 
 
 def test_averaged_weights_are_refused_before_the_processes_meet(train, capfd):

@@ -59,12 +59,16 @@ def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
 def together_manager(folder: Path, context: Context, **changes: Any) -> CheckpointManager:
     """Warnings go to `warned_RANK`."""
     usual = manager(folder, **changes)
+
+    def warn(text: str) -> None:
+        Path(folder.parent, f"warned_{context.rank}").write_text(text)
+
     return CheckpointManager(
         usual._settings,
         folder,
         config_text="recipe: small\n",
         is_writer=context.is_main,
-        warn=lambda text: Path(folder.parent, f"warned_{context.rank}").write_text(text),
+        warn=warn,
         together=Together(side_group(20.0)),
     )
 
@@ -110,16 +114,17 @@ def fail_and_go_on(rank: RankArguments, _link: Link) -> None:
     folder = Path(rank.run_dir) / "checkpoints"
     with group(rank) as context:
         checkpoints = together_manager(folder, context, every_n_steps=3)
-        real = sharded.ChecksummedFile
+        module = vars(sharded)
+        real = module["ChecksummedFile"]
 
         class Breaks:
             def on_train_step_end(self, report: Any) -> None:
-                there = report.step == 3 and context.rank == 1
-                sharded.ChecksummedFile = HalfFails if there else sharded.ChecksummedFile  # type: ignore
+                if report.step == 3 and context.rank == 1:
+                    module["ChecksummedFile"] = HalfFails
                 if report.step == 5:
-                    # What is begun is over before the next step but one: both talk at the same time.
+                    # Until here both talk at the same time.
                     checkpoints._wait()
-                    sharded.ChecksummedFile = real  # type: ignore
+                    module["ChecksummedFile"] = real
 
         trainer = spread_trainer(context, checkpoints=checkpoints, callbacks={"breaks": Breaks()})
         trainer.fit()

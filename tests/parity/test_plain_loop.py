@@ -87,7 +87,9 @@ def test_a_short_last_batch_weighs_its_samples(train: Train) -> None:
 
 @pytest.mark.usefixtures("own_state")
 @pytest.mark.multiproc
-def test_a_rank_without_samples_joins(train: Train) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_without_samples_joins(train: Train, strategy: str) -> None:
     """1,600 samples in batches of 41: the last has 1, so one of the two processes has none."""
-    many = weights_of(train(*SHORT, "recipe=toy", "topology.procs_per_node=2", "data.global_batch_size=41"))
+    two = ("topology.procs_per_node=2", "data.global_batch_size=41", f"strategy={strategy}")
+    many = weights_of(train(*SHORT, "recipe=toy", *two))
     assert_close(many, plain_loop(batch_size=41), tolerance=1e-6)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from framework import restoring
+from framework.checkpoint import whole
 from framework.checkpoint.lookup import LastWhole
 from framework.checkpoint.store import point
 from framework.errors import CheckpointError, RunError
@@ -66,6 +67,20 @@ def flip(file: Path) -> None:
 
 
 LAST = [{"attempt": 1}, {"resume": "."}]
+
+
+def test_every_file_is_read_by_one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read: list[str] = []
+    known = whole._crc32
+
+    def noted(path: Path) -> str:
+        read.append(path.name)
+        return known(path)
+
+    monkeypatch.setattr(whole, "_crc32", noted)
+    run = disk(tmp_path / "run", 10)
+    assert beginning(monkeypatch, [run] * WORLD, attempt=1) == [LastWhole(place(run, 10))] * WORLD
+    assert sorted(read) == ["config.yaml", "generators.pt", "model.pt", "training.pt"]
 
 
 @pytest.mark.parametrize("how", LAST)

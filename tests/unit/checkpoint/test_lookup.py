@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from framework.checkpoint import complete_steps, find, read_manifest
 from framework.checkpoint.format import FORMAT_VERSION, Manifest, NewerFormatError, encode
 from framework.checkpoint.lookup import LastWhole, last_whole
 from framework.checkpoint.store import point
+from framework.checkpoint.whole import damage
 from framework.errors import CheckpointError
 from tests.unit.checkpoint.states import write_small
 
@@ -130,7 +132,7 @@ def step(run: Path, number: int) -> Path:
 
 def chosen(run: Path, *, thorough: bool = True) -> tuple[str | None, list[str]]:
     """Names of the one to go on from, and of those before it that are damaged."""
-    found = last_whole(run / "checkpoints", thorough=thorough)
+    found = last_whole(run / "checkpoints", look=partial(damage, thorough=thorough))
     name = None if found.directory is None else found.directory.name[-2:]
     return name, [f"{directory.name[-2:]}: {fault}" for directory, fault in found.damaged]
 

@@ -46,7 +46,7 @@ class RowMeans(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state["calls"] = state.get("calls", 0) + 1

@@ -152,6 +152,7 @@ def test_an_unknown_key_like_no_other_gets_the_list() -> None:
 OPTIONAL = {
     *("resume", "init_from", "checkpoint.path", "checkpoint.monitor", "checkpoint.every_n_steps"),
     *("checkpoint.every_n_epochs", "data.global_batch_size", "data.eval_batch_size", "data.root", "data.mirrors"),
+    "parity.processes",
     *("plan.train_samples", "export.output", "topology.rdzv_endpoint", "checkpoint.every_n_minutes"),
     *("checkpoint.asynchronous", "checkpoint.save_last_k"),  # have defaults
     *("topology.procs_per_node", "topology.gpus_per_process", "scheduler.schedule", "scheduler.monitor"),

@@ -100,6 +100,15 @@ def test_nothing_to_say_is_said(changes: dict[str, Any], text: str) -> None:
     assert text in render(answer(same=False, **changes))
 
 
+def test_a_verdict_says_no_more_than_was_sure() -> None:
+    found = answer()
+    found["parts"]["weights"] = {"compared": 4, "greatest": {**SMALL, "allowed": 0.7}}
+    printed = render(found)
+    assert "The same: Net gets the same gradients from 1 process and from 4" in printed
+    assert "Of the weights nothing can be said" in printed
+    assert "trainer.precision=32-true" in printed
+
+
 def test_a_layer_that_departs_alone_is_mentioned() -> None:
     printed = render(answer(layer_alone={"step": 2, **LAYER}))
     assert "The same: Net" in printed

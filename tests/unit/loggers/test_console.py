@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,18 @@ def started(**keywords: Any) -> ConsoleLogger:
     logger = ConsoleLogger()
     logger.fit_start(info(**keywords))
     return logger
+
+
+def test_a_full_disk_that_the_output_goes_to_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        logger = started()
+        logger.step(report(1))
+        logger.metrics({"val/loss": 0.25}, step=1, epoch=0)
+        logger.close()
+        monkeypatch.undo()
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), full.fileno())  # for what is left to be written
 
 
 def test_on_a_pipe_there_is_a_line_every_few_seconds_and_one_each_evaluation(

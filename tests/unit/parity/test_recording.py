@@ -107,7 +107,7 @@ def test_the_events_of_a_forward_in_their_order(tmp_path: Path) -> None:
     assert [len(event.passages) for event in trace.events] == [1, 0, 1, 0, 1, 0, 1, 0]
     assert {len(view) for event in trace.events for each in event.passages for view in each.views.values()} == {4}
     start = load_start(tmp_path / "one" / "parity")
-    assert (start.model, start.dropouts, start.batch_norms) == ("Twice", 0, ())
+    assert (start.model, start.dropouts, start.unit) == ("Twice", 0, 2.0**-24)
 
 
 def test_ways_that_differ_between_micro_batches_are_not_taken_for_one(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_modules_of_a_class_are_gathered_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
-        (["Blok"], r"Blocks has no module of the class Blok\.\nIt has Block, Embedding, Linear"),
+        (["Blok"], r"Blocks has no module of the class Blok\.\nIt has Block, Dropout, Embedding"),
         (["ModuleList"], "ModuleList only holds other modules"),
         ("Block", r"must be auto, or a list of class names: strategy\.wrap=\[Block\]"),
     ],
