@@ -68,7 +68,6 @@ def test_one_process_is_the_plain_loop_bit_for_bit(train: Train) -> None:
         ("recipe=toy_model_parallel", "topology.procs_per_node=2", "data.global_batch_size=20"),
         ("topology.procs_per_node=2", "data.global_batch_size=20", "strategy=ddp", "strategy.static_graph=true"),
         ("topology.procs_per_node=3", "data.global_batch_size=20", "strategy=fsdp", "strategy.min_num_params=50"),
-        ("topology.procs_per_node=2", "data.batch_size=5", "trainer.accumulate_grad_batches=2", "strategy=fsdp"),
     ],
     ids=" ".join,
 )
