@@ -185,7 +185,7 @@ def _shortened(value: Any) -> str:
 
 
 def _hash(value: Any) -> str:
-    """Of tensors, bit for bit, and plain values, in any nesting; NaN equals NaN. Of a spread tensor this rank's part."""
+    """Of tensors, bit for bit, and plain values, in any nesting; NaN equals NaN. Of a spread tensor its local part."""
     digest = hashlib.blake2b(digest_size=8)
     _feed(digest, value)
     return digest.hexdigest()

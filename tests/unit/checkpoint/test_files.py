@@ -86,7 +86,12 @@ def test_data_that_lies_right_is_handed_to_the_disk_without_a_copy(
 ) -> None:
     """Zip headers of `torch.save` are padded so that the tensors are."""
     seen, real = [], os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda d, view, at: (seen.append(len(view)), real(d, view, at))[1])
+
+    def noted(descriptor: int, view: memoryview, at: int) -> int:
+        seen.append(len(view))
+        return real(descriptor, view, at)
+
+    monkeypatch.setattr(os, "pwrite", noted)
     write(tmp_path / "file", [CONTENT[:BLOCK_BYTES], aligned(CONTENT), CONTENT[:10]])
     assert seen[:2] == [BLOCK_BYTES, len(CONTENT)]
 
