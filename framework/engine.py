@@ -6,14 +6,17 @@ import json
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from framework import build
 from framework.checkpoint import CheckpointManager, find
 from framework.checkpoint.format import BEST
+from framework.checkpoint.whole import damage
 from framework.config.schema import Config, Interval
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
 from framework.data.sampler import GlobalOrder
+from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.group import process_group, set_timeout, side_group
 from framework.errors import EXIT_STOPPED, ConfigError
@@ -195,11 +198,10 @@ def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict
     """Metrics of the test part, with the weights that validation found best, else with the last ones; and which."""
     if loader is None:
         return {}, ""
-    best = rank.run_dir.checkpoints / BEST
-    chosen = trainer.checkpoints is not None and trainer.checkpoints.monitor is not None and best.exists()
-    if chosen:
+    best = _best_checkpoint(rank, trainer)
+    if best is not None:
         load_model(rank, trainer.parts.bare_model, best)
-    with nullcontext() if chosen else trainer.parts.evaluation_weights():
+    with nullcontext() if best is not None else trainer.parts.evaluation_weights():
         metrics = evaluate(
             trainer.parts.bare_model,
             loader,
@@ -211,7 +213,19 @@ def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict
     if not _is_reported(rank, trainer):
         for each in trainer.parts.loggers.values():
             each.metrics(metrics, step=trainer.progress.step, epoch=trainer.last_epoch)
-    return metrics, find(best).name if chosen else "the last weights"
+    return metrics, "the last weights" if best is None else find(best).name
+
+
+def _best_checkpoint(rank: Rank, trainer: Trainer) -> Path | None:
+    """The one to test; None without one, and where it is damaged, which is told. Every rank must call it."""
+    if trainer.checkpoints is None or trainer.checkpoints.monitor is None:
+        return None
+    best = rank.run_dir.checkpoints / BEST
+    seen = best.exists(), damage(best.resolve()) if rank.context.is_main and best.exists() else None
+    is_there, fault = gather_to_all(seen, rank.context)[0]
+    if fault is not None and rank.context.is_main:
+        _warn(f"The best checkpoint {best.resolve()} is damaged: {fault}. The last weights are tested instead.")
+    return best if is_there and fault is None else None
 
 
 def _is_reported(rank: Rank, trainer: Trainer) -> bool:

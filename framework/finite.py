@@ -9,6 +9,7 @@ from torch import nn
 
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
+from framework.distributed.tensors import whole
 from framework.errors import RunError
 from framework.meter import Meter
 
@@ -18,7 +19,7 @@ def check_finite(parameters: Sequence[nn.Parameter], meter: Meter, *, step: int,
 
     Every rank must call it; waits for the device.
     """
-    bad = not math.isfinite(float(nn.utils.get_total_norm(parameters)))
+    bad = not math.isfinite(float(whole(nn.utils.get_total_norm(parameters))))
     found = gather_to_all((meter.first_nonfinite(), bad), context)
     steps = [step for step, _ in found if step is not None]
     if steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,8 +49,8 @@ class Parts:
         if not hooks(self.callbacks.values(), "evaluation_weights"):
             return model, None
         with self.evaluation_weights():
-            # Cloned: these tensors hold the average only while it is swapped in.
-            return {name: tensor.clone() for name, tensor in self.bare_model.state_dict().items()}, model
+            # Copied, with what shares memory: these tensors hold the average only while it is swapped in.
+            return copy.deepcopy(self.bare_model.state_dict()), model
 
     def add_weights(self, training: dict[str, Any]) -> dict[str, Any]:
         """The part of a checkpoint's state that holds the weights to evaluate, `model`; `training` is completed.

@@ -41,7 +41,8 @@ def restore(rank: Rank, trainer: Trainer) -> None:
         barrier(rank.context)  # no rank has refused it
         if trainer.checkpoints is not None:
             steps = (step_of(directory.name) for directory, _ in own.damaged)
-            trainer.checkpoints.disregard([step for step in steps if step is not None])
+            damaged = [step for step in steps if step is not None]
+            trainer.checkpoints.go_on_from(trainer.progress.step, damaged=damaged)
         if rank.context.is_main:
             confirm(rank.run_dir)
             # Where a restart goes on, if nothing is saved before.

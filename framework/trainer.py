@@ -110,6 +110,8 @@ class Trainer:
         observe_step = self._bind()
         if self.restore_generators is not None:
             self.restore_generators()
+        if self.checkpoints is not None:
+            self.checkpoints.watch(parts.changed_by_updates())
         self._throughput.read()
         self._pulse.at(Phase.DATA)
         for window in self._windows():

@@ -16,8 +16,8 @@ from torch import Tensor
 from framework.checkpoint.format import BEST, LAST, step_name, step_of
 from framework.checkpoint.lookup import complete_steps
 from framework.checkpoint.room import require_room
-from framework.checkpoint.snapshot import KeptBuffers, Snapshot, bytes_of, take
-from framework.checkpoint.store import WriteShards, check_state, disk_errors, point, remove, write
+from framework.checkpoint.snapshot import KeptBuffers, Snapshot, bytes_of, fingerprint, take
+from framework.checkpoint.store import WriteShards, check_state, clean, disk_errors, mend_pointer, point, remove, write
 from framework.config.schema import CheckpointConfig, Mode
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError, DiskError
@@ -74,7 +74,13 @@ class CheckpointManager:
         self._failure: str | None = None  # of the last save
         self._saved_s = time.monotonic()
         self._scores: dict[int, float] = {}  # step → the monitored metric, NaN where there is none
-        if is_writer and settings.enabled:
+        self._given_up: set[int] = set()  # steps of training that was gone back behind
+        self._watched: list[Tensor] = []
+        self._marks: list[int] = []  # of what is watched, as it was
+        if is_writer and settings.enabled and folder.is_dir():
+            clean(folder)
+            for pointer in (LAST, BEST):
+                mend_pointer(folder, pointer)
             self._scores = {step: self._score(found[1].metrics) for step, found in complete_steps(folder).items()}
 
     @property
@@ -155,6 +161,8 @@ class CheckpointManager:
 
         Only then is it known that nothing has changed them while they were copied, and writing begins.
         """
+        if self._marks:
+            self._check_marks()
         if self._copying is None:
             return
         (snapshot, save), self._copying = self._copying, None
@@ -172,9 +180,25 @@ class CheckpointManager:
         else:
             self._failure = fault
 
-    def disregard(self, steps: Collection[int]) -> None:
-        """Checkpoints that were found damaged: none of them is `best`, counts among the best, or is deleted."""
-        self._scores = {step: score for step, score in self._scores.items() if step not in steps}
+    def watch(self, late: Collection[Tensor]) -> None:
+        """Look whether anything but the optimizer's step changes `late` in the first step from here on; every rank.
+
+        Where it does, all is copied before training goes on. What torch doesn't count as a change, as through `.data`,
+        is seen here only.
+        """
+        if self._settings.enabled and self._settings.asynchronous and (self._is_writer or self._together is not None):
+            self._watched, self._marks = list(late), [fingerprint(each) for each in late]
+
+    def go_on_from(self, step: int, *, damaged: Collection[int] = ()) -> None:
+        """Training goes on from the checkpoint of `step`: what it is the best of are those up to there that are whole.
+
+        Later ones are deleted with the next save, unless all are kept; damaged ones aren't.
+        """
+        self._scores = {at: score for at, score in self._scores.items() if at not in damaged}
+        self._given_up = {at for at in self._scores if at > step}
+        self._scores = {at: score for at, score in self._scores.items() if at <= step}
+        if self._is_writer and self._settings.enabled:
+            self._move_best()
 
     def settle(self) -> str | None:
         """Wait until nothing is being written; why the last save failed and what the last good checkpoint is.
@@ -185,7 +209,7 @@ class CheckpointManager:
         if self._failure is None:
             return None
         last = self._folder / LAST
-        good = f"The last good checkpoint is {last.readlink()}." if last.exists() else "There is no checkpoint."
+        good = f"The last good checkpoint is {last.resolve().name}." if last.exists() else "There is no checkpoint."
         return f"{self._failure}\n{good}"
 
     def abandon(self) -> None:
@@ -198,6 +222,12 @@ class CheckpointManager:
         """Have what was begun written, and end the thread. Raises nothing of that: who needs it calls `settle`."""
         self.before_update()
         self._thread.shutdown(wait=True)
+
+    def _check_marks(self) -> None:
+        pairs = zip(self._watched, self._marks, strict=True)
+        if any(fingerprint(each) != mark for each, mark in pairs):
+            self._copies_at_once = True
+        self._watched, self._marks = [], []
 
     def _wait(self) -> None:
         self.before_update()
@@ -227,6 +257,8 @@ class CheckpointManager:
     def _write(self, state: Mapping[str, Any], save: _Save, *, fault: str | None = None) -> None:
         """fault: why this rank has nothing to write together with the others."""
         try:
+            if self._is_writer and self._folder.is_dir():
+                clean(self._folder)  # what a killed save has left takes room
             if self._together is None or save.shards is None:
                 self._require_room(save, bytes_of(state))
                 self._install(state, save)
@@ -259,8 +291,16 @@ class CheckpointManager:
         )
         self._scores[save.step] = self._score(save.metrics)
         point(self._folder, LAST, step=save.step)
+        # The checkpoint is saved; what fails from here on costs order and space.
+        self._given_up.discard(save.step)
         self._move_best()
-        self._delete_others(save.step)
+        for step in self._others(save.step):
+            try:
+                remove(self._folder / step_name(step))
+            except DiskError as error:
+                self._warn(str(error))
+            self._scores.pop(step, None)
+            self._given_up.discard(step)
 
     def _check_monitor(self, metrics: Mapping[str, float] | None) -> None:
         monitor = self._settings.monitor
@@ -285,19 +325,22 @@ class CheckpointManager:
         self._scores = {
             step: score for step, score in self._scores.items() if (self._folder / step_name(step)).is_dir()
         }  # someone may have deleted one by hand
-        ranking = self._ranking()
-        if self._settings.save_top_k != 0 and ranking:
-            point(self._folder, BEST, step=ranking[0])
+        ranking = self._ranking() if self._settings.save_top_k != 0 else []
+        try:
+            if ranking:
+                point(self._folder, BEST, step=ranking[0])
+            elif (self._folder / BEST).is_symlink():
+                (self._folder / BEST).unlink()  # of training that was given up
+        except (DiskError, OSError) as error:
+            self._warn(str(error))
 
-    def _delete_others(self, last: int) -> None:
-        """Those that are later than `last` are of training that was given up."""
+    def _others(self, last: int) -> list[int]:
+        """The steps not to be kept, once `last` is saved."""
         if self._settings.save_top_k == -1:
-            return
+            return []
         newest = sorted(step for step in self._scores if step <= last)[-self._settings.save_last_k :]
         kept = {*self._ranking()[: self._settings.save_top_k], *newest} | self._named_by_symlinks()
-        for step in sorted(set(self._scores) - kept):
-            remove(self._folder / step_name(step))
-            del self._scores[step]
+        return sorted((self._scores.keys() | self._given_up) - kept)
 
     def _named_by_symlinks(self) -> set[int]:
         links = [path for path in self._folder.iterdir() if path.is_symlink()]

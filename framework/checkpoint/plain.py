@@ -13,6 +13,7 @@ from framework.errors import CheckpointError
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, torch.Tensor, torch.nn.Parameter})
 _VALUES_OF_TORCH = frozenset({torch.Size, torch.device, torch.dtype})
+_INT_BITS = 8 * 255 - 1  # what the unpickler of weights_only reads
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _SEQUENCES = frozenset({list, tuple, set})
 
@@ -23,12 +24,19 @@ def check_plain(state: Any, *, name: str = "") -> None:
     Types are compared exactly: a subclass would come back as something else, or not at all.
     """
     kind = type(state)
+    if kind is int and state.bit_length() > _INT_BITS:
+        raise CheckpointError(
+            f"The state to save has at {name or 'its top'} a whole number of {state.bit_length()} bits, which a "
+            f"checkpoint can't hold: it may have {_INT_BITS}.\nGive it as text: str(number)."
+        )
     if kind in _VALUES or kind in _VALUES_OF_TORCH:
         return
     if kind in _MAPPINGS:
         _check_mapping(state, name=name)
     elif kind in _SEQUENCES:
         for index, value in enumerate(state):
+            if kind is set:
+                _check_hashed(value, name=f"{name}[{index}]")
             check_plain(value, name=f"{name}[{index}]")
     else:
         raise CheckpointError(
@@ -41,8 +49,22 @@ def check_plain(state: Any, *, name: str = "") -> None:
 def _check_mapping(state: Mapping[Any, Any], *, name: str) -> None:
     for key, value in state.items():
         below = f"{name}.{key}".lstrip(".") if isinstance(key, str) else f"{name}[{key!r}]"
+        _check_hashed(key, name=f"the key {below}")
         check_plain(key, name=f"the key {below}")
         check_plain(value, name=below)
+
+
+def _check_hashed(value: Any, *, name: str) -> None:
+    """A set's entries and a mapping's keys are found by hash, and a tensor's is another one when it is read back."""
+    if isinstance(value, torch.Tensor) or (isinstance(value, tuple) and any(map(_is_tensor, value))):
+        raise CheckpointError(
+            f"The state to save has at {name} a tensor, which nothing would find there once it is read back.\n"
+            "Keep tensors in lists, tuples, or as the values of dicts."
+        )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _advice(value: Any) -> str:

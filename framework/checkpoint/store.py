@@ -11,8 +11,6 @@ import os
 import pickle
 import re
 import shutil
-import socket
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -43,7 +41,6 @@ from framework.errors import CheckpointError, DiskError
 
 _SAVING = ".saving_"
 _DELETED = ".deleted_"
-_ABANDONED_AFTER_S = 3600.0
 
 WriteShards = Callable[[Path], Mapping[str, FileFacts]]
 """Gets a checkpoint's directory, has shards written there, and gives the facts of the files."""
@@ -66,9 +63,9 @@ def write(
     of the same step is replaced. What earlier processes left half done is cleaned away first. Raises DiskError where
     the disk refuses; what was there stays.
     """
-    temporary = folder / f"{_SAVING}{step_name(step)}{_mark()}"
+    temporary = folder / f"{_SAVING}{step_name(step)}"
     with disk_errors(f"The checkpoint of step {step} can't be written to {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
         clean(folder)
         try:
             temporary.mkdir()
@@ -156,12 +153,34 @@ def point(folder: Path, pointer: str, *, step: int) -> None:
     path, target = folder / pointer, step_name(step)
     if path.is_symlink() and str(path.readlink()) == target:
         return
-    temporary = folder / f"{_SAVING}{pointer}{_mark()}"
+    temporary = folder / f"{_SAVING}{pointer}"
     with disk_errors(f"The pointer {path} can't be moved to {target}"):
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         temporary.replace(path)
         _fsync_directory(folder)
+
+
+def make(folder: Path) -> None:
+    """The folder of a run's checkpoints, where it isn't there yet; it is on the disk when this returns."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        _fsync_directory(folder.parent)
+
+
+def mend_pointer(folder: Path, pointer: str) -> None:
+    """Make a symlink again of a pointer of which a copy that follows symlinks has made a directory."""
+    path = folder / pointer
+    if path.is_symlink() or not path.is_dir():
+        return
+    manifest = manifest_if_complete(path)
+    with disk_errors(f"The copy {path} can't be made a pointer"):
+        if manifest is None:
+            path.rename(folder / f"{pointer}_damaged")
+            return
+        own = folder / step_name(manifest.step)
+        path.rename(folder / f"{_DELETED}{pointer}" if own.exists() else own)
+        point(folder, pointer, step=manifest.step)
 
 
 def remove(directory: Path) -> None:
@@ -174,11 +193,14 @@ def remove(directory: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Finish or undo what a dead process left half done: replacing, deleting, writing. For the writing process only."""
+    """Finish or undo what a dead process left half done: replacing, deleting, writing.
+
+    For the process that writes, while it isn't at it; it is the only one, for the run directory is locked.
+    """
     for path in sorted(folder.iterdir()):
         if path.name.startswith(REPLACED):
             _finish_replacing(path, final=path.with_name(path.name.removeprefix(REPLACED)))
-        elif path.name.startswith(_DELETED) or (path.name.startswith(_SAVING) and _is_abandoned(path)):
+        elif path.name.startswith((_DELETED, _SAVING)):
             _discard(path)
 
 
@@ -201,36 +223,11 @@ def _install(temporary: Path, *, final: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    if path.is_symlink():
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
         # Nobody reads it any more: where deleting fails it costs space only, and the next save tries again.
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _mark() -> str:
-    return f".{os.getpid()}.{socket.gethostname()}"
-
-
-def _is_abandoned(path: Path) -> bool:
-    _, _, process = path.name.partition(".")[2].partition(".")
-    pid, _, host = process.partition(".")
-    if host == socket.gethostname() and pid.isdecimal():
-        # This process writes one at a time, so what bears its number is an earlier one's: container pids repeat.
-        return int(pid) == os.getpid() or not _is_alive(int(pid))
-    entries = [path] if path.is_symlink() else [path, *path.iterdir()]
-    last_change_s = max(entry.lstat().st_mtime for entry in entries)
-    return time.time() - last_change_s > _ABANDONED_AFTER_S
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _save_tensors(path: Path, content: Any) -> FileFacts:

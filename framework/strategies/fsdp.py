@@ -36,7 +36,7 @@ class FSDP:
     give every rank rank 0's buffers before the forward of each step, as strategy=ddp does.
 
     With accumulation, gradients of micro-batches before the last are kept whole on each rank.
-    Raises TopologyError for processes of several devices.
+    Raises TopologyError for processes of several devices, and for GPUs with gloo.
     """
 
     forward_communicates = True
@@ -54,6 +54,11 @@ class FSDP:
             raise TopologyError(
                 f"strategy=fsdp spreads the model over processes of one device each, and these have "
                 f"{len(context.devices)}.\nUse topology.gpus_per_process=1 topology.min_gpus_per_process=1."
+            )
+        if context.topology.gpus_per_node and context.backend == "gloo":
+            raise TopologyError(
+                "strategy=fsdp gathers weights from GPU to GPU, which backend=gloo can't.\n"
+                "Use backend=nccl with a GPU for each process (topology.share_gpus=false), or trainer.gpus=0."
             )
         if isinstance(wrap, str) and wrap != AUTO:
             raise ConfigError(f"strategy.wrap={wrap}: must be {AUTO}, or a list of class names: strategy.wrap=[{wrap}]")

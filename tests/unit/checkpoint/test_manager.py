@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from framework.checkpoint import CheckpointManager, find, load, store
 from framework.checkpoint import manager as manager_module
 from framework.config.schema import CheckpointConfig, Mode
-from framework.errors import CheckpointError, ConfigError
+from framework.errors import CheckpointError, ConfigError, DiskError
 from tests.unit.checkpoint.states import small_state
 
 CONFIG = CheckpointConfig(
@@ -96,7 +96,7 @@ def test_a_damaged_one_is_not_the_best_nor_deleted_nor_kept_in_a_good_ones_place
     assert manager.settle() is None
     assert (target(tmp_path, "best"), steps_in(tmp_path)) == (3, [2, 3])
     again = manager_of(tmp_path, save_top_k=2)
-    again.disregard([3])
+    again.go_on_from(3, damaged=[3])
     save(again, 4, 0.2)
     save(again, 5, 0.9)
     assert again.settle() is None
@@ -107,6 +107,54 @@ def test_a_damaged_one_is_not_the_best_nor_deleted_nor_kept_in_a_good_ones_place
     assert (target(tmp_path, "best"), steps_in(tmp_path)) == (3, [3, 4, 6])
     for each in (manager, again):
         each.close()
+
+
+@pytest.mark.parametrize("save_top_k", [2, -1])
+def test_training_that_was_gone_back_behind_has_no_best(tmp_path: Path, save_top_k: int) -> None:
+    manager = manager_of(tmp_path, save_top_k=-1)
+    for step, loss in ((1, 0.4), (2, 0.3), (3, 0.1)):
+        save(manager, step, loss)
+    again = manager_of(tmp_path, save_top_k=save_top_k)
+    again.go_on_from(2)
+    assert (target(tmp_path, "best"), again.best_score) == (2, 0.3)
+    assert steps_in(tmp_path) == [1, 2, 3]  # until another is saved
+    save(again, 5, 0.35)
+    assert steps_in(tmp_path) == ([2, 5] if save_top_k == 2 else [1, 2, 3, 5])
+    assert (target(tmp_path, "best"), target(tmp_path, "last")) == (2, 5)
+    manager_of(tmp_path).go_on_from(0)
+    assert target(tmp_path, "best") is None
+
+
+def test_what_cannot_be_deleted_is_told_and_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def busy(directory: Path) -> None:
+        raise DiskError(f"The checkpoint {directory} can't be deleted: Device or resource busy.")
+
+    manager = manager_of(tmp_path, monitor=None, warn=told.append)
+    save(manager, 1, None)
+    monkeypatch.setattr(manager_module, "remove", busy)
+    save(manager, 2, None)
+    assert manager.settle() is None
+    assert [text.rpartition("/")[2] for text in told] == ["step_00000001 can't be deleted: Device or resource busy."]
+    assert (target(tmp_path, "last"), steps_in(tmp_path)) == (2, [1, 2])
+
+
+def test_what_a_killed_save_has_left_is_gone_before_room_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".saving_step_00000001").mkdir(parents=True)
+    seen = []
+    manager = manager_of(tmp_path, monitor=None)
+    assert names_in(tmp_path) == []
+    (tmp_path / ".saving_step_00000001").mkdir()
+    monkeypatch.setattr(manager_module, "require_room", lambda *_: seen.append(names_in(tmp_path)))
+    save(manager, 1, None)
+    assert seen == [[]]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_max_mode(tmp_path: Path) -> None:
@@ -268,6 +316,20 @@ def test_weights_that_change_too_early_give_up_one_checkpoint_and_the_next_is_co
     assert text.startswith("The checkpoint of step 1 was given up: model.weight changed while it was copied.")
     assert steps_in(tmp_path / "checkpoints") == [2]
     assert weights_in(tmp_path, 2) == [1, 1, 1]
+
+
+def test_weights_that_change_unseen_in_the_first_step_are_copied_at_once(tmp_path: Path) -> None:
+    """Through `.data` nothing is counted."""
+    manager = manager_of(tmp_path / "checkpoints", asynchronous=True, monitor=None, save_top_k=-1)
+    weight = torch.zeros(3)
+    manager.watch([weight])
+    weight.data.add_(1)
+    manager.before_update()
+    manager.save(state_of(weight), step=1, epoch=0, metrics=None, late=[weight])
+    weight.data.add_(1)
+    assert manager.settle() is None
+    manager.close()
+    assert weights_in(tmp_path, 1) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

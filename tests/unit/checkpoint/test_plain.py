@@ -87,3 +87,17 @@ def test_the_path_goes_through_lists_and_other_keys() -> None:
         check_plain({Path("a"): 1})
     with pytest.raises(CheckpointError, match=r"at its top a builtins\.object"):
         check_plain(object())
+
+
+def test_a_number_that_is_too_large_to_be_read_back_is_refused(tmp_path: Path) -> None:
+    torch.save([2**2039 - 1, -(2**2039) + 1], tmp_path / "largest.pt")
+    assert torch.load(tmp_path / "largest.pt", weights_only=True) == [2**2039 - 1, -(2**2039) + 1]
+    check_plain([2**2039 - 1])
+    with pytest.raises(CheckpointError, match=r"at \[0\] a whole number of 2040 bits"):
+        check_plain([2**2039])
+
+
+@pytest.mark.parametrize("value", [{torch.ones(1)}, {torch.ones(1): 1}, {(1, torch.ones(1)): 1}])
+def test_a_tensor_that_would_be_found_by_its_hash_is_refused(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="a tensor, which nothing would find there"):
+        check_plain({"mine": value})

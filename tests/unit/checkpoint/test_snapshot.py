@@ -10,7 +10,7 @@ from torch import nn
 
 from framework.checkpoint import snapshot as snapshot_module
 from framework.checkpoint.files import BLOCK_BYTES
-from framework.checkpoint.snapshot import KeptBuffers, Snapshot, bytes_of, take
+from framework.checkpoint.snapshot import KeptBuffers, Snapshot, bytes_of, fingerprint, take
 
 
 def copied(state: Any, *, late: Any = (), buffers: KeptBuffers | None = None) -> Any:
@@ -172,3 +172,23 @@ def test_a_device_copies_beside_what_it_computes_and_the_host_waits_in_the_write
         "training waits for the event of the copier",
         "the host waits for the copier",
     ]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.int8]
+)
+def test_a_fingerprint_changes_with_any_value(dtype: torch.dtype) -> None:
+    values = torch.zeros(7, dtype=dtype)
+    views = [
+        values,
+        torch.zeros(9, dtype=dtype)[1:8],
+        torch.zeros(7, 2, dtype=dtype)[:, 0],
+        torch.zeros((), dtype=dtype),
+    ]
+    for view in views:
+        before = fingerprint(view)
+        assert before == fingerprint(view) == 0
+        for index in range(view.numel()):
+            changed = view.clone()
+            changed.reshape(-1)[index] = 1
+            assert fingerprint(changed) != before

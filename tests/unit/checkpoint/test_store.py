@@ -5,8 +5,8 @@ import io
 import os
 import pickle
 import resource
+import shutil
 import signal
-import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ import torch
 
 from framework.checkpoint import find, load, read_manifest, write
 from framework.checkpoint.format import FileFacts, encode
-from framework.checkpoint.store import check_state, clean, point, remove
+from framework.checkpoint.store import check_state, clean, mend_pointer, point, remove
 from framework.errors import CheckpointError, DiskError
 from tests.unit.checkpoint.states import small_state, trained, write_small
 
@@ -206,7 +206,7 @@ def test_everything_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(Path, "rename", noted_rename)
     write_small(tmp_path, 1)
-    hidden = f".saving_step_00000001.{os.getpid()}.{socket.gethostname()}"
+    hidden = ".saving_step_00000001"
     assert sorted(events[:5]) == FILES
     assert events[4:] == ["manifest.json", hidden, "rename to step_00000001", tmp_path.name]
 
@@ -225,23 +225,41 @@ def test_a_file_system_that_cannot_flush_directories_is_no_error(
     load(write_small(tmp_path, 1), map_location="cpu")
 
 
-def test_left_overs_of_the_dead_are_cleaned_and_those_of_the_living_kept(tmp_path: Path) -> None:
-    host, dead = socket.gethostname(), 2**22 + 1  # above the largest pid Linux gives
-    kept = [f".saving_step_00000002.{os.getppid()}.{host}", ".saving_step_00000003.1.another.host", "notes"]
-    gone = [
-        f".saving_step_00000004.{dead}.{host}",
-        f".saving_step_00000005.{os.getpid()}.{host}",
-        ".saving_step_00000006.1.another.host",
-        ".deleted_step_00000007",
-    ]
-    for name in kept + gone:
+def test_left_overs_of_the_dead_are_cleaned_whatever_they_are(tmp_path: Path) -> None:
+    for name in ("notes", ".saving_step_00000004", ".deleted_step_00000007"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.pt").write_bytes(b"half")
-    (tmp_path / f".saving_last.{dead}.{host}").symlink_to("step_00000001")
-    for path in (tmp_path / gone[2] / "model.pt", tmp_path / gone[2]):
-        os.utime(path, (0, 0))
+    (tmp_path / ".saving_last").symlink_to("step_00000001")
+    (tmp_path / ".saving_x").write_bytes(b"a file")
     write_small(tmp_path, 1)
-    assert names(tmp_path) == sorted([*kept, "step_00000001"])
+    assert names(tmp_path) == ["notes", "step_00000001"]
+
+
+def test_a_file_in_a_checkpoints_place_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001").write_bytes(b"a file")
+    write_small(tmp_path, 1)
+    assert names(tmp_path) == ["step_00000001"]
+    load(find(tmp_path / "step_00000001"), map_location="cpu")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_pointer_of_which_a_copy_has_made_a_directory_is_one_again(tmp_path: Path, is_there: bool) -> None:
+    directory = write_small(tmp_path, 1)
+    shutil.copytree(directory, tmp_path / "last")
+    if not is_there:
+        shutil.rmtree(directory)
+    mend_pointer(tmp_path, "last")
+    clean(tmp_path)
+    assert names(tmp_path) == ["last", "step_00000001"]
+    assert str((tmp_path / "last").readlink()) == "step_00000001"
+    load(find(tmp_path), map_location="cpu")
+
+
+def test_what_is_no_copy_of_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    mend_pointer(tmp_path, "best")
+    assert names(tmp_path) == ["best_damaged"]
+    mend_pointer(tmp_path, "last")  # there is none
 
 
 def test_cleaning_keeps_the_good_one_of_a_half_done_replacement(tmp_path: Path) -> None:

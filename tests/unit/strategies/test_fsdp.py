@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -124,6 +125,13 @@ def test_several_devices_of_a_process_are_refused() -> None:
     two = Context(Topology(1, 1, 0, 2), 0, 0, 0, (torch.device("cpu"),) * 2, "gloo")
     with pytest.raises(TopologyError, match=r"Use topology\.gpus_per_process=1 topology\.min_gpus_per_process=1"):
         FSDP(context=two)
+
+
+def test_gloo_between_gpus_is_refused() -> None:
+    shared = Context(Topology(1, 2, 1, 1), 0, 0, 0, (torch.device("cuda", 0),), "gloo")
+    with pytest.raises(TopologyError, match=r"from GPU to GPU, which backend=gloo can't"):
+        FSDP(context=shared)
+    FSDP(context=replace(shared, backend="nccl"))
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
