@@ -128,11 +128,11 @@ def _safetensors(source: Source, path: Path) -> Lines:
     from safetensors.torch import load_file, save_file
 
     state = source.model.state_dict()
-    others = [name for name, value in state.items() if not isinstance(value, Tensor) or value.layout != torch.strided]
+    others = [name for name, value in state.items() if not _is_dense(value)]
     if others:
         raise ConfigError(
-            f"safetensors holds dense tensors only, and {', '.join(others)} of {source.name} isn't one.\n"
-            "Use export.format=state_dict."
+            f"safetensors holds dense tensors of the usual types only, and {', '.join(others)} of {source.name} isn't "
+            "one.\nUse export.format=state_dict."
         )
     tied = _tied(state)
     metadata = {**source.metadata, "format": "pt", **({"tied": json.dumps(tied)} if tied else {})}
@@ -147,6 +147,13 @@ def _safetensors(source: Source, path: Path) -> Lines:
         for name, first in tied.items()
     ]
     return [("tensors", _counted(state)), *again, _READ_BACK]
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether it is a tensor as safetensors knows them: of complex ones it has the type of single precision alone."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized or value.is_conj():
+        return False
+    return not value.is_complex() or value.dtype is torch.complex64
 
 
 def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -187,7 +194,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     """As bytes, so that NaN equals NaN and -0 isn't 0."""
-    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    dense = tensor.resolve_conj() if tensor.layout == torch.strided else tensor.to_dense()
+    dense = dense.int_repr() if dense.is_quantized else dense
     return dense.contiguous().reshape(-1).view(torch.uint8)
 
 

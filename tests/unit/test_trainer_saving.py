@@ -55,7 +55,10 @@ def test_a_model_that_moves_its_weights_in_forward_is_saved_all_the_same(
     """What it does in the first step is noticed; what torch counts is noticed also later, and costs one checkpoint."""
 
     class Drifting(nn.Linear):
-        step = 0
+        def __init__(self) -> None:
+            torch.manual_seed(3)
+            super().__init__(3, 1)
+            self.step = 0
 
         def forward(self, inputs: Tensor) -> Tensor:
             self.step += 1
@@ -67,10 +70,10 @@ def test_a_model_that_moves_its_weights_in_forward_is_saved_all_the_same(
     told: list[str] = []
     checkpoints = manager(tmp_path, every_n_steps=2, asynchronous=True)
     checkpoints._warn = told.append
-    make_trainer(settings(max_steps=6), model=Drifting(3, 1), checkpoints=checkpoints).fit()
+    make_trainer(settings(max_steps=6), model=Drifting(), checkpoints=checkpoints).fit()
     checkpoints.close()
     waiting = tmp_path / "waiting"
-    make_trainer(settings(max_steps=6), model=Drifting(3, 1), checkpoints=manager(waiting, every_n_steps=2)).fit()
+    make_trainer(settings(max_steps=6), model=Drifting(), checkpoints=manager(waiting, every_n_steps=2)).fit()
     assert [text.partition(".")[0] for text in told] == (
         [] if from_step == 1 else ["The checkpoint of step 2 was given up: model"]
     )
