@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from framework import cli, hardware
 from framework.checkpoint import find, read_manifest
 from framework.checkpoint.format import FileFacts, encode
 from framework.hardware import Gpu
-from tests.helpers import results
+from tests.helpers import disks, results
 from tests.helpers.loops import plain_loop, toy_batches
 
 KEEP_ALL = ("checkpoint.monitor=null", "checkpoint.save_top_k=-1")
@@ -296,22 +295,10 @@ def test_a_file_in_the_way_of_the_outputs(command, tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Callable[[int], Path]]:
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """A file system of so many KiB."""
-    folder = tmp_path / "disk"
-
-    def mount(size_kib: int) -> Path:
-        folder.mkdir()
-        options = ["-o", f"size={size_kib}k"]
-        made = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", folder], capture_output=True, text=True)
-        if made.returncode != 0:
-            pytest.skip(f"a full disk needs the right to mount one: {made.stderr.strip()}")
-        return folder
-
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("a full disk needs the right to mount one")
-    yield mount
-    subprocess.run(["umount", folder], check=folder.is_mount())
+    with disks.small_disk(tmp_path / "disk") as mount:
+        yield mount
 
 
 def test_a_disk_that_becomes_full_ends_the_run_with_its_checkpoints(command, small_disk):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 
 from framework import cli
 from framework.checkpoint.whole import damage
-from tests.helpers import results
+from tests.helpers import disks, results
 
 pytestmark = pytest.mark.multiproc
 
@@ -51,22 +49,8 @@ class Filler:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """Puts a file system of so many KiB where the outputs go."""
-    folder = tmp_path / "outputs"
-
-    def mount(size_kib: int) -> Path:
-        folder.mkdir()
-        options = ["-o", f"size={size_kib}k"]
-        made = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", folder], capture_output=True, text=True)
-        if made.returncode != 0:
-            pytest.skip(f"a full disk needs the right to mount one: {made.stderr.strip()}")
-        return folder
-
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("a full disk needs the right to mount one")
-    try:
+    with disks.small_disk(tmp_path / "outputs") as mount:
         yield mount
-    finally:
-        subprocess.run(["umount", folder], check=folder.is_mount())
 
 
 def filled(tmp_path: Path, *, start: int, end: int = 0) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,8 @@ import pytest
 import torch
 
 from framework.checkpoint import load, read_manifest
-from framework.config.schema import InitMethod
-from framework.launch import local
-from framework.launch.panel import render
-from framework.launch.plan import LaunchPlan
 from framework.launch.warm import WarmServer
-from framework.launch.watch import Limits
-from framework.run_dir import create_run_dir
-from framework.topology import Topology
+from tests.helpers.ranks import left_by_ranks
 
 pytestmark = pytest.mark.multiproc
 Run = Callable[..., list[Any]]
@@ -30,19 +23,7 @@ def run(warm: WarmServer, tmp_path: Path) -> Run:
     """Runs an entry on `procs` ranks; gives what each left."""
 
     def call(entry: str, *, procs: int) -> list[Any]:
-        run_dir = create_run_dir(tmp_path)
-        plan = LaunchPlan(
-            entry=f"tests.multiproc.spread_entries:{entry}",
-            run_dir=run_dir,
-            topology=Topology(nnodes=1, procs_per_node=procs, gpus_per_node=0, span=1),
-            init_method=InitMethod.ENV,
-            limits=Limits(init_timeout_s=60.0, timeout_s=60.0, late_after_s=10.0),
-            terminal=False,
-            warm=warm,
-        )
-        outcome = local.launch(plan)
-        assert outcome.failure is None, render(outcome.failure)
-        return [json.loads((run_dir.path / f"rank_{rank}.json").read_text()) for rank in range(procs)]
+        return left_by_ranks(f"tests.multiproc.spread_entries:{entry}", procs=procs, warm=warm, folder=tmp_path)
 
     return call
 

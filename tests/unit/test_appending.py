@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,18 +12,7 @@ from hypothesis import strategies as st
 
 from framework import appending
 from framework.appending import Appender
-
-
-@contextmanager
-def full_at(size_bytes: int) -> Iterator[None]:
-    """Files take no more than so many bytes; of what goes beyond it they take the beginning, as a full disk does."""
-    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
+from tests.helpers.disks import full_at
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,8 @@ import errno
 import io
 import os
 import pickle
-import resource
 import shutil
-import signal
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ from framework.checkpoint import find, load, read_manifest, write
 from framework.checkpoint.format import FileFacts, encode
 from framework.checkpoint.store import check_state, clean, mend_pointer, point, remove
 from framework.errors import CheckpointError, DiskError
+from tests.helpers.disks import full_at
 from tests.unit.checkpoint.states import small_state, trained, write_small
 
 FILES = ["config.yaml", "generators.pt", "manifest.json", "model.pt", "training.pt"]
@@ -170,22 +167,10 @@ def test_replacing_leaves_a_good_one_at_every_moment(
     assert load(find(tmp_path / "last"), map_location="cpu")["model"]["bias"].tolist() == [1.0, 1.0]
 
 
-@contextmanager
-def file_size_limit(size_bytes: int) -> Iterator[None]:
-    """Writing beyond it fails as on a full disk."""
-    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
     write_small(tmp_path, 1)
     state = {**small_state(), "model": {"weight": torch.zeros(1_000_000)}}
-    with file_size_limit(1_000_000), pytest.raises(DiskError, match=r"step 2 can't be written .*: File too large"):
+    with full_at(1_000_000), pytest.raises(DiskError, match=r"step 2 can't be written .*: File too large"):
         write(tmp_path, state, step=2, epoch=0, metrics={}, config_text="")
     assert names(tmp_path) == ["step_00000001"]
     load(find(tmp_path), map_location="cpu")
