@@ -43,8 +43,7 @@ def whole_and_resumed(train: Train, folder: Path, *overrides: str) -> tuple[Path
     return whole, resumed
 
 
-@pytest.mark.parametrize("overrides", [AVERAGED, STOPPING], ids=["adam", "momentum"])
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize(("processes", "overrides"), [(1, AVERAGED), (2, STOPPING), (3, AVERAGED), (4, STOPPING)])
 def test_a_killed_run_ends_as_an_uninterrupted_one(
     train: Train, tmp_path: Path, processes: int, overrides: tuple[str, ...]
 ) -> None:
