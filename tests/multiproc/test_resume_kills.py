@@ -20,7 +20,6 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Wholes:
 @pytest.mark.parametrize(
     ("processes", "name", "kills"),
     [
-        (1, "averaged", (Kill("saving", 0.6), Kill("any time", 0.5))),
         (2, "workers", (Kill("training", 0.3),)),
         (3, "averaged", (Kill("training", 0.7), Kill("saving", 0.2))),
     ],
