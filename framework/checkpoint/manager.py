@@ -78,7 +78,7 @@ class CheckpointManager:
         self._watched: list[Tensor] = []
         self._marks: list[int] = []  # of what is watched, as it was
         if is_writer and settings.enabled and folder.is_dir():
-            clean(folder)
+            clean(folder)  # what a killed save has left takes room
             for pointer in (LAST, BEST):
                 mend_pointer(folder, pointer)
             self._scores = {step: self._score(found[1].metrics) for step, found in complete_steps(folder).items()}
@@ -199,6 +199,8 @@ class CheckpointManager:
         self._scores = {at: score for at, score in self._scores.items() if at <= step}
         if self._is_writer and self._settings.enabled:
             self._move_best()
+            if not self._ranking():
+                (self._folder / BEST).unlink(missing_ok=True)  # of training that was given up
 
     def settle(self) -> str | None:
         """Wait until nothing is being written; why the last save failed and what the last good checkpoint is.
@@ -257,8 +259,6 @@ class CheckpointManager:
     def _write(self, state: Mapping[str, Any], save: _Save, *, fault: str | None = None) -> None:
         """fault: why this rank has nothing to write together with the others."""
         try:
-            if self._is_writer and self._folder.is_dir():
-                clean(self._folder)  # what a killed save has left takes room
             if self._together is None or save.shards is None:
                 self._require_room(save, bytes_of(state))
                 self._install(state, save)
@@ -325,13 +325,12 @@ class CheckpointManager:
         self._scores = {
             step: score for step, score in self._scores.items() if (self._folder / step_name(step)).is_dir()
         }  # someone may have deleted one by hand
-        ranking = self._ranking() if self._settings.save_top_k != 0 else []
+        ranking = self._ranking()
+        if self._settings.save_top_k == 0 or not ranking:
+            return
         try:
-            if ranking:
-                point(self._folder, BEST, step=ranking[0])
-            elif (self._folder / BEST).is_symlink():
-                (self._folder / BEST).unlink()  # of training that was given up
-        except (DiskError, OSError) as error:
+            point(self._folder, BEST, step=ranking[0])
+        except DiskError as error:
             self._warn(str(error))
 
     def _others(self, last: int) -> list[int]:

@@ -129,7 +129,9 @@ def test_too_little_room_for_one_checkpoint_is_said_before_the_first_step(train,
 
 def test_without_checkpoints_no_room_is_asked_for(train, small_disk):
     small_disk(120)
-    train(*SHORT, "checkpoint=none", "trainer.max_steps=2")
+    run_dir = train(*SHORT, "checkpoint=none", "trainer.max_steps=2")
+    assert results.saved_steps(run_dir) == []
+    assert results.run_file(run_dir)["status"] == "finished"
 
 
 def test_too_little_room_for_all_that_are_kept_is_a_warning(train, small_disk):

@@ -140,21 +140,13 @@ def test_what_cannot_be_deleted_is_told_and_is_no_failed_save(tmp_path: Path, mo
     assert (target(tmp_path, "last"), steps_in(tmp_path)) == (2, [1, 2])
 
 
-def test_what_a_killed_save_has_left_is_gone_before_room_is_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / ".saving_step_00000001").mkdir(parents=True)
-    seen = []
-    manager = manager_of(tmp_path, monitor=None)
-    assert names_in(tmp_path) == []
+def test_what_a_killed_save_has_left_is_gone_before_room_is_looked_for(tmp_path: Path) -> None:
     (tmp_path / ".saving_step_00000001").mkdir()
-    monkeypatch.setattr(manager_module, "require_room", lambda *_: seen.append(names_in(tmp_path)))
-    save(manager, 1, None)
-    assert seen == [[]]
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    manager_of(tmp_path / "others", is_writer=False)
+    manager_of(tmp_path, is_writer=False)
+    assert [path.name for path in tmp_path.iterdir()] == [".saving_step_00000001"]  # it isn't theirs
+    manager_of(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_max_mode(tmp_path: Path) -> None:
