@@ -1,7 +1,7 @@
 # The verbs: install, lint, check, test. Each installs what it needs first; nothing is installed twice.
 #
 #   make train ARGS="recipe=toy trainer.max_epochs=3"    overrides for the run
-#   make test ARGS="tests/unit -k sampler"               arguments for pytest
+#   make test ARGS="tests/unit -k sampler"               arguments for pytest; test-all takes them, too
 #   make install PYTHON=python3.12                       the interpreter .venv is made with
 
 PYTHON ?= python3
@@ -13,12 +13,13 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint check format wheel pictures clean
+.PHONY: help install train test test-all lint check format wheel pictures clean
 
 help:
 	@echo "make install   make $(VENV) and install the project and its tools in it"
 	@echo "make train     train the default recipe; ARGS=\"recipe=toy trainer.gpus=0\" passes overrides"
 	@echo "make test      run the tests; ARGS=\"tests/unit\" passes arguments to pytest"
+	@echo "make test-all  run all of them: further variants, too, which make test leaves out"
 	@echo "make lint      style and format (ruff)"
 	@echo "make check     types (mypy)"
 	@echo "make format    put the code in format and mend what ruff can mend"
@@ -51,6 +52,9 @@ train: install
 # Two at a time, the tests of a file after each other: many of them wait for time-outs.
 test: install
 	"$(BIN)/python" -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
+
+test-all: install
+	"$(BIN)/python" -m pytest --numprocesses=2 --dist=loadfile --exhaustive $(ARGS)
 
 lint: install
 	"$(BIN)/ruff" check .

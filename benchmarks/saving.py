@@ -29,12 +29,15 @@ import torch
 import torch.utils.serialization
 from torch import nn
 
+from benchmarks.contest import Asked, Contest, Row, Target, Unit, compare
 from framework.checkpoint import CheckpointManager
 from framework.config.schema import CheckpointConfig, Mode
 from framework.distributed.context import Context
 from framework.finite import check_finite
 from framework.meter import Meter
 from framework.topology import Topology
+
+ROUNDS, STEPS = 9, 10
 
 _CONTEXT = Context(Topology(1, 1, 0, 1), 0, 0, 0, (torch.device("cpu"),), "gloo")
 _WIDTH, _LAYERS, _BATCH = 2560, 8, 64
@@ -154,25 +157,45 @@ def table(measured: Sequence[Way]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=10, help="of each part")
-    parser.add_argument("--folder", type=Path, default=None, help="where to save; default: the system's for such")
-    asked = parser.parse_args(argv)
+def measured(rounds: int, *, steps: int, folder: Path | None = None) -> list[Way]:
+    """Every way, with its figures of so many rounds. folder: where to save; None: the system's for such."""
     choose = random.Random(0)
-    with tempfile.TemporaryDirectory(prefix="saving_", dir=asked.folder) as name:
+    with tempfile.TemporaryDirectory(prefix="saving_", dir=folder) as name:
         training = Training()
         every = ways(training, Path(name))
         training.steps(2)
         for way in every:
-            measure(training, way, steps=asked.steps)  # the first time buffers are made, and files
+            measure(training, way, steps=steps)  # the first time buffers are made, and files
             way.stalls_s.clear()
             way.lost_s.clear()
-        for _ in range(asked.rounds):
+        for _ in range(rounds):
             for way in choose.sample(every, len(every)):
-                measure(training, way, steps=asked.steps)
-        print(table(every))
+                measure(training, way, steps=steps)
+    return every
+
+
+def rows(asked: Asked) -> list[Row]:
+    """Lines for `python -m benchmarks`: what is lost to a save, against what plain `torch.save` loses."""
+    every = {way.name: way for way in measured(asked.rounds_or(ROUNDS), steps=STEPS)}
+    lost = {name: way.lost_s for name, way in every.items()}
+    stalls = Contest({"beside": every["beside"].stalls_s, "torch.save": lost["torch.save"]})
+    compared: list[tuple[str, Contest, str, Target | None]] = []
+    compared += [("a save's stall ÷ loop time lost to torch.save", stalls, "beside", Target(0.10))]
+    compared += [("loop time lost to a save ÷ torch.save's", Contest(lost), "beside", Target(0.40))]
+    compared += [("… checkpoint.asynchronous=false", Contest(lost), "waiting", None)]
+    return [
+        compare("saving", claim, contest, (name, "torch.save"), unit=Unit("s", decimals=3), target=target)
+        for claim, contest, name, target in compared
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each part")
+    parser.add_argument("--folder", type=Path, default=None, help="where to save; default: the system's for such")
+    asked = parser.parse_args(argv)
+    print(table(measured(asked.rounds, steps=asked.steps, folder=asked.folder)))
     return 0
 
 

@@ -5,6 +5,7 @@ These are the public names, for recipes and for a user's own code. Importing the
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from framework.errors import ConfigError, DataError, FrameworkError, RequestError, RunError
@@ -25,7 +26,10 @@ from framework.types import (
 )
 
 if TYPE_CHECKING:
+    from framework.data import transforms
+    from framework.data.cache import cached_tensors
     from framework.data.files import Resource, local_files
+    from framework.data.rows import TensorSamples
 
 __all__ = [
     "Batch",
@@ -47,15 +51,19 @@ __all__ = [
     "Strategy",
     "SumCount",
     "Task",
+    "TensorSamples",
+    "cached_tensors",
     "local_files",
+    "transforms",
 ]
 
-_LAZY = {"Resource", "local_files"}  # of framework.data.files, which imports what downloads
+_LAZY = {"Resource": "files", "local_files": "files", "TensorSamples": "rows", "cached_tensors": "cache"}
+"""Of modules in framework.data, which import torch, or what downloads."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        from framework.data import files
-
-        return getattr(files, name)
+        return getattr(import_module(f"framework.data.{_LAZY[name]}"), name)
+    if name == "transforms":
+        return import_module("framework.data.transforms")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ from framework.config.schema import Node, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
-from framework.optim import Schedule
+from framework.optim import Schedule, fused_pays
 from framework.run_dir import RunDir
 from framework.targets import check_targets, import_target, requires, takes
 from framework.types import Callback, Datasets, Logger, Strategy, Task, forward_communicates
@@ -90,12 +90,18 @@ def build_strategy(node: Node, *, context: Context) -> Strategy:
     return strategy
 
 
-def build_optimizer(node: Node, parameters: Iterable[Tensor | dict[str, Any]]) -> Optimizer:
-    """The optimizer over `parameters`, or groups of them. Raises ConfigError where there is nothing to train."""
+def build_optimizer(node: Node, parameters: Iterable[Tensor | dict[str, Any]], *, may_fuse: bool = True) -> Optimizer:
+    """The optimizer over `parameters`, or groups of them. Raises ConfigError where there is nothing to train.
+
+    Where it has a fused form, and neither that nor `foreach` was chosen, it is taken where it pays.
+    may_fuse: false where a loss scaler has to see whether a step was left out; a fused one leaves it out unseen.
+    """
     given = list(parameters)
     if not any(isinstance(item, dict) or item.requires_grad for item in given):
         raise ConfigError("No parameter of the model requires a gradient, so there is nothing to train.")
-    optimizer = _build("optimizer", node, given)
+    chosen = {"fused", "foreach", "differentiable"} & node.keys()
+    fuses = may_fuse and not chosen and takes(node, "fused") and fused_pays(given)
+    optimizer = _build("optimizer", node, given, **({"fused": True} if fuses else {}))
     if not isinstance(optimizer, Optimizer):
         raise _wrong_result("optimizer", node, optimizer, expected="a torch.optim.Optimizer")
     return optimizer

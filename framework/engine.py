@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -13,7 +14,7 @@ from framework import build
 from framework.checkpoint import CheckpointManager, find
 from framework.checkpoint.format import BEST
 from framework.checkpoint.whole import damage
-from framework.config.schema import Config, Interval
+from framework.config.schema import Config, Interval, Node
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
 from framework.data.sampler import GlobalOrder
 from framework.distributed.collectives import gather_to_all
@@ -21,6 +22,7 @@ from framework.distributed.context import Context
 from framework.distributed.group import process_group, set_timeout, side_group
 from framework.errors import EXIT_STOPPED, ConfigError
 from framework.evaluator import evaluate
+from framework.hardware import keep_to_cores, share_of_cores
 from framework.headroom import check_room
 from framework.launch.link import Link
 from framework.launch.plan import RankArguments
@@ -33,7 +35,7 @@ from framework.pulse import Phase
 from framework.rank_log import logger
 from framework.restoring import restore
 from framework.seed import seed_everything
-from framework.session import Rank, entered, eval_loader, load_model
+from framework.session import Rank, entered, eval_loader, load_model, loading
 from framework.trainer import Trainer
 from framework.types import Datasets, MapDataset, forward_communicates
 
@@ -85,6 +87,8 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | Non
         check_room(rank, trainer)
         if rank.context.is_main:
             _introduce(rank, trainer, datasets)
+        if rank.config.trainer.cpu_affinity:
+            _keep_to_own_cores(rank.context)
         started = time.perf_counter()
         with _heeding_requests(rank, trainer):
             trainer.fit()
@@ -112,6 +116,17 @@ def _heeding_requests(rank: Rank, trainer: Trainer) -> AbstractContextManager[No
     return nullcontext() if trainer.checkpoints is None else stoppable(rank.link)
 
 
+def _keep_to_own_cores(context: Context) -> None:
+    """Not earlier: by the cores of the node it is counted how many threads and loader workers a process gets."""
+    processes = context.topology.procs_per_node
+    if not hasattr(os, "sched_setaffinity"):
+        return _warn("trainer.cpu_affinity=true is ignored: this system can't bind processes to cores.")
+    own = share_of_cores(os.sched_getaffinity(0), local_rank=context.local_rank, processes=processes)
+    if not own:
+        return _warn(f"trainer.cpu_affinity=true is ignored: there are fewer cores than the {processes} processes.")
+    return keep_to_cores(own)
+
+
 def _train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
     config = rank.config
     size = dataset_size(dataset, part="train")
@@ -122,7 +137,7 @@ def _train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
         plan=rank.plan,
         rank=rank.context.rank,
         device=rank.context.device,
-        num_workers=config.data.num_workers,
+        loading=loading(rank),
         limit=train_windows(config.trainer, rank.plan, size=size),
     )
 
@@ -131,10 +146,14 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
     config, context = rank.config, rank.context
     # The same on every rank: replicas begin equal, whether or not the strategy makes them so.
     seed_everything(config.seed, rank=0)
-    precision = PrecisionPlugin(config.trainer.precision, device=context.device)
+    settings = config.trainer
+    precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
     model = precision.convert_model(build.build_model(config.model, context=context))
     wrapped = rank.strategy.wrap(model)
-    optimizer = build.build_optimizer(config.optimizer, model.parameters())
+    if settings.compile is not None:
+        wrapped.compile(mode=settings.compile.value)  # in place: names of weights stay as they are
+    may_fuse = not precision.scaler.is_enabled()
+    optimizer = build.build_optimizer(config.optimizer, model.parameters(), may_fuse=may_fuse)
     parts = Parts(
         model=wrapped,
         task=build.build_task(config.task),
@@ -142,7 +161,7 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
         precision=precision,
         optimizer=optimizer,
         schedule=build.build_scheduler(config.scheduler, optimizer, schedule_length(config, len(train_loader))),
-        callbacks=build.build_callbacks(config.callbacks, context=context, run_dir=rank.run_dir),
+        callbacks=build.build_callbacks(with_profiler(config), context=context, run_dir=rank.run_dir),
         loggers=build.build_loggers(config.logger, run_dir=rank.run_dir) if context.is_main else {},
     )
     seed_everything(config.seed, rank=context.rank)
@@ -156,6 +175,13 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
         after_first_step=partial(set_timeout, config.backend.timeout, context),
         link=rank.link,
     )
+
+
+def with_profiler(config: Config) -> dict[str, Node]:
+    """The callbacks' nodes, with the profiler's where `trainer.profiler` asks for one and none is among them."""
+    if config.trainer.profiler is None or "profiler" in config.callbacks:
+        return config.callbacks
+    return {**config.callbacks, "profiler": {"_target_": "framework.callbacks.profiler.TorchProfiler"}}
 
 
 def schedule_length(config: Config, steps_per_epoch: int) -> int | None:

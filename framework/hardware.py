@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,22 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
     except nvml.NVMLError_NotSupported:  # GPUs that share the host's memory
         memory = 0
     return Gpu(name, uuid, memory)
+
+
+def share_of_cores(cores: Collection[int], *, local_rank: int, processes: int) -> set[int]:
+    """The cores that are one process's own, where those of a node share `cores`; none where there are too few.
+
+    Neighbours, as their numbers go: they mostly share a cache and a memory node.
+    """
+    size = len(cores) // processes
+    return set(sorted(cores)[local_rank * size : (local_rank + 1) * size])
+
+
+def keep_to_cores(cores: Collection[int]) -> None:
+    """Let every thread of this process run on these cores alone, and what it starts from now on."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def _text(value: str | bytes) -> str:

@@ -95,7 +95,8 @@ def _ready(
     with process_group(context, config.backend, rendezvous=arguments.rendezvous):
         rank.link.pulse.at(Phase.BUILDING)
         try:
-            precision = PrecisionPlugin(config.trainer.precision, device=context.device)
+            settings = config.trainer
+            precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
             model = precision.convert_model(build.build_model(config.model, context=context))
             load_model(rank, model, Path(str(config.checkpoint.path)))
             rank.link.pulse.at(Phase.EVALUATE)

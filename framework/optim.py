@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from framework.config.schema import ClipAlgorithm, Interval
-from framework.distributed.tensors import whole
+from framework.distributed.tensors import is_spread, whole
 from framework.errors import ConfigError
+
+_FUSED_PAYS_FROM = 100_000  # numbers in all parameters, on a CPU
 
 
 @final
@@ -105,6 +107,34 @@ def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, min_fa
         return min_factor + (1 - min_factor) * (1 + math.cos(math.pi * done)) / 2
 
     return LambdaLR(optimizer, factor)
+
+
+def fused_pays(parameters: Iterable[Tensor | dict[str, Any]]) -> bool:
+    """Whether torch's fused optimizers take these parameters, or groups of them, and are the faster ones.
+
+    One pass over the memory of all instead of several over each. On a CPU few small parameters cost more that way.
+    """
+    tensors = [tensor for item in parameters for tensor in (item["params"] if isinstance(item, dict) else [item])]
+    kinds = {tensor.device.type for tensor in tensors}
+    if not kinds <= {"cpu", "cuda"} or not all(t.is_floating_point() and not is_spread(t) for t in tensors):
+        return False
+    return kinds == {"cuda"} or sum(tensor.numel() for tensor in tensors) >= _FUSED_PAYS_FROM
+
+
+def gradient_dropper(optimizer: Optimizer) -> Callable[[], None]:
+    """What `optimizer.zero_grad()` does, without its marks for profiler and compiler: they cost more than the rest.
+
+    An optimizer with a `zero_grad` of its own keeps it.
+    """
+    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+        return optimizer.zero_grad
+
+    def drop() -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    return drop
 
 
 def clip_gradients(parameters: Iterable[Tensor], *, value: float, algorithm: ClipAlgorithm) -> Tensor | None:

@@ -23,10 +23,14 @@ class PrecisionPlugin:
     32-true: everything as it is. bf16-mixed, 16-mixed: float32 weights, matrix products in the short format
     (torch.autocast). bf16-true, 64-true: the model's and the batches' floats are of that type.
     `scaler` is a GradScaler that does nothing except for 16-mixed, so one line serves all precisions.
+
+    channels_last: weights and batches of four dimensions lie in memory with the channels last, NHWC, whatever their
+    shape says (https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
     """
 
-    def __init__(self, precision: Precision, *, device: torch.device) -> None:
+    def __init__(self, precision: Precision, *, device: torch.device, channels_last: bool = False) -> None:
         self.dtype = _TRUE.get(precision)
+        self._memory_format = torch.channels_last if channels_last else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision is Precision.FP16_MIXED)
         short = _AUTOCAST.get(precision)
         self._autocast: AbstractContextManager[Any] = (
@@ -39,20 +43,26 @@ class PrecisionPlugin:
 
     def convert_model(self, model: nn.Module) -> nn.Module:
         """The model with its floats in the true precision's type. Call it before the optimizer is made."""
+        if self._memory_format is not None:
+            model = model.to(memory_format=self._memory_format)
         return model if self.dtype is None else model.to(dtype=self.dtype)
 
     def convert_batch(self, batch: _Tree) -> _Tree:
         """The batch with its float tensors in the true precision's type; integers stay what they are."""
-        return batch if self.dtype is None else _convert(batch, dtype=self.dtype)
+        if self.dtype is None and self._memory_format is None:
+            return batch
+        converted: _Tree = self._convert(batch)
+        return converted
 
-
-def _convert(tree: Any, *, dtype: torch.dtype) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, dict):
-        return {key: _convert(value, dtype=dtype) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_convert(value, dtype=dtype) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_convert(value, dtype=dtype) for value in tree)
-    return tree
+    def _convert(self, tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            memory_format = self._memory_format if tree.ndim == 4 else None
+            dtype = self.dtype if tree.is_floating_point() else None
+            return tree.to(dtype=dtype or tree.dtype, memory_format=memory_format or torch.preserve_format)
+        if isinstance(tree, dict):
+            return {key: self._convert(value) for key, value in tree.items()}
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return type(tree)(*(self._convert(value) for value in tree))
+        if isinstance(tree, (tuple, list)):
+            return type(tree)(self._convert(value) for value in tree)
+        return tree

@@ -18,6 +18,7 @@ from framework.checkpoint.store import check_shards
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.data.batching import BatchPlan, plan_batches
+from framework.data.choosing import Loading
 from framework.data.loader import EvalLoader, dataset_size
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context, make_context
@@ -96,8 +97,21 @@ def eval_loader(
         rank=context.rank,
         world_size=context.world_size,
         device=context.device,
-        num_workers=data.num_workers,
+        loading=loading(rank),
         is_even=is_even,
+    )
+
+
+def loading(rank: Rank) -> Loading:
+    """How the parts of the data are to be loaded on this rank."""
+    data, topology = rank.config.data, rank.context.topology
+    users = topology.procs_per_node * topology.span
+    return Loading(
+        data.loader,
+        num_workers=data.num_workers,
+        procs=topology.procs_per_node,
+        sharing=-(-users // topology.gpus_per_node) if topology.shares_gpus else 1,
+        tells=rank.context.is_main,
     )
 
 

@@ -84,7 +84,7 @@ def _first_call(
     """How the model is called first with `num_samples` samples, and how often it is."""
     part = next(name for name in _PARTS if getattr(datasets, name) is not None)
     dataset = getattr(datasets, part)
-    fetch = fetch_for(dataset, part=part, seed=0, resident=config.data.num_workers == 0)
+    fetch = fetch_for(dataset, part=part, seed=0)
     indices = torch.arange(num_samples) % dataset_size(dataset, part=part)
     precision = PrecisionPlugin(config.trainer.precision, device=torch.device("cpu"))
     batch = precision.convert_batch(fetch(Request(indices, epoch=0)))

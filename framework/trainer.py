@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from framework.checkpoint import CheckpointManager
@@ -35,7 +34,7 @@ from framework.launch.link import Link
 from framework.launch.stopping import StopRequest
 from framework.limits import total_steps
 from framework.meter import LOSS, Meter
-from framework.optim import clip_gradients, gradient_norm
+from framework.optim import clip_gradients, gradient_dropper, gradient_norm
 from framework.parts import Parts
 from framework.progress import Progress, Throughput, hooks
 from framework.pulse import Phase
@@ -89,6 +88,7 @@ class Trainer:
         self._meter = Meter()
         self._throughput = Throughput()
         self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
+        self._drop_gradients = gradient_dropper(parts.optimizer)
 
     @property
     def was_stopped(self) -> bool:
@@ -183,7 +183,7 @@ class Trainer:
         self._stepped = not self._may_leave_out
         scaler.step(parts.optimizer)
         scaler.update()
-        parts.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         if self._stepped:
             parts.schedule.after_step()
 
@@ -214,7 +214,7 @@ class Trainer:
         if self.val_loader is None:
             return
         self._pulse.at(Phase.EVALUATE)
-        self._wait_for_devices()  # the steps they are still at are training's time
+        self.context.wait_for_devices()  # the steps they are still at are training's time
         began = time.perf_counter()
         with self.parts.evaluation_weights():
             self.val_metrics = evaluate(
@@ -364,11 +364,6 @@ class Trainer:
                 self.save(epoch=self.last_epoch)
         raise DiskError(f"{failure} What was trained since isn't saved. Make room, then resume the run.")
 
-    def _wait_for_devices(self) -> None:
-        for device in self.context.devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
 
@@ -394,6 +389,6 @@ class Trainer:
 
     def _heed_request(self) -> None:
         """Stop on request where all ranks do so after this step; a run that is at its own end simply ends."""
-        self._wait_for_devices()
+        self.context.wait_for_devices()
         if not self._done() and self._stop_request.due(self.progress.step):
             self.stopped_by = self._stop_request.came_by

@@ -1,22 +1,19 @@
 """MNIST (LeCun, Cortes and Burges, 1998): 60,000 handwritten digits to train on and 10,000 to test with.
 
-The four files are read as they are offered, so that nothing is unpacked to the disk. B samples; image_BHW is in bytes,
-image_BCHW normalised with one channel; 28×28 pixels.
+The four files are read as they are offered, packed or not, and unpacked once. Images have one channel of 28×28 pixels.
 """
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
-from framework import ConfigError, Datasets, Resource, local_files
-
-LARGEST_PIXEL = 255
+from framework import ConfigError, Datasets, Resource, TensorSamples, cached_tensors, local_files, transforms
 
 
 def _resource(name: str, md5: str, size_bytes: int, *, unpacked_md5: str, unpacked_size_bytes: int) -> Resource:
@@ -63,32 +60,47 @@ def mnist(
     seed: int = 0,
     mean: float = 0.1307,
     std: float = 0.3081,
+    augment: Callable[[Tensor, Any], Tensor] | None = None,
 ) -> Datasets:
     """Images of shape (1, 28, 28), as (pixel − mean) / std with pixels from 0 to 1, and labels 0–9.
 
     root: the folder with the files, packed or unpacked, or with MNIST/raw, where torchvision keeps them; missing ones
     are downloaded to the latter. mirrors: where from; None: torchvision's. val_size: images of the 60,000 held out for
-    validation, drawn with `seed`; 0: no validation. All parts are in memory, 220 MB.
+    validation, drawn with `seed`; 0: no validation. All parts are rows of the same images, which are kept as bytes and
+    normalised in batches; they are mapped from MNIST/decoded, 56 MB that all processes share. augment: of
+    framework.transforms, done to the training images before.
     Raises DataError where a file is damaged or can't be had, ConfigError for a `val_size` that leaves nothing to train.
     """
-    train_images, train_labels, test_images, test_labels = (read_idx(path) for path in mnist_files(root, mirrors))
-    if not 0 <= val_size < len(train_labels):
+    images, labels, test_images, test_labels = decoded_mnist(root, mirrors)
+    if not 0 <= val_size < len(labels):
         raise ConfigError(
-            f"data.datasets.val_size={val_size}: must be from 0 to {len(train_labels) - 1}, a part of the "
-            f"{len(train_labels)} training images."
+            f"data.datasets.val_size={val_size}: must be from 0 to {len(labels) - 1}, a part of the "
+            f"{len(labels)} training images."
         )
-
-    def part(image_BHW: Tensor, labels: Tensor) -> TensorDataset:
-        image_BCHW = image_BHW.unsqueeze(1).float().div_(LARGEST_PIXEL).sub_(mean).div_(std)
-        return TensorDataset(image_BCHW, labels.long())
-
-    order = torch.randperm(len(train_labels), generator=torch.Generator().manual_seed(seed))
+    normalise = transforms.Normalize(mean, std)
+    plain = transforms.Each(normalise)
+    augmented = plain if augment is None else transforms.Each(transforms.Compose([augment, normalise]))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     val, train = order[:val_size], order[val_size:]
     return Datasets(
-        train=part(train_images[train], train_labels[train]),
-        val=part(train_images[val], train_labels[val]) if val_size else None,
-        test=part(test_images, test_labels),
+        train=TensorSamples(images, labels, rows=train, transform=augmented),
+        val=TensorSamples(images, labels, rows=val, transform=plain) if val_size else None,
+        test=TensorSamples(test_images, test_labels, transform=plain),
     )
+
+
+def decoded_mnist(root: str, mirrors: Sequence[str] | None = None) -> list[Tensor]:
+    """Images (N, 1, 28, 28) in bytes and labels (N,) in int64, of the training and of the test part.
+
+    Unpacked once, into <root>/MNIST/decoded; where that can't be written, each time. Raises as `mnist_files` does.
+    """
+
+    def make() -> list[Tensor]:
+        read = [read_idx(path) for path in mnist_files(root, mirrors)]
+        return [each.unsqueeze(1) if each.ndim == 3 else each.long() for each in read]
+
+    key = " ".join(["1", *(resource.md5 for resource in RESOURCES)])
+    return cached_tensors(Path(root).expanduser() / "MNIST" / "decoded", "mnist", key=key, make=make)
 
 
 def mnist_files(root: str, mirrors: Sequence[str] | None = None) -> list[Path]:

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helpers import guards
+from tests.helpers import choice, guards
 
 if TYPE_CHECKING:
     from framework.launch.warm import WarmServer
 
 DATA_VARIABLE = "FRAMEWORK_TEST_DATA"
 SMALL_BYTES = 64 << 20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run the tests that are marked `exhaustive`, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell that starts pytest in the background has these ignored, and what a test starts would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m take some out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `exhaustive`, but not where it is asked for: by option, by `-m` or by its own name."""
+    config.stash[choice.COLLECTED] = choice.collected(items)
+    if config.option.exhaustive or choice.MARKER in config.option.markexpr:
+        return
+    left_out = {item for item in items if choice.is_left_out(item, named=config.args)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +60,23 @@ def own_state() -> None:
 
 
 @pytest.fixture(scope="session")
-def data_root() -> Path:
-    """The folder with real data files (MNIST), named by FRAMEWORK_TEST_DATA; without it the test is skipped."""
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the real data files (MNIST) of FRAMEWORK_TEST_DATA; without that the test is skipped.
+
+    The files are links, so that what is made beside them isn't made where they are.
+    """
     value = os.environ.get(DATA_VARIABLE)
     if not value:
         pytest.skip(f"{DATA_VARIABLE} isn't set: real MNIST files not found")
     folder = Path(value).resolve()
     if not folder.is_dir():
         pytest.fail(f"{DATA_VARIABLE}={value} isn't a folder")
-    return folder
+    root = tmp_path_factory.mktemp("data")
+    for file in filter(Path.is_file, folder.rglob("*")):
+        link = root / file.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file)
+    return root
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +105,23 @@ def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         named = {text.removeprefix("resume=") for text in overrides if text.startswith("resume=")}
         resumed = before if "auto" in named else set(map(Path, named))
         (run_dir,) = set(tmp_path.glob("outputs/*/*")) - before or resumed
+        return run_dir
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def train_once(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """As `train`, for runs that several tests of a module look at; each in a folder of its own."""
+    from framework import cli
+
+    def run(*overrides: str, status: int = 0) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(sys, "path", list(sys.path))
+            assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
+        (run_dir,) = folder.glob("outputs/*/*")
         return run_dir
 
     return run

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from framework.config.assets import job_names, launcher_names
 from framework.config.parse import raise_mistakes
-from framework.config.schema import BackendName, Config, Interval
+from framework.config.schema import BackendName, Config, Interval, LoaderKind
 from framework.config.suggest import did_you_mean, nearest
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "overfit_batches")
@@ -142,6 +142,15 @@ def _batches(config: Config) -> Iterator[str]:
         )
 
 
+def _loader(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.loader is LoaderKind.RESIDENT and data.num_workers:
+        yield (
+            f"data.num_workers={data.num_workers} can't go with data.loader=resident, which has nothing to load. "
+            "Set data.num_workers=auto, or data.loader=dataloader."
+        )
+
+
 def _deterministic(config: Config) -> Iterator[str]:
     if config.trainer.deterministic and config.trainer.benchmark:
         yield (
@@ -229,6 +238,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _restarts,
     _ignored,
     _batches,
+    _loader,
     _deterministic,
     _scheduler,
     _checkpoint,

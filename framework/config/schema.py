@@ -69,10 +69,27 @@ class Mode(Enum):
     MAX = "max"
 
 
+class LoaderKind(Enum):
+    AUTO = "auto"
+    RESIDENT = "resident"
+    DATALOADER = "dataloader"
+
+
 class Part(Enum):
     TRAIN = "train"
     VAL = "val"
     TEST = "test"
+
+
+class CompileMode(Enum):
+    DEFAULT = "default"
+    REDUCE_OVERHEAD = "reduce-overhead"
+    MAX_AUTOTUNE = "max-autotune"
+    MAX_AUTOTUNE_NO_CUDAGRAPHS = "max-autotune-no-cudagraphs"
+
+
+class ProfilerName(Enum):
+    PYTORCH = "pytorch"
 
 
 class ClipAlgorithm(Enum):
@@ -86,7 +103,8 @@ class DataConfig:
     batch_size: int = bounded(at_least=1)  # per process, as in PyTorch
     global_batch_size: int | None = bounded(at_least=1)  # over ranks and accumulation; wins over batch_size
     eval_batch_size: int | None = bounded(at_least=1)  # per process; default: batch_size
-    num_workers: int = bounded(at_least=0)  # data-loader processes per rank and part
+    loader: LoaderKind = LoaderKind.AUTO  # resident: kept in memory as tensors; auto: where that is safe and fits
+    num_workers: int | None = auto(at_least=0)  # DataLoader processes per rank and part; auto: 8, or the cores left
     shuffle: bool
     root: str | None  # folder of the data set's files; null where it has none
     mirrors: Texts | None  # addresses to download missing files from; null: the data set's own
@@ -133,6 +151,10 @@ class TrainerConfig:
     deterministic: bool
     benchmark: bool | None  # cudnn.benchmark; null: off in deterministic mode, else on
     num_threads: int | None = auto(at_least=1)  # intra-op threads of a process; auto: its share of the cores
+    cpu_affinity: bool = False  # each process of a node keeps to its share of the cores
+    channels_last: bool = False  # images and convolutions' weights lie in memory as NHWC
+    compile: CompileMode | None = None  # torch.compile's mode
+    profiler: ProfilerName | None = None  # records some steps; `callbacks=[profiler]` says which
 
 
 @dataclass(frozen=True, kw_only=True)

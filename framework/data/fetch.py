@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import default_collate
 
+from framework.data.rows import Rows, rows_of
 from framework.errors import RunError
 from framework.seed import mix
 from framework.types import Batch, MapDataset
@@ -35,39 +36,29 @@ class Fetch(Protocol):
     def __call__(self, request: Request, /) -> Batch: ...
 
 
-def fetch_for(dataset: MapDataset, *, part: str, seed: int, resident: bool) -> Fetch:
-    """How to load batches of `dataset`; `resident` allows the short way for data that lies in memory as tensors."""
-    tensors = resident_tensors(dataset) if resident else None
-    return FetchResident(*tensors) if tensors is not None else FetchSamples(dataset, part=part, seed=seed)
+def fetch_for(dataset: MapDataset, *, part: str, seed: int) -> Fetch:
+    """How to load batches of `dataset`: the short way where samples are rows of tensors."""
+    rows = rows_of(dataset)
+    return FetchSamples(dataset, part=part, seed=seed) if rows is None else FetchRows(rows, seed=seed)
 
 
-def resident_tensors(dataset: MapDataset) -> tuple[list[Tensor], Tensor | None] | None:
-    """The tensors of a TensorDataset, and where it is a Subset of one, which rows; None for any other dataset.
-
-    Subclasses don't count: they may have a `__getitem__` of their own.
-    """
-    if type(dataset) is TensorDataset:
-        return list(dataset.tensors), None
-    if type(dataset) is Subset:
-        inner = resident_tensors(dataset.dataset)  # type: ignore[arg-type]
-        if inner is not None:
-            tensors, rows = inner
-            chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
-            return tensors, chosen if rows is None else rows[chosen]
-    return None
+def batch_key(seed: int, epoch: int) -> int:
+    """What the random numbers of transforms of batches are keyed with."""
+    return mix(seed, "batch", epoch)
 
 
 @final
-class FetchResident:
+class FetchRows:
     """One indexing operation per tensor, instead of one `__getitem__` per sample and a collation."""
 
-    def __init__(self, tensors: list[Tensor], rows: Tensor | None) -> None:
-        self._tensors = tensors
+    def __init__(self, rows: Rows, *, seed: int) -> None:
         self._rows = rows
+        self._seed = seed
 
     def __call__(self, request: Request, /) -> Batch:
-        rows = request.indices if self._rows is None else self._rows[request.indices]
-        return [tensor[rows] for tensor in self._tensors]  # a list, as `default_collate` makes of tuples
+        rows, indices = self._rows, request.indices.to(self._rows.device)
+        made = rows.transformed(rows.gather(indices), indices, key=batch_key(self._seed, request.epoch))
+        return rows.pack(made)
 
 
 @final
@@ -96,12 +87,17 @@ class FetchSamples:
 
     def _load(self, index: int, *, epoch: int) -> Any:
         seed_generators(mix(self._seed, "sample", epoch, index))
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            raise RunError(
-                f"Sample {index} of the {self._part} dataset raised {type(error).__name__}: {error}\n{_where(error)}"
-            ) from error
+        return load_sample(self._dataset, index, part=self._part)
+
+
+def load_sample(dataset: MapDataset, index: int, *, part: str) -> Any:
+    """`dataset[index]`. Raises RunError that names the sample where the dataset raises."""
+    try:
+        return dataset[index]
+    except Exception as error:
+        raise RunError(
+            f"Sample {index} of the {part} dataset raised {type(error).__name__}: {error}\n{_where(error)}"
+        ) from error
 
 
 def seed_generators(seed: int) -> None:

@@ -7,33 +7,53 @@ from itertools import tee
 from typing import final
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from framework.data.batching import BatchPlan
-from framework.data.device import pins_memory, to_device
+from framework.data.choosing import Loading, choose
+from framework.data.device import pins_memory
 from framework.data.fetch import Request, fetch_for
-from framework.data.sampler import GlobalOrder, WindowIndices, evaluation_indices, windows, windows_per_epoch
+from framework.data.gathering import NOT_TAKEN, RowSource, WindowGatherer
+from framework.data.prefetch import on_device
+from framework.data.sampler import (
+    GlobalOrder,
+    WindowIndices,
+    epoch_indices,
+    evaluation_indices,
+    windows,
+    windows_per_epoch,
+)
 from framework.data.workers import Workers
 from framework.errors import DataError
 from framework.types import Batch, MapDataset, MicroBatch, MicroIndices, Window
 
+IN_THIS_PROCESS = Loading(num_workers=0)
+"""Without loader processes: of tensors where the data are some, else sample by sample."""
+
 
 @final
 class BatchSource:
-    """Loads batches of a dataset and moves them to the device: in this process, or ahead of time in workers."""
+    """Batches of a dataset on the device: of tensors in memory, or loaded in this process or by workers."""
 
-    def __init__(self, dataset: MapDataset, *, part: str, seed: int, num_workers: int, device: torch.device) -> None:
+    def __init__(self, dataset: MapDataset, *, part: str, seed: int, device: torch.device, loading: Loading) -> None:
         self._device = device
-        self._fetch = fetch_for(dataset, part=part, seed=seed, resident=num_workers == 0)
         self._workers: Workers | None = None
-        if num_workers > 0:
-            self._workers = Workers(self._fetch, num_workers=num_workers, pin_memory=pins_memory(device))
+        self.rows: RowSource | None = None
+        choice = choose(dataset, part=part, device=device, loading=loading)
+        if choice.rows is not None:
+            self.rows = RowSource(choice.rows, device=device, seed=seed)
+            return
+        self._fetch = fetch_for(dataset, part=part, seed=seed)
+        if choice.num_workers > 0:
+            self._workers = Workers(self._fetch, num_workers=choice.num_workers, pin_memory=pins_memory(device))
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        """The batches asked for, in order. Without workers each is loaded when it is taken."""
+        """The batches asked for, in order. Without workers each is loaded when it is taken, or one ahead of a copy."""
+        if self.rows is not None:
+            return self.rows.batches(requests)
         loaded = map(self._fetch, requests) if self._workers is None else self._workers.batches(requests)
-        for batch in loaded:
-            yield to_device(batch, self._device)
+        return on_device(loaded, self._device)
 
     def close(self) -> None:
         if self._workers is not None:
@@ -56,7 +76,7 @@ class TrainLoader:
         plan: BatchPlan,
         rank: int,
         device: torch.device,
-        num_workers: int = 0,
+        loading: Loading = IN_THIS_PROCESS,
         limit: int | None = None,
     ) -> None:
         size = dataset_size(dataset, part="train")
@@ -64,7 +84,9 @@ class TrainLoader:
             raise ValueError(f"The order is of {order.size} samples, the dataset has {size}.")
         check_everyone_gets_one(size, plan)
         self._order, self._plan, self._rank, self._limit = order, plan, rank, limit
-        self._source = BatchSource(dataset, part="train", seed=order.seed, num_workers=num_workers, device=device)
+        self._source = BatchSource(dataset, part="train", seed=order.seed, device=device, loading=loading)
+        rows = self._source.rows
+        self._gatherer = None if rows is None else WindowGatherer(rows, plan, rank=rank)
 
     def __len__(self) -> int:
         """Windows of a whole epoch."""
@@ -80,14 +102,23 @@ class TrainLoader:
         Take all micro-batches of a window before the next window, and end one epoch before another is begun.
         Raises DataError when the cursor isn't inside the epoch, RunError when a sample can't be loaded.
         """
-        dealt = windows(self._order, self._plan, rank=self._rank, epoch=epoch, start=start, limit=self._limit)
-        shown, asked = tee(dealt)  # with workers, requests run ahead of the window being shown
+        indices = epoch_indices(self._order, self._plan, epoch=epoch, start=start, limit=self._limit)
+        if self._gatherer is None or self._gatherer.windows_at_once == 0:
+            yield from self._loaded(indices, epoch=epoch)
+            return
+        whole = len(indices) - len(indices) % self._plan.global_batch_size
+        yield from self._gatherer.windows(indices[:whole], epoch=epoch, to_the_end=whole == len(indices))
+        yield from self._loaded(indices[whole:], epoch=epoch)
+
+    def _loaded(self, indices: Tensor, *, epoch: int) -> Iterator[Window]:
+        """Windows whose batches are loaded one by one."""
+        shown, asked = tee(windows(indices, self._plan, rank=self._rank))  # requests run ahead of the window shown
         batches = self._source.batches(_requests(asked, epoch=epoch))
         for window in shown:
             micro_batches = _take(batches, window)
             number = len(window.micro_batches)
             yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
-            assert next(micro_batches, None) is None, "a window's micro-batches were not all taken"
+            assert next(micro_batches, None) is None, NOT_TAKEN
 
     def close(self) -> None:
         """End the loader's worker processes; may be called again."""
@@ -112,7 +143,7 @@ class EvalLoader:
         rank: int,
         world_size: int,
         device: torch.device,
-        num_workers: int = 0,
+        loading: Loading = IN_THIS_PROCESS,
         is_even: bool = False,
     ) -> None:
         size = dataset_size(dataset, part=part)
@@ -124,7 +155,7 @@ class EvalLoader:
             most = -(-len(evaluation_indices(size, rank=0, world_size=world_size)) // batch_size)
             # Any sample of it will do: its results are left out.
             self._batches += [MicroIndices(torch.zeros(1, dtype=torch.int64), 0)] * (most - len(pieces))
-        self._source = BatchSource(dataset, part=part, seed=0, num_workers=num_workers, device=device)
+        self._source = BatchSource(dataset, part=part, seed=0, device=device, loading=loading)
 
     def __len__(self) -> int:
         """Batches of this rank, stand-ins too."""

@@ -48,12 +48,12 @@ def epoch_length(order: GlobalOrder, plan: BatchPlan, *, limit: int | None) -> i
     return order.size if limit is None else min(order.size, limit * plan.global_batch_size)
 
 
-def windows(
-    order: GlobalOrder, plan: BatchPlan, *, rank: int, epoch: int, start: int = 0, limit: int | None = None
-) -> Iterator[WindowIndices]:
-    """This rank's part of each global batch of `epoch`, from the sample cursor `start` on.
+def epoch_indices(
+    order: GlobalOrder, plan: BatchPlan, *, epoch: int, start: int = 0, limit: int | None = None
+) -> Tensor:
+    """What `epoch` still consumes from the sample cursor `start` on: indices of the dataset, int64, on the CPU.
 
-    The last, short global batch is kept. Raises DataError when the cursor isn't inside the epoch.
+    Raises DataError when the cursor isn't inside the epoch.
     """
     end = epoch_length(order, plan, limit=limit)
     if not 0 <= start < end:
@@ -61,9 +61,14 @@ def windows(
             f"Training can't go on at sample {start} of an epoch of {end} samples.\n"
             "The dataset or trainer.limit_train_batches is smaller than when the checkpoint was made: set them back."
         )
-    indices = order.indices(epoch)
+    return order.indices(epoch)[start:end]
+
+
+def windows(indices: Tensor, plan: BatchPlan, *, rank: int) -> Iterator[WindowIndices]:
+    """This rank's part of each global batch of what an epoch still consumes; the last, short one is kept."""
     full = micro_batches(plan, global_count=plan.global_batch_size, rank=rank)
-    for begin in range(start, end, plan.global_batch_size):
+    end = len(indices)
+    for begin in range(0, end, plan.global_batch_size):
         count = min(plan.global_batch_size, end - begin)
         parts = full if count == plan.global_batch_size else micro_batches(plan, global_count=count, rank=rank)
         yield WindowIndices(_take(indices, parts, begin=begin), count, begin + count == end)

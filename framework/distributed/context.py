@@ -36,6 +36,12 @@ class Context:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def wait_for_devices(self) -> None:
+        """Until they have done what was asked of them; a CPU is never behind."""
+        for device in self.devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+
 
 def make_context(topology: Topology, *, node_rank: int, local_rank: int, backend_name: BackendName) -> Context:
     """The context of one rank. Makes no process group and opens no GPU.

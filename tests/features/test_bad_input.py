@@ -76,7 +76,11 @@ def gpus(monkeypatch) -> Callable[[int], None]:
     ("overrides", "said"),
     [
         (("trainer.gpus=-1",), "trainer.gpus=-1: must be a whole number at least 0, or auto"),
-        (("trainer.gpus=abc",), "trainer.gpus=abc: must be a whole number at least 0, or auto"),
+        pytest.param(
+            ("trainer.gpus=abc",),
+            "trainer.gpus=abc: must be a whole number at least 0, or auto",
+            marks=pytest.mark.exhaustive,
+        ),
         (("trainer.gpus=9",), "trainer.gpus=9, but this machine has 8 GPUs.\nUse trainer.gpus=8 or trainer.gpus=auto."),
         (
             ("topology.procs_per_node=3", "trainer.gpus=8"),
@@ -87,18 +91,32 @@ def gpus(monkeypatch) -> Callable[[int], None]:
             ("topology.nnodes=2", "topology.node_rank=2"),
             "topology.node_rank=2 is out of range: with topology.nnodes=2 it is 0 to 1.",
         ),
-        (("topology.node_rank=-1",), "topology.node_rank=-1: must be a whole number at least 0"),
-        (("data.batch_size=0",), "data.batch_size=0: must be a whole number at least 1"),
+        pytest.param(
+            ("topology.node_rank=-1",),
+            "topology.node_rank=-1: must be a whole number at least 0",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            ("data.batch_size=0",), "data.batch_size=0: must be a whole number at least 1", marks=pytest.mark.exhaustive
+        ),
         (("data.batch_size=-4",), "data.batch_size=-4: must be a whole number at least 1"),
         (("data.global_batch_size=0",), "data.global_batch_size=0: must be a whole number at least 1, or null"),
         (("backend=glo",), "backend=glo: backend has no such option. Did you mean backend=gloo?"),
         (("backend.name=ncll",), "backend.name=ncll: must be one of auto, gloo, nccl, mpi. Did you mean"),
         (("strategy=ddpp",), "strategy=ddpp: strategy has no such option. Did you mean strategy=ddp?"),
         (("backend=nccl", "trainer.gpus=0"), "backend=nccl needs GPUs, and trainer.gpus=0 uses none. Use backend=gloo"),
-        (("backend.timeout=-5s",), "backend.timeout=-5s: must be a time such as 90s, 30m, 2h or 1d"),
+        pytest.param(
+            ("backend.timeout=-5s",),
+            "backend.timeout=-5s: must be a time such as 90s, 30m, 2h or 1d",
+            marks=pytest.mark.exhaustive,
+        ),
         (("backend.timeout=soon",), "backend.timeout=soon: must be a time such as 90s, 30m, 2h or 1d"),
         (("backend.init_timeout=-5s",), "backend.init_timeout=-5s: must be a time such as 90s, 30m, 2h or 1d"),
-        (("backend.init_timeout=soon",), "backend.init_timeout=soon: must be a time such as 90s, 30m, 2h or 1d"),
+        pytest.param(
+            ("backend.init_timeout=soon",),
+            "backend.init_timeout=soon: must be a time such as 90s, 30m, 2h or 1d",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -175,7 +193,12 @@ def whole_epochs(epochs: int) -> list[list[list[torch.Tensor]]]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--local_rank", "0"), ("--local-rank", "3"), ("--local_rank=1",), ("--local-rank=1",)],
+    [
+        ("--local_rank", "0"),
+        ("--local-rank=1",),
+        pytest.param(("--local-rank", "3"), marks=pytest.mark.exhaustive),
+        pytest.param(("--local_rank=1",), marks=pytest.mark.exhaustive),
+    ],
     ids=" ".join,
 )
 def test_what_old_launchers_add_is_ignored(train, arguments):
@@ -323,7 +346,7 @@ def test_a_disk_that_becomes_full_ends_the_run_with_its_checkpoints(command, sma
     assert "can't be written: No space left on device.\nMake room, or choose another folder" in answer.err
 
 
-@pytest.mark.parametrize("size_kib", [4, 12, 16, 24])
+@pytest.mark.parametrize("size_kib", [4, 16, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (12, 24))])
 def test_wherever_the_disk_becomes_full_the_answer_says_so(command, small_disk, size_kib):
     """Configuration, records, metrics, logs, report or checkpoint: the cause is told and nothing hides it."""
     disk = small_disk(size_kib)

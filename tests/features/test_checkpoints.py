@@ -20,8 +20,10 @@ SHORT = ("recipe=toy", "logger=jsonl", "trainer.limit_train_batches=10", "traine
     ("overrides", "steps"),
     [
         (("checkpoint.monitor=null",), [40, 50]),
-        (("checkpoint.monitor=null", "checkpoint.save_last_k=1"), [50]),
-        (("checkpoint.monitor=null", "checkpoint.save_top_k=-1"), [10, 20, 30, 40, 50]),
+        pytest.param(("checkpoint.monitor=null", "checkpoint.save_last_k=1"), [50], marks=pytest.mark.exhaustive),
+        pytest.param(
+            ("checkpoint.monitor=null", "checkpoint.save_top_k=-1"), [10, 20, 30, 40, 50], marks=pytest.mark.exhaustive
+        ),
         (("checkpoint.monitor=null", "checkpoint.save_top_k=-1", "checkpoint.every_n_epochs=2"), [20, 40, 50]),
         (("checkpoint.save_top_k=-1", "checkpoint.every_n_steps=15"), [10, 15, 20, 30, 40, 45, 50]),
         (
@@ -34,7 +36,7 @@ SHORT = ("recipe=toy", "logger=jsonl", "trainer.limit_train_batches=10", "traine
             [15, 30, 45, 50],
         ),
         # The loss falls: the best ones are the last ones, or with mode=max the first ones.
-        (("checkpoint.save_top_k=2",), [40, 50]),
+        pytest.param(("checkpoint.save_top_k=2",), [40, 50], marks=pytest.mark.exhaustive),
         (("checkpoint.save_top_k=2", "checkpoint.mode=max"), [10, 20, 40, 50]),
         (("checkpoint.save_top_k=1", "checkpoint.save_last_k=3", "checkpoint.mode=max"), [10, 30, 40, 50]),
         (("checkpoint.save_top_k=0",), [40, 50]),

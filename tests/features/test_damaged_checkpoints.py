@@ -207,7 +207,8 @@ def whole(train_once) -> Path:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("how", "procs"), [("resume=auto recipe=toy", 1), ("resume={run}", 2), ("resume={run}/checkpoints/last", 1)]
+    ("how", "procs"),
+    [("resume=auto recipe=toy", 1), ("resume={run}", 2), ("resume={run}/checkpoints/last", 1)],
 )
 def test_a_run_goes_on_from_the_newest_whole_one(train, run, whole, how, procs):
     """`last` names one that is damaged, or, where the link itself is typed, one that is gone."""

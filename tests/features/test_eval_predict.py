@@ -20,7 +20,11 @@ from recipes.digits import ConvNet, digits
 from recipes.toy import ToyModel, toy_regression
 from tests.helpers import results
 
-PROCS = [1, pytest.param(2, marks=pytest.mark.multiproc), pytest.param(3, marks=pytest.mark.multiproc)]
+PROCS = [
+    1,
+    pytest.param(2, marks=[pytest.mark.multiproc, pytest.mark.exhaustive]),
+    pytest.param(3, marks=pytest.mark.multiproc),
+]
 ERROR = "+task.metrics.error._target_=framework.tasks.MeanAbsoluteError"
 # 207 samples: 165 to train, 21 each to validate and test. Neither 2 nor 3 processes get equally many of 20 samples.
 SIZES = ("data.datasets.num_samples=207", "+data.datasets.test_fraction=0.0967", "data.eval_batch_size=4")

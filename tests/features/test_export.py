@@ -100,7 +100,7 @@ def test_a_graph_computes_what_the_evaluated_model_does(export, trained, format_
             torch.testing.assert_close(again(batch), model(batch), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("format_", ["onnx", "torch_export"])
+@pytest.mark.parametrize("format_", [pytest.param("onnx", marks=pytest.mark.exhaustive), "torch_export"])
 def test_a_model_spread_over_devices(export, two_devices, format_):
     status, _, err = export(f"checkpoint.path={two_devices}", f"export.format={format_}")
     assert (status, err) == (0, "")

@@ -27,7 +27,15 @@ def test_what_comes_first_ends_training(train, overrides, steps, epochs, ended_b
     assert results.pointed(run_dir, "last") == steps
 
 
-@pytest.mark.parametrize(("limit", "steps"), [("7", 7), ("0.25", 20), ("1.0", 80), ("500", 80), ("0.001", 1)])
+@pytest.mark.parametrize(
+    ("limit", "steps"),
+    [
+        ("7", 7),
+        ("0.25", 20),
+        ("0.001", 1),
+        *(pytest.param(limit, 80, marks=pytest.mark.exhaustive) for limit in ("1.0", "500")),
+    ],
+)
 def test_training_is_cut_to_batches_or_to_a_share(train, limit, steps):
     run_dir = train(*SHORT, f"trainer.limit_train_batches={limit}", "trainer.max_epochs=2")
     assert results.results(run_dir)["steps"] == 2 * steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +115,7 @@ def test_the_keys_are_the_same_for_every_plan(plan):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("recipe=toy", "topology.procs_per_node=2"),
+        pytest.param(("recipe=toy", "topology.procs_per_node=2"), marks=pytest.mark.exhaustive),
         ("recipe=toy", "optimizer=adam", "callbacks=ema", "data.global_batch_size=48"),
         ("recipe=toy_model_parallel", "topology.procs_per_node=2", "trainer.accumulate_grad_batches=3"),
         ("recipe=digits", "trainer.limit_train_batches=5", "optimizer=adam"),
@@ -171,17 +170,20 @@ def test_what_can_not_be_is_refused(answer, overrides, said):
 
 
 @pytest.fixture
-def own_module(tmp_path):
-    """Puts a module of the user's own into the folder the command is given in."""
+def answer_with_own_module(warm, tmp_path, monkeypatch, capfd):
+    """As `answer`, with a module of the user's own in the folder the command is given in."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
 
-    def write(text: str) -> Path:
-        (tmp_path / "mine.py").write_text(text)
-        return tmp_path
+    def run(*overrides: str) -> tuple[int, str, str]:
+        status = cli.main(["job=plan", "recipe=toy", *overrides], warm=warm)
+        assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "__pycache__"}
+        return status, *capfd.readouterr()
 
-    return write
+    return run
 
 
-DOWNLOADS = """
+MINE = """
 import urllib.request
 from torch import nn
 
@@ -205,36 +207,34 @@ class Loud(nn.Linear):
 """
 
 
-def test_a_model_that_downloads_is_told_so(own_module):
-    folder = own_module(DOWNLOADS)
-    result = run_framework("job=plan", "recipe=toy", "model._target_=mine.Pretrained", cwd=folder)
-    assert result.returncode == 2
-    assert result.stderr == "job=plan downloads nothing, and something asked for the address of 192.0.2.1.\n"
+def test_a_model_that_downloads_is_told_so(answer_with_own_module):
+    status, out, err = answer_with_own_module("model._target_=mine.Pretrained")
+    assert (status, out) == (2, "")
+    assert err == "job=plan downloads nothing, and something asked for the address of 192.0.2.1.\n"
 
 
-def test_data_that_would_be_downloaded_is_not_there(own_module):
-    folder = own_module(DOWNLOADS)
-    data = ("data.datasets._target_=mine.data",)
-    result = run_framework("job=plan", "recipe=toy", *data, cwd=folder)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "samples         unknown, the data isn't here" in result.stdout
-    assert "something asked for the address of example.invalid" in result.stdout
+def test_data_that_would_be_downloaded_is_not_there(answer_with_own_module):
+    status, out, err = answer_with_own_module("data.datasets._target_=mine.data")
+    assert (status, err) == (0, "")
+    assert "samples         unknown, the data isn't here" in out
+    assert "something asked for the address of example.invalid" in out
 
 
-def test_what_the_users_code_prints_is_no_part_of_the_answer(own_module):
-    folder = own_module(DOWNLOADS)
-    result = run_framework("job=plan", "plan.format=json", "recipe=toy", "model._target_=mine.Loud", cwd=folder)
+def test_what_the_users_code_prints_is_no_part_of_the_answer(tmp_path):
+    """In a command of its own: at its end everything is printed."""
+    (tmp_path / "mine.py").write_text(MINE)
+    result = run_framework("job=plan", "plan.format=json", "recipe=toy", "model._target_=mine.Loud", cwd=tmp_path)
     assert json.loads(result.stdout)["model"]["name"] == "Loud"
     assert result.stderr == "printed by the model\n"
-    assert {path.name for path in folder.iterdir()} <= {"mine.py", "__pycache__"}
 
 
-def test_a_mistake_in_the_model_is_shown_with_its_line(own_module):
-    folder = own_module(DOWNLOADS)
-    result = run_framework("job=plan", "recipe=toy", "model._target_=mine.Broken", "launcher=in_place", cwd=folder)
+def test_a_mistake_in_the_model_is_shown_with_its_line(tmp_path):
+    """In a command of its own: with this launcher the model is built in the process that was typed."""
+    (tmp_path / "mine.py").write_text(MINE)
+    result = run_framework("job=plan", "recipe=toy", "model._target_=mine.Broken", "launcher=in_place", cwd=tmp_path)
     assert result.returncode == 2
     assert "FloatingPointError: its own mistake" in result.stderr
-    assert f"{folder / 'mine.py'}, line 16" in result.stderr
+    assert f"{tmp_path / 'mine.py'}, line 16" in result.stderr
 
 
 def test_devices_of_the_object_follow_the_formula(plan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import signal
@@ -32,6 +33,11 @@ class Sleeper:
 '''
 
 
+def copy(run_dir: Path, folder: Path) -> Path:
+    """For a test that changes it."""
+    return Path(shutil.copytree(run_dir, folder / "outputs" / "toy" / "copy", symlinks=True))
+
+
 def training(run_dir: Path) -> dict[str, Any]:
     """What of a checkpoint decides how training goes on."""
     state = results.saved(run_dir)
@@ -39,7 +45,7 @@ def training(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(train, tmp_path, procs):
     """Ctrl-C twice in the second epoch: after step 131, all up to 130 being logged, the last checkpoint 126."""
     (tmp_path / "sleeper.py").write_text(SLEEPER)
@@ -97,7 +103,7 @@ def whole_run(train_once):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
 def test_a_run_goes_on_with_another_number_of_processes(train, whole_run, before, after):
     stopped = train(*SHORT, "data.global_batch_size=20", f"topology.procs_per_node={before}", "trainer.max_steps=93")
     resumed = train(f"resume={stopped}", f"topology.procs_per_node={after}", "trainer.max_steps=null")
@@ -121,8 +127,8 @@ def test_optimizers_go_on_with_their_state(train, overrides):
 
 
 def test_dropout_goes_on_with_its_generators(train):
-    short = ("trainer.limit_train_batches=4", "trainer.max_epochs=2", "trainer.limit_test_batches=0")
-    common = ("recipe=digits", "logger=none", "scheduler=none", *short)
+    limits = ("trainer.limit_train_batches=4", "trainer.limit_val_batches=1", "trainer.limit_test_batches=0")
+    common = ("recipe=digits", "logger=none", "scheduler=none", "trainer.max_epochs=2", *limits)
     whole, stopped = train(*common), train(*common, "trainer.max_steps=3")
     resumed = train(f"resume={stopped}", "trainer.max_steps=null")
     results.assert_same(results.weights(resumed), results.weights(whole))
@@ -183,14 +189,21 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(train, w
 
 # What is refused leaves the run as it was
 
+TWO = (*SHORT, "data.global_batch_size=20", "topology.procs_per_node=2")
 SCHEDULED = (*SHORT, "scheduler=step", "scheduler.interval=step", "scheduler.schedule.step_size=40")
+
+
+@pytest.fixture(scope="module")
+def after_one_epoch(train_once):
+    """Gives the run of these overrides, which is made once."""
+    return functools.cache(lambda *overrides: train_once(*overrides, "trainer.max_epochs=1"))
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("overrides", "typed", "reason"),
     [
-        ((*SHORT, "topology.procs_per_node=2"), "optimizer=adam", "can't go on with optimizer torch.optim.Adam"),
+        (TWO, "optimizer=adam", "can't go on with optimizer torch.optim.Adam"),
         (SHORT, "optimizer=adam", "can't go on with optimizer torch.optim.Adam"),
         (SHORT, "scheduler=cosine", "is of a run with no schedule"),
         (SCHEDULED, "scheduler=none", "can't go on with no schedule"),
@@ -198,8 +211,8 @@ SCHEDULED = (*SHORT, "scheduler=step", "scheduler.interval=step", "scheduler.sch
         (SCHEDULED, "scheduler.schedule.gamma=0.9", "scheduler.schedule.gamma=0.9 (it was 0.1)"),
     ],
 )
-def test_a_refused_resumption_changes_nothing(train, capfd, overrides, typed, reason):
-    stopped = train(*overrides, "data.global_batch_size=20", "trainer.max_epochs=1")
+def test_a_refused_resumption_changes_nothing(train, after_one_epoch, tmp_path, capfd, overrides, typed, reason):
+    stopped = copy(after_one_epoch(*overrides), tmp_path)
     files = [stopped / name for name in ("config.yaml", "overrides.yaml")]
     before = [file.read_text() for file in files]
     train(f"resume={stopped}", typed, "trainer.max_epochs=2", status=2)
@@ -209,12 +222,19 @@ def test_a_refused_resumption_changes_nothing(train, capfd, overrides, typed, re
     assert "Traceback" not in printed
     assert [file.read_text() for file in files] == before
     assert (stopped / "failure.json").exists()
+
+
+@pytest.mark.multiproc
+def test_after_a_refused_resumption_the_run_goes_on(train, after_one_epoch, tmp_path):
+    stopped = copy(after_one_epoch(*TWO), tmp_path)
+    train(f"resume={stopped}", "optimizer=adam", "trainer.max_epochs=2", status=2)
+    assert (stopped / "failure.json").exists()
     resumed = train(f"resume={stopped}", "trainer.max_epochs=2")
     assert results.results(resumed)["steps"] == 160
     assert results.run_file(resumed)["status"] == "finished"
     assert not (stopped / "failure.json").exists()
     assert not (stopped / "before_resume.yaml").exists()
-    assert "max_epochs: 2" in files[0].read_text()
+    assert "max_epochs: 2" in (stopped / "config.yaml").read_text()
 
 
 def test_another_learning_rate_is_taken_up_in_scale(train):

@@ -30,7 +30,7 @@ def whole_run(train_once):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGINT])
 def test_a_run_in_this_process_stops_after_the_step_and_goes_on_bit_for_bit(tmp_path, whole_run, number):
     name = "Ctrl-C" if number == signal.SIGINT else number.name
     with paused_training(tmp_path, "launcher=in_place") as started:
@@ -69,7 +69,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_where_nothing_is_saved_the_first_signal_ends_it(tmp_path, number):
     with paused_training(tmp_path, "launcher=in_place", "checkpoint.enabled=false") as started:
         started.process.send_signal(number)

@@ -76,7 +76,7 @@ def _pod_commands(text: str) -> Iterator[list[str]]:
 def make_targets(text: str) -> set[str]:
     """Every `make TARGET` in a code block or between backticks."""
     in_code = [*_FENCE.findall(text), *re.findall(r"`([^`\n]+)`", text)]
-    return {target for code in in_code for target in re.findall(r"^make (\w+)", code, re.MULTILINE)}
+    return {target for code in in_code for target in re.findall(r"^make (\w[\w-]*)", code, re.MULTILINE)}
 
 
 def shown_script(text: str) -> str:

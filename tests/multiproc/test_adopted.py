@@ -111,7 +111,9 @@ def test_torchrun_gives_one_run_with_the_weights_of_our_own_launcher(tmp_path: P
     assert "ToyModel" in results.log(theirs, 0)
 
 
-@pytest.mark.parametrize("variables", [srun, kubernetes, by_hand])
+@pytest.mark.parametrize(
+    "variables", [kubernetes, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (srun, by_hand))]
+)
 def test_ranks_of_other_starters_make_one_run(variables, port: int, tmp_path: Path) -> None:
     environments = [variables(rank, world=2, port=port) for rank in range(2)]
     first, second = ended(environments, *TOY, cwd=tmp_path)
@@ -147,10 +149,10 @@ def test_a_different_file_is_named(port: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        ("trainer.max_epochs=-1", "trainer.max_epochs=-1"),
+        pytest.param("trainer.max_epochs=-1", "trainer.max_epochs=-1", marks=pytest.mark.exhaustive),
         ("topology.procs_per_node=4", "topology.procs_per_node=4, but the environment has started 2 processes"),
-        ("backend.init_method=tcp", "backend.init_method=tcp can't be used"),
-        ("launcher@fallback=local", "launcher@fallback"),
+        pytest.param("backend.init_method=tcp", "backend.init_method=tcp can't be used", marks=pytest.mark.exhaustive),
+        pytest.param("launcher@fallback=local", "launcher@fallback", marks=pytest.mark.exhaustive),
         ("-m", "-m makes several runs"),
     ],
 )

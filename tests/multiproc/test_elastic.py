@@ -64,9 +64,10 @@ def two_nodes(folder: Path, port: int, *overrides: str) -> Iterator[list[Started
         ]
 
 
-def uninterrupted(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a run on two processes in which nothing happens."""
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("whole")
     trouble.write_recipe(folder, Deed())
     assert run_framework("recipe=trouble", "topology.procs_per_node=2", cwd=folder, timeout=START_S).returncode == 0
     return trouble.run_dir(folder)
@@ -88,14 +89,12 @@ def report(run_dir: Path, name: str) -> dict[str, Any]:
 # Restarts on one machine
 
 
-def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> None:
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    trouble.write_recipe(folder, Deed("SIGKILL", rank=1, phase="forward", step=EVERY + 2))
-    result = run_framework(*elastic(restarts=2), cwd=folder, timeout=START_S)
+def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, uninterrupted: Path) -> None:
+    trouble.write_recipe(tmp_path, Deed("SIGKILL", rank=1, phase="forward", step=EVERY + 2))
+    result = run_framework(*elastic(restarts=2), cwd=tmp_path, timeout=START_S)
     assert result.returncode == 0, result.stderr
-    run_dir, pid = trouble.run_dir(folder), trouble.done(folder)["pid"]  # type: ignore[index]
-    results.assert_same(results.weights(run_dir), results.weights(uninterrupted(tmp_path / "whole")))
+    run_dir, pid = trouble.run_dir(tmp_path), trouble.done(tmp_path)["pid"]  # type: ignore[index]
+    results.assert_same(results.weights(run_dir), results.weights(uninterrupted))
     line = f"Restart 1 of 2 after rank 1 of 2 (pid {pid}) failed: killed by SIGKILL"
     assert result.stderr.count(line) == 1, result.stderr
     assert result.stderr.count("failed first") == 1
@@ -110,7 +109,7 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> None:
     assert results.results(run_dir)["steps"] == STEPS
 
 
-@pytest.mark.parametrize("method", ["tcp", "file"])
+@pytest.mark.parametrize("method", [pytest.param("tcp", marks=pytest.mark.exhaustive), "file"])
 def test_ranks_meet_again_by_every_init_method(tmp_path: Path, method: str) -> None:
     trouble.write_recipe(tmp_path, Deed("raise", rank=0, phase="optimizer", step=2))
     result = run_framework(*elastic(f"backend.init_method={method}", restarts=1), cwd=tmp_path, timeout=START_S)
@@ -157,18 +156,16 @@ def test_a_run_that_is_asked_to_stop_is_not_started_again(tmp_path: Path) -> Non
 # Several nodes on loopback
 
 
-def test_a_rank_killed_on_another_node_costs_nothing_but_time(tmp_path: Path, port: int) -> None:
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    trouble.write_recipe(folder, Deed("SIGKILL", rank=1, phase="backward", step=EVERY + 2))
-    with two_nodes(folder, port, "launcher.max_restarts=2") as nodes:
+def test_a_rank_killed_on_another_node_costs_nothing_but_time(tmp_path: Path, port: int, uninterrupted: Path) -> None:
+    trouble.write_recipe(tmp_path, Deed("SIGKILL", rank=1, phase="backward", step=EVERY + 2))
+    with two_nodes(tmp_path, port, "launcher.max_restarts=2") as nodes:
         for node in nodes:
             assert node.wait(timeout=START_S) == 0, node.printed()
             node.assert_all_gone()
             assert node.stderr().count("Restart 1 of 2 after rank 1 of 2") == 1, node.printed()
             assert node.stderr().count("Rank 1 of 2") == 1
-    run_dir = trouble.run_dir(folder)
-    results.assert_same(results.weights(run_dir), results.weights(uninterrupted(tmp_path / "whole")))
+    run_dir = trouble.run_dir(tmp_path)
+    results.assert_same(results.weights(run_dir), results.weights(uninterrupted))
     assert [restart["attempt"] for restart in results.run_file(run_dir)["restarts"]] == [1]
 
 
@@ -258,7 +255,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     assert f"topology.rdzv_endpoint=127.0.0.1:{port}: Address already in use" in result.stderr
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_ctrl_c_at_any_node_stops_all_with_a_checkpoint(tmp_path: Path, port: int, node: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=0.05))
     with two_nodes(tmp_path, port, *ENDLESS) as nodes:
@@ -282,8 +279,17 @@ def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path, port: int) -> None:
             started.assert_all_gone()
 
 
-@pytest.mark.parametrize("who", ["agent", "keeper", "rank"])
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(
+    ("node", "who"),
+    [
+        (0, "agent"),
+        (1, "rank"),
+        *(
+            pytest.param(node, who, marks=pytest.mark.exhaustive)
+            for node, who in [(0, "keeper"), (0, "rank"), (1, "agent"), (1, "keeper")]
+        ),
+    ],
+)
 def test_no_process_is_left_whoever_is_killed(tmp_path: Path, port: int, node: int, who: str) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=0.05))
     with two_nodes(tmp_path, port, *ENDLESS, "backend.timeout=10s") as nodes:

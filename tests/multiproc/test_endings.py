@@ -91,7 +91,7 @@ def wait_for_trouble(folder: Path, started: Started) -> float:
     return float((folder / "trouble").read_text())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_raises_ends_the_run_within_5_s(folder: Path, rank: int) -> None:
     result = run_framework(
         "recipe=trouble", "task.what=raise", f"task.rank={rank}", "topology.procs_per_node=2", cwd=folder
@@ -106,6 +106,7 @@ def test_a_rank_that_raises_ends_the_run_within_5_s(folder: Path, rank: int) -> 
     assert run_file(folder)["status"] == "failed"
 
 
+@pytest.mark.exhaustive  # without a whole command: test_local_launch.py
 @pytest.mark.parametrize(
     ("what", "cause"), [("exit", "SystemExit: 0"), ("_exit", "left early with exit status 0, before its work was done")]
 )
@@ -126,7 +127,9 @@ def test_a_launcher_changed_in_the_same_command_starts_its_own_server(folder: Pa
     assert run_file(folder)["status"] == "finished"
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize(
+    "closed", [">&- 2>&- <&-", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (">&-", "2>&-"))]
+)
 def test_closed_streams_are_no_trouble(folder: Path, closed: str) -> None:
     result = run_in_shell(f"$PYTHON -m framework recipe=trouble trainer.max_steps=3 {closed}", folder)
     assert result.returncode == 0, result.stderr
@@ -154,7 +157,7 @@ def test_ranks_go_on_when_the_reader_of_their_output_leaves(folder: Path) -> Non
     assert "Linear with 5 parameters" in log.read_text()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_sigkill_of_the_parent_leaves_no_process(folder: Path, workers: int) -> None:
     overrides = ("task.what=sleep", "topology.procs_per_node=2", f"data.num_workers={workers}")
     with started_framework("recipe=trouble", *overrides, cwd=folder) as started:
@@ -166,7 +169,7 @@ def test_sigkill_of_the_parent_leaves_no_process(folder: Path, workers: int) -> 
         started.assert_all_gone(within_s=5.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_an_interrupt_ends_the_run_and_says_how_to_go_on(folder: Path, number: signal.Signals) -> None:
     overrides = ("task.what=sleep", "topology.procs_per_node=2", "data.num_workers=1")
     with started_framework("recipe=trouble", *overrides, cwd=folder) as started:
@@ -181,7 +184,10 @@ def test_an_interrupt_ends_the_run_and_says_how_to_go_on(folder: Path, number: s
     assert run_file(folder)["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGUSR1, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (signal.SIGINT, signal.SIGTERM))],
+)
 def test_before_training_begins_there_is_nothing_to_save(folder: Path, number: signal.Signals) -> None:
     overrides = ("data.datasets.pause_s=300", "topology.procs_per_node=2")
     with started_framework("recipe=trouble", *overrides, cwd=folder) as started:
@@ -225,6 +231,7 @@ def test_a_rank_that_hangs_is_named_after_the_backends_timeout(folder: Path) -> 
     assert json.loads(file.read_text())["first"]["rank"] == 1
 
 
+@pytest.mark.exhaustive  # without a whole command: test_local_launch.py
 def test_a_rank_that_is_late_is_waited_for_and_kept_in_the_record(folder: Path) -> None:
     result = run_framework(
         "recipe=trouble",

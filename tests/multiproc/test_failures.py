@@ -13,6 +13,7 @@ from tests.helpers.trouble import EVERY, PHASES, Deed
 pytestmark = pytest.mark.multiproc
 
 TIMEOUT_S = 5.0
+ESSENTIAL = {"SIGKILL", "SIGSTOP", "raise"}  # killed, there but silent, and with a traceback of its own
 SEEDS = {what: number for number, what in enumerate(DEEDS)}  # with them every phase is there, and rank 0
 
 
@@ -27,7 +28,10 @@ def test_every_phase_is_there_and_rank_0_too() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", DEEDS)
+@pytest.mark.parametrize(
+    "what",
+    [what if what in ESSENTIAL else pytest.param(what, marks=pytest.mark.exhaustive) for what in DEEDS],
+)
 def test_what_one_rank_does_is_told_right(what: str) -> None:
     assert run(case(what)).wrong == ()
 

@@ -75,8 +75,15 @@ def free_port() -> int:
 # Ranks that stay
 
 
-@pytest.mark.parametrize("status", [0, EXIT_STOPPED])
-@pytest.mark.parametrize("how", ["thread", "atexit"])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ("atexit", 0),
+        ("thread", EXIT_STOPPED),
+        pytest.param("thread", 0, marks=pytest.mark.exhaustive),
+        pytest.param("atexit", EXIT_STOPPED, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_rank_that_is_done_and_does_not_leave_is_ended_and_the_run_counts(
     warm: WarmServer, run_dir: RunDir, capfd: pytest.CaptureFixture[str], how: str, status: int
 ) -> None:
@@ -100,7 +107,7 @@ def test_a_rank_that_is_done_early_may_wait_for_the_others(
     assert (run_dir.path / "left_by_itself").exists()
 
 
-@pytest.mark.parametrize("launcher", ["local", "elastic"])
+@pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.exhaustive), "elastic"])
 def test_a_thread_of_the_users_does_not_hold_up_a_finished_run(tmp_path: Path, launcher: str) -> None:
     trouble.write_recipe(tmp_path, trouble.Deed())
     task = tmp_path / "recipes" / "trouble.py"
@@ -121,7 +128,7 @@ def test_a_thread_of_the_users_does_not_hold_up_a_finished_run(tmp_path: Path, l
 # A keeper that is frozen
 
 
-@pytest.mark.parametrize("asked", ["done", "stop"])
+@pytest.mark.parametrize("asked", [pytest.param("done", marks=pytest.mark.exhaustive), "stop"])
 def test_a_frozen_keeper_ends_the_run(
     warm: WarmServer, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:

@@ -111,7 +111,7 @@ def test_a_refusal_by_all_ranks_is_one_message_with_its_own_status(launch: Calla
     assert render(outcome.failure) == "optimizer.lr=lots isn't a number"
 
 
-@pytest.mark.parametrize("_again", range(3))
+@pytest.mark.parametrize("_again", [0, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (1, 2))])
 @pytest.mark.parametrize(
     ("how", "cause"),
     [

@@ -140,6 +140,7 @@ def test_two_hosts_give_the_result_of_one_machine(hosts: list[Host], tmp_path: P
     assert results.run_file(run_dir)["status"] == "finished"
 
 
+@pytest.mark.exhaustive  # without a network: tests/multiproc/test_elastic.py
 def test_different_arguments_are_refused_by_name(hosts: list[Host], tmp_path: Path) -> None:
     with (
         started_as_node(hosts, 0, "recipe=toy", cwd=tmp_path) as first,
@@ -153,7 +154,7 @@ def test_different_arguments_are_refused_by_name(hosts: list[Host], tmp_path: Pa
     assert list(tmp_path.glob("outputs/*/*")) == []
 
 
-@pytest.mark.parametrize("cut_node", [0, 1])
+@pytest.mark.parametrize("cut_node", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_each_side_of_a_cut_link_names_the_other(hosts: list[Host], tmp_path: Path, cut_node: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
     overrides = ("recipe=trouble", *LONG, f"backend.timeout={TIMEOUT_S}")
@@ -209,7 +210,7 @@ def test_a_hung_rank_on_another_node_is_named_on_both_terminals(hosts: list[Host
     assert "recipes/trouble.py" in first["stacks"]
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(hosts: list[Host], tmp_path: Path, node: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
     with started_on_all(hosts, "recipe=trouble", *LONG, cwd=tmp_path) as all_started:
@@ -224,6 +225,7 @@ def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(hosts: list[Host], tmp_p
     assert not list(run_dir.glob("failure*.json"))
 
 
+@pytest.mark.exhaustive  # without a network: tests/multiproc/test_elastic.py
 def test_a_parent_that_is_killed_ends_the_run_on_both_nodes(hosts: list[Host], tmp_path: Path) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
     overrides = ("recipe=trouble", *LONG, f"backend.timeout={TIMEOUT_S}")

@@ -20,7 +20,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Wholes:
 @pytest.mark.parametrize(
     ("processes", "name", "kills"),
     [
-        (2, "workers", (Kill("training", 0.3),)),
+        pytest.param(2, "workers", (Kill("training", 0.3),), marks=pytest.mark.exhaustive),
         (3, "averaged", (Kill("training", 0.7), Kill("saving", 0.2))),
     ],
 )

@@ -8,13 +8,13 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import results, trouble
-from tests.helpers.command import ROOT, run_framework
+from tests.helpers.command import ROOT
 from tests.helpers.documents import shown_script
 from tests.helpers.requirements import require
 from tests.helpers.slurm import Cluster, cluster
@@ -38,15 +38,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture(scope="session")
-def alone(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def alone(slurm: Cluster, train_once: Callable[..., Path]) -> Path:
     """The run directory of the same training without SLURM, with 4 processes."""
-    folder = tmp_path_factory.mktemp("alone")
-    overrides = ("launcher=local", "trainer.gpus=0", "topology.procs_per_node=4", "trainer.max_epochs=2")
-    result = run_framework("recipe=toy", *overrides, cwd=folder, timeout=START_S)
-    assert result.returncode == 0, result.stderr
-    (run_dir,) = folder.glob("outputs/toy/*")
-    return run_dir
+    return train_once("recipe=toy", "launcher=local", "topology.procs_per_node=4", "trainer.max_epochs=2")
 
 
 def wait_for_step(folder: Path, *, outputs: str = "outputs") -> None:
@@ -65,7 +60,13 @@ def test_srun_gives_every_task_its_place(slurm: Cluster, tmp_path: Path) -> None
     assert result.returncode == 73
 
 
-@pytest.mark.parametrize("where", [("--nodes=1", "--ntasks=4"), ("--nodes=2", "--ntasks-per-node=2")])
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("--nodes=2", "--ntasks-per-node=2"),
+        pytest.param(("--nodes=1", "--ntasks=4"), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_tasks_of_srun_give_the_result_of_one_command(
     slurm: Cluster, alone: Path, tmp_path: Path, where: tuple[str, ...]
 ) -> None:
@@ -119,7 +120,7 @@ def test_a_topology_that_contradicts_srun_is_refused_with_both_numbers(slurm: Cl
     assert list(tmp_path.glob("outputs/*/*")) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_a_signal_to_the_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: Path, number: signal.Signals) -> None:
     """As `sbatch --signal=USR1@90` and a preemption send it."""
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
@@ -135,7 +136,10 @@ def test_a_signal_to_the_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: 
     assert not list(run_dir.glob("failure*.json"))
 
 
-@pytest.mark.parametrize(("what", "rank", "kind"), [("SIGKILL", 0, "exit"), ("raise", 3, "exception")])
+@pytest.mark.parametrize(
+    ("what", "rank", "kind"),
+    [("SIGKILL", 0, "exit"), pytest.param("raise", 3, "exception", marks=pytest.mark.exhaustive)],
+)
 def test_a_task_that_dies_is_reported(slurm: Cluster, tmp_path: Path, what: str, rank: int, kind: str) -> None:
     """How another task ended only SLURM is told; that it did, and where it was, any task of its node can see."""
     trouble.write_recipe(tmp_path, Deed(what, rank=rank, phase="backward", step=5))

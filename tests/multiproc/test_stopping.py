@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,10 +13,17 @@ import pytest
 
 from framework.errors import EXIT_STOPPED
 from tests.helpers import results
-from tests.helpers.command import Started, run_framework, started_framework
+from tests.helpers.command import Started, started_framework
 from tests.helpers.stopping import OVERRIDES, PAUSED_AT, go_on, paused_training
 
 pytestmark = pytest.mark.multiproc
+EVERYONE = [
+    pytest.param(signal.SIGTERM, False, id="SIGTERM-parent", marks=pytest.mark.exhaustive),
+    pytest.param(signal.SIGINT, True, id="SIGINT-everyone"),
+    pytest.param(signal.SIGTERM, True, id="SIGTERM-everyone", marks=pytest.mark.exhaustive),
+    pytest.param(signal.SIGINT, False, id="SIGINT-parent", marks=pytest.mark.exhaustive),
+]
+"""The signal, and whether all processes get it or the parent alone."""
 
 
 def the_run(folder: Path) -> Path:
@@ -43,10 +51,22 @@ def stop(started: Started, folder: Path, number: signal.Signals, *, everyone: bo
     assert "Traceback" not in started.stderr()
 
 
-@pytest.mark.parametrize("everyone", [False, True], ids=["parent", "everyone"])
-@pytest.mark.parametrize("procs", [1, 2, 4])
+@pytest.mark.usefixtures("own_state")
+@pytest.mark.parametrize(
+    ("procs", "everyone"),
+    [
+        pytest.param(2, False, id="2-parent"),
+        pytest.param(4, True, id="4-everyone"),
+        *(
+            pytest.param(procs, everyone, id=f"{procs}-{who}", marks=pytest.mark.exhaustive)
+            for procs, everyone, who in [
+                (1, False, "parent"), (1, True, "everyone"), (2, True, "everyone"), (4, False, "parent")
+            ]
+        ),
+    ],
+)  # fmt: skip
 def test_all_ranks_stop_after_one_step_and_go_on_from_it(
-    tmp_path: Path, procs: int, everyone: bool, whole_run: Path
+    train: Callable[..., Path], tmp_path: Path, procs: int, everyone: bool, whole_run: Path
 ) -> None:
     with paused_training(tmp_path, procs=procs) as started:
         stop(started, tmp_path, signal.SIGTERM, everyone=everyone)
@@ -58,23 +78,22 @@ def test_all_ranks_stop_after_one_step_and_go_on_from_it(
     assert record["results"]["ended_by"] == "stopped on request (SIGTERM)"
     assert record["results"]["steps"] == results.pointed(run_dir, "last") == step
     assert not (run_dir / "failure.json").exists()
-    resumed = run_framework(f"resume={run_dir}", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"Going on after step {step}" in resumed.stdout
+    train(f"resume={run_dir}")
+    assert f"Going on after step {step}" in results.log(run_dir)
     assert results.results(run_dir)["steps"] == 160
     # The order of sums differs between numbers of processes.
     results.assert_same(results.weights(run_dir), results.weights(whole_run), tolerance=0.0 if procs == 1 else 1e-6)
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    result = run_framework(*OVERRIDES, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    return the_run(folder)
+def whole_run(train_once: Callable[..., Path]) -> Path:
+    return train_once(*OVERRIDES)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (signal.SIGTERM, signal.SIGUSR1))],
+)
 def test_data_workers_go_on_until_training_has_stopped(tmp_path: Path, number: signal.Signals) -> None:
     with paused_training(tmp_path, "data.num_workers=2", procs=2) as started:
         stop(started, tmp_path, number, everyone=True)
@@ -91,6 +110,7 @@ def test_a_signal_to_one_rank_is_a_request_to_all(tmp_path: Path) -> None:
     assert results.results(the_run(tmp_path))["ended_by"] == "stopped on request (SIGUSR1)"
 
 
+@pytest.mark.exhaustive  # with one that never saves: test_endings.py
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     with paused_training(tmp_path, procs=2) as started:
         started.process.send_signal(signal.SIGINT)
@@ -102,8 +122,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     assert results.run_file(the_run(tmp_path))["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("everyone", [False, True], ids=["parent", "everyone"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "everyone"), EVERYONE)
 def test_where_nothing_is_saved_the_first_signal_ends_it(
     tmp_path: Path, number: signal.Signals, everyone: bool
 ) -> None:
@@ -129,8 +148,7 @@ def slow(**keywords):
 """
 
 
-@pytest.mark.parametrize("everyone", [False, True], ids=["parent", "everyone"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "everyone"), EVERYONE)
 def test_before_training_begins_the_first_signal_ends_it(
     tmp_path: Path, number: signal.Signals, everyone: bool
 ) -> None:

@@ -43,7 +43,15 @@ def whole_and_resumed(train: Train, folder: Path, *overrides: str) -> tuple[Path
     return whole, resumed
 
 
-@pytest.mark.parametrize(("processes", "overrides"), [(1, AVERAGED), (2, STOPPING), (3, AVERAGED), (4, STOPPING)])
+@pytest.mark.parametrize(
+    ("processes", "overrides"),
+    [
+        (1, STOPPING),
+        (3, AVERAGED),
+        *(pytest.param(procs, STOPPING, marks=pytest.mark.exhaustive) for procs in (2, 4)),
+        pytest.param(1, AVERAGED, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_killed_run_ends_as_an_uninterrupted_one(
     train: Train, tmp_path: Path, processes: int, overrides: tuple[str, ...]
 ) -> None:
@@ -65,7 +73,14 @@ def test_so_it_does_where_the_model_is_spread_over_the_processes(train: Train, t
     assert results.repeated(resumed) == {}
 
 
-@pytest.mark.parametrize("option", ["broadcast_buffers=false", "find_unused_parameters=true", "static_graph=true"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "broadcast_buffers=false",
+        pytest.param("find_unused_parameters=true", marks=pytest.mark.exhaustive),
+        pytest.param("static_graph=true", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option: str) -> None:
     """Each rank its own statistics of BatchNorm; gradients that are never laid out anew; a graph taken for fixed."""
     overrides = ("topology.procs_per_node=3", f"+strategy.{option}", *STOPPING)
@@ -73,7 +88,7 @@ def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option:
     assert exact.differences(whole, resumed) == []
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_after_the_first_step_the_layout_of_gradients_is_the_one_there_would_be(
     train: Train, tmp_path: Path, static: bool
 ) -> None:
@@ -137,7 +152,7 @@ def test_a_run_that_is_under_way_is_refused(train: Train, tmp_path: Path, capfd:
 # Another world size
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_no_sample_is_lost_or_repeated_on_another_number_of_ranks(train: Train, tmp_path: Path, processes: int) -> None:
     """Begun on 4 ranks and killed after step 10; steps 10 to 18 on fewer, in two copies of the run."""
     killed = train("recipe=exact", "topology.procs_per_node=4", *AVERAGED, status=KILLED)

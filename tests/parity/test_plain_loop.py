@@ -59,12 +59,18 @@ def test_one_process_is_the_plain_loop_bit_for_bit(train: Train) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("topology.procs_per_node=2", "data.global_batch_size=20"),
+        pytest.param(("topology.procs_per_node=2", "data.global_batch_size=20"), marks=pytest.mark.exhaustive),
         # 20 isn't a multiple of 3: shares of 7, 7 and 6.
         ("topology.procs_per_node=3", "data.global_batch_size=20"),
         ("topology.procs_per_node=2", "data.batch_size=5", "trainer.accumulate_grad_batches=2"),
-        ("topology.procs_per_node=1", "data.batch_size=5", "trainer.accumulate_grad_batches=4"),
-        ("topology.procs_per_node=2", "data.global_batch_size=20", "data.num_workers=1"),
+        pytest.param(
+            ("topology.procs_per_node=1", "data.batch_size=5", "trainer.accumulate_grad_batches=4"),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            ("topology.procs_per_node=2", "data.global_batch_size=20", "data.num_workers=1"),
+            marks=pytest.mark.exhaustive,
+        ),
         ("recipe=toy_model_parallel", "topology.procs_per_node=2", "data.global_batch_size=20"),
         ("topology.procs_per_node=2", "data.global_batch_size=20", "strategy=ddp", "strategy.static_graph=true"),
         ("topology.procs_per_node=3", "data.global_batch_size=20", "strategy=fsdp", "strategy.min_num_params=50"),

@@ -5,22 +5,35 @@ from __future__ import annotations
 import gzip
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from framework import ConfigError, DataError, Datasets
 from recipes.mnist import RESOURCES, mnist, mnist_files, read_idx
 from tests.helpers import results
 from tests.helpers.command import run_framework
 
+ROOT = Path(__file__).parents[2]
 FIRST = "train-images-idx3-ubyte.gz"
 
 
 @pytest.fixture(scope="module")
 def data(data_root: Path) -> Datasets:
     return mnist(str(data_root))
+
+
+def everything(part: Any) -> tuple[Tensor, Tensor]:
+    """Images and labels of a part as one batch; random numbers have no say in it."""
+    indices = torch.arange(len(part))
+    rows = indices if part.rows is None else part.rows
+    images, labels = part.transform([tensor[rows] for tensor in part.tensors], None)
+    return images, labels
 
 
 def test_names_and_checksums_are_torchvisions(own_state: None) -> None:
@@ -56,7 +69,7 @@ def test_packed_and_unpacked_files_read_as_with_torchvision(data_root: Path, tmp
 
 def test_the_parts(data: Datasets, data_root: Path) -> None:
     assert [len(part) for part in data if part is not None] == [55_000, 5_000, 10_000]
-    images, labels = data.train.tensors  # type: ignore[attr-defined]
+    images, labels = everything(data.train)
     assert (images.shape, images.dtype) == ((55_000, 1, 28, 28), torch.float32)
     assert (labels.dtype, labels.unique().tolist()) == (torch.int64, list(range(10)))
     assert images.mean().item() == pytest.approx(0, abs=0.01)
@@ -72,12 +85,50 @@ def test_validation_is_held_out_of_training_by_a_seed_of_its_own(data: Datasets,
     before = torch.get_rng_state()
     again, other = mnist(str(data_root)), mnist(str(data_root), val_size=4000, seed=1)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(again.val.tensors[0], data.val.tensors[0])  # type: ignore[union-attr]
-    assert not torch.equal(other.val.tensors[1], data.val.tensors[1][:4000])  # type: ignore[union-attr]
+    assert torch.equal(everything(again.val)[0], everything(data.val)[0])
+    assert not torch.equal(everything(other.val)[1], everything(data.val)[1][:4000])
     every = read_idx(mnist_files(str(data_root))[1]).bincount()
-    parts = [part.tensors[1].bincount() for part in (other.train, other.val)]  # type: ignore[union-attr]
+    parts = [everything(part)[1].bincount() for part in (other.train, other.val)]
     assert torch.equal(parts[0] + parts[1], every)
     assert len(other.val) == 4000  # type: ignore[arg-type]
+
+
+def test_images_are_normalised_bit_for_bit_as_they_were_one_by_one(data: Datasets, data_root: Path) -> None:
+    order = torch.randperm(60_000, generator=torch.Generator().manual_seed(0))
+    whole = read_idx(mnist_files(str(data_root))[0])[order[5000:]]
+    plain = whole.unsqueeze(1).float().div_(255).sub_(0.1307).div_(0.3081)
+    images, _ = everything(data.train)
+    assert torch.equal(images, plain)
+    assert torch.equal(data.train[17][0], plain[17])
+
+
+def test_all_parts_are_bytes_of_the_same_file(data: Datasets) -> None:
+    train, val, test = data
+    assert train.tensors[0].data_ptr() == val.tensors[0].data_ptr()  # type: ignore[union-attr, attr-defined]
+    assert {part.tensors[0].dtype for part in (train, val, test)} == {torch.uint8}  # type: ignore[union-attr]
+
+
+KEPT = """
+import sys
+from recipes.mnist import mnist
+data = mnist(sys.argv[1], mirrors=[])
+assert len(data.train) == 55_000
+print([name for name in ("torch", "torchvision") if name in sys.modules])
+"""
+
+
+def test_what_was_decoded_once_needs_neither_the_files_nor_torchvision(data_root: Path, tmp_path: Path) -> None:
+    for path in mnist_files(str(data_root)):
+        (tmp_path / path.name).symlink_to(path)
+    first = everything(mnist(str(tmp_path), mirrors=[]).test)
+    for path in tmp_path.glob("*.gz"):
+        path.unlink()
+    again = everything(mnist(str(tmp_path), mirrors=[]).test)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    found = subprocess.run(
+        [sys.executable, "-c", KEPT, str(tmp_path)], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert found.stdout == "['torch']\n"
 
 
 @pytest.mark.parametrize("val_size", [-1, 60_000])

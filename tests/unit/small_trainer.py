@@ -190,5 +190,5 @@ def make_trainer(
 
 
 def eval_loader(dataset: Any, context: Context, *, is_even: bool = False) -> EvalLoader:
-    ranks = {"rank": context.rank, "world_size": context.world_size}
+    ranks: Any = {"rank": context.rank, "world_size": context.world_size}
     return EvalLoader(dataset, part="val", batch_size=5, device=CPU, is_even=is_even, **ranks)

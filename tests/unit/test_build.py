@@ -98,6 +98,42 @@ def test_an_optimizer_holds_the_very_parameters():
     assert build_optimizer(node("torch.optim.SGD"), iter(given)).param_groups[0]["params"][0] is parameter
 
 
+def large() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, generator=generator)) for size in (120_000, 7)]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "may_fuse", "fused"),
+    [({}, True, True), ({}, False, None), ({"fused": False}, True, False), ({"foreach": True}, True, None)],
+)
+def test_the_fused_form_is_taken_unless_something_else_was_chosen(keywords, may_fuse, fused):
+    optimizer = build_optimizer(node("torch.optim.SGD", **keywords), large(), may_fuse=may_fuse)
+    assert optimizer.param_groups[0]["fused"] is fused
+
+
+def test_an_optimizer_that_has_no_fused_form_is_built_without():
+    assert "fused" not in build_optimizer(node("torch.optim.RMSprop"), large()).param_groups[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords"),
+    [("SGD", {"momentum": 0.9, "nesterov": True}), ("Adam", {}), ("AdamW", {"weight_decay": 0.1})],
+)
+def test_the_fused_form_computes_what_the_plain_one_does(name, keywords):
+    results = []
+    for may_fuse in (True, False):
+        parameters = large()
+        optimizer = build_optimizer(node(f"torch.optim.{name}", lr=0.01, **keywords), parameters, may_fuse=may_fuse)
+        for step in range(5):
+            for parameter in parameters:
+                parameter.grad = parameter.detach() * (step + 1)
+            optimizer.step()
+        results.append(parameters)
+    for fused, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
+
+
 def test_an_optimizer_without_parameters_is_refused():
     for nothing in ([], [torch.ones(1)]):
         with pytest.raises(ConfigError, match="nothing to train"):

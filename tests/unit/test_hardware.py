@@ -8,6 +8,7 @@ import pytest
 
 from framework import hardware
 from framework.errors import TopologyError
+from framework.hardware import share_of_cores
 
 
 class NVMLError(Exception):
@@ -193,3 +194,16 @@ def test_affinity_below_the_quota_counts(tmp_path, monkeypatch):
 def test_threads_are_a_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(hardware, "cpu_count", lambda: 7)
     assert [hardware.threads_per_process(n) for n in (1, 2, 7, 100)] == [7, 3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "shares"),
+    [
+        ({0, 1, 2, 3}, 2, [{0, 1}, {2, 3}]),
+        ({9, 4, 7, 5, 6}, 2, [{4, 5}, {6, 7}]),
+        ({3}, 1, [{3}]),
+        ({0, 1}, 3, [set(), set(), set()]),
+    ],
+)
+def test_cores_are_shared_out(cores, processes, shares):
+    assert [share_of_cores(cores, local_rank=rank, processes=processes) for rank in range(processes)] == shares

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from framework.config.schema import ClipAlgorithm, Interval
 from framework.errors import ConfigError
-from framework.optim import Schedule, clip_gradients, cosine, gradient_norm
+from framework.optim import Schedule, clip_gradients, cosine, fused_pays, gradient_dropper, gradient_norm
 
 
 def sgd(lr: float = 1.0) -> torch.optim.SGD:
@@ -164,3 +164,43 @@ def test_another_learning_rate_where_nothing_can_be_scaled():
         schedule.set_learning_rate(optimizer, 1.0, before=before)
         assert optimizer.param_groups[0]["lr"] == 1.0
         assert rates(schedule, optimizer, 6)[5] == pytest.approx(0.5)
+
+
+def zeros(size: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+
+
+def test_fused_optimizers_pay_for_many_numbers_on_a_cpu():
+    assert not fused_pays([zeros(99_999)])
+    assert fused_pays([zeros(99_999), zeros(1)])
+    assert fused_pays([{"params": [zeros(60_000)]}, {"params": [zeros(40_000)]}])
+    assert not fused_pays([zeros(200_000, device="meta")])
+    assert not fused_pays([zeros(200_000, dtype=torch.complex64)])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_dropping_gradients_is_zero_grad(kind):
+    trained, frozen = zeros(3), zeros(3).requires_grad_(False)
+    optimizer = kind([{"params": [trained]}, {"params": [frozen]}], lr=1.0)
+    trained.grad = torch.ones(3)
+    gradient_dropper(optimizer)()
+    assert [parameter.grad for parameter in (trained, frozen)] == [None, None]
+
+
+class Counting(torch.optim.SGD):
+    cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+
+def test_an_optimizers_own_zero_grad_is_called():
+    optimizer = Counting([zeros(3)], lr=1.0)
+    gradient_dropper(optimizer)()
+    assert optimizer.cleared == 1
+    plain = sgd()
+    calls: list[str] = []
+    plain.zero_grad = lambda *_: calls.append("mine")  # type: ignore[method-assign]
+    gradient_dropper(plain)()
+    assert calls == ["mine"]

@@ -84,3 +84,21 @@ def test_batches_keep_their_form_and_only_floats_change():
 def test_autocast_is_made_once(precision):
     plugin = PrecisionPlugin(precision, device=CPU)
     assert plugin.autocast() is plugin.autocast()
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_channels_last_changes_where_numbers_lie_and_not_what_they_are(own_state, precision):
+    torch.manual_seed(0)
+    model, image_BCHW = small(), torch.randn(4, 1, 8, 8)
+    wide_BCHW = torch.randn(4, 3, 5, 5)
+    plain = PrecisionPlugin(precision, device=CPU)
+    plugin = PrecisionPlugin(precision, device=CPU, channels_last=True)
+    expected = plain.convert_model(model)(plain.convert_batch(image_BCHW))
+    changed = plugin.convert_model(model)
+    assert dict(changed.named_parameters())["0.weight"].is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(changed(plugin.convert_batch(image_BCHW)), expected)
+    batch = plugin.convert_batch({"image": wide_BCHW, "label": torch.arange(4), "mean": torch.ones(4, 2)})
+    assert batch["image"].stride() == (75, 1, 15, 3)
+    assert torch.equal(batch["image"], plain.convert_batch(wide_BCHW))
+    assert torch.equal(batch["label"], torch.arange(4))
+    assert batch["mean"].dtype == plain.convert_batch(torch.ones(1)).dtype

@@ -32,6 +32,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"launcher.name": "in_place", "topology.procs_per_node": 2}, "topology.procs_per_node=2 needs launcher=local"),
         ({"launcher.name": "local", "topology.nnodes": 2}, "topology.nnodes=2 needs launcher=elastic"),
         ({"topology.node_rank": 1}, "with topology.nnodes=1 it is 0."),
+        ({"data.loader": "resident", "data.num_workers": 2}, "data.num_workers=2 can't go with data.loader=resident"),
         ({"job": "plan", "topology.nnodes": 3, "topology.node_rank": 3}, "with topology.nnodes=3 it is 0 to 2."),
         ({"topology.rdzv_endpoint": "node0"}, "topology.rdzv_endpoint=node0: must be HOST:PORT"),
         ({"topology.rdzv_endpoint": ":29400"}, "topology.rdzv_endpoint=:29400: must be HOST:PORT"),

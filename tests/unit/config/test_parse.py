@@ -152,9 +152,11 @@ def test_an_unknown_key_like_no_other_gets_the_list() -> None:
 OPTIONAL = {
     *("resume", "init_from", "checkpoint.path", "checkpoint.monitor", "checkpoint.every_n_steps"),
     *("checkpoint.every_n_epochs", "data.global_batch_size", "data.eval_batch_size", "data.root", "data.mirrors"),
-    "parity.processes",
+    *("parity.processes", "data.num_workers"),
     *("plan.train_samples", "export.output", "topology.rdzv_endpoint", "checkpoint.every_n_minutes"),
-    *("checkpoint.asynchronous", "checkpoint.save_last_k"),  # have defaults
+    # have defaults
+    *("checkpoint.asynchronous", "checkpoint.save_last_k", "data.loader", "trainer.cpu_affinity"),
+    *("trainer.channels_last", "trainer.compile", "trainer.profiler"),
     *("topology.procs_per_node", "topology.gpus_per_process", "scheduler.schedule", "scheduler.monitor"),
     *("trainer.gpus", "trainer.max_epochs", "trainer.max_steps", "trainer.gradient_clip_val", "trainer.num_threads"),
     *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.limit_train_batches"),

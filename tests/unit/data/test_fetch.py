@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from framework.data.fetch import FetchResident, FetchSamples, Request, fetch_for, resident_tensors
+from framework.data.fetch import FetchRows, FetchSamples, Request, fetch_for
+from framework.data.rows import rows_of
 from framework.errors import RunError
 
 
@@ -42,8 +43,8 @@ def tensors():
 
 def test_the_short_way_gives_what_collation_gives(tensors):
     for dataset in (tensors, Subset(tensors, [8, 3, 1, 0]), Subset(Subset(tensors, [8, 3, 1, 0]), [2, 3, 0])):
-        fetch = fetch_for(dataset, part="train", seed=0, resident=True)
-        assert isinstance(fetch, FetchResident)
+        fetch = fetch_for(dataset, part="train", seed=0)
+        assert isinstance(fetch, FetchRows)
         short, long = fetch(request(2, 0, 1)), FetchSamples(dataset, part="train", seed=0)(request(2, 0, 1))
         collated = default_collate([dataset[index] for index in (2, 0, 1)])
         assert type(short) is type(long) is type(collated) is list
@@ -58,10 +59,10 @@ def test_the_short_way_is_not_for_datasets_with_a_getitem_of_their_own(tensors):
             return tuple(2 * tensor for tensor in super().__getitem__(index))
 
     doubled = Doubled(*tensors.tensors)
-    assert resident_tensors(doubled) is None
-    assert resident_tensors(Subset(doubled, [0])) is None
-    assert resident_tensors(Drawing()) is None
-    assert isinstance(fetch_for(tensors, part="train", seed=0, resident=False), FetchSamples)
+    assert rows_of(doubled) is None
+    assert rows_of(Subset(doubled, [0])) is None
+    assert rows_of(Drawing()) is None
+    assert isinstance(fetch_for(doubled, part="train", seed=0), FetchSamples)
 
 
 def test_what_a_sample_draws_depends_on_seed_epoch_and_index_alone():

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from framework.data.batching import plan_batches
+from framework.data.choosing import Loading
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
 from framework.data.sampler import GlobalOrder
 from framework.errors import DataError, RunError
@@ -89,7 +90,7 @@ def test_both_ways_without_workers_give_equal_batches(tensors):
 
 @with_workers
 def test_workers_give_equal_batches_epoch_after_epoch_also_after_one_was_left_early(tensors):
-    alone, workers = make_train(tensors), make_train(tensors, num_workers=2)
+    alone, workers = make_train(tensors), make_train(tensors, loading=Loading(num_workers=2))
     try:
         assert_equal(flat(alone.epoch(0)), flat(workers.epoch(0)))
         left_early = workers.epoch(1)
@@ -113,7 +114,7 @@ def test_random_transforms_do_not_depend_on_workers_or_ranks():
     before = torch.get_rng_state()
     expected = drawn([make_train(Augmented())])
     assert len(set(expected.values())) == 23
-    assert drawn([make_train(Augmented(), num_workers=1)]) == expected
+    assert drawn([make_train(Augmented(), loading=Loading(num_workers=1))]) == expected
     assert drawn([make_train(Augmented(), rank=rank, world_size=3) for rank in range(3)]) == expected
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -165,7 +166,7 @@ def test_a_window_that_was_not_used_up_is_a_mistake(tensors):
 @with_workers
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_raises_is_named_in_the_same_words(tensors, num_workers):
-    loader = make_train(Rows(tensors, broken=5), shuffle=False, num_workers=num_workers)
+    loader = make_train(Rows(tensors, broken=5), shuffle=False, loading=Loading(num_workers=num_workers))
     with pytest.raises(
         RunError, match=r"\ASample 5 of the train dataset raised ValueError: bad image\n  /.*test_loader.py, line"
     ):
@@ -190,7 +191,7 @@ def test_evaluation_of_a_rank_without_samples_is_empty(tensors):
 
 @with_workers
 def test_evaluation_with_workers_is_the_same_every_time():
-    loader, alone = make_eval(Augmented(), num_workers=2), make_eval(Augmented())
+    loader, alone = make_eval(Augmented(), loading=Loading(num_workers=2)), make_eval(Augmented())
     try:
         for _ in range(2):
             for a, b in zip(loader, alone, strict=True):
@@ -202,7 +203,7 @@ def test_evaluation_with_workers_is_the_same_every_time():
 
 @with_workers
 def test_closing_ends_the_workers_and_using_them_afterwards_is_refused(tensors):
-    loader = make_train(tensors, num_workers=1)
+    loader = make_train(tensors, loading=Loading(num_workers=1))
     flat(loader.epoch(0))
     loader.close()
     loader.close()
@@ -225,7 +226,7 @@ def test_workers_end_with_the_process_they_load_for():
     child = os.fork()
     if child == 0:
         try:
-            loader = make_eval(WorkerPid(), batch_size=1, num_workers=2)
+            loader = make_eval(WorkerPid(), batch_size=1, loading=Loading(num_workers=2))
             pids = {int(micro.batch.item()) for micro in loader}
             os.write(writer, " ".join(map(str, pids)).encode())
             signal.pause()

@@ -10,6 +10,7 @@ from framework.data.batching import BatchPlan
 from framework.data.sampler import (
     GlobalOrder,
     WindowIndices,
+    epoch_indices,
     evaluation_indices,
     windows,
     windows_per_epoch,
@@ -29,7 +30,8 @@ def real_indices(window: WindowIndices) -> list[int]:
 
 def dealt(order: GlobalOrder, plan: BatchPlan, **kwargs) -> list[list[WindowIndices]]:
     """Per step, what each rank gets."""
-    by_rank = [list(windows(order, plan, rank=rank, **kwargs)) for rank in range(plan.world_size)]
+    indices = epoch_indices(order, plan, **kwargs)
+    by_rank = [list(windows(indices, plan, rank=rank)) for rank in range(plan.world_size)]
     return [list(step) for step in zip(*by_rank, strict=True)]
 
 
@@ -93,7 +95,7 @@ def test_a_limit_ends_the_epoch_after_so_many_global_batches(size, global_batch_
 def test_a_cursor_outside_the_epoch_is_refused(start):
     order, plan = GlobalOrder(100, seed=0, shuffle=True), BatchPlan(5, 1, 1)
     with pytest.raises(DataError, match=rf"sample {start} of an epoch of 10 samples(.|\n)*limit_train_batches"):
-        next(windows(order, plan, rank=0, epoch=0, start=start, limit=2))
+        epoch_indices(order, plan, epoch=0, start=start, limit=2)
 
 
 @given(size=SIZES, world_size=WORLD_SIZES)
@@ -153,7 +155,8 @@ def test_an_epoch_takes_no_more_memory_on_more_ranks(shuffle):
     for world_size in (1, 8, 512):
         plan = BatchPlan(1024, 2, world_size)
         with Allocated() as allocated:
-            for window in windows(GlobalOrder(size, seed=0, shuffle=shuffle), plan, rank=world_size - 1, epoch=0):
+            indices = epoch_indices(GlobalOrder(size, seed=0, shuffle=shuffle), plan, epoch=0)
+            for window in windows(indices, plan, rank=world_size - 1):
                 assert window.global_count == 1024
         taken[world_size] = allocated.elements
     assert set(taken.values()) == {size}

@@ -1,0 +1,74 @@
+"""All comparisons by one command: runs them and rewrites the table in benchmarks/RESULTS.md.
+
+    python -m benchmarks                             everything; about an hour on two cores
+    python -m benchmarks --only steps,memory --rounds 3
+    python -m benchmarks --only steps --print        shows the rows and writes nothing
+
+A part that isn't run keeps the lines it has. Other processes on the machine make all figures worse, and not alike.
+Lightning and Accelerate come with `pip install -e '.[bench]'`; where they are missing, the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.contest import Asked
+from benchmarks.record import RESULTS, Part, provenance, with_parts
+
+PARTS = ("steps", "two_processes", "mnist_speed", "start_up", "saving", "memory", "scale", "on_gpu")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 where a contestant failed."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    asked = _arguments(given)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that contestants are ended too
+    about = Asked(asked.rounds, asked.data_root)
+    done: list[Part] = []
+    for name in asked.only:
+        print(name, file=sys.stderr, flush=True)
+        module = importlib.import_module(f"benchmarks.{name}")  # some import torch: only when it is their turn
+        rounds = about.rounds_or(module.ROUNDS)
+        part = Part(name, tuple(module.rows(about)), provenance(name, rounds=rounds))
+        print("\n".join(map(str, part.rows)), flush=True)
+        done.append(part)
+        if not asked.print:
+            RESULTS.write_text(with_parts(RESULTS.read_text(), [part], order=PARTS))
+    return int(any("failed" in (row.ours, row.theirs) for part in done for row in part.rows))
+
+
+def _arguments(given: Sequence[str]) -> argparse.Namespace:
+    known = os.environ.get("FRAMEWORK_TEST_DATA")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", type=_parts, default=list(PARTS), help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--rounds", type=_positive, default=None, help="of every part; default: each part's own")
+    parser.add_argument("--print", action="store_true", help="leave RESULTS.md as it is")
+    parser.add_argument("--data-root", type=lambda text: Path(text).resolve(), default=Path(known or "data").resolve())
+    return parser.parse_args(given)
+
+
+def _parts(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = sorted(set(names) - set(PARTS))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
+    return names
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: at least 1 is needed")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

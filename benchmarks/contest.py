@@ -1,0 +1,298 @@
+"""Contestants run in processes of their own, take turns, and are compared round by round.
+
+A contestant is a Python command. It runs in an empty folder, at a terminal that nobody reads, so that progress bars are
+drawn as for a user, and leaves its figures as `benchmarks.marks` says. In every round each runs once, and each round
+begins with another one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import pty
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.marks import FOLDER, GO_ON
+
+ROOT = Path(__file__).resolve().parents[1]
+_TIMEOUT_S = 600.0
+_END_TIMEOUT_S = 10.0
+_SHOWN_OF_OUTPUT = 3000  # characters
+
+
+class ContestError(Exception):
+    """A contestant ended otherwise than it should."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """arguments: of Python. needs: a package that may be missing."""
+
+    name: str
+    arguments: tuple[str, ...]
+    needs: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """reports: of each process that left one. begun: time on the wall. seconds: until the command had ended."""
+
+    reports: tuple[Mapping[str, Any], ...]
+    begun: float
+    seconds: float
+
+    def worst(self, key: str) -> float:
+        """The largest figure of that name: ranks wait for the last."""
+        return max(float(report[key]) for report in self.reports)
+
+
+@dataclass
+class Contest:
+    """figures: for each contestant one figure a round. absent: contestant → why it has none."""
+
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def ours(name: str, *overrides: str) -> Contestant:
+    """The framework's command, all defaults on but for what `overrides` say; on the CPU unless they name GPUs."""
+    device = () if any(text.startswith("trainer.gpus=") for text in overrides) else ("trainer.gpus=0",)
+    return Contestant(name, ("-m", "framework", *device, *overrides))
+
+
+def callback(name: str, **settings: float) -> tuple[str, ...]:
+    """Overrides that add a class of `benchmarks.marks` to the callbacks."""
+    keys = [f"+callbacks.benchmark.{key}={value}" for key, value in settings.items()]
+    return (f"+callbacks.benchmark._target_=benchmarks.marks.{name}", *keys)
+
+
+def peer(name: str, module: str, *arguments: str, needs: str | None = None, torchrun: int | None = None) -> Contestant:
+    """A module of `benchmarks.peers`. torchrun: started by it with so many processes."""
+    own = ("-m", f"benchmarks.peers.{module}", *arguments)
+    if torchrun is None:
+        return Contestant(name, own, needs)
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}")
+    return Contestant(name, (*launcher, *own), needs)
+
+
+def run(
+    contestant: Contestant,
+    *,
+    reports: bool = True,
+    at_hold: Callable[[int, list[int]], None] | None = None,
+    holding: int = 0,
+) -> Outcome:
+    """Run it until it ends. Raises ContestError, with what it printed last, where it fails or leaves no report.
+
+    reports: whether it leaves any. at_hold: called once `holding` processes hold still, with the pid of the command
+    and of those.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark_", ignore_cleanup_errors=True) as name:
+        folder = Path(name, "reports")
+        folder.mkdir()
+        master, slave = _terminal()
+        printed: deque[str] = deque(maxlen=50)
+        reader = threading.Thread(target=_drain, args=(master, printed), daemon=True)
+        begun, clock = time.time(), time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, *contestant.arguments],
+            cwd=name,
+            env=_environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+        os.close(slave)
+        reader.start()
+        # Not the time-out of `wait`, which looks only every 50 ms whether the process has ended.
+        watchdog = threading.Timer(_TIMEOUT_S, _end, [process])
+        watchdog.start()
+        try:
+            if at_hold is not None:
+                _look(process, folder, at_hold=at_hold, holding=holding)
+            status = process.wait()
+            seconds = time.perf_counter() - clock
+        finally:
+            watchdog.cancel()
+            if process.poll() is None:
+                _end(process)
+            reader.join(timeout=1.0)
+            if not reader.is_alive():
+                os.close(master)
+        found = tuple(json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
+    if status != 0 or (reports and not found):
+        text = "".join(printed)[-_SHOWN_OF_OUTPUT:]
+        raise ContestError(f"{contestant.name}: exit status {status}, {len(found)} reports\n{text}")
+    return Outcome(found, begun, seconds)
+
+
+def take_turns(
+    contestants: Sequence[Contestant], rounds: int, measure: Callable[[Contestant], Mapping[str, float]]
+) -> dict[str, Contest]:
+    """Let each run once a round, in an order that is rotated; gives a contest for each figure of `measure`.
+
+    One whose package is missing is left out, and so is one that has failed, from then on and with all its figures.
+    """
+    absent = {
+        each.name: "not installed"
+        for each in contestants
+        if each.needs is not None and importlib.util.find_spec(each.needs) is None
+    }
+    contests: dict[str, Contest] = {}
+    for number in range(rounds):
+        first = number % len(contestants)
+        for each in (*contestants[first:], *contestants[:first]):
+            if each.name in absent:
+                continue
+            try:
+                figures = measure(each)
+            except ContestError as error:
+                print(error, file=sys.stderr, flush=True)
+                absent[each.name] = "failed"
+                continue
+            shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+            print(f"  round {number + 1} of {rounds}: {each.name}: {shown}", file=sys.stderr, flush=True)
+            for key, value in figures.items():
+                contests.setdefault(key, Contest()).figures.setdefault(each.name, []).append(value)
+    for contest in contests.values():
+        contest.absent = absent
+        contest.figures = {name: values for name, values in contest.figures.items() if name not in absent}
+    return contests
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a ratio must not pass: not above `limit`, or, `at_least`, not below it."""
+
+    limit: float
+    at_least: bool = False
+
+    def is_reached(self, ratio: float) -> bool:
+        return ratio >= self.limit if self.at_least else ratio <= self.limit
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.limit:.2f}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How figures are shown: times `factor`, with so many decimals."""
+
+    name: str
+    factor: float = 1.0
+    decimals: int = 2
+
+    def show(self, values: Sequence[float]) -> str:
+        """The median, and the range where there are several."""
+        low, middle, high = (
+            f"{value * self.factor:,.{self.decimals}f}"
+            for value in (min(values), statistics.median(values), max(values))
+        )
+        return f"{middle} {self.name}" if len(values) == 1 else f"{middle} ({low}–{high}) {self.name}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. target: "–" where nothing is promised."""
+
+    part: str
+    claim: str
+    ours: str
+    theirs: str
+    ratio: str = "–"
+    target: str = "–"
+    reached: str = "–"
+
+    def __str__(self) -> str:
+        cells = (self.part, self.claim, self.ours, self.theirs, self.ratio, self.target, self.reached)
+        return f"| {' | '.join(cells)} |"
+
+
+def compare(
+    part: str, claim: str, contest: Contest | None, names: tuple[str, str], *, unit: Unit, target: Target | None = None
+) -> Row:
+    """Ours against theirs (`names`): the median and range of the rounds' own ratios, ours ÷ theirs.
+
+    Each round's two figures were taken near each other, so that what else the machine does is in both.
+    """
+    goal = "–" if target is None else str(target)
+    if contest is None:
+        return Row(part, claim, "failed", "failed", target=goal)
+    shown = [
+        unit.show(contest.figures[name]) if name in contest.figures else contest.absent.get(name, "–") for name in names
+    ]
+    if not all(name in contest.figures for name in names):
+        return Row(part, claim, *shown, target=goal)
+    pairs = zip(contest.figures[names[0]], contest.figures[names[1]], strict=True)
+    ratios = [one / other for one, other in pairs]
+    ratio = statistics.median(ratios)
+    reached = "–" if target is None else "yes" if target.is_reached(ratio) else "no"
+    spread = "" if len(ratios) == 1 else f" ({min(ratios):.2f}–{max(ratios):.2f})"
+    return Row(part, claim, *shown, f"{ratio:.2f}{spread}", goal, reached)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """rounds: None: each part's own number. data_root: MNIST's files."""
+
+    rounds: int | None
+    data_root: Path
+
+    def rounds_or(self, default: int) -> int:
+        return default if self.rounds is None else self.rounds
+
+
+def _look(
+    process: subprocess.Popen[bytes], reports: Path, *, at_hold: Callable[[int, list[int]], None], holding: int
+) -> None:
+    """Wait until so many hold still, look at them, and let them go on; return early where the command has ended."""
+    while len(found := list(reports.glob("*.json"))) < holding:
+        if process.poll() is not None:
+            return
+        time.sleep(0.05)
+    at_hold(process.pid, [int(file.stem) for file in found])
+    (reports / GO_ON).touch()
+
+
+def _environment(reports: Path) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "TERM": "xterm-256color", FOLDER: str(reports)}
+
+
+def _terminal() -> tuple[int, int]:
+    """Both ends of a terminal of 40 lines and 120 columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    return master, slave
+
+
+def _drain(master: int, printed: deque[str]) -> None:
+    with suppress(OSError):  # the kernel's answer once nobody has the other end any more
+        while data := os.read(master, 65536):
+            printed.append(data.decode(errors="replace"))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command and what it has started: launchers pass the first signal on, and get some time to."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_END_TIMEOUT_S)

@@ -1,0 +1,123 @@
+"""What a contestant notes while it runs: its figures, one JSON file a process, in the folder that a variable names.
+
+The classes are callbacks of ours, named by `_target_`; the loops of others use the same `Stopwatch`. No torch here:
+whoever is measured loads what it needs itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from framework.types import EvalReport, StepReport, Stop
+
+FOLDER = "BENCHMARK_REPORTS"
+GO_ON = "go_on"  # a file in that folder: whoever holds still may go on
+_HOLD_TIMEOUT_S = 300.0
+
+
+def report(**figures: Any) -> None:
+    """Leave this process's figures; the last call counts."""
+    folder = Path(os.environ[FOLDER])
+    unfinished = folder / f".{os.getpid()}"
+    unfinished.write_text(json.dumps(figures))
+    unfinished.rename(folder / f"{os.getpid()}.json")
+
+
+def hold() -> None:
+    """Tell that this process has come so far, and wait until it has been looked at."""
+    report(pid=os.getpid())
+    deadline = time.monotonic() + _HOLD_TIMEOUT_S
+    while not (Path(os.environ[FOLDER]) / GO_ON).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody looked at this process for {_HOLD_TIMEOUT_S} s")
+        time.sleep(0.02)
+
+
+@final
+class Stopwatch:
+    """Reports what one of `steps` steps takes after `warm_up` others: call `tick` at the end of each.
+
+    wall_s and cpu_s (of all threads) are means over the steps; begun and ended are times of the clock on the wall.
+    synchronize: waits until a device has done what it was asked to.
+    """
+
+    def __init__(self, warm_up: int, steps: int, *, synchronize: Callable[[], object] | None = None) -> None:
+        if warm_up < 1 or steps < 1:
+            raise ValueError(f"warm_up={warm_up} and steps={steps}: both must be at least 1.")
+        self.synchronize = synchronize
+        self.last = warm_up + steps
+        self._first, self._steps, self._count = warm_up, steps, 0
+        self._begun = self._wall = self._cpu = 0.0
+
+    def tick(self) -> None:
+        self._count += 1
+        if self._count == self._first:
+            self._wait()
+            self._begun, self._wall, self._cpu = time.time(), time.perf_counter(), time.process_time()
+        elif self._count == self.last:
+            self._wait()
+            wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+            report(wall_s=wall / self._steps, cpu_s=cpu / self._steps, begun=self._begun, ended=time.time())
+
+    def _wait(self) -> None:
+        if self.synchronize is not None:
+            self.synchronize()
+
+
+@final
+class Clock:
+    """Times the steps of a run of ours."""
+
+    def __init__(self, warm_up: int, steps: int) -> None:
+        self._stopwatch = Stopwatch(warm_up, steps)
+        self._tick = self._stopwatch.tick
+
+    def on_train_step_end(self, report: StepReport) -> None:
+        if report.step == 1 and report.loss.is_cuda:
+            from torch import cuda
+
+            self._stopwatch.synchronize = cuda.synchronize
+        self._tick()
+
+
+@final
+class FirstStep:
+    """Reports when the first step of a run of ours was done."""
+
+    def on_train_step_end(self, now: StepReport) -> None:
+        if now.step == 1:
+            report(first_step=time.time())
+
+
+@final
+class Hold:
+    """Holds a run of ours still after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_step_end(self, now: StepReport) -> None:
+        if now.step == self._step:
+            hold()
+
+
+@final
+class Until:
+    """Reports when a run of ours first reached a validation accuracy, and ends it."""
+
+    def __init__(self, accuracy: float) -> None:
+        self._accuracy = accuracy
+
+    def on_validation_end(self, now: EvalReport) -> Stop | None:
+        from framework.types import Stop
+
+        if now.metrics["val/accuracy"] < self._accuracy:
+            return None
+        report(reached=time.time(), epochs=now.epoch + 1)
+        return Stop(f"{self._accuracy:.0%} of the validation images are right.")

@@ -1,0 +1,96 @@
+"""What everyone trains: models, data and optimizers of our recipes, as a script of one's own would make them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+
+MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
+HELD_OUT = 5000
+
+
+class Work(NamedTuple):
+    """loss: of outputs and targets. val: None for the toy."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: nn.Module
+    train: Dataset[Any]
+    val: Dataset[Any] | None
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that every loop takes."""
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument("--work", choices=("toy", "mnist"), default="toy")
+    result.add_argument("--batch", type=int, default=20)
+    result.add_argument("--warm-up", type=int, default=1)
+    result.add_argument("--steps", type=int, default=10)
+    result.add_argument("--threads", type=int, default=1)
+    result.add_argument("--processes", type=int, default=1, help="as many as there are of this one")
+    result.add_argument("--workers", type=int, default=0, help="of the DataLoader")
+    result.add_argument("--device", default="cpu")
+    result.add_argument("--root", default="data", help="MNIST's files, unpacked, as torchvision has them")
+    return result
+
+
+def make(asked: argparse.Namespace) -> Work:
+    """Model, data and optimizer, seeded."""
+    torch.set_num_threads(asked.threads)
+    torch.manual_seed(0)
+    return _toy(asked) if asked.work == "toy" else _mnist(asked)
+
+
+def _toy(asked: argparse.Namespace) -> Work:
+    from recipes.toy import ToyModel, toy_regression
+
+    samples = (asked.warm_up + asked.steps) * asked.batch * asked.processes
+    train = toy_regression(num_samples=samples, val_fraction=0, test_fraction=0).train
+    model = ToyModel()
+    return Work(model, torch.optim.SGD(model.parameters(), lr=0.001), nn.MSELoss(), train, None)  # type: ignore[arg-type]
+
+
+def _mnist(asked: argparse.Namespace) -> Work:
+    from torchvision.datasets import MNIST
+    from torchvision.transforms import Compose, Normalize, ToTensor
+
+    from recipes.digits import ConvNet
+
+    # The same images are held out as by recipe=mnist.
+    data = MNIST(asked.root, transform=Compose([ToTensor(), Normalize(MNIST_MEAN, MNIST_STD)]))
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
+    model = ConvNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    return Work(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        Subset(data, order[HELD_OUT:]),
+        Subset(data, order[:HELD_OUT]),
+    )
+
+
+def loader(work: Work, asked: argparse.Namespace, **options: Any) -> DataLoader[Any]:
+    """Shuffled, unless `options` name a sampler."""
+    if "sampler" not in options:
+        options["shuffle"] = True
+    return DataLoader(
+        work.train,
+        batch_size=asked.batch,
+        num_workers=asked.workers,
+        persistent_workers=asked.workers > 0,
+        pin_memory=asked.device != "cpu",
+        drop_last=True,
+        **options,
+    )
+
+
+def endless(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Epoch after epoch."""
+    while True:
+        yield from batches

@@ -1,0 +1,184 @@
+"""What is done to a batch of images on its device, each image by itself: `framework.transforms`.
+
+Each is called with images of shape (B, C, H, W), bytes or floats, and the batch's `draws`, and gives as many images.
+What a random one does to an image depends on (seed, epoch, index of the sample) alone: `torchvision.transforms.v2`
+called with a batch draws once for all of it. Bytes stay bytes but for `Scale` and `Normalize`, so put these last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grid_sample, pad
+
+from framework.data.draws import Draws
+from framework.errors import ConfigError
+
+ImageTransform = Callable[[Tensor, Draws], Tensor]
+
+LARGEST_BYTE = 255.0
+
+
+@final
+class Each:
+    """For the batch of a dataset: the first transform is for its first tensor and so on; null leaves one as it is."""
+
+    def __init__(self, *transforms: ImageTransform | None) -> None:
+        self._transforms = transforms
+
+    def __call__(self, batch: Sequence[Tensor], draws: Draws) -> list[Tensor]:
+        """Tensors that have no transform stay as they are. Raises ConfigError for more transforms than tensors."""
+        if len(self._transforms) > len(batch):
+            raise ConfigError(
+                f"framework.transforms.Each has {len(self._transforms)} transforms for samples of {len(batch)} "
+                "tensors. Give it at most one for each."
+            )
+        rest = [None] * (len(batch) - len(self._transforms))
+        return [
+            tensor if transform is None else transform(tensor, draws)
+            for tensor, transform in zip(batch, (*self._transforms, *rest), strict=True)
+        ]
+
+
+@final
+class Compose:
+    """One after another."""
+
+    def __init__(self, transforms: Sequence[ImageTransform]) -> None:
+        self._transforms = list(transforms)
+
+    def __call__(self, image_BCHW: Tensor, draws: Draws) -> Tensor:
+        for transform in self._transforms:
+            image_BCHW = transform(image_BCHW, draws)
+        return image_BCHW
+
+
+@final
+class Scale:
+    """Bytes to float32 from 0 to 1; floats stay as they are."""
+
+    def __call__(self, image_BCHW: Tensor, draws: Draws) -> Tensor:
+        return _scaled(image_BCHW)
+
+
+@final
+class Normalize:
+    """(image − mean) / std in float32, of bytes scaled to 0 to 1; mean, std: one number, or one for each channel."""
+
+    def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
+        self._mean, self._std = _numbers(mean), _numbers(std)
+        if 0.0 in self._std:
+            raise ConfigError(f"framework.transforms.Normalize: std={std} would divide by 0.")
+
+    def __call__(self, image_BCHW: Tensor, draws: Draws) -> Tensor:
+        scaled = _scaled(image_BCHW)
+        mean, std = _constant(self._mean, scaled.device), _constant(self._std, scaled.device)
+        if scaled is image_BCHW:  # somebody else's
+            return scaled.sub(mean).div_(std)
+        return scaled.sub_(mean).div_(std)
+
+
+@final
+class RandomShift:
+    """Each image moved by up to `pixels` each way and filled up with 0: a random crop after padding."""
+
+    def __init__(self, pixels: int) -> None:
+        if pixels < 0:
+            raise ConfigError(f"framework.transforms.RandomShift: pixels={pixels} must be 0 or more.")
+        self._pixels = pixels
+
+    def __call__(self, image_BCHW: Tensor, draws: Draws) -> Tensor:
+        first_B2 = draws.integers(0, 2 * self._pixels + 1, 2)
+        _, channels, height, width = image_BCHW.shape
+        padded = pad(image_BCHW, (self._pixels,) * 4)
+        row_BH = first_B2[:, :1] + torch.arange(height, device=image_BCHW.device)
+        column_BW = first_B2[:, 1:] + torch.arange(width, device=image_BCHW.device)
+        rows = padded.gather(2, row_BH[:, None, :, None].expand(-1, channels, -1, padded.shape[3]))
+        return rows.gather(3, column_BW[:, None, None, :].expand(-1, channels, height, -1))
+
+
+@final
+class RandomHorizontalFlip:
+    """Each image mirrored with probability `p`."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        if not 0 <= p <= 1:
+            raise ConfigError(f"framework.transforms.RandomHorizontalFlip: p={p} must be from 0 to 1.")
+        self._p = p
+
+    def __call__(self, image_BCHW: Tensor, draws: Draws) -> Tensor:
+        is_flipped_B1 = draws.uniform(1) < self._p
+        return torch.where(is_flipped_B1[:, :, None, None], image_BCHW.flip(-1), image_BCHW)
+
+
+@final
+class RandomAffine:
+    """Each image turned, moved and scaled around its centre, bilinear, and filled up with 0.
+
+    degrees: turned by up to so much each way. translate: moved by up to these shares of width and height, each way.
+    scale: by a factor between these two; null: not at all. Bytes are rounded to bytes again.
+    """
+
+    def __init__(
+        self,
+        degrees: float = 0.0,
+        translate: tuple[float, float] = (0.0, 0.0),
+        scale: tuple[float, float] | None = None,
+    ) -> None:
+        self._radians = math.radians(degrees)
+        self._translate = float(translate[0]), float(translate[1])
+        low, high = (1.0, 1.0) if scale is None else (float(scale[0]), float(scale[1]))
+        if not 0 < low <= high:
+            raise ConfigError(
+                f"framework.transforms.RandomAffine: scale={scale} must be two numbers above 0, in order."
+            )
+        self._scale = low, high
+
+    def __call__(self, image_BCHW: Tensor, draws: Draws) -> Tensor:
+        drawn_B4 = draws.uniform(4)
+        images = image_BCHW if image_BCHW.is_floating_point() else image_BCHW.to(torch.float32)
+        grid = self._grid(drawn_B4, height=images.shape[2], width=images.shape[3]).to(images.dtype)
+        moved = grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+        return moved if image_BCHW.is_floating_point() else moved.round_().to(image_BCHW.dtype)
+
+    def _grid(self, drawn_B4: Tensor, *, height: int, width: int) -> Tensor:
+        """Where each pixel comes from, as `grid_sample` wants it: (B, H, W, 2), x first, edges at −1 and 1.
+
+        One operation after another instead of `affine_grid`, whose matrix product may round otherwise in a batch of
+        another size. Angles in double precision, for the same reason: sines of single floats differ in the last bit.
+        """
+        signed = drawn_B4.to(torch.float32 if drawn_B4.device.type == "mps" else torch.float64) * 2 - 1
+        angle, right, down = signed[:, 0] * self._radians, signed[:, 1], signed[:, 2]
+        low, high = self._scale
+        factor = low + (high - low) * (signed[:, 3] + 1) / 2
+        cos, sin = ((wave / factor).to(torch.float32)[:, None, None] for wave in (angle.cos(), angle.sin()))
+        right, down = (
+            (share * most * size).to(torch.float32)[:, None, None]
+            for share, most, size in zip((right, down), self._translate, (width, height), strict=True)
+        )
+        y = torch.arange(height, device=drawn_B4.device, dtype=torch.float32)[:, None] - (height - 1) / 2 - down
+        x = torch.arange(width, device=drawn_B4.device, dtype=torch.float32) - (width - 1) / 2 - right
+        return torch.stack(((cos * x + sin * y) * (2 / width), (cos * y - sin * x) * (2 / height)), dim=-1)
+
+
+def _scaled(image_BCHW: Tensor) -> Tensor:
+    if image_BCHW.is_floating_point():
+        return image_BCHW
+    # By a tensor: a GPU multiplies with the reciprocal of a plain number, which rounds otherwise than the CPU does.
+    return image_BCHW.to(torch.float32).div_(_constant((LARGEST_BYTE,), image_BCHW.device))
+
+
+def _numbers(value: float | Sequence[float]) -> tuple[float, ...]:
+    return (float(value),) if isinstance(value, (int, float)) else tuple(float(each) for each in value)
+
+
+@cache
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Of shape (C, 1, 1), or of none for one value; kept, for a copy to the device costs more than the operation."""
+    constant = torch.tensor(values, dtype=torch.float32, device=device)
+    return constant[:, None, None] if len(values) > 1 else constant[0]

@@ -1,0 +1,88 @@
+"""What makes training faster or shows where its time goes: what is computed stays the same."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from tests.helpers import results
+
+SHORT = ("logger=jsonl", "trainer.limit_test_batches=0", "trainer.limit_val_batches=1")
+TWO = pytest.param(2, marks=pytest.mark.multiproc)
+
+
+def recorded_steps(trace: dict) -> set[str]:
+    return {event["name"] for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep")}
+
+
+@pytest.mark.parametrize("procs", [1, TWO])
+def test_the_profiler_writes_a_trace_of_some_steps_on_every_rank(train, procs):
+    run_dir = train(
+        "recipe=toy", *SHORT, "trainer.profiler=pytorch", "trainer.max_steps=20", f"topology.procs_per_node={procs}"
+    )
+    traces = sorted((run_dir / "profile").iterdir())
+    assert [trace.name.split(".")[0] for trace in traces] == [f"rank_{rank}" for rank in range(procs)]
+    for trace in traces:
+        content = json.loads(trace.read_text())
+        assert recorded_steps(content) == {f"ProfilerStep#{step}" for step in range(12, 17)}
+        assert any(event["name"] == "aten::addmm" for event in content["traceEvents"])
+    assert f"Traces of the profiler are in {run_dir / 'profile'}" in results.log(run_dir)
+
+
+def test_the_profilers_steps_can_be_chosen_and_a_run_that_ends_earlier_says_so(train):
+    chosen = ("callbacks=[profiler]", "callbacks.profiler.wait=1", "callbacks.profiler.warmup=1")
+    run_dir = train("recipe=toy", *SHORT, *chosen, "trainer.max_steps=4")
+    (trace,) = (run_dir / "profile").iterdir()
+    assert recorded_steps(json.loads(trace.read_text())) >= {"ProfilerStep#2", "ProfilerStep#3"}
+    run_dir = train("recipe=toy", *SHORT, "trainer.profiler=pytorch", "trainer.max_steps=4")
+    assert not (run_dir / "profile").exists()
+    assert "TorchProfiler recorded nothing: training ended before step 17" in results.log(run_dir)
+
+
+def test_channels_last_gives_the_same_weights(train):
+    steps = ("recipe=digits", *SHORT, "trainer.max_steps=5", "model.conv_dropout=0", "model.dropout=0")
+    plain, changed = (results.weights(train(*steps, f"trainer.channels_last={value}")) for value in ("false", "true"))
+    for name, weight in plain.items():
+        torch.testing.assert_close(changed[name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_weights_and_its_checkpoint_is_a_plain_one(train):
+    steps = ("recipe=toy", *SHORT, "trainer.max_steps=5")
+    compiled, plain = train(*steps, "trainer.compile=default"), train(*steps)
+    for name, weight in results.weights(plain).items():
+        torch.testing.assert_close(results.weights(compiled)[name], weight)
+    resumed = train(f"resume={compiled}", "trainer.max_steps=7", "trainer.compile=null")
+    assert results.results(resumed)["steps"] == 7
+
+
+class Cores:
+    """Notes on which cores each rank may run when its training begins."""
+
+    def __init__(self, *, context, run_dir):
+        self.file = run_dir.path / f"cores_{context.rank}"
+
+    def on_fit_start(self, info):
+        self.file.write_text(json.dumps(sorted(os.sched_getaffinity(0))))
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_processes_keep_to_cores_of_their_own(train):
+    noted = f"+callbacks.cores._target_={__name__}.Cores"
+    pair = ("recipe=toy", *SHORT, "trainer.max_steps=2", "topology.procs_per_node=2", noted)
+    run_dir = train(*pair, "trainer.cpu_affinity=true")
+    first, second = (set(json.loads((run_dir / f"cores_{rank}").read_text())) for rank in range(2))
+    assert first
+    assert second
+    assert not first & second
+    run_dir = train(*pair)
+    assert set(json.loads((run_dir / "cores_1").read_text())) == os.sched_getaffinity(0)
+    many = len(os.sched_getaffinity(0)) + 1
+    if many < 9:  # ranks
+        run_dir = train(*pair, "trainer.cpu_affinity=true", f"topology.procs_per_node={many}")
+        assert f"there are fewer cores than the {many} processes" in results.log(run_dir)
+        assert set(json.loads((run_dir / "cores_0").read_text())) == os.sched_getaffinity(0)
