@@ -58,7 +58,9 @@ class Outcome:
     seconds: float
 
     def worst(self, key: str) -> float:
-        """The largest figure of that name: ranks wait for the last."""
+        """The largest figure of that name: ranks wait for the last. Raises ContestError where one hasn't got it."""
+        if not all(key in report for report in self.reports):
+            raise ContestError(f"no {key} in {self.reports}")
         return max(float(report[key]) for report in self.reports)
 
 

@@ -152,7 +152,9 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
     wrapped = rank.strategy.wrap(model)
     if settings.compile is not None:
         wrapped.compile(mode=settings.compile.value)  # in place: names of weights stay as they are
-    may_fuse = not precision.scaler.is_enabled()
+    # Fused optimizers take no sparse gradients, and leave out an overflowing step unseen.
+    is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    may_fuse = not precision.scaler.is_enabled() and not is_sparse
     optimizer = build.build_optimizer(config.optimizer, model.parameters(), may_fuse=may_fuse)
     parts = Parts(
         model=wrapped,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -114,11 +115,26 @@ def fused_pays(parameters: Iterable[Tensor | dict[str, Any]]) -> bool:
 
     One pass over the memory of all instead of several over each. On a CPU few small parameters cost more that way.
     """
-    tensors = [tensor for item in parameters for tensor in (item["params"] if isinstance(item, dict) else [item])]
+    groups = (item["params"] if isinstance(item, dict) else [item] for item in parameters)
+    tensors = [tensor for group in groups for tensor in ([group] if isinstance(group, Tensor) else group)]
     kinds = {tensor.device.type for tensor in tensors}
     if not kinds <= {"cpu", "cuda"} or not all(t.is_floating_point() and not is_spread(t) for t in tensors):
         return False
     return kinds == {"cuda"} or sum(tensor.numel() for tensor in tensors) >= _FUSED_PAYS_FROM
+
+
+@torch.no_grad()
+def lay_out_state(optimizer: Optimizer) -> None:
+    """Lay what the optimizer keeps of each parameter out in memory as the parameter is.
+
+    After a checkpoint was loaded that was made with another memory format: fused kernels walk the memory of both.
+    """
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            if not isinstance(value, Tensor) or is_spread(value) or value.shape != parameter.shape:
+                continue
+            if value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def gradient_dropper(optimizer: Optimizer) -> Callable[[], None]:
@@ -127,7 +143,7 @@ def gradient_dropper(optimizer: Optimizer) -> Callable[[], None]:
     An optimizer with a `zero_grad` of its own keeps it.
     """
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        return optimizer.zero_grad
+        return partial(optimizer.zero_grad, set_to_none=True)
 
     def drop() -> None:
         for group in optimizer.param_groups:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from framework.distributed.tensors import is_model_spread, local
-from framework.optim import Schedule
+from framework.optim import Schedule, lay_out_state
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.types import Callback, Logger, Strategy, Task
@@ -95,6 +95,7 @@ class Parts:
         for load in hooks([self.strategy], "load_state_dict"):
             load(self.model, state.get("strategy", {}))
         self.optimizer.load_state_dict(state["optimizer"])
+        lay_out_state(self.optimizer)
         self.schedule.load_state_dict(state["schedule"])
         self.precision.scaler.load_state_dict(state["scaler"])
         for name, load in self._callback_hooks("load_state_dict"):

@@ -44,7 +44,9 @@ class PrecisionPlugin:
     def convert_model(self, model: nn.Module) -> nn.Module:
         """The model with its floats in the true precision's type. Call it before the optimizer is made."""
         if self._memory_format is not None:
-            model = model.to(memory_format=self._memory_format)
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.ndim == 4:
+                    tensor.data = tensor.data.contiguous(memory_format=self._memory_format)
         return model if self.dtype is None else model.to(dtype=self.dtype)
 
     def convert_batch(self, batch: _Tree) -> _Tree:

@@ -24,7 +24,8 @@ class TorchProfiler:
 
     wait: steps to leave alone first: those that allocate and compile. warmup: then so many with the profiler on, whose
     record is thrown away, as the first ones cost more. record_shapes, profile_memory, with_stack: torch's, each at
-    its price in time. A run that ends earlier keeps what was recorded by then.
+    its price in time. Training that comes to its end earlier
+    keeps what was recorded by then; one that fails keeps nothing.
     """
 
     def __init__(

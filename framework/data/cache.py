@@ -1,7 +1,7 @@
 """Tensors that take time to make, kept in a file: made by one process, mapped into the memory of all.
 
 A file begins with a line of JSON: its key, and for each tensor the type, the shape, the offset and the CRC-32 of its
-bytes, which follow, each aligned. It gets its name when it is complete.
+bytes, which follow, each aligned; and the CRC-32 of all that. It gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 LOCK_SUFFIX = ".lock"
 SUFFIX = ".tensors"
 
-_FORMAT = 1
+_FORMAT = 2
 _ALIGNMENT_BYTES = 64
 _MOST_HEADER_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 20
@@ -95,12 +95,18 @@ def _opened(file: Path, *, key: str) -> list[Tensor]:
 def _entries(line: bytes, *, key: str) -> list[dict[str, Any]]:
     try:
         header = json.loads(line)
-        version, found, entries = header["format"], header["key"], header["tensors"]
+        version, found, entries, checksum = (header[name] for name in ("format", "key", "tensors", "crc32"))
     except (ValueError, KeyError, TypeError) as error:
         raise _UnusableError("is damaged") from error
+    if checksum != _checksum_of(entries):
+        raise _UnusableError("is damaged")
     if version != _FORMAT or found != key:
         raise _UnusableError("was made from something else")
     return list(entries)
+
+
+def _checksum_of(entries: Any) -> int:
+    return zlib.crc32(json.dumps(entries).encode())
 
 
 def _checksum(source: IO[bytes], offset: int, size_bytes: int) -> int:
@@ -158,7 +164,8 @@ def _header(entries: list[dict[str, Any]], *, key: str) -> bytes:
         for entry in entries:
             entry["offset"] = offset = -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             offset += entry["bytes"]
-        line = json.dumps({"format": _FORMAT, "key": key, "tensors": entries}).encode() + b"\n"
+        header = {"format": _FORMAT, "key": key, "tensors": entries, "crc32": _checksum_of(entries)}
+        line = json.dumps(header).encode() + b"\n"
         if len(line) == len(before):
             if len(line) > _MOST_HEADER_BYTES:
                 raise _UnusableError(f"would begin with {len(line):,} bytes of names")

@@ -29,8 +29,8 @@ _SAME_EVERY_TIME = {"ToTensor", "PILToTensor", "ToImage", "ToDtype", "ConvertIma
 }
 """Transforms of torchvision, of either version, that draw nothing; and Compose of them."""
 
-_OF_BATCHES = {"ToDtype", "ConvertImageDtype", "Normalize"}
-"""Those that do to a batch of images exactly what they do to each."""
+_OF_BATCHES = {"ToDtype", "Normalize"}
+"""Those that do to a batch of images exactly what they do to each, on every device."""
 
 _BLOCK = 256  # samples between two looks at the generators
 _TORCHVISION = "torchvision."
@@ -113,7 +113,7 @@ def _flat(batch: Any, positions: range, *, part: str) -> tuple[list[Tensor], Tre
             f"Sample {positions.start} of the {part} dataset holds {type(other).__name__}, and only numbers and "
             "tensors can be kept."
         )
-    return leaves, spec
+    return [leaf.detach() for leaf in leaves], spec
 
 
 def _unlike(positions: range, *, part: str) -> UndecodableError:
@@ -232,19 +232,22 @@ def _parted(steps: list[Any]) -> tuple[list[Any], list[Any]] | None:
     cut = next((i for i, name in enumerate(names) if name in ("ToTensor", "ToDtype", "ConvertImageDtype")), None)
     if cut is None:
         return None
-    first, rest = steps[:cut], steps[cut:]
+    first = steps[:cut]
     if names[cut] == "ToTensor":  # from an image of bytes: the bytes, divided
         from torchvision.transforms import PILToTensor  # loaded long ago, by whoever made the transforms
 
-        first, rest = [*first, PILToTensor()], [_divided, *steps[cut + 1 :]]
+        first = [*first, PILToTensor()]
+    # The version 2 multiplies by a number, which is the same on every device; whether the others divide is tried.
+    rest = steps[cut:] if names[cut] == "ToDtype" else [_divided, *steps[cut + 1 :]]
     if any(step is not _divided and type(step).__name__ not in _OF_BATCHES for step in rest):
         return None
     return first, rest
 
 
 def _divided(images: Tensor) -> Tensor:
-    """As `ToTensor` does."""
-    return images.to(torch.get_default_dtype()).div(255)
+    """As `ToTensor` and its like do. By a tensor: for a plain number a GPU multiplies by its reciprocal."""
+    floats = images.to(torch.get_default_dtype())
+    return floats.div_(torch.tensor(255.0, dtype=floats.dtype, device=floats.device))
 
 
 def _with_transform(dataset: Any, steps: list[Any]) -> Any:

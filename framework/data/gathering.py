@@ -27,6 +27,7 @@ MOST_WINDOWS = 64
 
 NOT_TAKEN = "a window's micro-batches were not all taken"
 
+_SMALL_ROW_BYTES = 1024
 _ALIGNMENT_BYTES = 64  # of torch's memory on the CPU; an accelerator's is a multiple of it
 
 
@@ -57,7 +58,7 @@ class RowSource:
         def gathered() -> Iterator[Batch]:
             for request in requests:
                 shown.append(request)
-                yield request.indices, self.rows.gather(request.indices)
+                yield request.indices, self.rows.gather(request.indices.to(self.rows.device))
 
         for there, tensors in on_device(gathered(), self._device):
             indices, epoch = shown.popleft()
@@ -84,7 +85,9 @@ class WindowGatherer:
         self._stride = -(-max(self._sizes) // multiple) * multiple
         self._columns = torch.tensor([[min(part[0] + i, part[-1]) for i in range(self._stride)] for part in parts])
         window_bytes = max(1, self._columns.numel() * bytes_per_row)
-        self.windows_at_once = min(MOST_WINDOWS, MOST_BYTES // window_bytes)
+        # Large rows of an odd size begin aligned so rarely that filling up would cost more than it saves.
+        is_dense = self._stride <= 2 * max(self._sizes) or bytes_per_row <= _SMALL_ROW_BYTES
+        self.windows_at_once = min(MOST_WINDOWS, MOST_BYTES // window_bytes) if is_dense else 0
 
     def windows(self, order: Tensor, *, epoch: int, to_the_end: bool) -> Iterator[Window]:
         """The windows of `order`, the indices of whole global batches one after another. Loads some windows at once.
@@ -114,7 +117,7 @@ class WindowGatherer:
         return chunk.view(-1, self._global_batch_size).index_select(1, self._columns.flatten()).flatten()
 
     def _parts(self, tensor: Tensor) -> list[Tensor]:
-        """A view for each micro-batch, without what was filled up."""
+        """The memory of each micro-batch, without what was filled up."""
         every = tensor.view(-1, self._stride, *tensor.shape[1:])
         if self._sizes[0] < self._stride:
             every = every[:, : self._sizes[0]]
@@ -122,7 +125,8 @@ class WindowGatherer:
         if self._sizes[-1] < self._sizes[0]:  # they differ by one at most, the larger ones first
             number = len(self._sizes)
             views = [view[: self._sizes[i % number]] for i, view in enumerate(views)]
-        return views
+        # Tensors of their own to autograd: a task may change its batch in place, and keep it for its graph.
+        return [view.data for view in views]
 
 
 def _layout(source: RowSource) -> tuple[int, int]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-DEVICE_SHARE = 0.5
-"""Of the device's free memory: model, activations and the other parts of the data need the rest."""
+DEVICE_SHARE = 0.25
+"""Of the device's free memory, for each part of the data: model and activations need the rest."""
 HOST_SHARE = 0.25
 """Of the host's available memory, over all processes of the node."""
 

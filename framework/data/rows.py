@@ -30,9 +30,12 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
     """
 
     def __init__(self, *tensors: Tensor, rows: Tensor | None = None, transform: BatchTransform | None = None) -> None:
+        _check_tensors(tensors)
         if not tensors or len({len(tensor) for tensor in tensors}) != 1:
             lengths = ", ".join(str(len(tensor)) for tensor in tensors) or "none"
             raise DataError(f"TensorSamples needs tensors with as many rows each; it got {lengths}.")
+        if rows is not None:
+            _check_rows(rows, size=len(tensors[0]))
         self.tensors = tensors
         self.rows = rows
         self.transform = transform
@@ -49,6 +52,18 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
         if self.transform is not None:
             batch = _checked(self.transform(batch, Draws(_drawn_key, position)), 1)
         return tuple(tensor[0] for tensor in batch)
+
+
+def _check_tensors(tensors: tuple[Any, ...]) -> None:
+    if not all(isinstance(tensor, Tensor) and tensor.ndim for tensor in tensors):
+        raise DataError("TensorSamples takes tensors of at least one dimension. Make them with torch.as_tensor.")
+
+
+def _check_rows(rows: Any, *, size: int) -> None:
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.ndim != 1:
+        raise DataError("TensorSamples: rows must be a tensor of int64 with one dimension, such as of torch.randperm.")
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < size:
+        raise DataError(f"TensorSamples: rows go from {int(rows.min())} to {int(rows.max())}; there are {size}.")
 
 
 @dataclass(frozen=True)
@@ -104,19 +119,26 @@ def rows_of(dataset: MapDataset | Dataset[Any]) -> Rows | None:
     Subclasses don't count: they may have a `__getitem__` of their own.
     """
     if type(dataset) is TensorDataset:
-        return Rows(dataset.tensors)
+        return Rows(_plain(dataset.tensors))
     if type(dataset) is TensorSamples:
-        return Rows(dataset.tensors, dataset.rows, dataset.transform)
+        return Rows(_plain(dataset.tensors), dataset.rows, dataset.transform)
     if type(dataset) is Subset:
         inner = rows_of(dataset.dataset)
         if inner is not None:
             chosen = torch.as_tensor(dataset.indices, dtype=torch.int64, device=inner.device)
             chosen = torch.where(chosen < 0, chosen + len(inner), chosen)  # counted from the end
+            if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(inner):
+                raise DataError(f"A Subset has an index that its dataset of {len(inner)} samples hasn't.")
             return replace(inner, rows=chosen if inner.rows is None else inner.rows[chosen])
     if type(dataset) is ConcatDataset:
         parts = [rows_of(part) for part in dataset.datasets]
         return _joined([part for part in parts if part is not None]) if None not in parts else None
     return None
+
+
+def _plain(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Without a graph, which every batch would hang on."""
+    return tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
 
 
 def _checked(made: Any, number: int) -> list[Tensor]:

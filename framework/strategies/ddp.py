@@ -152,12 +152,13 @@ class _StandIn(nn.Module):
 
 def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
     """One backward through DDP without the model's own code, data or draws, after which it lays out by `order`."""
-    module = model.module
-    model.module = _StandIn(module, order)
+    module, compiled = model.module, model._compiled_call_impl
+    # Not through a compiled call either: that would decide about the order itself.
+    model.module, model._compiled_call_impl = _StandIn(module, order), None
     try:
         model().backward()
     finally:
-        model.module = module
+        model.module, model._compiled_call_impl = module, compiled
         model.zero_grad(set_to_none=True)
 
 

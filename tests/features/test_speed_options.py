@@ -59,6 +59,15 @@ def test_a_compiled_model_gives_the_same_weights_and_its_checkpoint_is_a_plain_o
     assert results.results(resumed)["steps"] == 7
 
 
+def test_the_memory_format_may_change_over_a_resume(train):
+    steps = ("recipe=digits", *SHORT, "model.conv_dropout=0", "model.dropout=0", "scheduler=none")
+    whole = train(*steps, "trainer.max_steps=8")
+    stopped = train(*steps, "trainer.max_steps=4")
+    resumed = train(f"resume={stopped}", "trainer.max_steps=8", "trainer.channels_last=true")
+    for name, weight in results.weights(whole).items():
+        torch.testing.assert_close(results.weights(resumed)[name], weight, rtol=1e-3, atol=1e-4)
+
+
 class Cores:
     """Notes on which cores each rank may run when its training begins."""
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import io
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from framework.config.schema import ClipAlgorithm, Interval
 from framework.errors import ConfigError
-from framework.optim import Schedule, clip_gradients, cosine, fused_pays, gradient_dropper, gradient_norm
+from framework.optim import Schedule, clip_gradients, cosine, fused_pays, gradient_dropper, gradient_norm, lay_out_state
 
 
 def sgd(lr: float = 1.0) -> torch.optim.SGD:
@@ -201,6 +203,30 @@ def test_an_optimizers_own_zero_grad_is_called():
     assert optimizer.cleared == 1
     plain = sgd()
     calls: list[str] = []
-    plain.zero_grad = lambda *_: calls.append("mine")  # type: ignore[method-assign]
+    plain.zero_grad = lambda **_: calls.append("mine")  # type: ignore[method-assign]
     gradient_dropper(plain)()
     assert calls == ["mine"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_state_of_another_memory_format_is_laid_out_as_the_parameters_are(kind, fused):
+    keywords = {"momentum": 0.9} if kind == "SGD" else {}
+
+    def stepped(start: torch.Tensor, state: dict[str, Any] | None) -> tuple[torch.Tensor, dict[str, Any]]:
+        parameter = nn.Parameter(start)
+        optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, fused=fused, **keywords)
+        if state is not None:
+            optimizer.load_state_dict(state)
+            lay_out_state(optimizer)
+        for step in range(1, 4):
+            numbers = torch.arange(start.numel(), dtype=torch.float32).view(start.shape).sin() * step
+            parameter.grad = torch.empty_like(start).copy_(numbers)
+            optimizer.step()
+        return parameter.detach(), optimizer.state_dict()
+
+    generator = torch.Generator().manual_seed(0)
+    first, state = stepped(torch.randn(4, 3, 2, 2, generator=generator), None)
+    plain, _ = stepped(first.clone(), copy.deepcopy(state))
+    changed, _ = stepped(first.clone().to(memory_format=torch.channels_last), copy.deepcopy(state))
+    torch.testing.assert_close(changed, plain, rtol=1e-6, atol=1e-6)

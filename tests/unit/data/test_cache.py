@@ -56,7 +56,10 @@ def test_what_is_written_to_the_tensors_stays_in_the_process(tmp_path):
         (lambda data: data[:-200], "is truncated"),
         (lambda data: b"\x00" + data[1:], "is damaged"),
         (lambda _: b"", "is damaged"),
-        (lambda data: data.replace(b'"format": 1', b'"format": 0'), "was made from something else"),
+        (lambda data: data.replace(b'"format": 2', b'"format": 0'), "was made from something else"),
+        (lambda data: data.replace(b"int64", b"int65"), "is damaged"),
+        (lambda data: data.replace(b'"shape"', b'"shapf"'), "is damaged"),
+        (lambda data: data.replace(b'"offset"', b'"offses"'), "is damaged"),
     ],
 )
 def test_a_bad_file_is_made_anew_and_that_is_told(tmp_path, caplog, harm, words):

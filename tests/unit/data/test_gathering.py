@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
 
 from framework import TensorSamples
 from framework.data import gathering, prefetch
@@ -75,6 +76,9 @@ def test_large_windows_are_gathered_one_micro_batch_at_a_time(monkeypatch):
     assert [len(window[0]) for window in taken(train_loader)] == [4, 4, 2]
 
 
+VIEWS = ("view", "slice", "unbind", "split", "detach")
+
+
 class Operations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -89,7 +93,7 @@ def test_a_small_window_costs_a_part_of_an_operation():
     train_loader = loader(samples(1280, transform=None), BatchPlan(20, 1, 1))
     with Operations() as operations:
         assert sum(1 for window in train_loader.epoch(0) for _ in window.micro_batches) == 64
-    made = {name: count for name, count in operations.seen.items() if name not in ("view", "slice", "unbind", "split")}
+    made = {name: count for name, count in operations.seen.items() if name not in VIEWS}
     assert sum(made.values()) <= 12, made
 
 
@@ -121,3 +125,30 @@ def test_rows_on_the_host_are_copied_ahead_and_are_the_same(monkeypatch, plan):
     elsewhere._gatherer._source._is_there = False
     assert taken(elsewhere) == wanted
     assert Noted.begun >= 2
+
+
+def test_large_rows_of_an_odd_size_are_not_filled_up():
+    images = torch.zeros(100, 1, 31, 67, dtype=torch.uint8)
+    gatherer = loader(TensorSamples(images), BatchPlan(4, 1, 1))._gatherer
+    assert gatherer is None or gatherer.windows_at_once == 0
+
+
+def test_a_batch_may_be_changed_in_place_and_kept_for_its_graph():
+    train_loader = loader(samples(40, transform=None), BatchPlan(4, 1, 1))
+    weight = torch.ones(3, requires_grad=True)
+    losses = []
+    before = [micro.batch[0].clone() for window in train_loader.epoch(0) for micro in window.micro_batches]
+    for window in train_loader.epoch(0):
+        for micro in window.micro_batches:
+            micro.batch[0].add_(1)
+            micro.batch[0].mul_(weight)
+            losses.append(micro.batch[0].sum())
+    torch.stack(losses).sum().backward()
+    expected = torch.cat(before).sum(0) + 40
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_data_that_requires_gradients_does_not_hang_on_one_graph():
+    dataset = TensorDataset(torch.ones(40, 3, requires_grad=True), torch.arange(40))
+    for window in loader(dataset, BatchPlan(4, 1, 1)).epoch(0):
+        assert [micro.batch[0].requires_grad for micro in window.micro_batches] == [False]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from framework.distributed.context import Context
 from framework.errors import ConfigError, TopologyError
-from framework.strategies import DDP, Single, auto
+from framework.strategies import DDP, Single, auto, ddp
 from framework.topology import Topology
 
 
@@ -166,3 +167,30 @@ def test_ddp_gives_a_rank_its_own_buffers_back(own_state, group):
     assert mean.tolist() == [5.0, 5.0]
     strategy.load_state_dict(wrapped, {"buffers": [{"running_mean": torch.zeros(2)}] * 2})  # of two ranks
     assert mean.tolist() == [5.0, 5.0]
+
+
+class Wrapped(nn.Module):
+    """What DDP is to the exchange: it calls the module inside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self) -> Any:
+        return self.module()
+
+
+def test_the_order_of_gradients_is_not_left_to_a_compiled_call():
+    model: Any = Wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    came: list[str] = []
+    for name, parameter in model.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+
+    def compiled() -> None:
+        raise AssertionError("called")
+
+    module, model._compiled_call_impl = model.module, compiled
+    order = ["1.bias", "0.weight", "1.weight", "0.bias"]
+    ddp._exchange_in_order(model, order)
+    assert came == order
+    assert (model.module, model._compiled_call_impl) == (module, compiled)
