@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import timeit
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 
 from framework.config.schema import LoaderKind
 from framework.data.decoding import UndecodableError, decoded, is_known_to_repeat, sample_bytes
+from framework.data.fetch import preserved_generators
 from framework.data.room import device_room, host_available, host_room
 from framework.data.rows import Rows, rows_of
 from framework.errors import DataError
@@ -17,6 +19,8 @@ from framework.hardware import threads_per_process
 from framework.types import MapDataset
 
 MOST_WORKERS = 8
+MOST_DECODING_S = 60.0
+"""What `auto` may spend before the first step, in each process."""
 
 _log = logging.getLogger("framework")
 
@@ -73,6 +77,8 @@ def _choose(dataset: MapDataset, *, part: str, device: torch.device, loading: Lo
         try:
             size_bytes = sample_bytes(dataset, part=part) * len(dataset)
             refusal = _no_room(size_bytes, part=part, forced=forced, loading=loading)
+            if refusal is None and not forced:
+                refusal = _no_time(dataset)
             if refusal is not None:
                 return _by_dataloader(loading, refusal)
             rows, how = decoded(dataset, part=part), "decoded once"
@@ -84,6 +90,13 @@ def _choose(dataset: MapDataset, *, part: str, device: torch.device, loading: Lo
                 ) from error
             return _by_dataloader(loading, str(error))
     return _placed(rows, how, device=device, loading=loading)
+
+
+def _no_time(dataset: MapDataset) -> str | None:
+    """Why a dataset, of which a sample has been loaded, isn't decoded whole before the first step."""
+    with preserved_generators():
+        seconds = min(timeit.repeat(lambda: dataset[0], number=1, repeat=3)) * len(dataset)
+    return None if seconds <= MOST_DECODING_S else f"decoding all of it would take about {seconds:,.0f} s"
 
 
 def _no_room(size_bytes: int, *, part: str, forced: bool, loading: Loading) -> str | None:

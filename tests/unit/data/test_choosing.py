@@ -91,6 +91,15 @@ def test_known_data_that_does_not_fit_is_loaded(monkeypatch):
     assert chosen(Own())[:2] == (None, 8)
 
 
+def test_known_data_that_takes_long_to_decode_is_loaded(monkeypatch):
+    monkeypatch.setattr(choosing, "is_known_to_repeat", lambda _: True)
+    monkeypatch.setattr(choosing, "MOST_DECODING_S", 0.0)
+    found = chosen(Own())
+    assert found[:2] == (None, 8)
+    assert "decoding all of it would take" in found.why
+    assert chosen(Own(), kind=RESIDENT).rows is not None
+
+
 def test_rows_go_to_the_device_where_they_fit(monkeypatch):
     monkeypatch.setattr(choosing, "device_room", lambda _, sharing: 4000 // sharing)
     there = chosen(TENSORS, META)
