@@ -134,7 +134,9 @@ def test_the_rank_that_left_its_peers_in_a_collective_is_named_first(
     assert_idle(warm)
 
 
-@pytest.mark.parametrize(("how", "kind"), [("sleep", Kind.HUNG), ("SIGSTOP", Kind.STOPPED)])
+@pytest.mark.parametrize(
+    ("how", "kind"), [("sleep", Kind.HUNG), pytest.param("SIGSTOP", Kind.STOPPED, marks=pytest.mark.exhaustive)]
+)
 def test_who_is_waited_for_in_vain_is_named_though_others_raise_first(
     launch: Callable[..., Outcome], run_dir: RunDir, warm: WarmServer, how: str, kind: Kind
 ) -> None:

@@ -119,7 +119,7 @@ def test_without_the_order_of_gradients_the_first_difference_is_a_sum(train: Tra
     assert first.what.startswith("gradients ")
 
 
-@pytest.mark.parametrize("where", ["accumulating", "saving"])
+@pytest.mark.parametrize("where", [pytest.param("accumulating", marks=pytest.mark.exhaustive), "saving"])
 def test_the_moment_does_not_matter(train: Train, tmp_path: Path, where: str) -> None:
     """Between two micro-batches of step 11, and while step 12 is saved, on a rank that isn't the first."""
     dies = (f"callbacks.dies.where={where}", "callbacks.dies.rank=1")
