@@ -41,7 +41,7 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     From here on this process reaches no other over a network.
     """
-    sys.addaudithook(_refuse_downloads)
+    sys.addaudithook(_refuse_side_effects)
     return facts(parse(arguments["config"]), Topology(**arguments["topology"]), backend=arguments["backend"])
 
 
@@ -218,8 +218,10 @@ def _build_model(config: Config, context: Context) -> nn.Module:
     return PrecisionPlugin(config.trainer.precision, device=torch.device("cpu")).convert_model(model)
 
 
-def _refuse_downloads(event: str, arguments: tuple[Any, ...]) -> None:
+def _refuse_side_effects(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook: https://docs.python.org/3/library/audit_events.html."""
+    if event == "framework.keep":
+        raise PermissionError(f"job=plan writes nothing, and {arguments[0]} isn't there yet.")
     if event == "framework.download":
         raise DataError(f"{arguments[0]} isn't in {arguments[1]}, and job=plan downloads nothing.")
     if event == "socket.getaddrinfo":

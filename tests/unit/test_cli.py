@@ -397,7 +397,7 @@ def test_commands_that_only_answer(tmp_path: Path, arguments: list[str]) -> None
 
 def test_help_lists_groups_and_options(tmp_path: Path) -> None:
     text = run_framework("--help", cwd=tmp_path).stdout
-    assert "recipe: digits, mnist, toy, toy_model_parallel" in text
+    assert "recipe: digits, mnist, mnist_fast, toy, toy_model_parallel" in text
     assert "python -m framework recipe=toy" in text
     assert "powered by Hydra" not in text
 

@@ -213,6 +213,6 @@ def test_every_way_out_of_the_machine_is_refused():
             "framework.download": ("images.gz", "/data"),
         }.items():
             with pytest.raises(DataError, match="job=plan downloads nothing"):
-                planning._refuse_downloads(event, arguments)
-        planning._refuse_downloads("socket.connect", (unix, "/some/path"))
-        planning._refuse_downloads("open", ("file", "w", 0))
+                planning._refuse_side_effects(event, arguments)
+        planning._refuse_side_effects("socket.connect", (unix, "/some/path"))
+        planning._refuse_side_effects("open", ("file", "w", 0))

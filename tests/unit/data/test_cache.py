@@ -152,3 +152,14 @@ def test_who_waits_for_too_long_goes_on_without(tmp_path, caplog, monkeypatch):
         assert_equal(cached_tensors(tmp_path, "some", key="1", make=made), made())
     assert "this one goes on without" in caplog.text
     assert not file.exists()
+
+
+def test_nothing_is_kept_where_that_is_forbidden(tmp_path, monkeypatch):
+    def forbidden(event: str, *_: object) -> None:
+        if event == "framework.keep":
+            raise PermissionError("not here")
+
+    monkeypatch.setattr(sys, "audit", forbidden)
+    folder = tmp_path / "none"
+    assert_equal(cached_tensors(folder, "some", key="1", make=made), made())
+    assert not folder.exists()
