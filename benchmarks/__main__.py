@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.arguments import some_of
 from benchmarks.contest import Asked
 from benchmarks.record import RESULTS, Part, provenance, with_parts
 
@@ -48,19 +49,11 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=_parts, default=list(PARTS), help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--only", type=some_of(PARTS), default=list(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--rounds", type=_positive, default=None, help="of every part; default: each part's own")
     parser.add_argument("--print", action="store_true", help="leave RESULTS.md as it is")
     parser.add_argument("--data-root", type=lambda text: Path(text).resolve(), default=Path(known or "data").resolve())
     return parser.parse_args(given)
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = sorted(set(names) - set(PARTS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
-    return names
 
 
 def _positive(text: str) -> int:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from benchmarks.arguments import some_of
 from framework.callbacks.recorder import compare
 from tests.helpers import exact
 from tests.helpers.command import Started, started_framework
@@ -285,20 +286,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     known = os.environ.get("FRAMEWORK_TEST_DATA")
     parser.add_argument("--kills", type=int, default=200, help="runs that are killed, each at least once")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next one has the next number")
-    parser.add_argument("--recipes", type=_recipes, default=list(RECIPES), help="drawn from these: toy,digits,mnist")
+    parser.add_argument(
+        "--recipes", type=some_of(RECIPES), default=list(RECIPES), help="drawn from these: toy,digits,mnist"
+    )
     parser.add_argument("--processes", type=_range, default=(1, 4), help="how many ranks, from-to")
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
     parser.add_argument("--data-root", type=Path, default=Path(known).resolve() if known else None)
     parser.set_defaults(runs=[])
     return parser.parse_args(given)
-
-
-def _recipes(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = sorted(set(names) - set(RECIPES))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(RECIPES)}")
-    return names
 
 
 def _range(text: str) -> tuple[int, int]:

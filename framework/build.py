@@ -94,7 +94,8 @@ def build_optimizer(node: Node, parameters: Iterable[Tensor | dict[str, Any]], *
     """The optimizer over `parameters`, or groups of them. Raises ConfigError where there is nothing to train.
 
     Where it has a fused form, and neither that nor `foreach` was chosen, it is taken where it pays.
-    may_fuse: false where a loss scaler has to see whether a step was left out; a fused one leaves it out unseen.
+    may_fuse: false where a loss scaler has to see whether a step was left out, which a fused one does unseen, and where
+    gradients may be sparse.
     """
     given = list(parameters)
     if not any(isinstance(item, dict) or item.requires_grad for item in given):

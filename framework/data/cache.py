@@ -49,12 +49,8 @@ def cached_tensors(folder: str | Path, name: str, *, key: str, make: Callable[[]
     anew, and the log says so. Passes what `make` raises.
     """
     file = Path(folder).expanduser().absolute() / f"{name}{SUFFIX}"
-    try:
+    with suppress(_UnusableError, OSError):  # told by the one that makes it anew
         return _opened(file, key=key)
-    except FileNotFoundError:
-        pass
-    except (_UnusableError, OSError):
-        pass  # told by the one that makes it anew
     try:
         sys.audit("framework.keep", str(file))
     except PermissionError:  # of who has forbidden it in this process (`sys.addaudithook`)
@@ -64,10 +60,9 @@ def cached_tensors(folder: str | Path, name: str, *, key: str, make: Callable[[]
             return list(make())
         try:
             return _opened(file, key=key)  # another process may have made it while this one waited
-        except FileNotFoundError:
-            pass
         except (_UnusableError, OSError) as error:
-            _log.warning("%s %s: it is made anew", file, error)
+            if not isinstance(error, FileNotFoundError):
+                _log.warning("%s %s: it is made anew", file, error)
         made = [tensor.detach().cpu().contiguous() for tensor in make()]
         try:
             _write(file, made, key=key)

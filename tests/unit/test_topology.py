@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -27,6 +28,11 @@ def asked(
         share_gpus=share_gpus,
         rdzv_endpoint=None,
     )
+
+
+SHARE = r"topology\.share_gpus=true topology\.gpus_per_process=(\d+)"
+FEWER = r"Use trainer\.gpus=(\d+)"
+ONE_OF = r"topology\.(\w+)=\d+ (?:doesn't|leaves).* Use one of ([\d, ]*\d)"
 
 
 @given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 4), gpus=st.integers(0, 24))
@@ -153,16 +159,27 @@ def test_every_refusal_names_a_way_out_that_works(procs, span, least, gpus, shar
     try:
         resolve_topology(asked(procs, span, least, share_gpus=share), gpus=gpus)
     except TopologyError as error:
-        ways = re.findall(r"topology\.share_gpus=true topology\.gpus_per_process=(\d+)", str(error))
+        ways = re.findall(SHARE, str(error))
         for offered in ways:
             resolve_topology(asked(procs, int(offered), least, share_gpus=True), gpus=gpus)
-        for offered in re.findall(r"Use trainer\.gpus=(\d+)", str(error)):
+        for offered in re.findall(FEWER, str(error)):
             resolve_topology(asked(procs, span, least, share_gpus=share), gpus=int(offered))
-        for key, offered in re.findall(r"topology\.(\w+)=\d+ (?:doesn't|leaves).* Use one of ([\d, ]*\d)", str(error)):
+        for key, offered in re.findall(ONE_OF, str(error)):
             for number in map(int, offered.split(", ")):
                 by_procs = key == "procs_per_node"
                 chosen = asked(number if by_procs else procs, span if by_procs else number, least, share_gpus=share)
                 resolve_topology(chosen, gpus=gpus)
+
+
+def test_refusals_do_name_ways_out():
+    """Else the test above would have nothing to try."""
+    said = []
+    for procs, span, least, gpus in itertools.product((None, 1, 2, 3, 5), (None, 1, 2, 3), (1, 2, 3), range(1, 9)):
+        try:
+            resolve_topology(asked(procs, span, least), gpus=gpus)
+        except TopologyError as error:
+            said.append(str(error))
+    assert [way for way in (SHARE, FEWER, ONE_OF) if not any(re.search(way, text) for text in said)] == []
 
 
 def test_places_that_do_not_exist_are_refused():
