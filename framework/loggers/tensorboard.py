@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from textwrap import indent
 from typing import final
@@ -73,7 +74,13 @@ class TensorBoardLogger:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(self._folder), size_guidance={"scalars": 0})
-        events.Reload()
+        told = logging.getLogger("tensorboard")
+        level = told.level
+        told.setLevel(logging.ERROR)  # it warns of the very steps that a resumed run takes back
+        try:
+            events.Reload()
+        finally:
+            told.setLevel(level)
         names = events.Tags()["scalars"]
         return {name for name in names if any(event.step == step for event in events.Scalars(name))}
 
