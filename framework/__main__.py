@@ -13,12 +13,10 @@ if TYPE_CHECKING:
     from framework.launch.leader import Leader
     from framework.launch.warm import WarmServer
 
-# What ranks need, the heaviest first. Loaded while the configuration is composed; the first step would otherwise pull
-# in torch._dynamo and more, seconds for each rank.
+# What ranks need, the heaviest first, loaded while the configuration is composed.
 PRELOAD = (
     "torch",
     "torch.distributed",
-    "torch._dynamo",
     "framework.engine",
     "torch.utils.tensorboard",
     "rich.progress",

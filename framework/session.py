@@ -25,6 +25,7 @@ from framework.distributed.context import Context, make_context
 from framework.distributed.tensors import is_model_spread
 from framework.errors import CheckpointError
 from framework.hardware import threads_per_process
+from framework.late_dynamo import late_dynamo
 from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.limits import first_samples, limited, shortened
@@ -64,7 +65,7 @@ def entered(arguments: RankArguments, link: Link) -> Iterator[Rank]:
         local_rank=arguments.local_rank,
         backend_name=config.backend.name,
     )
-    with rank_log(run_dir, context):
+    with rank_log(run_dir, context), late_dynamo():
         _prepare_process(config, context)
         build.check_targets(config)
         strategy = build.build_strategy(config.strategy, context=context)

@@ -79,7 +79,15 @@ def _plan(
         endpoint=None if company is None else company.endpoint,
         max_restarts=config.launcher.max_restarts,
         leader=request.leader,
+        names=_needed(config),
     )
+
+
+def _needed(config: Config) -> tuple[str, ...]:
+    """What is imported once before the ranks are forked, where each would take a second or more for it."""
+    strategy = config.strategy["_target_"]
+    own = (strategy,) if strategy.startswith("framework.") else ()
+    return own if config.trainer.compile is None else (*own, "torch._dynamo")
 
 
 def _join(request: Request, company: Company, offer: Offer) -> JobResult:

@@ -3,10 +3,11 @@
 It is started before the configuration is read and loads modules meanwhile, runs no tensor operation and touches no GPU,
 so what it forks is clean. It is single-threaded Python: between two imports it looks whether a request has come.
 
-Run as `python -m framework.launch.fork_server FD PARENT_PID MODULE...`. Requests on the socket FD:
+Run as `python -m framework.launch.fork_server FD PARENT_PID NAME...`; a name is a module's or one in it. Requests on the socket FD:
 
     {"op": "spawn", "key": str, "entry": "module:function", "arguments": {...}, "environment": {...}, "unset": [...],
      "cwd": str, "sys_path": [...], "argv": [...], "log": path or null, "terminal": bool, "takes_fd": bool}
+    {"op": "load", "names": [...]}: these, after what is left of its own, before anything else is done
     {"op": "kill", "key": str, "signal": int}
 
 Answer, once for every child: {"event": "exited", "key", "pid", "status", "time"}; the status is an exit status, or
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -80,7 +81,7 @@ class ForkServer:
     def _preload_next(self) -> None:
         name = self._preload.pop(0)
         try:
-            importlib.import_module(name)
+            pkgutil.resolve_name(name)
         except Exception:
             # Whatever a module raises (a missing library is an OSError) is not an error yet: the child that needs it
             # imports it again and reports it as its own failure.
@@ -89,6 +90,10 @@ class ForkServer:
     def _handle(self, message: Message) -> None:
         if message["op"] == "spawn":
             self._spawn(message)
+        elif message["op"] == "load":
+            self._preload += message["names"]
+            while self._preload:
+                self._preload_next()
         elif message["op"] == "kill":
             for pid, key in self._keys.items():
                 if key == message["key"]:

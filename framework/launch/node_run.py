@@ -213,6 +213,7 @@ class NodeRun:
 
     def _start_ranks(self, plan: LaunchPlan) -> None:
         topology = plan.topology
+        self._warm.load(plan.names)
         self._keeper.send({"op": "begin", "attempt": self._attempt, "run_dir": str(plan.run_dir.path)})
         host = LOOPBACK if plan.endpoint is None else plan.endpoint[0]
         rendezvous = rendezvous_url(plan.init_method, host=host, port=self.port, folder=self._meeting_folder(plan))

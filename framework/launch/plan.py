@@ -36,6 +36,7 @@ class LaunchPlan:
     endpoint: tuple[str, int] | None = None  # host and port of node 0, where several nodes meet
     max_restarts: int = 0
     leader: Leader | None = None  # in rank 0 of ranks that something else has started
+    names: tuple[str, ...] = ()  # what every rank needs and the fork server doesn't load by itself
 
 
 @dataclass(frozen=True)

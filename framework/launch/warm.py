@@ -66,6 +66,10 @@ class WarmServer:
     def fileno(self) -> int:
         return self._channel.fileno()
 
+    def load(self, names: Sequence[str]) -> None:
+        """Have the server import what is left of its own and these, before it does what is asked of it next."""
+        self._send({"op": "load", "names": list(names)})
+
     def spawn(self, child: Child, *, fd: int | None = None) -> None:
         """Ask for a child in this process's present environment and folder. `fd` is passed on to it."""
         wanted = {**self._environment, **os.environ, **child.environment}
