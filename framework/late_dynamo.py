@@ -1,9 +1,9 @@
 """`torch._dynamo` is imported when something asks for what it does, not when something names it.
 
-It costs as much to import as the rest of torch, in each process. Every optimizer, DDP's constructor and
-`init_process_group` import it only to say what a compiler must leave alone. Until something is compiled there is nothing
-to say: a module in its place answers those few calls. Any other question to it imports the real one and answers from
-there, and from then on all is as if that had been there from the start.
+It costs as much to import as the rest of torch, in each process. Optimizers, DDP's constructor and
+`init_process_group` import it only to say what a compiler must leave alone. Until something is compiled there is
+nothing to say: a module in its place answers those few calls. Any other question to it imports the real one and
+answers from there, and from then on all is as if that had been there from the start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class _Place:
         self.stand_in: ModuleType | None = None
 
     def take(self, stand_in: ModuleType) -> None:
-        sys.modules[_NAME] = self.stand_in = importlib.import_module("torch")._dynamo = stand_in
+        sys.modules[_NAME] = self.stand_in = stand_in
+        importlib.import_module("torch")._dynamo = stand_in  # type: ignore[attr-defined]
 
     def leave(self) -> None:
         """Make way for the real one. Torch asks it again what it was answered."""

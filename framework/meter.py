@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -28,6 +31,10 @@ class Series:
         self._weights: list[int] = []
         self._steps: list[int] = []
 
+    def __len__(self) -> int:
+        """How many values."""
+        return len(self._weights)
+
     def add(self, value: Tensor, *, weight: int, count: int, step: int) -> None:
         self._loose.append(value)
         self._weights.append(weight)
@@ -45,6 +52,21 @@ class Series:
         values = torch.cat(self._packed).to(device=device, dtype=dtype)
         weights = torch.tensor(self._weights, dtype=dtype, device=device)
         return (values * weights).sum().reshape(1)
+
+    def packed(self) -> Tensor | None:
+        """Every value in the order it came in, as one tensor; None without any."""
+        self._pack()
+        if len(self._packed) > 1:
+            self._packed = [torch.cat(self._packed)]
+        return self._packed[0] if self._packed else None
+
+    def weigh(self, values: Sequence[float]) -> float:
+        """The weighted sum of `values`, which are those of `packed`: rounded once, where none is infinite."""
+        weighted: list[float] = list(map(operator.mul, values, self._weights))
+        try:
+            return math.fsum(weighted)
+        except (OverflowError, ValueError):  # of infinities, or sums beyond the largest number
+            return sum(weighted)
 
     def first_nonfinite(self) -> int | None:
         """The step of the first value that is NaN or infinite; waits for the device."""
@@ -100,11 +122,17 @@ class Meter:
         """
         names = self._agree(context)
         device = context.device
-        sums = [self._get(name).total(device) for name in names]
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        tail = [float(self._get(name).count) for name in names] + list(extra)
-        flat = torch.cat([*sums, torch.tensor(tail, dtype=dtype, device=device)])
-        numbers = sum_over_ranks(flat, context).tolist()
+        tail = [*(float(self._get(name).count) for name in names), *extra]
+        if context.world_size == 1:
+            numbers = [*self._totals_on_host(names), *tail]
+        elif device.type == "cpu":
+            flat = torch.tensor([*self._totals_on_host(names), *tail], dtype=torch.float64)
+            numbers = sum_over_ranks(flat, context).tolist()
+        else:  # there reading a value would be one more wait than reading the sum
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            sums = [self._get(name).total(device) for name in names]
+            flat = torch.cat([*sums, torch.tensor(tail, dtype=dtype, device=device)])
+            numbers = sum_over_ranks(flat, context).tolist()
         totals, counts, extras = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names) :]
         return {n: t / c for n, t, c in zip(names, totals, counts, strict=True) if c}, extras
 
@@ -130,6 +158,15 @@ class Meter:
     def clear(self) -> None:
         """Begin anew; the names stay agreed."""
         self._series.clear()
+
+    def _totals_on_host(self, names: Sequence[str]) -> list[float]:
+        """The weighted sum of each name; one wait for the device."""
+        series = [self._get(name) for name in names]
+        packed = [values for each in series if (values := each.packed()) is not None]
+        if len({values.dtype for values in packed}) > 1:  # else they would be joined in one that may hold some of them
+            return [each.weigh([] if (own := each.packed()) is None else own.tolist()) for each in series]
+        flat = iter(torch.cat(packed).tolist() if packed else ())
+        return [each.weigh(list(itertools.islice(flat, len(each)))) for each in series]
 
     def _get(self, name: str) -> Series:
         series = self._series.get(name)

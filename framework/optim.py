@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, final
@@ -153,6 +154,33 @@ def gradient_dropper(optimizer: Optimizer) -> Callable[[], None]:
     return drop
 
 
+def stepper(optimizer: Optimizer) -> Callable[[], object]:
+    """What `optimizer.step()` does, without a mark for the profiler and a look for hooks where there is neither.
+
+    Those are a twentieth of a small step. A step that isn't wrapped as torch wraps it is left alone. To be asked for
+    after the first step: schedules look whether there was one.
+    """
+    wrapped, own = type(optimizer).step, vars(optimizer).get("step")
+    bare: Callable[[Optimizer], object] | None = getattr(wrapped, "__wrapped__", None)
+    is_of_torch = getattr(wrapped, "hooked", False) and (own is None or hasattr(own, "_wrapped_by_lr_sched"))
+    hooks = [
+        getattr(owner, f"{prefix}_{kind}_hooks", None)
+        for owner, prefix in ((optimizer, "_optimizer_step"), (sys.modules[Optimizer.__module__], "_global_optimizer"))
+        for kind in ("pre", "post")
+    ]
+    if bare is None or not is_of_torch or None in hooks:
+        return optimizer.step
+    before, after, before_any, after_any = hooks
+    profiler = torch.autograd.profiler
+
+    def step() -> object:
+        if before or after or before_any or after_any or profiler._is_profiler_enabled:
+            return optimizer.step()
+        return bare(optimizer)
+
+    return step
+
+
 def clip_gradients(parameters: Iterable[Tensor], *, value: float, algorithm: ClipAlgorithm) -> Tensor | None:
     """Clip the gradients in place, without waiting for the device; they must be unscaled and synchronised.
 
@@ -175,4 +203,9 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
     Every rank must call it where they are spread over ranks.
     """
-    return whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if len({(g.device, g.dtype) for g in gradients}) == 1 and not any(map(is_spread, gradients)):
+        # What torch's function comes to then, without its sorting by device and type.
+        total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return total
+    return whole(nn.utils.get_total_norm(gradients))

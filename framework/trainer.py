@@ -34,7 +34,7 @@ from framework.launch.link import Link
 from framework.launch.stopping import StopRequest
 from framework.limits import total_steps
 from framework.meter import LOSS, Meter
-from framework.optim import clip_gradients, gradient_dropper, gradient_norm
+from framework.optim import clip_gradients, gradient_dropper, gradient_norm, stepper
 from framework.parts import Parts
 from framework.progress import Progress, Throughput, hooks
 from framework.pulse import Phase
@@ -88,6 +88,7 @@ class Trainer:
         self._meter = Meter()
         self._throughput = Throughput()
         self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
+        self._step: Callable[[], object] = parts.optimizer.step
         self._drop_gradients = gradient_dropper(parts.optimizer)
 
     @property
@@ -125,6 +126,7 @@ class Trainer:
                 self._heed(observe(report))
             if progress.step - self.start_step == 1:
                 self._after_first_step()
+                self._step = stepper(parts.optimizer)
             if progress.step % settings.log_every_n_steps == 0:
                 self.log(epoch=epoch)
             if window.epoch_end:
@@ -181,8 +183,11 @@ class Trainer:
             self.checkpoints.before_update()
         self._lr = parts.optimizer.param_groups[0]["lr"]
         self._stepped = not self._may_leave_out
-        scaler.step(parts.optimizer)
-        scaler.update()
+        if self._may_leave_out:
+            scaler.step(parts.optimizer)
+            scaler.update()
+        else:
+            self._step()
         self._drop_gradients()
         if self._stepped:
             parts.schedule.after_step()

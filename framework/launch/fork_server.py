@@ -3,7 +3,8 @@
 It is started before the configuration is read and loads modules meanwhile, runs no tensor operation and touches no GPU,
 so what it forks is clean. It is single-threaded Python: between two imports it looks whether a request has come.
 
-Run as `python -m framework.launch.fork_server FD PARENT_PID NAME...`; a name is a module's or one in it. Requests on the socket FD:
+Run as `python -m framework.launch.fork_server FD PARENT_PID NAME...`; a name is a module's, or one in it. Requests on
+the socket FD:
 
     {"op": "spawn", "key": str, "entry": "module:function", "arguments": {...}, "environment": {...}, "unset": [...],
      "cwd": str, "sys_path": [...], "argv": [...], "log": path or null, "terminal": bool, "takes_fd": bool}

@@ -6,12 +6,14 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from typing import final
+from typing import Any, final
 
 from framework.appending import Appender
 from framework.rows import open_rows, read_rows
 from framework.run_dir import RunDir
 from framework.types import FitInfo
+
+_encode = json.JSONEncoder(allow_nan=False).encode  # made once: `json.dumps` makes one at each call
 
 
 @final
@@ -43,11 +45,12 @@ class JsonlLogger:
                 return
         if self._file is None:
             self._file = open_rows(self._path, last_step=None)
-        row = {"step": step, "epoch": epoch, "time": round(time.time(), 3)}
+        row: dict[str, Any] = {"step": step, "epoch": epoch, "time": round(time.time(), 3)}
         nonfinite = {name: str(float(value)) for name, value in values.items() if not math.isfinite(value)}
-        finite = {name: None if name in nonfinite else value for name, value in values.items()}
-        extra = {"nonfinite": nonfinite} if nonfinite else {}
-        self._file.write(f"{json.dumps({**row, **finite, **extra}, allow_nan=False)}\n".encode())
+        row |= values
+        if nonfinite:
+            row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
+        self._file.write(f"{_encode(row)}\n".encode())
 
     def text(self, tag: str, text: str) -> None:
         """Nothing: a text is no metric, and the config lies in a file of its own."""

@@ -8,6 +8,7 @@ from textwrap import indent
 from typing import final
 
 from framework.loggers.events import EventFile
+from framework.loggers.names import of_evaluation
 from framework.run_dir import RunDir
 from framework.types import FitInfo
 
@@ -43,8 +44,10 @@ class TensorBoardLogger:
         if self._resumed and step == self._start_step:  # seldom: where nothing but the test was left to do
             known = self._scalars_at(step)
             values = {name: value for name, value in values.items() if name not in known}
-        for name, value in values.items():
-            writer.scalar(name, value, step=step)
+        if values:
+            writer.scalars(values, step=step)
+        if of_evaluation(values):
+            writer.flush()
 
     def text(self, tag: str, text: str) -> None:
         if self._writer is None:

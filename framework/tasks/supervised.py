@@ -68,7 +68,7 @@ class Supervised:
     def _step(self, model: nn.Module, batch: Batch, *, metrics: Mapping[str, Metric]) -> StepOutput:
         input_, target = split_batch(batch)
         output = model(input_)
-        if isinstance(output, Tensor):
+        if isinstance(output, Tensor) and target.device != output.device:
             target = target.to(output.device, non_blocking=True)
         loss = self._compute_loss(output, target)
         if not metrics:
@@ -105,7 +105,9 @@ class Supervised:
 
 def split_batch(batch: Batch) -> tuple[Any, Tensor]:
     """Input and target of a batch. Raises DataError when it has another form, or the target is no tensor."""
-    if isinstance(batch, Mapping) and batch.keys() == {"input", "target"}:
+    if type(batch) is list and len(batch) == 2:  # nearly always; to ask what else it may be takes longer
+        input_, target = batch
+    elif isinstance(batch, Mapping) and batch.keys() == {"input", "target"}:
         input_, target = batch["input"], batch["target"]
     elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
         input_, target = batch

@@ -46,6 +46,35 @@ def test_a_loss_weighs_its_samples_and_metrics_are_sums_over_their_own_counts() 
     assert extra == [2.0, 0.5]
 
 
+def test_totals_read_at_once_are_those_summed_on_the_device() -> None:
+    """Alone and on a CPU values are read and added here; of several GPUs only the sum is read."""
+    meter, draw = Meter(), torch.Generator().manual_seed(0)
+    for step in range(2500):  # more than one pack
+        loss = torch.rand((), generator=draw) * 10 ** (step % 7)
+        right = torch.randint(0, 9, (), generator=draw)
+        meter.add(StepOutput(loss, 1 + step % 3, {"right": (right, 9), "half": (loss.bfloat16(), 1)}), step=step)
+    names = ["half", "loss", "never", "right"]
+    on_device = [meter._get(name).total(torch.device("cpu")).item() for name in names]
+    assert meter._totals_on_host(names) == pytest.approx(on_device, rel=1e-14, abs=0)
+    assert [value > 0 for value in on_device] == [True, True, False, True]
+    exact = math.fsum(float(value) for value in meter._get("right").packed())  # type: ignore[union-attr]
+    assert meter._totals_on_host(["right"]) == [exact]
+
+
+@pytest.mark.parametrize("worst", [[math.inf, 1.0], [math.inf, -math.inf], [math.nan, 1.0]])
+def test_totals_of_what_is_not_finite_are_not_finite(worst: list[float]) -> None:
+    meter = Meter()
+    fill(meter, dict(enumerate(worst)))
+    assert not math.isfinite(meter.reduce(cpu_context())[0]["loss"])
+
+
+def test_totals_beyond_the_largest_number_are_infinite() -> None:
+    meter = Meter()
+    for _ in range(3):
+        meter.add(output(1.0, 1, large=(torch.tensor(1e308, dtype=torch.float64), 1)))
+    assert meter.reduce(cpu_context())[0] == {"loss": 1.0, "large": math.inf}
+
+
 def test_reading_changes_nothing_and_clearing_begins_anew() -> None:
     meter = Meter()
     fill(meter, {1: 2.0})

@@ -11,10 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from framework.config.schema import ClipAlgorithm, Interval
 from framework.errors import ConfigError
-from framework.optim import Schedule, clip_gradients, cosine, fused_pays, gradient_dropper, gradient_norm, lay_out_state
+from framework.optim import (
+    Schedule,
+    clip_gradients,
+    cosine,
+    fused_pays,
+    gradient_dropper,
+    gradient_norm,
+    lay_out_state,
+    stepper,
+)
 
 
 def sgd(lr: float = 1.0) -> torch.optim.SGD:
@@ -139,6 +149,82 @@ def test_clipping_by_value_cuts_each_element():
 def test_a_gradient_that_is_not_finite_shows_in_the_norm_without_raising():
     assert math.isnan(clip_gradients(with_gradients([math.nan]), value=1.0, algorithm=ClipAlgorithm.NORM) or 0.0)
     assert gradient_norm([]).item() == 0.0
+
+
+def test_the_norm_is_torchs_to_the_bit():
+    draw = torch.Generator().manual_seed(0)
+    for sizes in ((7,), (3, 1000, 1), (64,) * 20):
+        parameters = [zeros(size) for size in sizes]
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        expected = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        assert torch.equal(gradient_norm(parameters), expected)
+    parameters.append(zeros(2, dtype=torch.float64))
+    parameters[-1].grad = torch.ones(2, dtype=torch.float64)
+    expected = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    assert torch.equal(gradient_norm(parameters), expected)
+
+
+def values_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    return [p.tolist() for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_lean_step_is_the_optimizers(kind):
+    lean, plain = (kind([nn.Parameter(torch.ones(3))], lr=0.1, weight_decay=0.1) for _ in range(2))
+    schedules = [StepLR(each, 2, gamma=0.5) for each in (lean, plain)]
+    step = stepper(lean)
+    assert step != lean.step
+    for number in range(5):
+        for each, act, schedule in ((lean, step, schedules[0]), (plain, plain.step, schedules[1])):
+            for parameter in each.param_groups[0]["params"]:
+                parameter.grad = torch.full((3,), float(number))
+            (each.step if number == 0 else act)()
+            schedule.step()
+        assert values_of(lean) == values_of(plain)
+    assert torch.is_grad_enabled()
+
+
+def test_a_lean_step_calls_hooks_that_come_later_and_marks_itself_for_the_profiler():
+    optimizer = sgd()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    step, seen = stepper(optimizer), []
+    step()
+    handle = optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    step()
+    handle.remove()
+    handle = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    step()
+    handle.remove()
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append("any"))
+    step()
+    handle.remove()
+    step()
+    assert seen == ["after", "before", "any"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    assert any(event.key == "Optimizer.step#SGD.step" for event in profiler.key_averages())
+    assert optimizer.param_groups[0]["params"][0].item() == 1.0 - 6
+
+
+class Own(torch.optim.Optimizer):
+    """Written as many are: no more of torch's habits than it needs."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+
+
+def test_an_optimizers_own_step_is_taken_and_one_put_in_its_place_too():
+    own = Own([zeros(1)])
+    stepper(own)()
+    assert own.steps == 1
+    replaced = sgd()
+    vars(replaced)["step"] = lambda: "other"
+    assert stepper(replaced)() == "other"
 
 
 @pytest.mark.parametrize("total", [None, 3])

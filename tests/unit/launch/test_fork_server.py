@@ -238,6 +238,26 @@ def test_children_find_loaded_what_was_preloaded(
     assert status_of(server, Child("one", "asks:main", {})) == 10
 
 
+def test_what_is_to_be_loaded_is_there_before_the_next_child(
+    start: Callable[..., WarmServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what is left of the server's own; a name in a module is one too, and one that fails ends nothing."""
+    noted = "import os, time\ntime.sleep(0.2)\nPID = os.getpid()\n"
+    asks = "import sys\nfirst, other, lazy = (sys.modules.get(n) for n in ('first', 'other', 'lazy'))\n"
+    modules(
+        tmp_path,
+        first=noted,
+        other=noted,
+        lazy="def __getattr__(name):\n    global got\n    got = name\n",
+        asks=f"{asks}def main(arguments, fd): return 10 if first and other and lazy.got == 'Name' else 20\n",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = start(["first", "other"])
+    monkeypatch.syspath_prepend(tmp_path)
+    server.load(["lazy.Name", "no_such_module_anywhere"])
+    assert status_of(server, Child("one", "asks:main", {})) == 10
+
+
 def test_a_request_is_served_between_two_imports(
     start: Callable[..., WarmServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
