@@ -53,20 +53,23 @@ class Series:
         weights = torch.tensor(self._weights, dtype=dtype, device=device)
         return (values * weights).sum().reshape(1)
 
-    def packed(self) -> Tensor | None:
-        """Every value in the order it came in, as one tensor; None without any."""
+    def packed(self) -> list[Tensor]:
+        """Every value in the order it came in, in tensors of one dimension."""
         self._pack()
-        if len(self._packed) > 1:
-            self._packed = [torch.cat(self._packed)]
-        return self._packed[0] if self._packed else None
+        return self._packed
+
+    def on_host(self) -> list[float]:
+        """Every value in the order it came in; waits for the device, for each value."""
+        packed = [value for values in self._packed for value in values.tolist()]
+        return packed + [value.item() for value in self._loose]
 
     def weigh(self, values: Sequence[float]) -> float:
-        """The weighted sum of `values`, which are those of `packed`: rounded once, where none is infinite."""
+        """The weighted sum of `values`, which are those of `on_host`: rounded once, where none is infinite."""
         weighted: list[float] = list(map(operator.mul, values, self._weights))
         try:
-            return math.fsum(weighted)
+            return math.fsum(weighted)  # rounded once
         except (OverflowError, ValueError):  # of infinities, or sums beyond the largest number
-            return sum(weighted)
+            return float(sum(weighted))
 
     def first_nonfinite(self) -> int | None:
         """The step of the first value that is NaN or infinite; waits for the device."""
@@ -124,9 +127,9 @@ class Meter:
         device = context.device
         tail = [*(float(self._get(name).count) for name in names), *extra]
         if context.world_size == 1:
-            numbers = [*self._totals_on_host(names), *tail]
+            numbers = [*self._totals_on_host(names, device), *tail]
         elif device.type == "cpu":
-            flat = torch.tensor([*self._totals_on_host(names), *tail], dtype=torch.float64)
+            flat = torch.tensor([*self._totals_on_host(names, device), *tail], dtype=torch.float64)
             numbers = sum_over_ranks(flat, context).tolist()
         else:  # there reading a value would be one more wait than reading the sum
             dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -159,14 +162,14 @@ class Meter:
         """Begin anew; the names stay agreed."""
         self._series.clear()
 
-    def _totals_on_host(self, names: Sequence[str]) -> list[float]:
-        """The weighted sum of each name; one wait for the device."""
+    def _totals_on_host(self, names: Sequence[str], device: torch.device) -> list[float]:
+        """The weighted sum of each name; one wait for the device where all are of one type."""
         series = [self._get(name) for name in names]
-        packed = [values for each in series if (values := each.packed()) is not None]
-        if len({values.dtype for values in packed}) > 1:  # else they would be joined in one that may hold some of them
-            return [each.weigh([] if (own := each.packed()) is None else own.tolist()) for each in series]
-        flat = iter(torch.cat(packed).tolist() if packed else ())
-        return [each.weigh(list(itertools.islice(flat, len(each)))) for each in series]
+        packed = [] if device.type == "cpu" else [values for each in series for values in each.packed()]
+        if len({values.dtype for values in packed}) != 1:  # joined they would be of one that may not hold some of them
+            return [each.weigh(each.on_host()) for each in series]
+        values = iter(torch.cat(packed).tolist())
+        return [each.weigh(list(itertools.islice(values, len(each)))) for each in series]
 
     def _get(self, name: str) -> Series:
         series = self._series.get(name)

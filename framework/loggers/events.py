@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, final
 
 from framework.appending import Appender
+from framework.loggers.pace import Pace
 
 _NUMBERS = itertools.count()
-_WRITE_EVERY_S = 1.0
 
 
 @final
 class EventFile:
     """A new event file in `folder`. Half a second for the first one, which imports TensorBoard's formats.
 
-    purge_step: TensorBoard hides what older files have of this step and later ones. Points that come fast wait, and are
-    written once a second, at `flush` and at `close`: encoded together each costs a third.
+    purge_step: TensorBoard hides what older files have of this step and later ones. Points are written at a `Pace`, and
+    with `flush` and `close`.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None) -> None:
@@ -32,7 +32,7 @@ class EventFile:
         self._event = Event
         self._summary = Summary
         self._waiting: list[tuple[float, int, Mapping[str, float]]] = []
-        self._next_write_s = 0.0
+        self._pace = Pace()
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._records = RecordWriter(Appender(folder / name))
@@ -42,9 +42,8 @@ class EventFile:
 
     def scalars(self, values: Mapping[str, float], *, step: int) -> None:
         """One point of every curve named. `values` must stay as it is."""
-        now_s = time.time()
-        self._waiting.append((now_s, step, values))
-        if not now_s < self._next_write_s:
+        self._waiting.append((time.time(), step, values))
+        if self._pace.is_due():
             self._write_waiting()
 
     def text(self, tag: str, text: str, *, step: int) -> None:
@@ -63,12 +62,14 @@ class EventFile:
         self._records.close()
 
     def _write_waiting(self) -> None:
+        if not self._waiting:
+            return
         for wall_time, step, values in self._waiting:
             # In one record: what one costs is mostly its checksums.
             points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
             self._add(step=step, summary=self._summary(value=points), wall_time=wall_time)
         self._waiting.clear()
-        self._next_write_s = time.time() + _WRITE_EVERY_S
+        self._pace.note()
 
     def _add(self, *, wall_time: float | None = None, **content: Any) -> None:
         event = self._event(wall_time=time.time() if wall_time is None else wall_time, **content)

@@ -39,7 +39,31 @@ def log(path: Path, *, start: int, steps: range, fit: bool = True) -> None:
     logger.close()
 
 
-def test_one_object_each_call_which_is_there_at_once(tmp_path: Path) -> None:
+def test_lines_that_come_fast_wait_for_a_second_but_for_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [50.0]
+    monkeypatch.setattr("framework.loggers.pace.monotonic", lambda: now[0])
+    logger = JsonlLogger(run_dir=RunDir(tmp_path))
+    logger.fit_start(info(0))
+
+    def there(step: int, name: str = "train/loss", *, at: float) -> list[int]:
+        now[0] = at
+        logger.metrics({name: 0.5}, step=step, epoch=0)
+        return [row["step"] for row in rows(tmp_path)]
+
+    assert there(1, at=50.0) == [1]
+    assert there(2, at=50.9) == [1]
+    assert there(3, at=51.0) == [1, 2, 3]
+    assert there(4, at=51.1) == [1, 2, 3]
+    assert there(4, "val/loss", at=51.2) == [1, 2, 3, 4, 4]
+    assert there(5, at=51.3) == [1, 2, 3, 4, 4]
+    logger.flush()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 4, 5]
+    logger.close()
+
+
+def test_one_object_each_call_the_first_of_which_is_there_at_once(tmp_path: Path) -> None:
     logger = JsonlLogger(run_dir=RunDir(tmp_path))
     logger.fit_start(info(0))
     logger.text("config", "a: 1")

@@ -67,6 +67,7 @@ def test_points_that_come_fast_wait_for_a_second_and_keep_their_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
+    monkeypatch.setattr("framework.loggers.pace.monotonic", lambda: now[0])
     monkeypatch.setattr("framework.loggers.events.time.time", lambda: now[0])
     logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
     logger.fit_start(info(0))
