@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
-    from framework.types import EvalReport, StepReport, Stop
+    from framework.types import EvalReport, FitInfo, StepReport, Stop
 
 FOLDER = "BENCHMARK_REPORTS"
 GO_ON = "go_on"  # a file in that folder: whoever holds still may go on
@@ -121,3 +121,26 @@ class Until:
             return None
         report(reached=time.time(), epochs=now.epoch + 1)
         return Stop(f"{self._accuracy:.0%} of the validation images are right.")
+
+
+@final
+class Curve:
+    """Reports a run's validation accuracies, each with the seconds of training until then, without validation's."""
+
+    def __init__(self) -> None:
+        self._curve: list[tuple[float, float]] = []
+        self._seconds = self._since = 0.0
+
+    def on_fit_start(self, _: FitInfo) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_step_end(self, _: StepReport) -> None:
+        now = time.perf_counter()
+        self._seconds, self._since = self._seconds + now - self._since, now
+
+    def on_validation_end(self, now: EvalReport) -> None:
+        self._curve.append((self._seconds, now.metrics["val/accuracy"]))
+        self._since = time.perf_counter()
+
+    def on_fit_end(self) -> None:
+        report(curve=self._curve, seconds=self._seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from framework.distributed.context import Context
 from framework.distributed.group import process_group, set_timeout, side_group
 from framework.errors import EXIT_STOPPED, ConfigError
 from framework.evaluator import evaluate
-from framework.hardware import keep_to_cores, share_of_cores
+from framework.hardware import Sharers, keep_to_cores, share_of_cores
 from framework.headroom import check_room
 from framework.launch.link import Link
 from framework.launch.plan import RankArguments
@@ -31,11 +31,12 @@ from framework.launch.stopping import stoppable
 from framework.limits import overfitted, total_steps, train_windows
 from framework.parts import Parts
 from framework.precision import PrecisionPlugin
+from framework.progress import hooks
 from framework.pulse import Phase
 from framework.rank_log import logger
 from framework.restoring import restore
 from framework.seed import seed_everything
-from framework.session import Rank, entered, eval_loader, load_model, loading
+from framework.session import Rank, core_sharers, entered, eval_loader, load_model, loading
 from framework.trainer import Trainer
 from framework.types import Datasets, MapDataset, forward_communicates
 
@@ -88,7 +89,7 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | Non
         if rank.context.is_main:
             _introduce(rank, trainer, datasets)
         if rank.config.trainer.cpu_affinity:
-            _keep_to_own_cores(rank.context)
+            _keep_to_own_cores(core_sharers(rank.config, rank.context))
         started = time.perf_counter()
         with _heeding_requests(rank, trainer):
             trainer.fit()
@@ -105,10 +106,13 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | Non
             trainer.checkpoints.abandon()
         raise
     finally:
-        loaders = (train_loader, val_loader, test_loader)
-        for part in (trainer.checkpoints, *trainer.parts.loggers.values(), *loaders):
-            if part is not None:
-                part.close()
+        loaders = (test_loader, val_loader, train_loader)
+        with ExitStack() as closing:  # all of them, whatever one raises; the last one first
+            for part in (*loaders, *trainer.parts.loggers.values(), trainer.checkpoints):
+                if part is not None:
+                    closing.callback(part.close)
+            for close in hooks(trainer.parts.callbacks.values(), "close"):
+                closing.callback(close)
 
 
 def _heeding_requests(rank: Rank, trainer: Trainer) -> AbstractContextManager[None]:
@@ -116,14 +120,15 @@ def _heeding_requests(rank: Rank, trainer: Trainer) -> AbstractContextManager[No
     return nullcontext() if trainer.checkpoints is None else stoppable(rank.link)
 
 
-def _keep_to_own_cores(context: Context) -> None:
+def _keep_to_own_cores(sharers: Sharers) -> None:
     """Not earlier: by the cores of the node it is counted how many threads and loader workers a process gets."""
-    processes = context.topology.procs_per_node
     if not hasattr(os, "sched_setaffinity"):
         return _warn("trainer.cpu_affinity=true is ignored: this system can't bind processes to cores.")
-    own = share_of_cores(os.sched_getaffinity(0), local_rank=context.local_rank, processes=processes)
+    own = share_of_cores(os.sched_getaffinity(0), local_rank=sharers.own, processes=sharers.number)
     if not own:
-        return _warn(f"trainer.cpu_affinity=true is ignored: there are fewer cores than the {processes} processes.")
+        return _warn(
+            f"trainer.cpu_affinity=true is ignored: there are fewer cores than the {sharers.number} processes."
+        )
     return keep_to_cores(own)
 
 

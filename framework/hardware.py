@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from framework.errors import TopologyError
 
@@ -79,8 +80,52 @@ def cpu_count(root: Path = Path("/")) -> int:
 
 
 def threads_per_process(procs: int) -> int:
-    """A process's share of the cores, at least 1."""
+    """The share of a process that has its cores together with `procs` - 1 others; at least 1."""
     return max(1, cpu_count() // procs)
+
+
+class Sharers(NamedTuple):
+    """number: processes that have the same cores, this one too. own: which of them this one is, from 0."""
+
+    number: int
+    own: int
+
+
+def sharers_of_cores(*, local_rank: int, procs: int, environ: Mapping[str, str]) -> Sharers:
+    """Who has this process's cores: all `procs` of the node, but where srun has bound each of them, those bound alike.
+
+    For a process that is a task of srun's itself; children of one have its variables too. Of the bindings srun knows,
+    those that list a mask or a core for each task tell who shares them, and automatic ones do so. One that isn't in
+    force, since the process has another number of cores by now, counts for nothing.
+    https://slurm.schedmd.com/srun.html#OPT_SLURM_CPU_BIND_LIST
+    """
+    everyone = Sharers(procs, local_rank)
+    on_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if (
+        "TORCHELASTIC_RUN_ID" in environ  # the task is torchrun
+        or environ.get("SLURM_LOCALID") != str(local_rank)
+        or on_node is None
+        or int(on_node[0]) != procs
+    ):
+        return everyone
+    listed = _bound_cores(environ)
+    if not listed or listed[local_rank % len(listed)].bit_count() != len(os.sched_getaffinity(0)):
+        return everyone
+    alike = [task for task in range(procs) if listed[task % len(listed)] == listed[local_rank % len(listed)]]
+    return Sharers(len(alike), alike.index(local_rank))
+
+
+def _bound_cores(environ: Mapping[str, str]) -> list[int]:
+    """A mask for each task of this node, begun again where it is too short; empty where srun lists none."""
+    kind, entries = environ.get("SLURM_CPU_BIND_TYPE"), environ.get("SLURM_CPU_BIND_LIST", "").split(",")
+    try:
+        if kind == "mask_cpu:":
+            return [int(entry, 16) for entry in entries]
+        if kind == "map_cpu:":
+            return [1 << int(entry, 0) for entry in entries]
+    except ValueError:  # entries of a form that isn't documented
+        return []
+    return []
 
 
 def _driver_trouble(error: Exception) -> str:

@@ -24,7 +24,7 @@ from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context, make_context
 from framework.distributed.tensors import is_model_spread
 from framework.errors import CheckpointError
-from framework.hardware import threads_per_process
+from framework.hardware import Sharers, sharers_of_cores, threads_per_process
 from framework.late_dynamo import late_dynamo
 from framework.launch.link import Link
 from framework.launch.plan import RankArguments
@@ -111,9 +111,18 @@ def loading(rank: Rank) -> Loading:
         data.loader,
         num_workers=data.num_workers,
         procs=topology.procs_per_node,
+        core_sharers=core_sharers(rank.config, rank.context).number,
         sharing=-(-users // topology.gpus_per_node) if topology.shares_gpus else 1,
         tells=rank.context.is_main,
     )
+
+
+def core_sharers(config: Config, context: Context) -> Sharers:
+    """Who has this process's cores: all of its node, but where srun started each and bound it to cores of its own."""
+    procs, own = context.topology.procs_per_node, context.local_rank
+    if config.launcher.name not in ("auto", "adopted"):  # whoever was started by a task has that task's cores
+        return Sharers(procs, own)
+    return sharers_of_cores(local_rank=own, procs=procs, environ=os.environ)
 
 
 def load_model(rank: Rank, model: nn.Module, path: Path) -> Path:
@@ -153,7 +162,7 @@ def _prepare_process(config: Config, context: Context) -> None:
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_per_process(context.topology.procs_per_node))
+        torch.set_num_threads(threads_per_process(core_sharers(config, context).number))
     set_deterministic(config.trainer.deterministic, benchmark=config.trainer.benchmark)
 
 

@@ -137,6 +137,7 @@ class Strategy(Protocol):
     `load_state_dict(model, state)`; both get the wrapped model, and every rank calls them.
     One that spreads the weights, so that ranks talk in every forward, says so with `forward_communicates = True`: then
     each rank makes as many forwards as any other, in evaluation too.
+    One that has memory of its own for a second copy of all gradients says so with `copies_gradients = True`.
     """
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -161,6 +162,11 @@ def forward_communicates(strategy: Strategy) -> bool:
     return bool(getattr(strategy, "forward_communicates", False))
 
 
+def copies_gradients(strategy: Strategy) -> bool:
+    """Whether it keeps memory for a second copy of all gradients, which are exchanged in it."""
+    return bool(getattr(strategy, "copies_gradients", False))
+
+
 class Callback(Protocol):
     """Observes training on every rank. Write only the hooks you need: one that is left out costs nothing.
 
@@ -180,6 +186,10 @@ class Callback(Protocol):
 
     def on_fit_end(self) -> None:
         return None
+
+    def close(self) -> None:
+        """When the run is over, however it ended; a signal that stops nothing orderly leaves no time for it."""
+        return
 
     def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
         """While this is entered, `model` holds the weights to evaluate and to keep as the best (an average, say)."""

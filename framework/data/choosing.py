@@ -13,7 +13,7 @@ from framework.config.schema import LoaderKind
 from framework.data.decoding import UndecodableError, decoded, is_known_to_repeat, sample_bytes
 from framework.data.fetch import preserved_generators
 from framework.data.room import device_room, host_available, host_room
-from framework.data.rows import Rows, rows_of
+from framework.data.rows import Pieces, Rows, rows_of
 from framework.errors import DataError
 from framework.hardware import threads_per_process
 from framework.types import MapDataset
@@ -30,13 +30,15 @@ class Loading:
     """What `data.loader` and `data.num_workers` ask for, and who else is on this node.
 
     num_workers: loader processes; None: as many as suit. procs: processes of this node; sharing: those of them that
-    use this one's device. tells: log what was chosen, which one rank does for all.
+    use this one's device; core_sharers: those that have this one's cores, None: all. tells: log what was chosen, which
+    one rank does for all.
     """
 
     kind: LoaderKind = LoaderKind.AUTO
     num_workers: int | None = None
     procs: int = 1
     sharing: int = 1
+    core_sharers: int | None = None
     tells: bool = False
 
 
@@ -60,7 +62,7 @@ def choose(dataset: MapDataset, *, part: str, device: torch.device, loading: Loa
 
 
 def worker_count(*, procs: int) -> int:
-    """Loader processes for one of `procs` processes: its share of the cores without its own, at most 8; may be 0."""
+    """Loader processes for one of `procs` on the same cores: its share without its own, at most 8; may be 0."""
     return min(MOST_WORKERS, threads_per_process(procs) - 1)
 
 
@@ -70,13 +72,15 @@ def _choose(dataset: MapDataset, *, part: str, device: torch.device, loading: Lo
     if loading.kind is LoaderKind.AUTO and loading.num_workers:
         return _by_dataloader(loading, f"data.num_workers={loading.num_workers}")
     rows, how = rows_of(dataset), "tensors already"
+    if isinstance(rows, Pieces):
+        return _joined(rows, part=part, device=device, loading=loading)
     if rows is None:
         forced = loading.kind is LoaderKind.RESIDENT
         if not forced and not is_known_to_repeat(dataset):
             return _by_dataloader(loading, f"a {type(dataset).__name__} may give other samples each time")
         try:
             size_bytes = sample_bytes(dataset, part=part) * len(dataset)
-            refusal = _no_room(size_bytes, part=part, forced=forced, loading=loading)
+            refusal = _no_room(size_bytes, "decoded", part=part, loading=loading)
             if refusal is None and not forced:
                 refusal = _no_time(dataset)
             if refusal is not None:
@@ -99,17 +103,35 @@ def _no_time(dataset: MapDataset) -> str | None:
     return None if seconds <= MOST_DECODING_S else f"decoding all of it would take about {seconds:,.0f} s"
 
 
-def _no_room(size_bytes: int, *, part: str, forced: bool, loading: Loading) -> str | None:
-    """Why samples of so many bytes can't be decoded; raises DataError where they have to be."""
-    room = host_available() // loading.procs if forced else host_room(procs=loading.procs)
+def _no_room(size_bytes: int, made: str, *, part: str, loading: Loading) -> str | None:
+    """Why samples of so many bytes can't be made (decoded, joined) on the host; raises DataError where they have to be.
+
+    What has to be is tried where the system doesn't tell how much memory is available.
+    """
+    forced, room = loading.kind is LoaderKind.RESIDENT, host_room(procs=loading.procs)
+    if forced:
+        available = host_available()
+        room = size_bytes if available is None else available // loading.procs
     if size_bytes <= room:
         return None
-    text = f"decoded it takes {_megabytes(size_bytes)}, and {_megabytes(room)} of the host's memory are for it"
+    text = f"{made} it takes {_megabytes(size_bytes)}, and {_megabytes(room)} of the host's memory are for it"
     if forced:
         raise DataError(
             f"The {part} dataset can't be resident: {text} in each process. Use data.loader=dataloader, or less data."
         )
     return text
+
+
+def _joined(pieces: Pieces, *, part: str, device: torch.device, loading: Loading) -> Choice:
+    """Copied to one place, straight to the device where it fits there; where that is too much, gathered as they lie."""
+    how = "tensors joined"
+    if pieces.device != device and pieces.size_bytes <= device_room(device, sharing=loading.sharing):
+        return _placed(pieces.copied(device), how, device=device, loading=loading)
+    if pieces.device.type == "cpu":
+        refusal = _no_room(pieces.size_bytes, "joined", part=part, loading=loading)
+        if refusal is not None:
+            return _by_dataloader(loading, refusal)
+    return _placed(pieces.copied(pieces.device), how, device=device, loading=loading)
 
 
 def _placed(rows: Rows, how: str, *, device: torch.device, loading: Loading) -> Choice:
@@ -124,7 +146,8 @@ def _placed(rows: Rows, how: str, *, device: torch.device, loading: Loading) -> 
 
 
 def _by_dataloader(loading: Loading, why: str) -> Choice:
-    number = worker_count(procs=loading.procs) if loading.num_workers is None else loading.num_workers
+    procs = loading.core_sharers or loading.procs
+    number = worker_count(procs=procs) if loading.num_workers is None else loading.num_workers
     who = f"by {number} worker process(es)" if number else "in this process"
     return Choice(None, number, f"loaded sample by sample {who} ({why})")
 

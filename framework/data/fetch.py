@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from framework.data.rows import Rows, rows_of
+from framework.data.rows import Pieces, Rows, rows_of
 from framework.errors import RunError
 from framework.seed import mix
 from framework.types import Batch, MapDataset
@@ -51,7 +51,7 @@ def batch_key(seed: int, epoch: int) -> int:
 class FetchRows:
     """One indexing operation per tensor, instead of one `__getitem__` per sample and a collation."""
 
-    def __init__(self, rows: Rows, *, seed: int) -> None:
+    def __init__(self, rows: Rows | Pieces, *, seed: int) -> None:
         self._rows = rows
         self._seed = seed
 

@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from framework.data.batching import BatchPlan
 from framework.data.choosing import Loading, choose
@@ -20,6 +20,7 @@ from framework.data.sampler import (
     GlobalOrder,
     WindowIndices,
     epoch_indices,
+    epoch_length,
     evaluation_indices,
     windows,
     windows_per_epoch,
@@ -84,6 +85,9 @@ class TrainLoader:
             raise ValueError(f"The order is of {order.size} samples, the dataset has {size}.")
         check_everyone_gets_one(size, plan)
         self._order, self._plan, self._rank, self._limit = order, plan, rank, limit
+        taken = epoch_length(order, plan, limit=limit)
+        if not order.shuffle and taken < size:  # the same in every epoch: no others need be kept in memory
+            dataset = Subset(dataset, range(taken))  # type: ignore[arg-type]
         self._source = BatchSource(dataset, part="train", seed=order.seed, device=device, loading=loading)
         rows = self._source.rows
         self._gatherer = None if rows is None else WindowGatherer(rows, plan, rank=rank)

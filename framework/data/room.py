@@ -8,36 +8,46 @@ from pathlib import Path
 import torch
 
 DEVICE_SHARE = 0.25
-"""Of the device's free memory, for each part of the data: model and activations need the rest."""
+"""Of the device's free memory, for all parts of the data together: model and activations need the rest."""
 HOST_SHARE = 0.25
 """Of the host's available memory, over all processes of the node."""
+UNKNOWN_HOST_ROOM = 1 << 29
+"""Bytes over all processes of the node, where the system doesn't tell what is available, as macOS: small data sets."""
 
 _NO_LIMIT = 1 << 60  # version 1 of control groups writes a number above this for none
 
 
 def device_room(device: torch.device, *, sharing: int) -> int:
-    """Bytes that one of `sharing` processes may keep on an accelerator; 0 where that can't be asked, as for `mps`."""
-    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-    if ask is None:
+    """Bytes that one of `sharing` processes may yet keep on an accelerator; 0 where that can't be asked, as for `mps`.
+
+    To be asked before there is a model: what this process has on the device by then are parts of the data that were
+    loaded before, and they count.
+    """
+    module = torch.get_device_module(device)
+    asked = [getattr(module, name, None) for name in ("mem_get_info", "memory_reserved", "memory_allocated")]
+    if None in asked:
         return 0
-    free_bytes, _ = ask(device)
-    return int(free_bytes * DEVICE_SHARE) // sharing
+    (free_bytes, _), reserved_bytes, taken_bytes = (ask(device) for ask in asked if ask is not None)
+    share_bytes = int((free_bytes + reserved_bytes) * DEVICE_SHARE) // sharing
+    return max(0, share_bytes - int(taken_bytes))
 
 
 def host_room(*, procs: int, root: Path = Path("/")) -> int:
     """Bytes that one of `procs` processes on this node may keep in the host's memory."""
-    return int(host_available(root) * HOST_SHARE) // procs
+    available = host_available(root)
+    return (UNKNOWN_HOST_ROOM if available is None else int(available * HOST_SHARE)) // procs
 
 
-def host_available(root: Path = Path("/")) -> int:
+def host_available(root: Path = Path("/")) -> int | None:
     """Bytes the host can still give without swapping, or a control group of this process, where that is less.
 
-    Where the system doesn't tell (it isn't Linux), 0.
+    None where the system doesn't tell, as it isn't Linux.
     """
     lines = _read(root / "proc/meminfo").splitlines()
     named = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
-    available = int(named.get("MemAvailable", 0)) * 1024
-    return max(0, min([available, *_left_in_groups(root)]))
+    of_host = [int(named["MemAvailable"]) * 1024] if "MemAvailable" in named else []
+    known = [*of_host, *_left_in_groups(root)]
+    return max(0, min(known)) if known else None
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:

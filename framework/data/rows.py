@@ -15,6 +15,9 @@ from framework.errors import DataError
 from framework.types import Batch, MapDataset
 
 BatchTransform = Callable[[list[Tensor], Draws], Sequence[Tensor]]
+RowKind = tuple[torch.dtype, torch.Size, torch.device]
+
+_COPIED_AT_ONCE = 1 << 24
 
 
 @final
@@ -83,6 +86,11 @@ class Rows:
         return self.tensors[0].device
 
     @property
+    def kind(self) -> list[RowKind]:
+        """Of each tensor, what has to be alike for samples to make one data set."""
+        return [(tensor.dtype, tensor.shape[1:], tensor.device) for tensor in self.tensors]
+
+    @property
     def size_bytes(self) -> int:
         """What the samples take, were they all copied, and their list of rows."""
         listed = 0 if self.rows is None else self.rows.nbytes
@@ -108,15 +116,76 @@ class Rows:
 
     def transformed(self, tensors: list[Tensor], index_B: Tensor, *, key: int) -> list[Tensor]:
         """What `gather` gave for the samples `index_B`, which lie on the same device by now, as a model gets it."""
-        if self.transform is None:
-            return tensors
-        return _checked(self.transform(tensors, Draws(key, index_B)), len(index_B))
+        return _transformed(self.transform, tensors, index_B, key=key)
 
 
-def rows_of(dataset: MapDataset | Dataset[Any]) -> Rows | None:
+@dataclass(frozen=True)
+class Pieces:
+    """Samples of several tensors, of like rows, one after another. rows: which of these are the samples; None: all."""
+
+    parts: tuple[Rows | Pieces, ...]
+    rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts)) if self.rows is None else len(self.rows)
+
+    @property
+    def kind(self) -> list[RowKind]:
+        return self.parts[0].kind
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def transform(self) -> BatchTransform | None:
+        return self.parts[0].transform
+
+    @property
+    def pack(self) -> Callable[[list[Tensor]], Batch]:
+        return self.parts[0].pack
+
+    @property
+    def size_bytes(self) -> int:
+        """What `copied` takes."""
+        return len(self) * self._row_bytes
+
+    def copied(self, device: torch.device) -> Rows:
+        """The same samples as rows of one tensor each, on `device`; besides these, 16 MB at a time are needed."""
+        tensors = [torch.empty((len(self), *shape), dtype=dtype, device=device) for dtype, shape, _ in self.kind]
+        step = max(1, _COPIED_AT_ONCE // max(1, self._row_bytes))
+        for begin in range(0, len(self), step):
+            end = min(begin + step, len(self))
+            for whole, piece in zip(tensors, self.gather(torch.arange(begin, end, device=self.device)), strict=True):
+                whole[begin:end] = piece
+        return Rows(tuple(tensors), transform=self.transform, pack=self.pack)
+
+    def gather(self, index_B: Tensor) -> list[Tensor]:
+        """The rows of these samples; `index_B` lies where the tensors do."""
+        index_B = index_B if self.rows is None else self.rows.index_select(0, index_B)
+        gathered = [torch.empty((len(index_B), *shape), dtype=dtype, device=at) for dtype, shape, at in self.kind]
+        begin = 0
+        for part in self.parts:
+            end = begin + len(part)
+            (place,) = torch.where((begin <= index_B) & (index_B < end))
+            for whole, piece in zip(gathered, part.gather(index_B.index_select(0, place) - begin), strict=True):
+                whole.index_copy_(0, place, piece)
+            begin = end
+        return gathered
+
+    def transformed(self, tensors: list[Tensor], index_B: Tensor, *, key: int) -> list[Tensor]:
+        """As `Rows.transformed`."""
+        return _transformed(self.transform, tensors, index_B, key=key)
+
+    @property
+    def _row_bytes(self) -> int:
+        return sum(shape.numel() * dtype.itemsize for dtype, shape, _ in self.kind)
+
+
+def rows_of(dataset: MapDataset | Dataset[Any]) -> Rows | Pieces | None:
     """The samples of a TensorDataset or TensorSamples, or of subsets and concatenations of them; None for others.
 
-    Subclasses don't count: they may have a `__getitem__` of their own.
+    Nothing is copied. Subclasses don't count: they may have a `__getitem__` of their own.
     """
     if type(dataset) is TensorDataset:
         return Rows(_plain(dataset.tensors))
@@ -132,13 +201,18 @@ def rows_of(dataset: MapDataset | Dataset[Any]) -> Rows | None:
             return replace(inner, rows=chosen if inner.rows is None else inner.rows[chosen])
     if type(dataset) is ConcatDataset:
         parts = [rows_of(part) for part in dataset.datasets]
-        return _joined([part for part in parts if part is not None]) if None not in parts else None
+        rows = [part for part in parts if part is not None]
+        return _joined(rows) if len(rows) == len(parts) else None
     return None
 
 
 def _plain(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Without a graph, which every batch would hang on."""
     return tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
+
+
+def _transformed(transform: BatchTransform | None, tensors: list[Tensor], index_B: Tensor, *, key: int) -> list[Tensor]:
+    return tensors if transform is None else _checked(transform(tensors, Draws(key, index_B)), len(index_B))
 
 
 def _checked(made: Any, number: int) -> list[Tensor]:
@@ -157,21 +231,20 @@ def row_bytes(tensor: Tensor) -> int:
     return tensor[0].numel() * tensor.itemsize if len(tensor) else 0
 
 
-def _joined(parts: list[Rows]) -> Rows | None:
-    """One after another; None where rows or transforms aren't alike. Copies, but for parts of the same tensors."""
+def _joined(parts: Sequence[Rows | Pieces]) -> Rows | Pieces | None:
+    """One after another; None where rows or transforms aren't alike."""
     first = parts[0]
-    if any(part.transform is not first.transform or _kind(part) != _kind(first) for part in parts):
+    if any(part.transform is not first.transform or part.kind != first.kind for part in parts):
         return None
-    every = [torch.arange(len(part), device=part.device) for part in parts]
-    chosen = [each if part.rows is None else part.rows for part, each in zip(parts, every, strict=True)]
-    if all(x is y for part in parts for x, y in zip(part.tensors, first.tensors, strict=True)):
-        return replace(first, rows=torch.cat(chosen))
-    tensors = zip(*(part.gather(each) for part, each in zip(parts, every, strict=True)), strict=True)
-    return replace(first, tensors=tuple(torch.cat(each) for each in tensors), rows=None)
+    plain = [part for part in parts if isinstance(part, Rows)]
+    if len(plain) == len(parts) and _share_tensors(plain):
+        every = torch.arange(len(plain[0].tensors[0]), device=first.device)
+        return replace(plain[0], rows=torch.cat([every if part.rows is None else part.rows for part in plain]))
+    return Pieces(tuple(parts))
 
 
-def _kind(part: Rows) -> list[tuple[Any, ...]]:
-    return [(tensor.dtype, tensor.shape[1:], tensor.device) for tensor in part.tensors]
+def _share_tensors(parts: Sequence[Rows]) -> bool:
+    return all(x is y for part in parts for x, y in zip(part.tensors, parts[0].tensors, strict=True))
 
 
 def _drawn_key() -> int:

@@ -42,6 +42,20 @@ def test_the_profilers_steps_can_be_chosen_and_a_run_that_ends_earlier_says_so(t
     assert "TorchProfiler recorded nothing: training ended before step 17" in results.log(run_dir)
 
 
+def test_a_run_that_fails_leaves_the_trace_of_its_last_steps(train, tmp_path):
+    (tmp_path / "falls.py").write_text(
+        "class AtStep:\n"
+        "    def on_train_step_end(self, report):\n"
+        "        if report.step == 15:\n"
+        "            raise RuntimeError('it fell')\n"
+    )
+    fall = "+callbacks.falls._target_=falls.AtStep"
+    run_dir = train("recipe=toy", *SHORT, "trainer.profiler=pytorch", "trainer.max_steps=20", fall, status=1)
+    (trace,) = (run_dir / "profile").iterdir()
+    assert recorded_steps(json.loads(trace.read_text())) >= {"ProfilerStep#13", "ProfilerStep#14"}
+    assert json.loads((run_dir / "failure.json").read_text())["first"]["exception"] == "RuntimeError: it fell"
+
+
 def test_channels_last_gives_the_same_weights(train):
     steps = ("recipe=digits", *SHORT, "trainer.max_steps=5", "model.conv_dropout=0", "model.dropout=0")
     plain, changed = (results.weights(train(*steps, f"trainer.channels_last={value}")) for value in ("false", "true"))

@@ -8,7 +8,7 @@ import pytest
 
 from framework import hardware
 from framework.errors import TopologyError
-from framework.hardware import share_of_cores
+from framework.hardware import Sharers, share_of_cores, sharers_of_cores
 
 
 class NVMLError(Exception):
@@ -207,3 +207,48 @@ def test_threads_are_a_share_of_the_cores(monkeypatch):
 )
 def test_cores_are_shared_out(cores, processes, shares):
     assert [share_of_cores(cores, local_rank=rank, processes=processes) for rank in range(processes)] == shares
+
+
+def task_of_srun(local_rank, *, kind="mask_cpu:", listed="0x3,0xC,0x30,0xC0", tasks="4"):
+    """What srun sets for a task: as it was seen under SLURM 22.05."""
+    return {
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_CPU_BIND_TYPE": kind,
+        "SLURM_CPU_BIND_LIST": listed,
+    }
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5}, raising=False)
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (task_of_srun(2), Sharers(1, 0)),
+        (task_of_srun(2, tasks="4(x2)"), Sharers(1, 0)),
+        (task_of_srun(2, listed="3,C"), Sharers(2, 1)),  # typed masks come without 0x, and begin again
+        (task_of_srun(2, listed="0x3"), Sharers(4, 2)),
+        (task_of_srun(2, listed="0x3,0x3,0x30,0x30"), Sharers(2, 0)),
+        (task_of_srun(2, listed="0xF,0xF0"), Sharers(4, 2)),  # not in force: there would be four cores
+        (task_of_srun(2, kind="none", listed=""), Sharers(4, 2)),
+        (task_of_srun(2, kind="mask_ldom:", listed="0x1,0x2"), Sharers(4, 2)),
+        (task_of_srun(2, listed="socket 0"), Sharers(4, 2)),
+        (task_of_srun(0), Sharers(4, 2)),  # a process that a task has started
+        (task_of_srun(2, tasks="1(x2)"), Sharers(4, 2)),
+        ({**task_of_srun(2), "TORCHELASTIC_RUN_ID": "none"}, Sharers(4, 2)),
+        ({}, Sharers(4, 2)),
+    ],
+)
+def test_tasks_that_srun_has_bound_share_cores_with_those_bound_alike(environ, expected):
+    assert sharers_of_cores(local_rank=2, procs=4, environ=environ) == expected
+
+
+def test_a_core_for_each_task_is_a_binding_too(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6}, raising=False)
+    for listed, expected in (("5,6", Sharers(1, 0)), ("0x6,0x6", Sharers(2, 1)), ("6", Sharers(2, 1))):
+        environ = task_of_srun(1, kind="map_cpu:", listed=listed, tasks="2")
+        assert sharers_of_cores(local_rank=1, procs=2, environ=environ) == expected

@@ -4,12 +4,12 @@ import logging
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from framework.config.schema import LoaderKind
 from framework.data import choosing
 from framework.data.choosing import Loading, choose, worker_count
-from framework.data.room import DEVICE_SHARE, device_room, host_available, host_room
+from framework.data.room import DEVICE_SHARE, UNKNOWN_HOST_ROOM, device_room, host_available, host_room
 from framework.errors import DataError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -83,6 +83,42 @@ def test_what_has_to_be_resident_and_does_not_fit_is_refused(monkeypatch):
         chosen(Own(), kind=RESIDENT, procs=2)
 
 
+def test_where_memory_is_unknown_the_request_is_obeyed_and_auto_keeps_what_is_small(monkeypatch):
+    monkeypatch.setattr(choosing, "host_available", lambda: None)
+    monkeypatch.setattr(choosing, "host_room", lambda **_: 3999)
+    assert chosen(Own(), kind=RESIDENT, procs=100).rows is not None
+    monkeypatch.setattr(choosing, "is_known_to_repeat", lambda _: True)
+    assert chosen(Own()).rows is None
+    monkeypatch.setattr(choosing, "host_room", lambda **_: 4000)
+    assert chosen(Own()).rows is not None
+
+
+def joined(*sizes):
+    return ConcatDataset([TensorDataset(torch.full((size, 100), float(size))) for size in sizes])
+
+
+def test_tensors_that_have_to_be_joined_are_copied_only_where_there_is_room(monkeypatch):
+    rows, _, why = chosen(joined(3, 7))
+    assert rows is not None
+    assert why == "resident in the memory of cpu (tensors joined, 0.0 MB)"
+    monkeypatch.setattr(choosing, "host_room", lambda **_: 3999)
+    refused = chosen(joined(3, 7))
+    assert refused[:2] == (None, 8)
+    assert "joined it takes 0.0 MB, and 0.0 MB of the host's memory are for it" in refused.why
+    monkeypatch.setattr(choosing, "host_available", lambda: 3999)
+    with pytest.raises(DataError, match=r"can't be resident: joined it takes 0.0 MB(.|\n)*data.loader=dataloader"):
+        chosen(joined(3, 7), kind=RESIDENT)
+
+
+def test_tensors_that_fit_a_device_are_joined_there_without_a_copy_on_the_host(monkeypatch):
+    monkeypatch.setattr(choosing, "host_room", lambda **_: 0)
+    monkeypatch.setattr(choosing, "device_room", lambda _, **__: 4000)
+    rows, _, why = chosen(joined(3, 7), META)
+    assert rows is not None
+    assert (rows.device, len(rows)) == (META, 10)
+    assert why == "resident in the memory of meta (tensors joined, 0.0 MB)"
+
+
 def test_known_data_that_does_not_fit_is_loaded(monkeypatch):
     monkeypatch.setattr(choosing, "is_known_to_repeat", lambda _: True)
     assert chosen(Own()).rows is not None
@@ -122,6 +158,7 @@ def test_one_rank_says_what_was_chosen(caplog):
 
 def test_workers_are_the_cores_left(monkeypatch):
     assert [worker_count(procs=procs) for procs in (1, 2, 4, 16)] == [8, 7, 3, 0]
+    assert chosen(Own(), procs=4, core_sharers=2).num_workers == 7
 
 
 # Room
@@ -163,17 +200,44 @@ def test_a_control_group_may_leave_less(tmp_path, line, mount, files):
     assert host_available(tmp_path) == 150_000
 
 
-def test_a_system_that_does_not_tell_has_no_room(tmp_path):
-    assert host_available(tmp_path) == 0
+def test_a_system_that_does_not_tell_has_a_fixed_room(tmp_path):
+    assert host_available(tmp_path) is None
+    assert host_room(procs=4, root=tmp_path) == UNKNOWN_HOST_ROOM // 4
+
+
+class Device:
+    """A device module for a device of which everything is free, but what this process has taken."""
+
+    def __init__(self, free, *, kept=0):
+        self.free, self.kept, self.taken = free, kept, 0
+
+    def mem_get_info(self, _):
+        return self.free - self.memory_reserved(_), self.free
+
+    def memory_reserved(self, _):
+        return self.taken + self.kept
+
+    def memory_allocated(self, _):
+        return self.taken
 
 
 def test_a_device_gives_a_share_of_what_is_free(monkeypatch):
-    class Module:
-        @staticmethod
-        def mem_get_info(_):
-            return 1000, 2000
-
-    monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Device(1000, kept=100))
     assert device_room(META, sharing=2) == 1000 * DEVICE_SHARE // 2
     monkeypatch.setattr(torch, "get_device_module", lambda _: object())
+    assert device_room(META, sharing=1) == 0
+
+
+def test_the_parts_of_a_run_have_one_share_of_the_device_together(monkeypatch):
+    device = Device(100_000)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    where = []
+    for _ in range(3):  # of 10,000 bytes each
+        rows = chosen(TensorDataset(torch.zeros(25, 100)), META).rows
+        assert rows is not None
+        where.append(rows.device)
+        if rows.device == META:
+            device.taken += rows.size_bytes
+    assert where == [META, META, CPU]
+    device.taken = 30_000  # more than the share
     assert device_room(META, sharing=1) == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
+from framework.config.schema import LoaderKind
 from framework.data.batching import plan_batches
 from framework.data.choosing import Loading
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
@@ -154,6 +155,17 @@ def test_a_limit_shortens_the_epoch(tensors):
     assert len(loader) == 2
     windows = list(flat(loader.epoch(0)))
     assert [said for _, said in windows] == [(1, 4, False), (1, 4, True)]
+
+
+@pytest.mark.parametrize(("shuffle", "loaded"), [(False, set(range(8))), (True, set(range(23)))])
+def test_only_what_a_limit_leaves_is_decoded_where_every_epoch_takes_the_same(tensors, shuffle, loaded):
+    rows, resident = Rows(tensors), Loading(LoaderKind.RESIDENT)
+    loader = make_train(rows, limit=2, shuffle=shuffle, loading=resident)
+    assert set(rows.loaded) == loaded
+    assert len(loader) == 2
+    plain = make_train(tensors, limit=2, shuffle=shuffle)
+    for epoch in range(2):
+        assert_equal(flat(loader.epoch(epoch)), flat(plain.epoch(epoch)))
 
 
 def test_a_window_that_was_not_used_up_is_a_mistake(tensors):

@@ -7,8 +7,9 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from framework import TensorSamples
+from framework.data import rows as rows_module
 from framework.data.fetch import FetchRows, FetchSamples, Request
-from framework.data.rows import rows_of
+from framework.data.rows import Pieces, Rows, rows_of
 from framework.errors import DataError
 
 
@@ -78,7 +79,7 @@ def test_a_single_sample_follows_torchs_generator(tensors, own_state):
 def test_parts_of_the_same_tensors_are_joined_without_copying_them(tensors):
     train, rest = TensorSamples(*tensors, rows=torch.tensor([1, 2])), TensorSamples(*tensors, rows=torch.tensor([7]))
     rows = rows_of(ConcatDataset([train, rest]))
-    assert rows is not None
+    assert isinstance(rows, Rows)
     assert rows.tensors[0] is tensors[0]
     assert rows.gather(torch.arange(3))[1].tolist() == [1, 2, 7]
 
@@ -89,6 +90,42 @@ def test_parts_of_different_tensors_are_joined(tensors):
     x, label = batch_of(joined, 10, 0, 9)
     assert label.tolist() == [9, 0, 13]
     assert torch.equal(x[0], joined[10][0])
+
+
+def test_parts_of_different_tensors_are_gathered_and_copied_alike(tensors, monkeypatch):
+    monkeypatch.setattr(rows_module, "_COPIED_AT_ONCE", 3 * 24)  # rows of 24 bytes
+    others = TensorSamples(tensors[0] + 1, tensors[1] + 20, rows=torch.tensor([4, 0]))
+    whole: Any = ConcatDataset([TensorSamples(*tensors), ConcatDataset([others, TensorSamples(*tensors)])])
+    for dataset in (whole, Subset(whole, [-1, 11, 0, 10, 3])):
+        pieces = rows_of(dataset)
+        assert isinstance(pieces, Pieces)
+        rows = pieces.copied(torch.device("cpu"))
+        assert len(rows) == len(pieces) == len(dataset)
+        assert rows.size_bytes == pieces.size_bytes
+        every = [[sample[i] for sample in (dataset[j] for j in range(len(dataset)))] for i in range(2)]
+        for copied, gathered, one_by_one in zip(
+            rows.tensors, pieces.gather(torch.arange(len(dataset))), every, strict=True
+        ):
+            assert torch.equal(copied, torch.stack(one_by_one))
+            assert torch.equal(gathered, torch.stack(one_by_one))
+
+
+def test_what_parts_of_different_tensors_draw_does_not_depend_on_the_copy(tensors):
+    others = TensorSamples(tensors[0].clone(), tensors[1], transform=noisy)
+    pieces = rows_of(ConcatDataset([TensorSamples(*tensors, transform=noisy), others]))
+    assert isinstance(pieces, Pieces)
+    index, key = torch.tensor([15, 2, 5]), 7
+    rows = pieces.copied(torch.device("cpu"))
+    kept, loaded = (each.transformed(each.gather(index), index, key=key) for each in (rows, pieces))
+    assert torch.equal(kept[0], loaded[0])
+    assert not torch.equal(kept[0][0], kept[0][2])
+
+
+def test_joining_copies_no_row_before_it_is_asked_to(tensors):
+    pieces = rows_of(ConcatDataset([TensorDataset(*tensors), TensorDataset(tensors[0] + 1, tensors[1])]))
+    assert isinstance(pieces, Pieces)
+    assert isinstance(pieces.parts[0], Rows)
+    assert pieces.parts[0].tensors[0] is tensors[0]
 
 
 def test_unlike_parts_are_not_rows(tensors):
@@ -103,7 +140,7 @@ def test_unlike_parts_are_not_rows(tensors):
 
 def test_only_rows_that_are_samples_go_to_a_device(tensors):
     rows = rows_of(TensorSamples(*tensors, rows=torch.tensor([1, 2])))
-    assert rows is not None
+    assert isinstance(rows, Rows)
     moved = rows.on(torch.device("meta"))
     assert (len(moved), moved.tensors[0].shape, moved.rows) == (2, (2, 4), None)
     assert rows.on(torch.device("cpu")) is rows
