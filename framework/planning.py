@@ -30,7 +30,7 @@ from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.run_dir import RunDir
 from framework.topology import Topology
-from framework.types import Callback, Datasets, forward_communicates
+from framework.types import Callback, Datasets, Strategy, copies_gradients, forward_communicates
 
 _META = torch.device("meta")
 _STAND_IN_SIZE = 1000  # samples, where only the set-up is to be checked
@@ -83,7 +83,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
             callbacks=callbacks,
             steps_per_epoch=steps["per_epoch"],
             notes=notes,
-            is_spread=forward_communicates(strategy),
+            strategy=strategy,
         ),
         "notes": notes,
     }
@@ -148,7 +148,7 @@ def _sizes(
     callbacks: Mapping[str, Callback],
     steps_per_epoch: int | None,
     notes: list[str],
-    is_spread: bool,
+    strategy: Strategy,
 ) -> dict[str, Any]:
     model = _build_model(config, context)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -163,7 +163,7 @@ def _sizes(
     # A callback with weights of its own to evaluate keeps a second copy of the model, and in a checkpoint both.
     averaging = len(hooks(callbacks.values(), "evaluation_weights"))
     buffers = tensor_bytes(model.buffers())
-    world = context.world_size
+    world, is_spread = context.world_size, forward_communicates(strategy)
     reduced = gradients if world > 1 else 0
     parts = world if is_spread else 1
     if parts > 1:
@@ -181,6 +181,7 @@ def _sizes(
         "memory": {
             "parameters": -(-parameters // parts),
             "gradients": -(-gradients // parts),
+            "buckets": reduced if copies_gradients(strategy) else 0,
             "optimizer": None if state is None else -(-tensor_bytes(state.tensors()) // parts),
             "buffers": buffers,
             "averages": averaging * (parameters + buffers),

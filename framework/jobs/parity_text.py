@@ -37,8 +37,8 @@ process. Set it to 0 to compare all else.
 """,
     "batch_norm": """
 In training, {module} takes mean and variance over the samples of its own process, {shares} of {total}. With several
-processes that is a different model. If the shares are large, accept it. Else share the statistics over processes with
-torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), on GPUs; or normalise each sample by itself: torch.nn.GroupNorm,
+processes that is a different model. If the shares are large, accept it. Else share the statistics over processes, on
+GPUs: strategy=ddp strategy.sync_batchnorm=true. Or normalise each sample by itself: torch.nn.GroupNorm,
 torch.nn.LayerNorm, or a BatchNorm in eval mode where the model is only fine-tuned.
 """,
     "pairs": """

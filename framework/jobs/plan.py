@@ -16,7 +16,8 @@ known, and `notes` says why):
     data           train, val, test: samples; source: "data", "plan.train_samples" or null
     steps          per_epoch, total: optimizer steps; max_epochs, max_steps
     model          name, parameters, trainable
-    memory         bytes on each rank: parameters, gradients, optimizer, buffers, averages; activations aside, and
+    memory         bytes on each rank: parameters, gradients, buckets (a second copy of gradients, to exchange them),
+                   optimizer, buffers, averages; activations aside, and
                    what is gathered of a model that is spread
     traffic        bytes of one optimizer step: reduced (the gradients, all-reduced over all ranks); ring_per_rank: what
                    each rank sends and receives where that goes around in a ring, 2(W−1)/W of them

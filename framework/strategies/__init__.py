@@ -5,14 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from framework.strategies.allreduce import AllReduce
 from framework.strategies.auto import auto
+from framework.strategies.butterfly import Butterfly
 from framework.strategies.ddp import DDP
 from framework.strategies.single import Single
 
 if TYPE_CHECKING:
     from framework.strategies.fsdp import FSDP
 
-__all__ = ["DDP", "FSDP", "Single", "auto"]
+__all__ = ["DDP", "FSDP", "AllReduce", "Butterfly", "Single", "auto"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,8 @@ def auto(
     find_unused_parameters: bool = False,
     gradient_as_bucket_view: bool = True,
     static_graph: bool = False,
+    comm_hook: str | None = None,
+    sync_batchnorm: bool = False,
 ) -> Single | DDP:
     """`Single` for one process, else `DDP` with these keywords, so that a config needn't know how many there are."""
     if context.world_size == 1:
@@ -26,4 +28,6 @@ def auto(
         find_unused_parameters=find_unused_parameters,
         gradient_as_bucket_view=gradient_as_bucket_view,
         static_graph=static_graph,
+        comm_hook=comm_hook,
+        sync_batchnorm=sync_batchnorm,
     )

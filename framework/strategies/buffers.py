@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
+from framework.strategies.buckets import by_kind
 
 
 @torch.no_grad()
@@ -19,10 +20,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
     One call for each type and device: a small collective costs about a millisecond over gloo, however small.
     """
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for group in groups.values():
+    for group in by_kind(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         dist.broadcast(flat, src=0)
         for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -13,10 +14,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from framework.distributed.context import Context
-from framework.errors import ConfigError
+from framework.errors import ConfigError, TopologyError
 from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
+from framework.strategies.hooks import find_hook
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_UNUSED = re.compile(
+    r"Expected to have finished reduction in the prior iteration.*for rank \d+:\s*([\d\s]*\d)", re.DOTALL
+)
+"""How torch tells parameters that got no gradient: by their place among those to train."""
 
 
 @final
@@ -24,7 +30,8 @@ class DDP:
     """Keywords are DistributedDataParallel's; the process group must exist when `wrap` is called.
 
     broadcast_buffers: give every rank rank 0's buffers (BatchNorm's statistics) before each forward; false leaves
-    each rank its own after the start.
+    each rank its own after the start. comm_hook: what exchanges gradients in place of an all-reduce of their own type,
+    one of `framework.strategies.hooks`. sync_batchnorm: BatchNorm takes its statistics over all ranks' samples.
 
     Torch lays gradients out in buckets anew after the first backward, in the order in which they came; the layout
     decides the order in which values of three or more ranks are added. So that order is part of a checkpoint.
@@ -39,8 +46,15 @@ class DDP:
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
+        comm_hook: str | None = None,
+        sync_batchnorm: bool = False,
     ) -> None:
+        if sync_batchnorm:
+            _check_sync_batchnorm(context)
         self._context = context
+        self._comm_hook = find_hook(comm_hook)
+        self._syncs_batchnorm = sync_batchnorm
+        self.copies_gradients = not gradient_as_bucket_view
         self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
         self._options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -53,18 +67,28 @@ class DDP:
         # of a static graph the first exchange only counts, and the second notes the order.
         self._settled_after = 2 if static_graph else int(not find_unused_parameters)
         self._exchanges = 0
+        self._watched = _NOTHING
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Raises ConfigError for a model without parameters to train: there would be nothing to average."""
+        """Raises ConfigError for a model without parameters to train: there would be nothing to average.
+
+        And where statistics of BatchNorm are to be shared and there is none.
+        """
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
                 f"strategy=ddp averages gradients, but no parameter of {type(model).__name__} requires one.\n"
                 "Set requires_grad on those to train, or use one process: topology.procs_per_node=1."
             )
+        if self._syncs_batchnorm:
+            model = _with_sync_batchnorm(model)
         wrapped = DistributedDataParallel(model, device_ids=self._device_ids(), **self._options)
+        if self._comm_hook is not None:
+            wrapped.register_comm_hook(None, self._comm_hook)
         if self._settled_after:
             self._note_order(wrapped)
+        if not self._options["find_unused_parameters"]:
+            self._watched = _NamesUnused(wrapped)
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -74,10 +98,14 @@ class DDP:
         return model
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
+        """ConfigError comes out of it where parameters had no gradient in the step before, and DDP awaited one."""
         if synchronise or not isinstance(model, DistributedDataParallel):
             self._exchanges += 1
-            return _NOTHING
-        return model.no_sync()
+            return self._watched
+        both = ExitStack()
+        both.enter_context(self._watched)
+        both.enter_context(model.no_sync())
+        return both
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers (BatchNorm's statistics), which its last forward left different."""
@@ -160,6 +188,51 @@ def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> 
     finally:
         model.module, model._compiled_call_impl = module, compiled
         model.zero_grad(set_to_none=True)
+
+
+@final
+class _NamesUnused:
+    """Where DDP refuses a forward as parameters had no gradient before, says which, and what to set."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        told = _UNUSED.search(str(error)) if isinstance(error, RuntimeError) else None
+        if told is None:
+            return
+        names = [name for name, parameter in self._model.module.named_parameters() if parameter.requires_grad]
+        unused = [names[int(place)] for place in told[1].split() if int(place) < len(names)]
+        raise ConfigError(
+            f"strategy=ddp awaits a gradient of every parameter, and in the step before {len(unused)} of {len(names)} "
+            f"had none: {', '.join(unused)}.\n"
+            "Use strategy=ddp strategy.find_unused_parameters=true where the forward leaves out some at times; "
+            "requires_grad=False for what is never trained; or strategy=allreduce, which needs no such setting."
+        ) from error
+
+
+def _check_sync_batchnorm(context: Context) -> None:
+    if context.topology.gpus_per_node == 0:
+        raise ConfigError(
+            "strategy.sync_batchnorm=true needs GPUs: PyTorch's SyncBatchNorm has no way over the CPU.\n"
+            "Use strategy.sync_batchnorm=false, or normalise each sample by itself, with torch.nn.GroupNorm for one."
+        )
+    if len(context.devices) > 1:
+        raise TopologyError(
+            f"strategy.sync_batchnorm=true is for processes of one GPU each, and these have {len(context.devices)}.\n"
+            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
+        )
+
+
+def _with_sync_batchnorm(model: nn.Module) -> nn.Module:
+    """With the same parameters and buffers, and the same names of them."""
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise ConfigError(f"strategy.sync_batchnorm=true: {type(model).__name__} has no BatchNorm. Leave it out.")
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
 
 
 def _buffer_option(broadcast: bool) -> dict[str, bool]:

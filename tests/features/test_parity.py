@@ -133,7 +133,7 @@ def test_batch_norm_is_named(compared: Compared) -> None:
     )
     assert departure["layer"]["difference"] > 0.01
     assert "the output of 1 (BatchNorm1d)" in printed
-    assert "convert_sync_batchnorm" in printed
+    assert "strategy.sync_batchnorm=true" in printed
     assert "8 of 16" in printed
 
 

@@ -144,7 +144,7 @@ def wait_in_vain(rank: RankArguments, _link: Link) -> None:
     with group(rank) as context:
         set_timeout(1.0, context)
         if context.rank == 1:
-            _wait_for(Path(rank.run_dir, "rank_0.json"), within_s=6.0)
+            wait_for(Path(rank.run_dir, "rank_0.json"), within_s=6.0)
             return
         began = time.monotonic()
         try:
@@ -189,7 +189,7 @@ def wait_in_vain_with_an_older_torch(rank: RankArguments, link: Link) -> None:
     wait_in_vain(rank, link)
 
 
-def _wait_for(path: Path, *, within_s: float) -> None:
+def wait_for(path: Path, *, within_s: float) -> None:
     deadline = time.monotonic() + within_s
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)

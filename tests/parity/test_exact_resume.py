@@ -88,6 +88,24 @@ def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option:
     assert exact.differences(whole, resumed) == []
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("strategy=allreduce", "strategy.broadcast_buffers=false", *STOPPING),
+        ("strategy=ddp", "strategy.comm_hook=butterfly", *AVERAGED),
+        pytest.param(("strategy=allreduce", *AVERAGED), marks=pytest.mark.exhaustive),
+        pytest.param(("strategy=butterfly", *AVERAGED), marks=pytest.mark.exhaustive),
+        pytest.param(("strategy=ddp", "strategy.comm_hook=bf16", *AVERAGED), marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda overrides: " ".join(overrides[:2]),
+)
+def test_so_it_does_with_other_ways_to_average(train: Train, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    whole, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=3", *overrides)
+    assert "Going on after step 9" in results.log(resumed)
+    assert exact.differences(whole, resumed) == []
+    assert results.repeated(resumed) == {}
+
+
 @pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_after_the_first_step_the_layout_of_gradients_is_the_one_there_would_be(
     train: Train, tmp_path: Path, static: bool

@@ -46,6 +46,7 @@ def test_parameters_gradients_and_state_are_those_of_the_real_model():
     assert found["memory"] == {
         "parameters": tensor_bytes(model.parameters()),
         "gradients": tensor_bytes([p.grad for p in model.parameters() if p.grad is not None]),
+        "buckets": 0,
         "optimizer": tensor_bytes(state),
         "buffers": 0,
         "averages": 0,
@@ -63,6 +64,19 @@ def test_of_a_spread_model_each_rank_has_its_share():
     assert spread["traffic"] == {"reduced": size, "ring_per_rank": 3 * 3 * size // 4}
     assert any("The model is spread over the ranks" in note for note in spread["notes"])
     assert spread["checkpoint"] == whole["checkpoint"]
+
+
+def test_what_gradients_are_exchanged_in_is_counted():
+    """Where it is memory beside theirs, and there is anybody to exchange them with."""
+    for overrides, procs, has_it in (
+        (("strategy=allreduce",), 2, True),
+        (("strategy=butterfly",), 3, True),
+        (("strategy=allreduce",), 1, False),
+        (("strategy=ddp", "strategy.gradient_as_bucket_view=false"), 2, True),
+        (("strategy=ddp",), 2, False),
+    ):
+        memory = facts("recipe=toy", *overrides, procs=procs)["memory"]
+        assert memory["buckets"] == has_it * memory["gradients"], overrides
 
 
 def test_a_callback_that_a_spread_model_cannot_have_is_refused():
@@ -171,6 +185,9 @@ def test_samples_that_were_given_stand_for_data_that_is_not_there():
     ("overrides", "procs", "error", "said"),
     [
         (("strategy=single",), 2, TopologyError, "strategy=single is for one process"),
+        (("strategy=ddp", "strategy.comm_hook=fp32"), 2, ConfigError, "comm_hook=fp32: there is none"),
+        (("strategy=ddp", "strategy.sync_batchnorm=true"), 2, ConfigError, "sync_batchnorm=true needs GPUs"),
+        (("strategy=allreduce", "strategy.bucket_cap_mb=-1"), 2, ConfigError, "bucket_cap_mb=-1 must be 0"),
         ((), 1601, DataError, "The train dataset has 1600 samples for 1601 processes"),
         (("data.global_batch_size=3",), 4, ConfigError, "less than one sample for each of the 4 forward passes"),
         (("+optimizer.mu=1",), 1, TargetError, "optimizer.mu: torch.optim.SGD has no such keyword"),
