@@ -17,8 +17,7 @@ known, and `notes` says why):
     steps          per_epoch, total: optimizer steps; max_epochs, max_steps
     model          name, parameters, trainable
     memory         bytes on each rank: parameters, gradients, buckets (a second copy of gradients, to exchange them),
-                   optimizer, buffers, averages; activations aside, and
-                   what is gathered of a model that is spread
+                   optimizer, buffers, averages; activations aside, and what is gathered of a model that is spread
     traffic        bytes of one optimizer step: reduced (the gradients, all-reduced over all ranks); ring_per_rank: what
                    each rank sends and receives where that goes around in a ring, 2(W−1)/W of them
     checkpoint     about how many bytes each checkpoint takes; null also where none is saved

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from framework.distributed.context import Context
 from framework.strategies.ddp import DDP
 from framework.strategies.single import Single
@@ -15,7 +18,7 @@ def auto(
     find_unused_parameters: bool = False,
     gradient_as_bucket_view: bool = True,
     static_graph: bool = False,
-    comm_hook: str | None = None,
+    comm_hook: str | Mapping[str, Any] | None = None,
     sync_batchnorm: bool = False,
 ) -> Single | DDP:
     """`Single` for one process, else `DDP` with these keywords, so that a config needn't know how many there are."""

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from framework.distributed.context import Context
 from framework.errors import ConfigError, TopologyError
 from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
-from framework.strategies.hooks import find_hook
+from framework.strategies.hooks import find_hook, powersgd_options
+from framework.strategies.powersgd import PowerSGD
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _UNUSED = re.compile(
@@ -46,13 +47,12 @@ class DDP:
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        comm_hook: str | None = None,
+        comm_hook: str | Mapping[str, Any] | None = None,
         sync_batchnorm: bool = False,
     ) -> None:
         if sync_batchnorm:
             _check_sync_batchnorm(context)
         self._context = context
-        self._comm_hook = find_hook(comm_hook)
         self._syncs_batchnorm = sync_batchnorm
         self.copies_gradients = not gradient_as_bucket_view
         self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
@@ -66,6 +66,11 @@ class DDP:
         # After how many exchanges torch lays out anew. It keeps its first layout where it looks for unused parameters;
         # of a static graph the first exchange only counts, and the second notes the order.
         self._settled_after = 2 if static_graph else int(not find_unused_parameters)
+        options = powersgd_options(comm_hook)
+        self._powersgd = None
+        if options is not None:
+            self._powersgd = PowerSGD(options, context=context, settled_after=self._settled_after, cap_mb=bucket_cap_mb)
+        self._comm_hook = find_hook(comm_hook) if isinstance(comm_hook, str) and options is None else None
         self._exchanges = 0
         self._watched = _NOTHING
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
@@ -85,6 +90,8 @@ class DDP:
         wrapped = DistributedDataParallel(model, device_ids=self._device_ids(), **self._options)
         if self._comm_hook is not None:
             wrapped.register_comm_hook(None, self._comm_hook)
+        if self._powersgd is not None:
+            self._powersgd.register(wrapped)
         if self._settled_after:
             self._note_order(wrapped)
         if not self._options["find_unused_parameters"]:
@@ -113,11 +120,13 @@ class DDP:
             broadcast(self.unwrap(model).buffers())
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """What decides how sums come out: the order of gradients; each rank's buffers where they aren't the same."""
+        """What decides how sums come out: the order of gradients, what a hook keeps; and each rank's own buffers."""
         exchanges = min(self._exchanges, self._settled_after)
         state: dict[str, Any] = {"gradient_order": list(self._order), "exchanges": exchanges}
         if not self._broadcasts_buffers:
             state["buffers"] = buffers_of_ranks(self.unwrap(model), self._context)
+        if self._powersgd is not None:
+            state["powersgd"] = self._powersgd.state_dict()
         return state
 
     @torch.no_grad()
@@ -134,6 +143,8 @@ class DDP:
                 with torch.enable_grad():
                     _exchange_in_order(model, order)
             self._order = list(order)
+        if self._powersgd is not None and "powersgd" in state:
+            self._powersgd.load_state_dict(state["powersgd"])
         if not self._broadcasts_buffers:
             restore_buffers(self.unwrap(model), state.get("buffers", []), self._context)
 

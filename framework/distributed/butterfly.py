@@ -1,0 +1,143 @@
+"""An all-reduce made of sends and receives between pairs of ranks: a butterfly.
+
+The ranks swap halves of what they hold, then halves of that half, with partners at half the distance each time, until
+each has the sum of one part (reduce-scatter by recursive halving). The same way back they swap what is finished
+(all-gather by recursive doubling). With P ranks, a power of two, that is 2 log2 P rounds, in which a rank sends
+2 (P - 1)/P of the tensor, as in a ring of 2 (P - 1) rounds.
+
+    ranks    0     1     2     3
+    round 1  0 <-------> 2     1 <-------> 3      a half each
+    round 2  0 <-> 1           2 <-> 3            a quarter each, which is finished then
+    round 3  0 <-> 1           2 <-> 3            the finished quarters
+    round 4  0 <-------> 2     1 <-------> 3      the finished halves
+
+Where the number of ranks isn't a power of two, each of those beyond the largest one in it gives its values to a rank of
+the others before, and gets the result from it after: two rounds more.
+
+R. Thakur, R. Rabenseifner, W. Gropp, Optimization of Collective Communication Operations in MPICH, International
+Journal of High Performance Computing Applications 19(1), 2005; R. Rabenseifner, Optimization of Collective Reduction
+Operations, International Conference on Computational Science 2004. There the ranks that fold in share the first sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+class Swap(NamedTuple):
+    """One round of one rank: it sends the parts `sent` to `partner` and gets `kept` of it, both as (first, end)."""
+
+    partner: int
+    sent: tuple[int, int]
+    kept: tuple[int, int]
+
+
+def halvings(rank: int, num_ranks: int) -> Iterator[Swap]:
+    """The rounds of the way there; those of the way back are the same in reverse, with `sent` and `kept` swapped.
+
+    num_ranks: a power of two, of ranks and of parts. At the end `rank` holds the part of its own number.
+    """
+    distance = num_ranks // 2
+    while distance:
+        first = rank & ~(2 * distance - 1)
+        lower, upper = (first, first + distance), (first + distance, first + 2 * distance)
+        kept, sent = (upper, lower) if rank & distance else (lower, upper)
+        yield Swap(rank ^ distance, sent, kept)
+        distance //= 2
+
+
+@torch.no_grad()
+def butterfly_all_reduce(tensor: Tensor, *, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
+    """The sum (or MEAN) of the ranks' tensors, in place and returned: the same bits on every rank.
+
+    Of any shape and strides, on any device the backend knows; floating or complex. Every rank of the default group must
+    call it, with as many values of the same type, in the same order as other collectives. It takes memory for half a
+    tensor besides, for a whole one where it isn't contiguous. Raises what the backend raises when a partner is gone or
+    doesn't come within the group's time-out. NCCL wants any other collective before the first of these.
+    """
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    contiguous = values.contiguous()
+    # Gloo sends from the CPU alone, though it reduces what is on a GPU.
+    is_staged = contiguous.device.type != "cpu" and dist.get_backend() == dist.Backend.GLOO
+    flat = (contiguous.cpu() if is_staged else contiguous).view(-1)
+    _Butterfly(flat, is_mean=op == MEAN).run()
+    if flat.data_ptr() != values.data_ptr():
+        values.copy_(flat.view(values.shape))
+    return tensor
+
+
+class _Butterfly:
+    """One all-reduce of `flat`, contiguous and of one dimension, in place."""
+
+    def __init__(self, flat: Tensor, *, is_mean: bool) -> None:
+        self.flat = flat
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.inner = 1 << (self.world_size.bit_length() - 1)  # the largest power of two in it
+        self.is_mean = is_mean
+        self.limit = _limit()
+
+    def run(self) -> None:
+        # Sums of many may be beyond the greatest number of this type, where the mean is not.
+        divides_first = self.is_mean and self.flat.dtype is torch.float16
+        if divides_first:
+            self.flat.div_(self.world_size)
+        if self.rank >= self.inner:
+            within = self.rank - self.inner
+            self._exchange(within, sent=self.flat)
+            self._exchange(within, received=self.flat)
+            return
+        outer = self.rank + self.inner
+        is_doubled = outer < self.world_size
+        if is_doubled:
+            self._add_from(outer, self.flat)
+        swaps = list(halvings(self.rank, self.inner))
+        for swap in swaps:
+            self._add_from(swap.partner, self._parts(swap.kept), sent=self._parts(swap.sent))
+        if self.is_mean and not divides_first:
+            self._parts((self.rank, self.rank + 1)).div_(self.world_size)
+        for swap in reversed(swaps):
+            self._exchange(swap.partner, sent=self._parts(swap.kept), received=self._parts(swap.sent))
+        if is_doubled:
+            self._exchange(outer, sent=self.flat)
+
+    def _parts(self, ends: tuple[int, int]) -> Tensor:
+        """The values of these parts; parts are as equal as can be, and some are empty where there are fewer values."""
+        size = self.flat.numel()
+        first, end = (number * size // self.inner for number in ends)
+        return self.flat[first:end]
+
+    def _add_from(self, partner: int, values: Tensor, *, sent: Tensor | None = None) -> None:
+        received = torch.empty_like(values)
+        self._exchange(partner, sent=sent, received=received)
+        values.add_(received)
+
+    def _exchange(self, partner: int, *, sent: Tensor | None = None, received: Tensor | None = None) -> None:
+        """Both at once, so that neither rank waits for the other to receive; nothing is sent where there is nothing."""
+        given = ((dist.isend, sent), (dist.irecv, received))
+        # As many values on the other side: it leaves the same out.
+        posted = [dist.P2POp(how, tensor, partner) for how, tensor in given if tensor is not None and tensor.numel()]
+        for work in dist.batch_isend_irecv(posted) if posted else ():
+            if self.limit is None:
+                work.wait()
+            else:
+                work.wait(self.limit)
+
+
+def _limit() -> timedelta | None:
+    """What to wait for at most; None where the backend keeps to the group's time-out by itself.
+
+    Gloo's sends and receives know the one that the group was made with, and not that it was changed.
+    """
+    if dist.get_backend() != dist.Backend.GLOO:
+        return None
+    options = getattr(dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")), "options", None)
+    limit: timedelta | None = getattr(options, "_timeout", None)
+    return limit
