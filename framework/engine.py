@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,13 +108,26 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | Non
             trainer.checkpoints.abandon()
         raise
     finally:
-        loaders = (test_loader, val_loader, train_loader)
-        with ExitStack() as closing:  # all of them, whatever one raises; the last one first
-            for part in (*loaders, *trainer.parts.loggers.values(), trainer.checkpoints):
-                if part is not None:
-                    closing.callback(part.close)
-            for close in hooks(trainer.parts.callbacks.values(), "close"):
-                closing.callback(close)
+        _close(trainer, (train_loader, val_loader, test_loader), failing=sys.exc_info()[1])
+
+
+def _close(
+    trainer: Trainer, loaders: Iterable[TrainLoader | EvalLoader | None], *, failing: BaseException | None
+) -> None:
+    """Close all there is, whatever one raises: its error, unless it would hide the one that ends the run."""
+    closes = hooks(trainer.parts.callbacks.values(), "close")
+    closes += [
+        each.close for each in (trainer.checkpoints, *trainer.parts.loggers.values(), *loaders) if each is not None
+    ]
+    first: Exception | None = None
+    for close in closes:
+        try:
+            close()
+        except Exception as error:  # the user's code may raise anything
+            logger.warning("%s failed", getattr(close, "__qualname__", close), exc_info=error)
+            first = first or error
+    if first is not None and failing is None:
+        raise first
 
 
 def _heeding_requests(rank: Rank, trainer: Trainer) -> AbstractContextManager[None]:

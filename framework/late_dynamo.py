@@ -13,6 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any, final
 
@@ -34,20 +35,59 @@ def late_dynamo() -> Iterator[None]:
 
 
 @final
+class _Finder:
+    """For modules in `torch._dynamo` that are imported by name: the package brings them in, and none comes twice."""
+
+    def __init__(self, place: _Place) -> None:
+        self._place = place
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(f"{_NAME}."):
+            return None
+        self._place.leave()
+        importlib.import_module(_NAME)
+        module = sys.modules.get(name)
+        if module is None:
+            return None
+        # Import takes the spec of a module that has come meanwhile, and would load it anew by its own.
+        loader: Any = _Loaded(module)
+        found = vars(module)["__spec__"] = ModuleSpec(name, loader)
+        return found
+
+
+@final
+class _Loaded:
+    """A loader of what is loaded; gives it its own spec back."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, _: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__spec__"] = self._spec  # not by `setattr`: modules of settings take no others
+
+
+@final
 class _Place:
     """What `torch._dynamo` is: the stand-in, until `leave`."""
 
     def __init__(self) -> None:
         self.answered: list[FunctionType] = []  # those that torch has asked to disable, and keeps the answers of
         self.stand_in: ModuleType | None = None
+        self._finder = _Finder(self)
 
     def take(self, stand_in: ModuleType) -> None:
         sys.modules[_NAME] = self.stand_in = stand_in
+        sys.meta_path.insert(0, self._finder)
         importlib.import_module("torch")._dynamo = stand_in  # type: ignore[attr-defined]
 
     def leave(self) -> None:
         """Make way for the real one. Torch asks it again what it was answered."""
         torch = sys.modules["torch"]
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
         if sys.modules.get(_NAME) is self.stand_in:
             del sys.modules[_NAME]
         if vars(torch).get("_dynamo") is self.stand_in:
@@ -66,8 +106,7 @@ class _StandIn(ModuleType):
         self.__dict__.update(own, place=place)
 
     def __getattr__(self, name: str) -> Any:
-        # Tools look through the specials of all modules; imports of what lies in a package ask for its path.
-        if name.startswith("__") and name != "__path__":
+        if name.startswith("__"):  # tools look through the specials of all modules
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(_real(self), name)
 
@@ -110,7 +149,8 @@ def _dynamo() -> _StandIn:
     trace_rules = _StandIn(f"{_NAME}.trace_rules", place, clear_lru_cache=clear_lru_cache)
     spec = importlib.util.find_spec(_NAME)
     assert spec is not None
-    about = {"__spec__": spec, "__loader__": spec.loader, "__package__": _NAME, "__file__": spec.origin}
+    about: dict[str, Any] = {"__spec__": spec, "__loader__": spec.loader, "__package__": _NAME, "__file__": spec.origin}
+    about["__path__"] = list(spec.submodule_search_locations or ())
     own = {"graph_break": graph_break, "disable": disable, "utils": utils, "trace_rules": trace_rules}
     stand_in = _StandIn(_NAME, place, **own, **about)
     place.take(stand_in)

@@ -163,10 +163,10 @@ class Meter:
         self._series.clear()
 
     def _totals_on_host(self, names: Sequence[str], device: torch.device) -> list[float]:
-        """The weighted sum of each name; one wait for the device where all are of one type."""
+        """The weighted sum of each name; one wait where all are of one type on one device."""
         series = [self._get(name) for name in names]
         packed = [] if device.type == "cpu" else [values for each in series for values in each.packed()]
-        if len({values.dtype for values in packed}) != 1:  # joined they would be of one that may not hold some of them
+        if len({(values.dtype, values.device) for values in packed}) != 1:  # which can't be joined as they are
             return [each.weigh(each.on_host()) for each in series]
         values = iter(torch.cat(packed).tolist())
         return [each.weigh(list(itertools.islice(values, len(each)))) for each in series]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -141,12 +140,14 @@ def lay_out_state(optimizer: Optimizer) -> None:
 def gradient_dropper(optimizer: Optimizer) -> Callable[[], None]:
     """What `optimizer.zero_grad()` does, without its marks for profiler and compiler: they cost more than the rest.
 
-    An optimizer with a `zero_grad` of its own keeps it.
+    A `zero_grad` that isn't torch's, of the class or put in place on the optimizer at any time, is called.
     """
-    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        return partial(optimizer.zero_grad, set_to_none=True)
+    kind, mine, torchs = type(optimizer), vars(optimizer), Optimizer.zero_grad
 
     def drop() -> None:
+        if kind.zero_grad is not torchs or "zero_grad" in mine:
+            optimizer.zero_grad(set_to_none=True)
+            return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -157,24 +158,27 @@ def gradient_dropper(optimizer: Optimizer) -> Callable[[], None]:
 def stepper(optimizer: Optimizer) -> Callable[[], object]:
     """What `optimizer.step()` does, without a mark for the profiler and a look for hooks where there is neither.
 
-    Those are a twentieth of a small step. A step that isn't wrapped as torch wraps it is left alone. To be asked for
-    after the first step: schedules look whether there was one.
+    Those are a twentieth of a small step. Only for torch's own optimizers, and only while nobody has put another step
+    in place, on the optimizer or its class. To be asked for after the first step, which schedules look for.
     """
-    wrapped, own = type(optimizer).step, vars(optimizer).get("step")
+    kind = type(optimizer)
+    wrapped, own = kind.step, vars(optimizer).get("step")
     bare: Callable[[Optimizer], object] | None = getattr(wrapped, "__wrapped__", None)
-    is_of_torch = getattr(wrapped, "hooked", False) and (own is None or hasattr(own, "_wrapped_by_lr_sched"))
-    hooks = [
-        getattr(owner, f"{prefix}_{kind}_hooks", None)
-        for owner, prefix in ((optimizer, "_optimizer_step"), (sys.modules[Optimizer.__module__], "_global_optimizer"))
-        for kind in ("pre", "post")
-    ]
-    if bare is None or not is_of_torch or None in hooks:
-        return optimizer.step
-    before, after, before_any, after_any = hooks
-    profiler = torch.autograd.profiler
+    # Whoever wraps it with functools.wraps takes over its marks, but not its code.
+    is_wrapped_by_torch = getattr(wrapped, "__code__", None) is Optimizer.profile_hook_step(kind.step).__code__
+    # A schedule puts a step of its own in place, around the class's.
+    is_free = own is None or (hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is wrapped)
+    hooks = vars(sys.modules[Optimizer.__module__])
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    is_torchs = kind.__module__.startswith("torch.optim.") and is_wrapped_by_torch and is_free
+    if bare is None or not is_torchs or not all(name in hooks for name in names):
+        return lambda: optimizer.step()
+    before_any, after_any = (hooks[name] for name in names)
+    mine, profiler = vars(optimizer), torch.autograd.profiler
 
     def step() -> object:
-        if before or after or before_any or after_any or profiler._is_profiler_enabled:
+        has_hooks = before_any or after_any or mine["_optimizer_step_pre_hooks"] or mine["_optimizer_step_post_hooks"]
+        if has_hooks or profiler._is_profiler_enabled or kind.step is not wrapped or mine.get("step") is not own:
             return optimizer.step()
         return bare(optimizer)
 

@@ -58,6 +58,12 @@ def hooks(observers: Iterable[Any], name: str) -> list[Callable[..., Any]]:
     return [hook for observer, hook in bound if hook is not None and not _is_inherited(observer, name)]
 
 
+def flush(loggers: Iterable[Any]) -> None:
+    """Have what was logged until here outlive a kill."""
+    for flush_one in hooks(loggers, "flush"):
+        flush_one()
+
+
 def _is_inherited(observer: object, name: str) -> bool:
     """Whether the hook is only the Protocol's own empty body, as when a class names the Protocol as its base."""
     written = getattr(type(observer), name, None)

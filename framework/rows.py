@@ -12,7 +12,7 @@ from framework.run_dir import write_atomically
 
 
 def open_rows(path: Path, *, last_step: int | None) -> Appender:
-    """The file to append lines to, each with its end; it reaches the kernel at once, so a kill loses none.
+    """The file to append lines to, each with its end; what is written reaches the kernel at once.
 
     Lines of steps after `last_step` are cut off first, as is one that a kill left unfinished; None keeps all steps.
     """

@@ -88,7 +88,8 @@ def set_deterministic(on: bool, *, benchmark: bool | None) -> None:
     """
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if on != torch.are_deterministic_algorithms_enabled():  # else it only imports the compiler, seconds for nothing
+    # Setting it imports the compiler, seconds for nothing where it is so already.
+    if on != torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
         torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.deterministic = on
     torch.backends.cudnn.benchmark = not on if benchmark is None else benchmark

@@ -36,7 +36,7 @@ from framework.limits import total_steps
 from framework.meter import LOSS, Meter
 from framework.optim import clip_gradients, gradient_dropper, gradient_norm, stepper
 from framework.parts import Parts
-from framework.progress import Progress, Throughput, hooks
+from framework.progress import Progress, Throughput, flush, hooks
 from framework.pulse import Phase
 from framework.seed import generator_states
 from framework.types import EvalReport, FitInfo, StepReport, Stop, Window
@@ -88,7 +88,7 @@ class Trainer:
         self._meter = Meter()
         self._throughput = Throughput()
         self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
-        self._step: Callable[[], object] = parts.optimizer.step
+        self._step: Callable[[], object] = lambda: parts.optimizer.step()
         self._drop_gradients = gradient_dropper(parts.optimizer)
 
     @property
@@ -219,6 +219,7 @@ class Trainer:
         if self.val_loader is None:
             return
         self._pulse.at(Phase.EVALUATE)
+        flush(self.parts.loggers.values())
         self.context.wait_for_devices()  # the steps they are still at are training's time
         began = time.perf_counter()
         with self.parts.evaluation_weights():
@@ -250,8 +251,7 @@ class Trainer:
         self._pulse.at(Phase.CHECKPOINT)
         check_finite(self._parameters, self._meter, step=self.progress.step, epoch=epoch, context=self.context)
         began = time.perf_counter()
-        for flush in hooks(self.parts.loggers.values(), "flush"):
-            flush()
+        flush(self.parts.loggers.values())
         fresh = self._evaluated_step == self.progress.step
         self.checkpoints.save(
             self.state_dict(),

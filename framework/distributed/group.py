@@ -14,6 +14,10 @@ from framework.config.schema import BackendConfig
 from framework.distributed.context import Context
 from framework.errors import RunError
 
+# Groups with peers, to the end of the process. Torch joins a group's threads where its last owner goes: that may be
+# DDP's C++ part, with the interpreter's lock held, for which a thread waits that has a tensor to give back.
+_KEPT: list[object] = []
+
 
 @contextmanager
 def process_group(context: Context, settings: BackendConfig, *, rendezvous: str | None) -> Iterator[None]:
@@ -36,6 +40,8 @@ def process_group(context: Context, settings: BackendConfig, *, rendezvous: str 
             f"backend.init_timeout={settings.init_timeout:g} s: {error}\n"
             "Look into the other ranks' logs; raise backend.init_timeout if they are only slow."
         ) from error
+    if rendezvous is not None:
+        _KEPT.append(dist.group.WORLD)
     try:
         yield
     except BaseException:

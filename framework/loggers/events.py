@@ -41,8 +41,8 @@ class EventFile:
             self._add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def scalars(self, values: Mapping[str, float], *, step: int) -> None:
-        """One point of every curve named. `values` must stay as it is."""
-        self._waiting.append((time.time(), step, values))
+        """One point of every curve named."""
+        self._waiting.append((time.time(), step, dict(values)))
         if self._pace.is_due():
             self._write_waiting()
 

@@ -71,9 +71,9 @@ class JsonlLogger:
             return
         if self._file is None:
             self._file = open_rows(self._path, last_step=None)
-        for row in self._waiting:
-            self._file.write(_line(row))
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, []  # a row that can't be written is told once
+        for line in [_line(row) for row in waiting]:
+            self._file.write(line)
         self._pace.note()
 
 

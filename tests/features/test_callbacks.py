@@ -206,3 +206,34 @@ def test_one_ranks_wish_to_stop_ends_all_at_the_same_step(train, folder):
         assert [line[1] for line in notes(folder, rank) if line[0] == "step"] == list(range(1, 11))
     assert results.results(run_dir)["ended_by"] == "Notes: enough"
     assert not (run_dir / "lines_1").exists()
+
+
+CLOSING = """
+class Falls:
+    def on_train_step_end(self, report):
+        if report.step == 3:
+            raise ValueError("the real failure")
+
+class Closes:
+    def on_fit_start(self, info):
+        pass
+
+    def close(self):
+        print("closed", flush=True)
+
+class FailsToClose(Closes):
+    def close(self):
+        raise OSError("close failed")
+"""
+
+
+@pytest.mark.parametrize(("falls", "told"), [(True, "ValueError: the real failure"), (False, "OSError: close failed")])
+def test_a_close_that_fails_hides_neither_what_ended_the_run_nor_itself(train, tmp_path, falls, told):
+    (tmp_path / "closing.py").write_text(CLOSING)
+    named = [f"+callbacks.{name}._target_=closing.{name}" for name in ("FailsToClose", "Closes", "Falls")]
+    run_dir = train(*SHORT, "trainer.max_steps=5", *(named if falls else named[:2]), status=1)
+    failure = json.loads((run_dir / "failure.json").read_text())["first"]
+    assert failure["exception"] == told
+    log = results.log(run_dir)
+    assert "FailsToClose.close failed" in log
+    assert "closed" in log  # the others are closed all the same

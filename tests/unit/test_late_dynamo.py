@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.command import run_framework, run_python
 
 STEPS = """
@@ -100,6 +102,55 @@ with late_dynamo():
     trained()
 assert torch._dynamo is sys.modules["torch._dynamo"] is not first
 """
+
+
+BY_NAME = """
+import sys
+import torch
+from framework.late_dynamo import late_dynamo
+
+with late_dynamo():
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert "torch._dynamo.convert_frame" not in sys.modules
+    before = len(sys.meta_path)
+    {statement}
+    assert len(sys.meta_path) < before
+    from torch._dynamo import config, eval_frame, exc, utils
+    import torch._dynamo.backends.registry
+    assert config is eval_frame.config is torch._dynamo.config is sys.modules["torch._dynamo.config"]
+    inside = sys.modules["torch._dynamo.convert_frame"]
+    assert exc is torch._dynamo.exc is sys.modules["torch._dynamo.exc"] is inside.exc
+    assert torch._dynamo.backends.registry is sys.modules["torch._dynamo.backends.registry"]
+    for name in ("config", "exc", "utils"):
+        spec = sys.modules["torch._dynamo." + name].__spec__
+        assert spec.origin.endswith(name + ".py") and spec.loader.path == spec.origin
+    {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "after"),
+    [
+        (
+            "import torch._dynamo.config as mine",
+            "mine.suppress_errors = True; assert eval_frame.config.suppress_errors",
+        ),
+        ("from torch._dynamo.exc import Unsupported", "assert Unsupported is inside.exc.Unsupported"),
+        pytest.param("import torch._dynamo.decorators", "pass", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "compiled = torch.compile(torch.sin, backend='eager')",
+            "compiled(torch.ones(2)); assert utils.counters['stats']",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "left_alone = torch._dynamo.disable(lambda x: x)",
+            "assert left_alone(torch.ones(1)) == 1",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_module_in_it_is_there_once_whichever_way_it_is_first_asked_for(statement: str, after: str) -> None:
+    do(BY_NAME.format(statement=statement, after=after))
 
 
 def do(script: str) -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from framework.config.schema import ClipAlgorithm, Interval
 from framework.errors import ConfigError
@@ -196,15 +198,22 @@ def test_a_lean_step_calls_hooks_that_come_later_and_marks_itself_for_the_profil
     handle = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     step()
     handle.remove()
-    handle = register_optimizer_step_post_hook(lambda *_: seen.append("any"))
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append("after any"))
+    step()
+    handle.remove()
+    handle = register_optimizer_step_pre_hook(lambda *_: seen.append("before any"))
     step()
     handle.remove()
     step()
-    assert seen == ["after", "before", "any"]
+    assert seen == ["after", "before", "after any", "before any"]
+    optimizer.__setstate__({"_optimizer_step_post_hooks": {1: lambda *_: seen.append("in a new place")}})
+    step()
+    assert seen[-1] == "in a new place"
+    optimizer.__setstate__({"_optimizer_step_post_hooks": {}})
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step()
     assert any(event.key == "Optimizer.step#SGD.step" for event in profiler.key_averages())
-    assert optimizer.param_groups[0]["params"][0].item() == 1.0 - 6
+    assert optimizer.param_groups[0]["params"][0].item() == 1.0 - 8
 
 
 class Own(torch.optim.Optimizer):
@@ -218,13 +227,70 @@ class Own(torch.optim.Optimizer):
         self.steps += 1
 
 
-def test_an_optimizers_own_step_is_taken_and_one_put_in_its_place_too():
+def test_an_optimizers_own_step_is_taken():
     own = Own([zeros(1)])
     stepper(own)()
     assert own.steps == 1
-    replaced = sgd()
-    vars(replaced)["step"] = lambda: "other"
-    assert stepper(replaced)() == "other"
+
+
+def noting(seen: list[str], step: Any) -> Any:
+    """As a user wraps a step, with all of its marks."""
+
+    @functools.wraps(step)
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        seen.append("noted")
+        return step(*arguments, **keywords)
+
+    return noted
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("where", ["optimizer", "class"])
+def test_a_step_put_in_the_place_of_torchs_is_taken(monkeypatch, where, when, scheduled):
+    seen: list[str] = []
+    optimizer = sgd()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+
+    def put() -> None:
+        if where == "class":
+            monkeypatch.setattr(torch.optim.SGD, "step", noting(seen, torch.optim.SGD.step))
+        else:
+            vars(optimizer)["step"] = MethodType(noting(seen, torch.optim.SGD.step), optimizer)
+
+    if when == "before":
+        put()
+    if scheduled and where == "optimizer":  # of a class's, a schedule keeps the step that it found
+        StepLR(optimizer, 1)
+    step = stepper(optimizer)
+    step()
+    if when == "after":
+        put()
+    step()
+    assert len(seen) == (2 if when == "before" else 1)
+
+
+class Adding(torch.optim.SGD):
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, *arguments: Any, **keywords: Any) -> Any:  # type: ignore[override]
+        vars(self).setdefault("seen", []).append("added")
+        return super().step(*arguments, **keywords)
+
+
+def test_a_subclass_that_adds_to_the_step_is_asked():
+    sgd()  # from the first one on torch's step bears its marks
+    optimizer = Adding([zeros(1)], lr=0.1)
+    stepper(optimizer)()
+    assert vars(optimizer)["seen"] == ["added"]
+
+
+def test_a_schedule_that_is_made_later_finds_that_there_was_a_step():
+    optimizer = sgd()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    step = stepper(optimizer)
+    schedule = StepLR(optimizer, 1)
+    step()
+    schedule.step()  # else torch warns
 
 
 @pytest.mark.parametrize("total", [None, 3])
