@@ -42,11 +42,12 @@ class ContestError(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """arguments: of Python. needs: a package that may be missing."""
+    """arguments: of Python. needs: a package that may be missing. environment: variables, with their values."""
 
     name: str
     arguments: tuple[str, ...]
     needs: str | None = None
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def run(
         process = subprocess.Popen(
             [sys.executable, *contestant.arguments],
             cwd=name,
-            env=_environment(folder),
+            env={**_environment(folder), **dict(contestant.environment)},
             stdin=subprocess.DEVNULL,
             stdout=slave,
             stderr=slave,

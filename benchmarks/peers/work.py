@@ -35,6 +35,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result.add_argument("--processes", type=int, default=1, help="as many as there are of this one")
     result.add_argument("--workers", type=int, default=0, help="of the DataLoader")
     result.add_argument("--device", default="cpu")
+    result.add_argument("--fused", action="store_true", help="the optimizer's fused form, for MNIST")
     result.add_argument("--root", default="data", help="MNIST's files, unpacked, as torchvision has them")
     return result
 
@@ -65,7 +66,7 @@ def _mnist(asked: argparse.Namespace) -> Work:
     data = MNIST(asked.root, transform=Compose([ToTensor(), Normalize(MNIST_MEAN, MNIST_STD)]))
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
     model = ConvNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5, fused=asked.fused or None)
     return Work(
         model,
         optimizer,
