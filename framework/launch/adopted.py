@@ -29,6 +29,7 @@ from framework.errors import (
     RequestError,
     RunError,
 )
+from framework.hardware import openmp_environment
 from framework.launch.child import log_to
 from framework.launch.endpoint import PROBE_S
 from framework.launch.environment import Place, typed_value
@@ -51,8 +52,8 @@ _MARGIN_S = 10.0  # for rank 0, which waits as long for the others, to say first
 
 def take_part(place: Place, arguments: Sequence[str], *, lead: Callable[[Leader], int]) -> int:
     """Be the rank that `place` says; gives the exit status. `lead` is the command itself, for rank 0."""
-    # Before torch is imported. Spinning OpenMP threads are ruinous once two processes share a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in openmp_environment().items():  # before torch is imported
+        os.environ.setdefault(name, value)
     if place.rank > 0:
         return _follow(place, arguments)
     leader = Leader(place, arguments)

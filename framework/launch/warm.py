@@ -6,18 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from framework.errors import LaunchError
+from framework.hardware import openmp_environment
 from framework.launch.wire import Channel, Message
 
-# What libraries read when they are loaded, set where the user hasn't. Spinning OpenMP threads are ruinous once two
-# processes share a core, and a BLAS pool in the server would be threads lost at every fork.
-_LOAD_TIME_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+# What libraries read when they are loaded, set where the user hasn't. A BLAS pool in the server would be threads lost at
+# every fork.
+_LOAD_TIME_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 _END_TIMEOUT_S = 5.0
 
 _PRELOAD = ("torch", "torch.distributed")  # of a server that is started for what begins at once
@@ -39,16 +40,25 @@ class Child:
 class WarmServer:
     """A running fork server. `close` ends it and every child it has."""
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: Channel, *, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        channel: Channel,
+        *,
+        environment: Mapping[str, str],
+        load_time: Iterable[str] = (),
+    ) -> None:
         self._process = process
         self._channel = channel
+        self._load_time = frozenset(load_time)  # names of what was set here
         self._environment = dict(environment)  # what the server, and so every child, started with
 
     @staticmethod
     def start(preload: Sequence[str]) -> WarmServer:
         """Start the server; it begins to import `preload` at once. Takes milliseconds."""
         channel, theirs = Channel.pair()
-        environment = {**_LOAD_TIME_ENVIRONMENT, **os.environ}
+        load_time = {**_LOAD_TIME_ENVIRONMENT, **openmp_environment()}
+        environment = {**load_time, **os.environ}
         # A session of its own: Ctrl-C at the terminal reaches the parent alone, which decides for all.
         process = subprocess.Popen(
             [sys.executable, "-m", "framework.launch.fork_server", str(theirs.fileno()), str(os.getpid()), *preload],
@@ -57,7 +67,7 @@ class WarmServer:
             start_new_session=True,
         )
         theirs.close()
-        return WarmServer(process, channel, environment=environment)
+        return WarmServer(process, channel, environment=environment, load_time=load_time.keys())
 
     @property
     def alive(self) -> bool:
@@ -80,7 +90,7 @@ class WarmServer:
                 "entry": child.entry,
                 "arguments": dict(child.arguments),
                 "environment": {k: v for k, v in wanted.items() if self._environment.get(k) != v},
-                "unset": [k for k in self._environment if k not in os.environ and k not in _LOAD_TIME_ENVIRONMENT],
+                "unset": [k for k in self._environment if k not in os.environ and k not in self._load_time],
                 "cwd": str(Path.cwd()),
                 "sys_path": sys.path,
                 "argv": sys.argv,

@@ -137,9 +137,23 @@ def test_a_child_lives_in_the_parents_present_world(
     assert seen["environment"]["SET_AFTER_THE_START"] == "yes"
     assert seen["environment"]["RANK"] == "3"
     assert "HOME" not in seen["environment"]
-    assert seen["environment"]["OMP_WAIT_POLICY"] == os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+    assert seen["environment"]["OPENBLAS_NUM_THREADS"] == os.environ.get("OPENBLAS_NUM_THREADS", "1")
     assert seen["stdin"] == ""
     assert seen["fd"] is None
+
+
+@pytest.mark.parametrize("users", [None, "ACTIVE"])
+def test_openmp_is_told_not_to_spin_where_cores_are_shared_unless_the_user_has_said(
+    start: Callable[..., WarmServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str | None
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if users is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", users)
+    monkeypatch.setattr("framework.launch.warm.openmp_environment", lambda: {"OMP_WAIT_POLICY": "PASSIVE"})
+    wanted = child("describe", file=str(tmp_path / "seen"), read_stdin=True)
+    assert status_of(start(), wanted) == 0
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen["environment"]["OMP_WAIT_POLICY"] == (users or "PASSIVE")
 
 
 def test_a_child_has_nothing_of_the_servers_own(server: WarmServer, tmp_path: Path) -> None:
