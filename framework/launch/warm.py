@@ -16,8 +16,8 @@ from framework.errors import LaunchError
 from framework.hardware import openmp_environment
 from framework.launch.wire import Channel, Message
 
-# What libraries read when they are loaded, set where the user hasn't. A BLAS pool in the server would be threads lost at
-# every fork.
+# What libraries read when they are loaded, set where the user hasn't. A BLAS pool in the server would be threads lost
+# at every fork.
 _LOAD_TIME_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 _END_TIMEOUT_S = 5.0
 

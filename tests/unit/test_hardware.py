@@ -258,7 +258,7 @@ def test_a_core_for_each_task_is_a_binding_too(monkeypatch):
     ("load", "quota", "passive"), [(0.9, None, False), (2.0, None, True), (7.0, None, True), (0.0, 3, True)]
 )
 def test_openmp_threads_spin_only_on_cores_of_their_own(monkeypatch, load, quota, passive):
-    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
-    monkeypatch.setattr(hardware.os, "getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
     monkeypatch.setattr(hardware, "_cpu_quotas", lambda _: [] if quota is None else [quota])
     assert hardware.openmp_environment() == ({"OMP_WAIT_POLICY": "PASSIVE"} if passive else {})
