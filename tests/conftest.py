@@ -20,6 +20,10 @@ DATA_VARIABLE = "FRAMEWORK_TEST_DATA"
 SMALL_BYTES = 64 << 20
 
 
+# Tests run beside each other. Read when torch is loaded, here and in the processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run the tests that are marked `exhaustive`, too")
 

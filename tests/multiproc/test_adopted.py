@@ -132,6 +132,7 @@ def test_a_different_argument_is_named_and_nothing_is_run(port: int, tmp_path: P
     assert runs(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_a_different_file_is_named(port: int, tmp_path: Path) -> None:
     with ExitStack() as stack:
         ranks = []
@@ -164,6 +165,7 @@ def test_a_mistake_is_told_once_and_ends_every_rank_with_2(mistake, message, por
     assert runs(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_what_rank_0_only_answers_ends_the_others_in_silence(port: int, tmp_path: Path) -> None:
     environments = [by_hand(rank, world=2, port=port) for rank in range(2)]
     first, second = ended(environments, "recipe=toy", "--cfg", "job", cwd=tmp_path)
@@ -171,6 +173,7 @@ def test_what_rank_0_only_answers_ends_the_others_in_silence(port: int, tmp_path
     assert "max_epochs" in first[1]
 
 
+@pytest.mark.exhaustive
 def test_another_launcher_that_is_typed_begins_a_run_of_its_own(port: int, tmp_path: Path) -> None:
     environ = by_hand(1, world=2, port=port)
     result = run_framework(*TOY, "launcher=local", "topology.procs_per_node=2", cwd=tmp_path, env=environ)
@@ -210,6 +213,7 @@ def test_rank_0_names_the_ranks_that_do_not_come(port: int, tmp_path: Path) -> N
     assert runs(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_the_others_leave_when_rank_0_dies_before_it_offers_anything(port: int, tmp_path: Path) -> None:
     environments = [by_hand(rank, world=3, port=port) for rank in range(2)]  # rank 0 waits for rank 2
     with started(environments, *TOY, cwd=tmp_path) as (first, second):
@@ -235,6 +239,7 @@ def wait_for_connection(started: Started, *, port: int) -> None:
     raise AssertionError(f"no connection after {DEADLINE_S} s\n{started.printed()}")
 
 
+@pytest.mark.exhaustive
 def test_two_runs_of_torchrun_on_one_machine_are_apart(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "other")]
     with ExitStack() as stack:

@@ -182,6 +182,7 @@ def test_a_node_that_was_started_with_something_else_is_refused(tmp_path: Path, 
     assert not list(tmp_path.glob("outputs/*/*"))
 
 
+@pytest.mark.exhaustive
 def test_a_second_node_of_the_same_number_is_refused_and_does_not_stand_for_another(tmp_path: Path, port: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=0.05))
     with (
@@ -217,6 +218,7 @@ def test_a_node_whose_command_is_killed_and_typed_again_goes_on(tmp_path: Path, 
     assert results.results(trouble.run_dir(tmp_path))["steps"] == 100
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_does_not_come_again_is_named(tmp_path: Path, port: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=0.1))
     with two_nodes(tmp_path, port, *ENDLESS, "launcher.max_restarts=3", "backend.init_timeout=20s") as (first, second):
@@ -267,6 +269,7 @@ def test_ctrl_c_at_any_node_stops_all_with_a_checkpoint(tmp_path: Path, port: in
     assert results.run_file(trouble.run_dir(tmp_path))["status"] == "stopped"
 
 
+@pytest.mark.exhaustive
 def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path, port: int) -> None:
     trouble.write_recipe(tmp_path, Deed("sleep", rank=0, phase="forward", step=EVERY + 2, pause=0.05))
     with two_nodes(tmp_path, port, *ENDLESS, "launcher.max_restarts=3") as nodes:

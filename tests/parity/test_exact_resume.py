@@ -92,7 +92,7 @@ def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option:
     "overrides",
     [
         ("strategy=allreduce", "strategy.broadcast_buffers=false", *STOPPING),
-        ("strategy=ddp", "strategy.comm_hook=butterfly", *AVERAGED),
+        pytest.param(("strategy=ddp", "strategy.comm_hook=butterfly", *AVERAGED), marks=pytest.mark.exhaustive),
         ("strategy=ddp", "strategy.comm_hook={powersgd:{start_powerSGD_iter:3,min_compression_rate:1}}", *AVERAGED),
         pytest.param(("strategy=allreduce", *AVERAGED), marks=pytest.mark.exhaustive),
         pytest.param(("strategy=butterfly", *AVERAGED), marks=pytest.mark.exhaustive),

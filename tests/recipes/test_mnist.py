@@ -144,7 +144,7 @@ def test_without_validation(data_root: Path) -> None:
 
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("own_state")
-@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_short_training_learns_on_one_and_on_two_processes(train, data_root: Path, procs: int) -> None:
     run_dir = train(
         *("recipe=mnist", f"data.root={data_root}", "logger=jsonl", f"topology.procs_per_node={procs}"),
