@@ -256,6 +256,7 @@ def test_two_runs_of_torchrun_on_one_machine_are_apart(tmp_path: Path) -> None:
     assert results.differ(*weights)
 
 
+@pytest.mark.exhaustive  # after a restart by torchrun: below
 def test_a_run_is_gone_on_with(port: int, tmp_path: Path) -> None:
     environments = [by_hand(rank, world=2, port=port) for rank in range(2)]
     assert ended(environments, *TOY, cwd=tmp_path)[0][0] == 0
