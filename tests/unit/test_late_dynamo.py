@@ -135,16 +135,16 @@ with late_dynamo():
             "import torch._dynamo.config as mine",
             "mine.suppress_errors = True; assert eval_frame.config.suppress_errors",
         ),
-        ("from torch._dynamo.exc import Unsupported", "assert Unsupported is inside.exc.Unsupported"),
+        ("left_alone = torch._dynamo.disable(lambda x: x)", "assert left_alone(torch.ones(1)) == 1"),
+        pytest.param(
+            "from torch._dynamo.exc import Unsupported",
+            "assert Unsupported is inside.exc.Unsupported",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("import torch._dynamo.decorators", "pass", marks=pytest.mark.exhaustive),
         pytest.param(
             "compiled = torch.compile(torch.sin, backend='eager')",
             "compiled(torch.ones(2)); assert utils.counters['stats']",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            "left_alone = torch._dynamo.disable(lambda x: x)",
-            "assert left_alone(torch.ones(1)) == 1",
             marks=pytest.mark.exhaustive,
         ),
     ],

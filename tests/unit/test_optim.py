@@ -290,7 +290,8 @@ def test_a_schedule_that_is_made_later_finds_that_there_was_a_step():
     step = stepper(optimizer)
     schedule = StepLR(optimizer, 1)
     step()
-    schedule.step()  # else torch warns
+    schedule.step()  # else torch warns, which is an error here
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("total", [None, 3])

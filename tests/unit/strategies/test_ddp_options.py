@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.distributed.context import Context
@@ -22,14 +20,6 @@ from tests.helpers.ranks import left_by_ranks
 from tests.unit.simulated_ranks import cpu_context
 
 pytestmark = pytest.mark.usefixtures("group", "own_state")
-
-
-@pytest.fixture
-def group():
-    """Of this process alone; no port is opened."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
-    yield
-    dist.destroy_process_group()
 
 
 def gpus(*, span: int = 1) -> Context:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -21,13 +19,6 @@ from framework.topology import Topology
 from tests.unit.simulated_ranks import cpu_context
 
 pytestmark = pytest.mark.usefixtures("group", "own_state")
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
-    yield
-    dist.destroy_process_group()
 
 
 class Block(nn.Module):
