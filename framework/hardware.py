@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,14 +84,31 @@ def cpu_count(root: Path = Path("/")) -> int:
 def openmp_environment(root: Path = Path("/")) -> dict[str, str]:
     """What OpenMP is to read when it is loaded: its threads are not to spin where cores are shared.
 
-    Threads that wait for each other spin by default, which is the faster way on cores of their own: on two, twice as
-    fast as sleeping. It is ruinous where something else is at work on half of the cores or more, or where a control
-    group grants fewer than there are.
+    Threads that wait for each other spin by default, which is the faster way on cores of their own: on two, several
+    times as fast as sleeping. It is ruinous where something else is at work on half of the cores or more, or where a
+    control group grants fewer than there are. What is at work is counted now: a load average still tells of what has
+    ended a minute ago.
     """
     cores = cpu_count(root)
     granted_less = hasattr(os, "sched_getaffinity") and cores < len(os.sched_getaffinity(0))
-    is_busy = os.getloadavg()[0] >= cores / 2
-    return {"OMP_WAIT_POLICY": "PASSIVE"} if granted_less or is_busy else {}
+    is_shared = granted_less or _running_elsewhere(root) >= (os.cpu_count() or 1) / 2
+    return {"OMP_WAIT_POLICY": "PASSIVE"} if is_shared else {}
+
+
+def _running_elsewhere(root: Path) -> int:
+    """Threads on this machine that run or want to, but this one; 0 where the system doesn't tell (it isn't Linux).
+
+    The fewest of three readings within some milliseconds: what wakes up for a moment doesn't count.
+    https://man7.org/linux/man-pages/man5/proc_loadavg.5.html
+    """
+    fewest = sys.maxsize
+    for _ in range(3):
+        words = _read(root / "proc/loadavg").split()
+        fewest = min(fewest, int(words[3].split("/")[0]) - 1 if len(words) > 3 else 0)
+        if fewest <= 0:
+            return 0
+        time.sleep(0.003)
+    return fewest
 
 
 def threads_per_process(procs: int) -> int:

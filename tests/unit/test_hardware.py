@@ -255,10 +255,26 @@ def test_a_core_for_each_task_is_a_binding_too(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("load", "quota", "passive"), [(0.9, None, False), (2.0, None, True), (7.0, None, True), (0.0, 3, True)]
+    ("running", "quota", "passive"),
+    [
+        ([1], None, False),
+        ([2, 2, 2], None, False),  # itself and one other, on four cores
+        ([3, 4, 3], None, True),
+        ([9, 3, 1], None, False),  # the others had something to do for a moment
+        ([1], 3, True),
+        ([], None, False),  # no /proc
+    ],
 )
-def test_openmp_threads_spin_only_on_cores_of_their_own(monkeypatch, load, quota, passive):
+def test_openmp_threads_spin_only_on_cores_of_their_own(monkeypatch, tmp_path, running, quota, passive):
+    def to_the_next_reading(_seconds=0.0):
+        (tmp_path / "proc/loadavg").write_text(f"9.00 9.00 9.00 {readings.pop(0)}/300 4711\n")
+
+    readings = [*running, 9]
+    if running:
+        (tmp_path / "proc").mkdir()
+        to_the_next_reading()
+    monkeypatch.setattr(hardware.time, "sleep", to_the_next_reading)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
     monkeypatch.setattr(hardware, "_cpu_quotas", lambda _: [] if quota is None else [quota])
-    assert hardware.openmp_environment() == ({"OMP_WAIT_POLICY": "PASSIVE"} if passive else {})
+    assert hardware.openmp_environment(tmp_path) == ({"OMP_WAIT_POLICY": "PASSIVE"} if passive else {})
