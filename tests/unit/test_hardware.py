@@ -273,7 +273,7 @@ def test_openmp_threads_spin_only_on_cores_of_their_own(monkeypatch, tmp_path, r
     if running:
         (tmp_path / "proc").mkdir()
         to_the_next_reading()
-    monkeypatch.setattr(hardware.time, "sleep", to_the_next_reading)
+    monkeypatch.setattr("time.sleep", to_the_next_reading)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     monkeypatch.setattr(hardware, "_cpu_quotas", lambda _: [] if quota is None else [quota])
