@@ -128,6 +128,7 @@ def test_workers_of_resident_data_are_refused(capfd: pytest.CaptureFixture[str])
     assert "data.num_workers=2 can't go with data.loader=resident" in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_run_saved_before_there_was_a_choice_goes_on(train: Train) -> None:
     first = train("recipe=toy", "logger=none", "trainer.max_epochs=1")
     raw = yaml.safe_load((first / "config.yaml").read_text())

@@ -99,6 +99,7 @@ def test_the_page_shows_what_the_object_has(answer):
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.exhaustive
 def test_the_keys_are_the_same_for_every_plan(plan):
     def keys(value: Any) -> Any:
         return {name: keys(each) for name, each in value.items()} if isinstance(value, dict) else None
@@ -116,8 +117,13 @@ def test_the_keys_are_the_same_for_every_plan(plan):
     "overrides",
     [
         pytest.param(("recipe=toy", "topology.procs_per_node=2"), marks=pytest.mark.exhaustive),
-        ("recipe=toy", "optimizer=adam", "callbacks=ema", "data.global_batch_size=48"),
-        ("recipe=toy_model_parallel", "topology.procs_per_node=2", "trainer.accumulate_grad_batches=3"),
+        pytest.param(
+            ("recipe=toy", "optimizer=adam", "callbacks=ema", "data.global_batch_size=48"), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            ("recipe=toy_model_parallel", "topology.procs_per_node=2", "trainer.accumulate_grad_batches=3"),
+            marks=pytest.mark.exhaustive,
+        ),
         ("recipe=digits", "trainer.limit_train_batches=5", "optimizer=adam"),
     ],
     ids=" ".join,

@@ -118,7 +118,13 @@ def test_a_run_goes_on_with_another_number_of_processes(train, whole_run, before
 
 @pytest.mark.parametrize(
     "overrides",
-    [("optimizer=adamw",), ("optimizer=sgd_momentum", "optimizer.lr=0.001", "trainer.accumulate_grad_batches=3")],
+    [
+        ("optimizer=adamw",),
+        pytest.param(
+            ("optimizer=sgd_momentum", "optimizer.lr=0.001", "trainer.accumulate_grad_batches=3"),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
     ids=" ".join,
 )
 def test_optimizers_go_on_with_their_state(train, overrides):
@@ -128,6 +134,7 @@ def test_optimizers_go_on_with_their_state(train, overrides):
     results.assert_same(results.weights(resumed), results.weights(whole))
 
 
+@pytest.mark.exhaustive
 def test_dropout_goes_on_with_its_generators(train):
     limits = ("trainer.limit_train_batches=4", "trainer.limit_val_batches=1", "trainer.limit_test_batches=0")
     common = ("recipe=digits", "logger=none", "scheduler=none", "trainer.max_epochs=2", *limits)

@@ -73,6 +73,7 @@ def test_a_compiled_model_gives_the_same_weights_and_its_checkpoint_is_a_plain_o
     assert results.results(resumed)["steps"] == 7
 
 
+@pytest.mark.exhaustive
 def test_the_memory_format_may_change_over_a_resume(train):
     steps = ("recipe=digits", *SHORT, "model.conv_dropout=0", "model.dropout=0", "scheduler=none")
     whole = train(*steps, "trainer.max_steps=8")

@@ -97,6 +97,7 @@ def test_a_new_run_begins_with_its_weights(train, spread_run):
     results.assert_same(results.weights(begun), results.weights(spread_run))
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_part_is_found(train, stopped):
     part = find(stopped) / "sharded" / "__2_0.distcp"
     content = bytearray(part.read_bytes())
@@ -107,6 +108,7 @@ def test_a_damaged_part_is_found(train, stopped):
     assert "Going on after step 40" in results.log(resumed)
 
 
+@pytest.mark.exhaustive
 def test_a_failure_while_a_checkpoint_is_begun_is_told_at_once(train, tmp_path, capfd):
     """Nobody waits for those who won't come, and the checkpoint before is whole."""
     (tmp_path / "fails.py").write_text(FAILS)
@@ -118,6 +120,7 @@ def test_a_failure_while_a_checkpoint_is_begun_is_told_at_once(train, tmp_path, 
     assert results.saved_steps(failed) == [5]
 
 
+@pytest.mark.exhaustive
 def test_it_stops_on_request_with_a_checkpoint(tmp_path):
     """The ranks agree on the step, and all write their part of it."""
     command = (

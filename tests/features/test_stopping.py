@@ -79,6 +79,7 @@ def test_where_nothing_is_saved_the_first_signal_ends_it(tmp_path, number):
     assert results.run_file(the_run(tmp_path))["status"] == "interrupted"
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path):
     (tmp_path / "stop.py").write_text(
         "import os, signal\n"

@@ -75,6 +75,7 @@ class Parent:
 """
 
 
+@pytest.mark.exhaustive
 def test_eight_jobs_share_one_fork_server(tmp_path, monkeypatch, capfd, started):
     """The command as `python -m framework` runs it, with a fork server of its own."""
     from framework import __main__

@@ -95,7 +95,8 @@ def _threads() -> Check:
     before = set(threading.enumerate())
 
     def find() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread not in before]
+        # tqdm's own, begun with the first bar that a library shows, is for the rest of the process.
+        return [each for each in threading.enumerate() if each not in before and each.name != "tqdm_monitor"]
 
     return lambda: [f"thread {thread.name!r}" for thread in processes.settle(find, within_s=GRACE_S)]
 

@@ -154,7 +154,7 @@ def test_a_different_file_is_named(port: int, tmp_path: Path) -> None:
         ("topology.procs_per_node=4", "topology.procs_per_node=4, but the environment has started 2 processes"),
         pytest.param("backend.init_method=tcp", "backend.init_method=tcp can't be used", marks=pytest.mark.exhaustive),
         pytest.param("launcher@fallback=local", "launcher@fallback", marks=pytest.mark.exhaustive),
-        ("-m", "-m makes several runs"),
+        pytest.param("-m", "-m makes several runs", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_mistake_is_told_once_and_ends_every_rank_with_2(mistake, message, port: int, tmp_path: Path) -> None:
@@ -293,6 +293,7 @@ def test_the_death_of_rank_0_is_reported_by_another(port: int, tmp_path: Path) -
     assert results.run_file(run)["status"] == "failed"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ranks_that_torchrun_starts_anew_go_on_in_the_same_run(tmp_path: Path) -> None:
     command = (*TORCHRUN, "--max-restarts=1", "-m", "framework", *ENDLESS, "trainer.max_steps=2000")

@@ -109,7 +109,8 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, uninterrupted: Pat
     assert results.results(run_dir)["steps"] == STEPS
 
 
-@pytest.mark.parametrize("method", [pytest.param("tcp", marks=pytest.mark.exhaustive), "file"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["tcp", "file"])
 def test_ranks_meet_again_by_every_init_method(tmp_path: Path, method: str) -> None:
     trouble.write_recipe(tmp_path, Deed("raise", rank=0, phase="optimizer", step=2))
     result = run_framework(*elastic(f"backend.init_method={method}", restarts=1), cwd=tmp_path, timeout=START_S)
@@ -118,6 +119,7 @@ def test_ranks_meet_again_by_every_init_method(tmp_path: Path, method: str) -> N
     assert results.results(trouble.run_dir(tmp_path))["steps"] == STEPS
 
 
+@pytest.mark.exhaustive
 def test_when_no_restart_is_left_the_run_has_failed(tmp_path: Path) -> None:
     trouble.write_recipe(tmp_path, Deed("raise", rank=1, phase="forward", step=2))
     task = tmp_path / "recipes" / "trouble.py"
@@ -200,6 +202,7 @@ def test_a_second_node_of_the_same_number_is_refused_and_does_not_stand_for_anot
             node.assert_all_gone()
 
 
+@pytest.mark.exhaustive
 def test_a_node_whose_command_is_killed_and_typed_again_goes_on(tmp_path: Path, port: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=0.1))
     with two_nodes(tmp_path, port, "launcher.max_restarts=1", "trainer.max_steps=100") as (first, second):
@@ -241,6 +244,7 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path, port: int) -> None:
     assert not list(tmp_path.glob("outputs/*/*"))
 
 
+@pytest.mark.exhaustive
 def test_a_node_finds_out_that_there_is_no_node_0(tmp_path: Path, port: int) -> None:
     trouble.write_recipe(tmp_path, Deed())
     result = run_framework(*of_node(1, port, "backend.init_timeout=3s"), cwd=tmp_path, timeout=START_S)
@@ -285,11 +289,10 @@ def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path, port: int) -> None:
 @pytest.mark.parametrize(
     ("node", "who"),
     [
-        (0, "agent"),
         (1, "rank"),
         *(
             pytest.param(node, who, marks=pytest.mark.exhaustive)
-            for node, who in [(0, "keeper"), (0, "rank"), (1, "agent"), (1, "keeper")]
+            for node, who in [(0, "agent"), (0, "keeper"), (0, "rank"), (1, "agent"), (1, "keeper")]
         ),
     ],
 )

@@ -79,7 +79,7 @@ def free_port() -> int:
     ("how", "status"),
     [
         ("atexit", 0),
-        ("thread", EXIT_STOPPED),
+        pytest.param("thread", EXIT_STOPPED, marks=pytest.mark.exhaustive),
         pytest.param("thread", 0, marks=pytest.mark.exhaustive),
         pytest.param("atexit", EXIT_STOPPED, marks=pytest.mark.exhaustive),
     ],
@@ -107,7 +107,8 @@ def test_a_rank_that_is_done_early_may_wait_for_the_others(
     assert (run_dir.path / "left_by_itself").exists()
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.exhaustive), "elastic"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["local", "elastic"])
 def test_a_thread_of_the_users_does_not_hold_up_a_finished_run(tmp_path: Path, launcher: str) -> None:
     trouble.write_recipe(tmp_path, trouble.Deed())
     task = tmp_path / "recipes" / "trouble.py"

@@ -154,7 +154,8 @@ def test_different_arguments_are_refused_by_name(hosts: list[Host], tmp_path: Pa
     assert list(tmp_path.glob("outputs/*/*")) == []
 
 
-@pytest.mark.parametrize("cut_node", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cut_node", [0, 1])
 def test_each_side_of_a_cut_link_names_the_other(hosts: list[Host], tmp_path: Path, cut_node: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
     overrides = ("recipe=trouble", *LONG, f"backend.timeout={TIMEOUT_S}")

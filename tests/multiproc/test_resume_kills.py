@@ -31,6 +31,7 @@ def test_a_killed_run_ends_as_if_it_never_had_been(
     assert result.wrong == ()
 
 
+@pytest.mark.exhaustive
 def test_two_runs_that_differ_are_told_apart(wholes: Wholes) -> None:
     one, other = (wholes.of(Setup("toy", 1, name)).run_dir for name in ("averaged", "plain"))
     found = list(differences(one, other))

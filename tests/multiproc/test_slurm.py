@@ -79,6 +79,7 @@ def test_tasks_of_srun_give_the_result_of_one_command(
     assert result.stdout.count("Finished toy") == 1
 
 
+@pytest.mark.exhaustive
 def test_the_batch_script_of_the_documentation_saves_and_goes_on(slurm: Cluster, tmp_path: Path) -> None:
     """Another recipe, two tasks a node and no GPUs; SIGUSR1 by hand instead of near the end of four hours."""
     steps = 100
@@ -110,6 +111,7 @@ def test_the_batch_script_of_the_documentation_saves_and_goes_on(slurm: Cluster,
     assert results.run_file(run_dir)["status"] == "finished"
 
 
+@pytest.mark.exhaustive
 def test_a_topology_that_contradicts_srun_is_refused_with_both_numbers(slurm: Cluster, tmp_path: Path) -> None:
     overrides = ("recipe=toy", "topology.procs_per_node=3")
     result = slurm.srun("--nodes=2", "--ntasks-per-node=2", *FRAMEWORK, *overrides, cwd=tmp_path, timeout=START_S)

@@ -28,7 +28,7 @@ def run(warm: WarmServer, tmp_path: Path) -> Run:
     return call
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, (3, 1)), (2, (4,))])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(4, (3, 1), marks=pytest.mark.exhaustive), (2, (4,))])
 def test_any_number_of_ranks_reads_what_another_wrote_bit_for_bit(
     run: Run, tmp_path: Path, before: int, after: tuple[int, ...]
 ) -> None:

@@ -76,7 +76,7 @@ def test_so_it_does_where_the_model_is_spread_over_the_processes(train: Train, t
 @pytest.mark.parametrize(
     "option",
     [
-        "broadcast_buffers=false",
+        pytest.param("broadcast_buffers=false", marks=pytest.mark.exhaustive),
         pytest.param("find_unused_parameters=true", marks=pytest.mark.exhaustive),
         pytest.param("static_graph=true", marks=pytest.mark.exhaustive),
     ],
@@ -93,7 +93,10 @@ def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option:
     [
         ("strategy=allreduce", "strategy.broadcast_buffers=false", *STOPPING),
         pytest.param(("strategy=ddp", "strategy.comm_hook=butterfly", *AVERAGED), marks=pytest.mark.exhaustive),
-        ("strategy=ddp", "strategy.comm_hook={powersgd:{start_powerSGD_iter:3,min_compression_rate:1}}", *AVERAGED),
+        pytest.param(
+            ("strategy=ddp", "strategy.comm_hook={powersgd:{start_powerSGD_iter:3,min_compression_rate:1}}", *AVERAGED),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(("strategy=allreduce", *AVERAGED), marks=pytest.mark.exhaustive),
         pytest.param(("strategy=butterfly", *AVERAGED), marks=pytest.mark.exhaustive),
         pytest.param(("strategy=ddp", "strategy.comm_hook=bf16", *AVERAGED), marks=pytest.mark.exhaustive),
@@ -119,12 +122,14 @@ def test_after_the_first_step_the_layout_of_gradients_is_the_one_there_would_be(
     assert exact.differences(whole, resumed) == []
 
 
+@pytest.mark.exhaustive
 def test_skipping_ahead_loads_nothing(train: Train, tmp_path: Path) -> None:
     _, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=2")
     rest = [index for step, indices in exact.taken(resumed).items() if step > 9 for index in indices]
     assert sorted(exact.loaded(tmp_path)) == sorted(rest)
 
 
+@pytest.mark.exhaustive
 def test_without_the_order_of_gradients_the_first_difference_is_a_sum(train: Train, tmp_path: Path) -> None:
     """What the strategy's state is for, and how the recorder tells where two runs part: in the first step gone on with.
 
@@ -147,6 +152,7 @@ def test_the_moment_does_not_matter(train: Train, tmp_path: Path, where: str) ->
     assert exact.differences(whole, resumed) == []
 
 
+@pytest.mark.exhaustive
 def test_the_newest_unfinished_run_is_found(train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What a scheduler that starts the same command again needs: begin, go on after a kill, begin the next."""
     command = ("recipe=exact", "resume=auto", "topology.procs_per_node=2")

@@ -35,7 +35,9 @@ for count in range(10_000):
 """
 
 
-@pytest.mark.parametrize("after_s", [0.03, 0.071, 0.113, 0.157, 0.211])
+@pytest.mark.parametrize(
+    "after_s", [0.03, 0.071, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (0.113, 0.157, 0.211))]
+)
 def test_whatever_moment_a_writer_is_killed_at_the_last_checkpoint_is_good(tmp_path: Path, after_s: float) -> None:
     folder = tmp_path / "checkpoints"
     with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True) as writer:

@@ -132,6 +132,7 @@ def test_restarts_are_counted_over_the_run_also_by_a_node_that_was_replaced(port
     assert [node.join() for node in nodes] == ["FAILED"] * 2
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_is_replaced_learns_the_number_of_the_attempt(port: int, nodes: list[Node]) -> None:
     first, lost = Node(0, port), Node(1, port)
     nodes.append(first)
