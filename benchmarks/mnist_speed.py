@@ -3,8 +3,8 @@
     python -m benchmarks.mnist_speed [--rounds 5] [--data-root FOLDER]
 
 Batches of 64, the recipe's SGD with momentum. Ours is the command `recipe=mnist` with all defaults on; the others read
-torchvision's MNIST with ToTensor and Normalize. One has everything that ours has by default: batches in memory, a fused
-optimizer, OpenMP threads that don't spin. All of it is within the first epoch. On a GPU: benchmarks/on_gpu.py.
+torchvision's MNIST with ToTensor and Normalize. One has what ours has by default: batches in memory and a fused
+optimizer. All of it is within the first epoch. On a GPU: benchmarks/on_gpu.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.contest import Asked, Contestant, Row, Target, Unit, callback, compare, ours, peer, run, take_turns
@@ -61,12 +60,7 @@ def contestants(root: Path, *, warm_up: int, steps: int, device: str = "cpu") ->
         peer("raw, 0 workers", "raw_loop", *common),
         peer("raw, 2 workers", "raw_loop", *common, "--workers", "2"),
         peer("raw, ready-made batches", "raw_loop", *common, "--ready"),
-        replace(
-            peer(
-                "raw, ready-made batches, fused SGD, threads that don't spin", "raw_loop", *common, "--ready", "--fused"
-            ),
-            environment=(("OMP_WAIT_POLICY", "PASSIVE"),),
-        ),
+        peer("raw, ready-made batches, fused SGD", "raw_loop", *common, "--ready", "--fused"),
         peer("Lightning as it comes, 0 workers", "lightning_fit", *common, needs="lightning"),
         peer("Accelerate, 0 workers", "accelerate_loop", *common, needs="accelerate"),
     ]

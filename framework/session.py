@@ -13,6 +13,7 @@ import yaml
 from torch import nn
 
 from framework import build
+from framework.allocator import keep_freed_memory
 from framework.checkpoint import find, load, load_weights, read_manifest
 from framework.checkpoint.store import check_shards
 from framework.config.parse import parse
@@ -159,6 +160,8 @@ def check_all_shards(directory: Path, context: Context) -> None:
 
 def _prepare_process(config: Config, context: Context) -> None:
     """Process-wide settings, made once, before anything computes."""
+    if context.device.type == "cpu":
+        keep_freed_memory()
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     elif "OMP_NUM_THREADS" not in os.environ:

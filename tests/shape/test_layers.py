@@ -21,7 +21,7 @@ from tests.helpers.source import (
 # layer has several lines, each may import those above it.
 LAYERS: tuple[tuple[str, set[str]], ...] = (
     ("L0", {"errors", "types"}),
-    ("L1", {"run_dir", "output_file", "hardware", "pulse", "versions", "appending", "late_dynamo"}),
+    ("L1", {"run_dir", "output_file", "hardware", "pulse", "versions", "appending", "late_dynamo", "allocator"}),
     ("L1", {"config", "rows"}),
     ("L1", {"topology"}),
     ("L2", {"launch", "distributed", "seed"}),

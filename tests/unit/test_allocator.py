@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import pytest
+
+from framework.allocator import keep_freed_memory
+from tests.helpers.command import run_python
+
+# A step's worth of activations, 10 times: 4 pieces of 30 MiB, written to and freed.
+PIECES, PIECE_BYTES = 4, 30 << 20
+CHURN = f"""
+import ctypes, resource, sys
+from framework.allocator import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def step():
+    pieces = [libc.malloc({PIECE_BYTES}) for _ in range({PIECES})]
+    for each in pieces:
+        libc.memset(each, 1, {PIECE_BYTES})
+    for each in pieces:
+        libc.free(each)
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+step(), step()
+before = faults()
+for _ in range(10):
+    step()
+print(faults() - before)
+"""
+
+
+def is_glibc() -> bool:
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+
+
+@pytest.mark.skipif(not is_glibc(), reason="another C library")
+def test_what_is_freed_is_used_again() -> None:
+    faults = {how: int(run_python("-c", CHURN, how).stdout) for how in ("as it is", "kept")}
+    pages = PIECES * PIECE_BYTES // mmap.PAGESIZE
+    assert faults["kept"] < pages // 10
+    assert faults["as it is"] > pages
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_set"),
+    [
+        ({"MALLOC_ARENA_MAX": "2", "GLIBC_TUNABLES": "glibc.cpu.x86_shstk=on"}, True),
+        ({"MALLOC_TRIM_THRESHOLD_": "1000"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000"}, False),
+    ],
+)
+def test_what_the_user_has_said_is_left(monkeypatch, environ, is_set):
+    calls = stand_in(monkeypatch, lambda *_: 1)
+    assert keep_freed_memory(environ) is is_set
+    assert bool(calls) is is_set
+
+
+def test_old_versions_take_a_lower_threshold(monkeypatch):
+    calls = stand_in(monkeypatch, lambda option, value: int(option != -3 or value <= 32 << 20))
+    assert keep_freed_memory({})
+    assert calls == [(-3, 1 << 30), (-3, 32 << 20), (-1, 1 << 30)]
+
+
+def test_another_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
+    assert not keep_freed_memory({})
+
+
+def stand_in(monkeypatch, mallopt):
+    calls = []
+
+    class Library:
+        @staticmethod
+        def mallopt(option, value):
+            calls.append((option, value))
+            return mallopt(option, value)
+
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Library)
+    return calls
