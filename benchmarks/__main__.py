@@ -22,7 +22,18 @@ from benchmarks.arguments import some_of
 from benchmarks.contest import Asked
 from benchmarks.record import RESULTS, Part, provenance, with_parts
 
-PARTS = ("steps", "two_processes", "mnist_speed", "mnist_fast", "start_up", "saving", "memory", "scale", "on_gpu")
+PARTS = (
+    "steps",
+    "two_processes",
+    "mnist_speed",
+    "mnist_fast",
+    "strategies",
+    "start_up",
+    "saving",
+    "memory",
+    "scale",
+    "on_gpu",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
