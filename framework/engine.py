@@ -97,12 +97,12 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | Non
             trainer.fit()
         seconds = time.perf_counter() - started
         rank.link.pulse.at(Phase.EVALUATE)
-        test_metrics, tested = _test(rank, trainer, None if trainer.was_stopped else test_loader)
+        test_metrics, tested = _test(rank, trainer, None if trainer.ending.was_stopped else test_loader)
         rank.link.pulse.at(Phase.CLOSING)
         if rank.context.is_main:
             metrics = {**trainer.val_metrics, **test_metrics}
             _report(rank, trainer, metrics=metrics, tested=tested, seconds=seconds)
-        return EXIT_STOPPED if trainer.was_stopped else None
+        return EXIT_STOPPED if trainer.ending.was_stopped else None
     except BaseException:
         if trainer.checkpoints is not None:
             trainer.checkpoints.abandon()
@@ -332,9 +332,9 @@ def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], tested: 
     progress = trainer.progress
     max_epochs = rank.config.trainer.max_epochs
     reached = "max_epochs" if max_epochs is not None and progress.epoch >= max_epochs else "max_steps"
-    ended_by = trainer.stop_reason or f"trainer.{reached} reached"
-    if trainer.was_stopped:
-        ended_by = f"stopped on request ({trainer.stopped_by})"
+    ended_by = trainer.ending.reason or f"trainer.{reached} reached"
+    if trainer.ending.was_stopped:
+        ended_by = f"stopped on request ({trainer.ending.stopped_by})"
     results = {
         "steps": progress.step,
         "epochs": progress.epoch,

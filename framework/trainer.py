@@ -25,13 +25,13 @@ from torch import Tensor
 from framework.checkpoint import CheckpointManager
 from framework.config.schema import TrainerConfig
 from framework.data.loader import EvalLoader, TrainLoader
-from framework.distributed.collectives import any_over_ranks, gather_to_all
+from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
-from framework.errors import DiskError, TargetError
+from framework.ending import Ending
+from framework.errors import DiskError
 from framework.evaluator import evaluate
 from framework.finite import bad_loss, check_finite
 from framework.launch.link import Link
-from framework.launch.stopping import StopRequest
 from framework.limits import total_steps
 from framework.meter import LOSS, Meter
 from framework.optim import clip_gradients, gradient_dropper, gradient_norm, stepper
@@ -67,14 +67,11 @@ class Trainer:
         self.progress = Progress()
         self.start_step = 0
         self.val_metrics: dict[str, float] = {}
-        self.stop_reason: str | None = None  # of a callback
-        self.stopped_by: str | None = None  # what asked for it, such as "SIGTERM"
+        self.ending = Ending(link, context=context)
         # Called when everything that may draw numbers is made: those of a resumed run go on where they were.
         self.restore_generators: Callable[[], object] | None = None
         self._pulse = link.pulse
-        self._stop_request = StopRequest(link, world_size=context.world_size)
         self._after_first_step = after_first_step
-        self._stop_wish: str | None = None
         self._saved_step: int | None = None
         self._save_asked = False  # by the clock
         self._evaluated_step: int | None = None
@@ -90,11 +87,6 @@ class Trainer:
         self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
         self._step: Callable[[], object] = lambda: parts.optimizer.step()
         self._drop_gradients = gradient_dropper(parts.optimizer)
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether training has yet to go on: it was stopped on request, before it came to its own end."""
-        return self.stopped_by is not None and self.stop_reason is None
 
     @property
     def last_epoch(self) -> int:
@@ -123,7 +115,7 @@ class Trainer:
             self._pulse.at(Phase.LOGGING)
             report = StepReport(progress.step, epoch, loss, window.global_count, window.indices)
             for observe in observe_step:
-                self._heed(observe(report))
+                self.ending.heed(observe(report))
             if progress.step - self.start_step == 1:
                 self._after_first_step()
                 self._step = stepper(parts.optimizer)
@@ -131,12 +123,12 @@ class Trainer:
                 self.log(epoch=epoch)
             if window.epoch_end:
                 parts.schedule.after_epoch()
-                self._agree_to_stop(any_over_ranks(self._stop_wish is not None, self.context))
+                self.ending.agree()
             if self._evaluation_due(epoch, epoch_end=window.epoch_end):
                 self.evaluate(epoch=epoch)
             if self._save_due(epoch, epoch_end=window.epoch_end):
                 self.save(epoch=epoch)
-            if self._stop_request.pending:
+            if self.ending.is_asked_for:
                 self._heed_request()
             self._pulse.at(Phase.DATA)
         self._finish()
@@ -199,13 +191,13 @@ class Trainer:
         """
         self._pulse.at(Phase.LOGGING)
         by_clock = self.checkpoints is not None and self.checkpoints.due_time()
-        extra = [float(self._stop_wish is not None), float(by_clock)]
+        extra = [float(self.ending.wish is not None), float(by_clock)]
         values, (wishes, saves) = self._meter.reduce(self.context, extra=extra)
         self._save_asked = saves > 0
         if not math.isfinite(values.get(LOSS, 0.0)):
             raise bad_loss(values[LOSS], step=self._meter.first_nonfinite_step(self.context), epoch=epoch)
         self._meter.clear()
-        self._agree_to_stop(wishes > 0)
+        self.ending.agree(wishes > 0)
         if not values:
             return
         values["lr"] = self._lr
@@ -236,8 +228,8 @@ class Trainer:
         self.parts.schedule.after_validation(self.val_metrics)
         report = EvalReport("val", self.progress.step, epoch, self.val_metrics)
         for observe in hooks(self.parts.callbacks.values(), "on_validation_end"):
-            self._heed(observe(report))
-        self._agree_to_stop(any_over_ranks(self._stop_wish is not None, self.context))
+            self.ending.heed(observe(report))
+        self.ending.agree()
         self._throughput.leave_out(since=began)
 
     def save(self, *, epoch: int) -> None:
@@ -272,10 +264,10 @@ class Trainer:
         training = self.parts.state_dict()
         weights = self.parts.add_weights(training)
         training |= {"progress": self.progress.state_dict(), "val_metrics": dict(self.val_metrics)}
-        mine = (generator_states(self.context.devices), self._meter.state_dict(), self._stop_wish)
+        mine = (generator_states(self.context.devices), self._meter.state_dict(), self.ending.wish)
         generators, training["meters"], wishes = map(list, zip(*gather_to_all(mine, self.context), strict=True))
         training["global_batch_size"] = self.train_loader.global_batch_size
-        training["stop"] = {"reason": self.stop_reason, "wishes": wishes}
+        training["stop"] = {"reason": self.ending.reason, "wishes": wishes}
         return {**weights, "training": training, "generators": generators}
 
     def load_state_dict(self, training: Mapping[str, Any]) -> None:
@@ -293,9 +285,7 @@ class Trainer:
         elif rank > 0:
             meters = []
         self._meter.load_state_dicts(meters, device=self.context.device)
-        stop = training.get("stop", {"reason": None, "wishes": []})
-        self.stop_reason = stop["reason"]
-        self._stop_wish = next((wish for wish in stop["wishes"] if wish is not None), None)
+        self.ending.load_state_dict(training.get("stop", {"reason": None, "wishes": []}))
         self._saved_step = self.progress.step
 
     def _bind(self) -> list[Callable[[StepReport], Stop | None]]:
@@ -325,8 +315,7 @@ class Trainer:
     def _done(self) -> bool:
         settings, progress = self.settings, self.progress
         return (
-            self.stop_reason is not None
-            or self.stopped_by is not None
+            self.ending.has_come
             or (settings.max_steps is not None and progress.step >= settings.max_steps)
             or (settings.max_epochs is not None and progress.epoch >= settings.max_epochs)
         )
@@ -349,7 +338,7 @@ class Trainer:
         if self._saved_step != self.progress.step:
             self.save(epoch=self.last_epoch)
         # A run that was stopped logs these steps when it goes on, together with those that follow.
-        if self.progress.step > self.start_step and not self.was_stopped:
+        if self.progress.step > self.start_step and not self.ending.was_stopped:
             self.log(epoch=self.last_epoch)
         self._settle()
         for end in hooks(self.parts.callbacks.values(), "on_fit_end"):
@@ -376,24 +365,8 @@ class Trainer:
         for logger in self.parts.loggers.values():
             logger.metrics(values, step=self.progress.step, epoch=epoch)
 
-    def _heed(self, answer: Stop | None) -> None:
-        if answer is not None:
-            if not isinstance(answer, Stop):
-                raise TargetError(
-                    f"A callback answered {answer!r}. Answer framework.Stop(reason) to end, else nothing."
-                )
-            self._stop_wish = answer.reason
-            # Alone there is nobody to agree with.
-            if self.context.world_size == 1:
-                self.stop_reason = answer.reason
-
-    def _agree_to_stop(self, wished: bool) -> None:
-        if wished:
-            reasons = gather_to_all(self._stop_wish, self.context)
-            self.stop_reason = next(reason for reason in reasons if reason is not None)
-
     def _heed_request(self) -> None:
         """Stop on request where all ranks do so after this step; a run that is at its own end simply ends."""
         self.context.wait_for_devices()
-        if not self._done() and self._stop_request.due(self.progress.step):
-            self.stopped_by = self._stop_request.came_by
+        if not self._done():
+            self.ending.heed_request(self.progress.step)

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, set[str]], ...] = (
     ("L2", {"launch", "distributed", "seed"}),
     ("L3", {"strategies", "data", "tasks", "checkpoint", "loggers", "callbacks", "precision", "optim"}),
     ("L3", {"progress", "meter", "rank_log", "targets"}),
-    ("L4", {"evaluator", "finite", "limits", "parts", "predictions", "footprint", "causes", "agreement"}),
+    ("L4", {"evaluator", "finite", "limits", "parts", "predictions", "footprint", "causes", "agreement", "ending"}),
     ("L4", {"trainer"}),
     ("L5", {"build"}),
     ("L6", {"session"}),

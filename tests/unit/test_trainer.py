@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from framework import ending as ending_module
 from framework import finite as finite_module
 from framework import meter as meter_module
 from framework import progress as progress_module
@@ -636,7 +637,7 @@ def test_a_callback_stops_training_after_its_step(tmp_path: Path, at: int) -> No
     trainer = make_trainer(callbacks={"recorder": recorder}, checkpoints=manager(tmp_path))
     trainer.fit()
     assert trainer.progress.step == at
-    assert trainer.stop_reason == "seen enough"
+    assert trainer.ending.reason == "seen enough"
     assert recorder.calls[-1][0] == "on_fit_end"
     assert saved_steps(tmp_path) == [at]
 
@@ -645,7 +646,7 @@ def test_a_callback_stops_training_after_an_evaluation() -> None:
     recorder = Recorder({"validation": 4})
     trainer = make_trainer(settings(val_check_interval=2), callbacks={"recorder": recorder}, val=samples(7))
     trainer.fit()
-    assert (trainer.progress.step, trainer.stop_reason) == (4, "good enough")
+    assert (trainer.progress.step, trainer.ending.reason) == (4, "good enough")
 
 
 class Averaged:
@@ -712,8 +713,8 @@ def test_a_rank_alone_stops_at_once_when_asked_and_its_checkpoint_is_of_that_ste
         watched=link(marks),
     )
     trainer.fit()
-    assert trainer.was_stopped
-    assert (trainer.stopped_by, trainer.stop_reason, trainer.progress.step) == ("SIGTERM", None, 3)
+    assert trainer.ending.was_stopped
+    assert (trainer.ending.stopped_by, trainer.ending.reason, trainer.progress.step) == ("SIGTERM", None, 3)
     assert saved_steps(tmp_path) == [3]
     assert marks.seen.count("checkpoint") == 2  # to save it, and to wait until it is written
 
@@ -741,8 +742,8 @@ def test_a_request_at_the_end_of_training_changes_nothing(end: str) -> None:
     trainer = make_trainer(callbacks=callbacks, watched=link(marks))
     trainer.fit()
     assert trainer.progress.step == step
-    assert not trainer.was_stopped
-    assert trainer.stopped_by is None
+    assert not trainer.ending.was_stopped
+    assert trainer.ending.stopped_by is None
 
 
 # Several ranks agree
@@ -751,10 +752,10 @@ def test_a_request_at_the_end_of_training_changes_nothing(end: str) -> None:
 def run_ranks(monkeypatch: pytest.MonkeyPatch, make: Callable[[Context], Trainer]) -> list[Any]:
     """Trainers of two simulated ranks whose collectives are real, but for the gradients."""
     ranks = SimulatedRanks(2)
-    for module in (meter_module, trainer_module, finite_module):
+    for module in (meter_module, trainer_module, finite_module, ending_module):
         monkeypatch.setattr(module, "gather_to_all", ranks.gather)
     monkeypatch.setattr(meter_module, "sum_over_ranks", ranks.sum)
-    monkeypatch.setattr(trainer_module, "any_over_ranks", ranks.any)
+    monkeypatch.setattr(ending_module, "any_over_ranks", ranks.any)
 
     def one(context: Context) -> Trainer:
         trainer = make(context)
@@ -784,7 +785,7 @@ def test_ranks_stop_together_at_the_next_reduction_that_happens_anyway(
 
     first, second = run_ranks(monkeypatch, make)
     assert [first.progress.step, second.progress.step] == [stopped] * 2
-    assert first.stop_reason == second.stop_reason == ("good enough" if "validation" in stop_at else "seen enough")
+    assert first.ending.reason == second.ending.reason == ("good enough" if "validation" in stop_at else "seen enough")
 
 
 @pytest.mark.parametrize("asked_at", [(1, 1), (2, 4), (5, 3), (8, 8), (1, 11), (11, 11)])
@@ -814,7 +815,7 @@ def test_ranks_that_are_asked_at_different_times_stop_together(
 
     first, second = run_ranks(monkeypatch, make)
     assert first.progress.step == second.progress.step == min(max(asked_at) + 2, 12)
-    assert first.was_stopped == second.was_stopped == (max(asked_at) + 2 < 12)
+    assert first.ending.was_stopped == second.ending.was_stopped == (max(asked_at) + 2 < 12)
 
 
 def test_a_bad_loss_of_one_rank_ends_all_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -960,7 +961,7 @@ def test_a_wish_to_stop_that_was_not_agreed_yet_is_saved(tmp_path: Path, monkeyp
 
     again = run_ranks(monkeypatch, go_on)
     assert [end.progress.step for end in again] == [5, 5]
-    assert [end.stop_reason for end in again] == [end.stop_reason for end in ends]
+    assert [end.ending.reason for end in again] == [end.ending.reason for end in ends]
 
 
 @pytest.mark.usefixtures("own_state")
