@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.pulse import Phase
 from framework.rank_log import logger
+from framework.rank_log import warn as _warn
 from framework.restoring import restore
 from framework.seed import seed_everything
 from framework.session import Rank, core_sharers, entered, eval_loader, load_model, loading
@@ -236,12 +237,6 @@ def _together(rank: Rank) -> Together | None:
     return Together(side_group(max(rank.config.backend.init_timeout, rank.config.backend.timeout)))
 
 
-def _warn(text: str) -> None:
-    logger.warning(text)
-    with suppress(OSError):  # of a standard output that lies on the same disk
-        print(text, flush=True)
-
-
 def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict[str, float], str]:
     """Metrics of the test part, with the weights that validation found best, else with the last ones; and which."""
     if loader is None:
@@ -343,5 +338,6 @@ def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], tested: 
         "metrics": metrics,
         "score": None if trainer.checkpoints is None else trainer.checkpoints.best_score,
         "tested": tested,
+        "slow_ranks": [each.to_plain() for each in trainer.timing.slow_ranks()],
     }
     rank.run_dir.update_run({"results": results})

@@ -47,6 +47,13 @@ def rank_log(run_dir: RunDir, context: Context) -> Iterator[None]:
             handler.close()
 
 
+def warn(text: str) -> None:
+    """Write it to this rank's log, and to standard output."""
+    logger.warning(text)
+    with suppress(OSError):  # of a standard output that lies on the same disk
+        print(text, flush=True)
+
+
 @final
 class _Handler(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802

@@ -39,6 +39,7 @@ from framework.parts import Parts
 from framework.progress import Progress, Throughput, flush, hooks
 from framework.pulse import Phase
 from framework.seed import generator_states
+from framework.timing import Timing
 from framework.types import EvalReport, FitInfo, StepReport, Stop, Window
 
 
@@ -70,6 +71,8 @@ class Trainer:
         self.ending = Ending(link, context=context)
         # Called when everything that may draw numbers is made: those of a resumed run go on where they were.
         self.restore_generators: Callable[[], object] | None = None
+        self.timing = Timing(link.pulse, context=context, every=settings.log_every_n_steps)
+        self._watch = self.timing.watch
         self._pulse = link.pulse
         self._after_first_step = after_first_step
         self._saved_step: int | None = None
@@ -106,13 +109,13 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.watch(parts.changed_by_updates())
         self._throughput.read()
-        self._pulse.at(Phase.DATA)
+        self.timing.start(parts.strategy, parts.model, step=progress.step)
+        self._watch.at(Phase.DATA)
         for window in self._windows():
             epoch = progress.epoch
             loss = self.train_step(window)
             progress.advance(global_count=window.global_count, epoch_end=window.epoch_end)
-            self._pulse.stepped(progress.step)
-            self._pulse.at(Phase.LOGGING)
+            self._watch.stepped(progress.step)
             report = StepReport(progress.step, epoch, loss, window.global_count, window.indices)
             for observe in observe_step:
                 self.ending.heed(observe(report))
@@ -123,6 +126,7 @@ class Trainer:
                 self.log(epoch=epoch)
             if window.epoch_end:
                 parts.schedule.after_epoch()
+                self._watch.apart(Phase.LOGGING)
                 self.ending.agree()
             if self._evaluation_due(epoch, epoch_end=window.epoch_end):
                 self.evaluate(epoch=epoch)
@@ -130,7 +134,7 @@ class Trainer:
                 self.save(epoch=epoch)
             if self.ending.is_asked_for:
                 self._heed_request()
-            self._pulse.at(Phase.DATA)
+            self._watch.at(Phase.DATA)
         self._finish()
 
     def train_step(self, window: Window) -> Tensor:
@@ -139,7 +143,7 @@ class Trainer:
         Each micro-batch's mean loss weighs its share of the global batch times W: strategies average gradients over
         ranks, so the sum is the gradient of the mean over the global batch, however it was dealt.
         """
-        parts, mark = self.parts, self._pulse.at
+        parts, mark = self.parts, self._watch.at
         scale = self.context.world_size / window.global_count
         for position, micro in enumerate(window.micro_batches, start=1):
             mark(Phase.FORWARD)
@@ -149,7 +153,7 @@ class Trainer:
                     output = parts.task.training_step(parts.model, parts.precision.convert_batch(micro.batch))
                 # Times 1.0 would be the same number at the price of two kernels.
                 loss = output.loss if weight == 1.0 else output.loss * weight
-                mark(Phase.BACKWARD)
+                self._pulse.at(Phase.BACKWARD)  # which is timed with the forward
                 parts.precision.scaler.scale(loss).backward()
             if micro.num_samples:
                 self._meter.add(output, step=self.progress.step + 1)
@@ -189,10 +193,10 @@ class Trainer:
 
         Every rank must call it; waits for the device. Raises RunError when a loss was NaN or infinite.
         """
-        self._pulse.at(Phase.LOGGING)
+        self._watch.apart(Phase.LOGGING)
         by_clock = self.checkpoints is not None and self.checkpoints.due_time()
-        extra = [float(self.ending.wish is not None), float(by_clock)]
-        values, (wishes, saves) = self._meter.reduce(self.context, extra=extra)
+        extra = [float(self.ending.wish is not None), float(by_clock), *self.timing.row()]
+        values, (wishes, saves, *times) = self._meter.reduce(self.context, extra=extra)
         self._save_asked = saves > 0
         if not math.isfinite(values.get(LOSS, 0.0)):
             raise bad_loss(values[LOSS], step=self._meter.first_nonfinite_step(self.context), epoch=epoch)
@@ -204,13 +208,14 @@ class Trainer:
         if self._grad_norm is not None:
             values["grad_norm"], self._grad_norm = float(self._grad_norm), None
         values["samples_per_s"] = self._throughput.read()
-        self._tell_loggers({f"train/{name}": value for name, value in values.items()}, epoch=epoch)
+        timing = self.timing.note(times, step=self.progress.step, loggers=self.parts.loggers.values())
+        self._tell_loggers({f"train/{name}": value for name, value in values.items()} | timing, epoch=epoch)
 
     def evaluate(self, *, epoch: int) -> None:
         """Run the validation part, log it, ask the callbacks, agree on wishes to stop. Every rank must call it."""
         if self.val_loader is None:
             return
-        self._pulse.at(Phase.EVALUATE)
+        self._watch.apart(Phase.EVALUATE)
         flush(self.parts.loggers.values())
         self.context.wait_for_devices()  # the steps they are still at are training's time
         began = time.perf_counter()
@@ -240,7 +245,7 @@ class Trainer:
         """
         if self.checkpoints is None:
             return
-        self._pulse.at(Phase.CHECKPOINT)
+        self._watch.apart(Phase.CHECKPOINT)
         check_finite(self._parameters, self._meter, step=self.progress.step, epoch=epoch, context=self.context)
         began = time.perf_counter()
         flush(self.parts.loggers.values())
@@ -348,7 +353,7 @@ class Trainer:
         """Wait until the last checkpoint is written; try again where it couldn't be. Raises DiskError on all ranks."""
         if self.checkpoints is None:
             return
-        self._pulse.at(Phase.CHECKPOINT)
+        self._watch.apart(Phase.CHECKPOINT)
         for attempt in range(2):
             failures = gather_to_all(self.checkpoints.settle(), self.context)
             failure = next((text for text in failures if text is not None), None)

@@ -138,6 +138,8 @@ class Strategy(Protocol):
     One that spreads the weights, so that ranks talk in every forward, says so with `forward_communicates = True`: then
     each rank makes as many forwards as any other, in evaluation too.
     One that has memory of its own for a second copy of all gradients says so with `copies_gradients = True`.
+    One that knows when its rank waits for others may have `tell_waiting(model, waiting)`, which gets the wrapped model
+    and a `Waiting`, and gives whether it will tell; else only times of data and callbacks are compared over ranks.
     """
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -154,6 +156,20 @@ class Strategy(Protocol):
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Make replicas wholly equal, buffers too: what is evaluated is what rank 0 saves. Every rank must call it."""
+        ...
+
+
+class Waiting(Protocol):
+    """What a strategy tells of its rank's waiting for others in the midst of a step, so that it isn't blamed for it."""
+
+    def begin_waiting(self) -> None:
+        """From here on until `end_waiting`, or until something else is begun."""
+        ...
+
+    def end_waiting(self) -> None: ...
+
+    def lose_count(self) -> None:
+        """It can't be told how long this rank has waited."""
         ...
 
 

@@ -13,6 +13,7 @@ from framework.config.saved import resume_argument
 from framework.config.schema import Config
 from framework.errors import EXIT_STOPPED
 from framework.run_dir import RunDir
+from framework.slow_ranks import SlowRank
 from framework.topology import Topology
 
 
@@ -37,6 +38,8 @@ def closing_of_training(config: Config, run_dir: RunDir, status: int) -> str:
         lines += _metrics(results)
         if results.get("tested"):
             lines.append(f"  {'tested with':<20} {results['tested']}")
+        if results.get("slow_ranks"):
+            lines.append(f"  {SlowRank.from_plain(results['slow_ranks'][0])}")
     path = short(run_dir.path)
     rows = [("run", path), ("logs", f"{path}/logs")]
     if complete_steps(run_dir.checkpoints):

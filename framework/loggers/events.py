@@ -52,6 +52,17 @@ class EventFile:
         self._write_waiting()
         self._add(step=step, summary=summary(tag, text))
 
+    def charts(self, charts: Mapping[str, Mapping[str, str]]) -> None:
+        """Several curves in one chart: group → title → which, as a regular expression of their names."""
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        groups = {
+            group: {title: ["Multiline", [names]] for title, names in titles.items()}
+            for group, titles in charts.items()
+        }
+        self._write_waiting()
+        self._add(summary=custom_scalars(groups))
+
     def flush(self) -> None:
         """Give all of it to the kernel; try again what a full disk didn't take."""
         self._write_waiting()

@@ -12,6 +12,14 @@ from framework.loggers.names import of_evaluation
 from framework.run_dir import RunDir
 from framework.types import FitInfo
 
+_OF_RANKS = "skew/"
+_CHARTS = {
+    "ranks": {
+        "own time beyond the others', of a step": r"skew/(worst|rank_\d+)",
+        "shares of a step": r"time/.*",
+    }
+}
+
 
 @final
 class TensorBoardLogger:
@@ -19,7 +27,8 @@ class TensorBoardLogger:
 
     After a resume TensorBoard shows no step twice: what was written beyond the step the run goes on from is hidden.
     What that step has already is not written again. A file is begun with the first numbers to write; texts from before
-    `fit_start` wait for it, so none is hidden. A full disk ends nothing (see `Appender`).
+    `fit_start` wait for it, so none is hidden. A full disk ends nothing (see `Appender`). Where times of ranks are
+    logged, a chart of all of them is under "Custom Scalars".
     """
 
     def __init__(self, *, run_dir: RunDir) -> None:
@@ -28,11 +37,12 @@ class TensorBoardLogger:
         self._waiting_texts: list[tuple[str, str]] = []
         self._start_step = 0
         self._resumed = False
+        self._has_charts = False
 
     def fit_start(self, info: FitInfo) -> None:
         if self._writer is not None:
             self._writer.close()
-        self._start_step = info.start_step
+        self._start_step, self._has_charts = info.start_step, False
         self._resumed = self._folder.is_dir()
         # TensorBoard hides the steps from purge_step on; the one started from was logged before.
         self._writer = self._open(purge_step=info.start_step + 1 if self._resumed else None)
@@ -44,6 +54,9 @@ class TensorBoardLogger:
         if self._resumed and step == self._start_step:  # seldom: where nothing but the test was left to do
             known = self._scalars_at(step)
             values = {name: value for name, value in values.items() if name not in known}
+        if not self._has_charts and any(name.startswith(_OF_RANKS) for name in values):
+            writer.charts(_CHARTS)
+            self._has_charts = True
         if values:
             writer.scalars(values, step=step)
         if of_evaluation(values):

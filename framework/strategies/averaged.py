@@ -14,6 +14,7 @@ from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.strategies.buckets import Bucket, by_kind, trained
 from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
+from framework.types import Waiting
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _MB = 1 << 20
@@ -47,6 +48,7 @@ class Averaged(ABC):
         self._names: dict[int, str] = {}
         self._has_buffers = False
         self._begins_step = True  # the next forward is the first of a step
+        self._waiting: Waiting | None = None
         self._exchange: AbstractContextManager[Any] = _NOTHING if self._is_alone else _Afterwards(self)
 
     @abstractmethod
@@ -79,9 +81,15 @@ class Averaged(ABC):
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         """Gradients are exchanged where this is left without an error; before, they add up on each rank."""
         if self._begins_step and self._broadcasts_buffers and self._has_buffers:
-            broadcast(model.buffers())  # read anew: a model may have put others in their places
+            self._share_buffers(model)
         self._begins_step = synchronise
         return self._exchange if synchronise else _NOTHING
+
+    @final
+    def tell_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
+        """The exchange is waiting as a whole: what a rank computes for it is little, and the same on all."""
+        self._waiting = waiting
+        return True
 
     @final
     def before_evaluation(self, model: nn.Module) -> None:
@@ -106,6 +114,8 @@ class Averaged(ABC):
 
         Raises ConfigError for a sparse gradient.
         """
+        if self._waiting is not None:
+            self._waiting.begin_waiting()
         begun = []
         for bucket in self._buckets:
             try:
@@ -118,6 +128,13 @@ class Averaged(ABC):
             if work is not None:
                 work.wait()
             bucket.hand_out()
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        if self._waiting is not None:
+            self._waiting.begin_waiting()
+        broadcast(model.buffers())  # read anew: a model may have put others in their places
+        if self._waiting is not None:
+            self._waiting.end_waiting()
 
     @property
     def _name(self) -> str:

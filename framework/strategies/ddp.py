@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, final
@@ -18,6 +18,7 @@ from framework.errors import ConfigError, TopologyError
 from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
 from framework.strategies.hooks import find_hook, powersgd_options
 from framework.strategies.powersgd import PowerSGD
+from framework.types import Waiting
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _UNUSED = re.compile(
@@ -71,6 +72,11 @@ class DDP:
         if options is not None:
             self._powersgd = PowerSGD(options, context=context, settled_after=self._settled_after, cap_mb=bucket_cap_mb)
         self._comm_hook = find_hook(comm_hook) if isinstance(comm_hook, str) and options is None else None
+        # Butterfly and PowerSGD exchange in the midst of backward, SyncBatchNorm of forward too: what a rank computes
+        # can't be told from what it waits.
+        self._knows_waiting = self._powersgd is None and comm_hook != "butterfly" and not sync_batchnorm
+        self._waiting: Waiting | None = None
+        self._has_told = True
         self._exchanges = 0
         self._watched = _NOTHING
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
@@ -106,6 +112,10 @@ class DDP:
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         """ConfigError comes out of it where parameters had no gradient in the step before, and DDP awaited one."""
+        if self._waiting is not None:
+            if not self._has_told:
+                self._waiting.lose_count()
+            self._has_told = False
         if synchronise or not isinstance(model, DistributedDataParallel):
             self._exchanges += 1
             return self._watched
@@ -113,6 +123,20 @@ class DDP:
         both.enter_context(self._watched)
         both.enter_context(model.no_sync())
         return both
+
+    def tell_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
+        """A rank waits from where its own gradients are all there; and for rank 0's buffers, before a forward.
+
+        In a backward that gives the model's last parameter no gradient the former isn't known.
+        """
+        if not self._knows_waiting or not isinstance(model, DistributedDataParallel):
+            return False
+        self._waiting = waiting
+        last = [parameter for parameter in model.module.parameters() if parameter.requires_grad][-1]
+        last.register_post_accumulate_grad_hook(self._await_own_gradients)
+        if self._broadcasts_buffers and any(True for _ in model.buffers()):
+            vars(model)["_sync_buffers"] = partial(_told, model._sync_buffers, waiting)
+        return True
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers (BatchNorm's statistics), which its last forward left different."""
@@ -147,6 +171,13 @@ class DDP:
             self._powersgd.load_state_dict(state["powersgd"])
         if not self._broadcasts_buffers:
             restore_buffers(self.unwrap(model), state.get("buffers", []), self._context)
+
+    def _await_own_gradients(self, _: Tensor) -> None:
+        """In a backward: what is queued comes when all gradients are there, in the order in which it was queued. DDP
+        queues its waiting for the exchange when the last parameter is done, which is after any hook of one."""
+        assert self._waiting is not None
+        self._has_told = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._waiting.begin_waiting)
 
     def _note_order(self, model: DistributedDataParallel) -> None:
         """Remember the order in which gradients come for the first exchange: one call for each, and none after it."""
@@ -199,6 +230,12 @@ def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> 
     finally:
         model.module, model._compiled_call_impl = module, compiled
         model.zero_grad(set_to_none=True)
+
+
+def _told(synchronise: Callable[[], None], waiting: Waiting) -> None:
+    waiting.begin_waiting()
+    synchronise()
+    waiting.end_waiting()
 
 
 @final

@@ -184,13 +184,14 @@ def test_an_own_callbacks_state_goes_on(train, folder):
 def test_an_own_logger_is_told_what_there_is_to_log(train, folder):
     run_dir = train(*OBSERVED, "+callbacks.notes.rank=0", "+callbacks.notes.stop_after=null")
     training = "train/grad_norm train/loss train/lr train/samples_per_s"
+    timed = f"time/data {training}"  # from the second time on
     assert (run_dir / "lines_0").read_text().splitlines() == [
         f"mine config {len((run_dir / 'config.yaml').read_text())}",
         f"mine 5 0 {training}",
-        f"mine 10 0 {training}",
+        f"mine 10 0 {timed}",
         "mine 10 0 val/loss",
-        f"mine 15 1 {training}",
-        f"mine 20 1 {training}",
+        f"mine 15 1 {timed}",
+        f"mine 20 1 {timed}",
         "mine 20 1 val/loss",
         "closed",
     ]

@@ -162,8 +162,7 @@ def taken(run_dir: Path) -> dict[int, list[int]]:
 
 def numbers(run_dir: Path) -> list[dict[str, Any]]:
     """All that metrics.jsonl says, but when, and how fast it went."""
-    apart = ("time", "train/samples_per_s")
-    rows = [{key: value for key, value in row.items() if key not in apart} for row in results.rows(run_dir)]
+    rows = [{key: value for key, value in row.items() if not _is_of_speed(key)} for row in results.rows(run_dir)]
     return [row for row in rows if row.keys() - {"step", "epoch"}]
 
 
@@ -184,9 +183,13 @@ def differences(one: Path, other: Path) -> list[str]:
     return found
 
 
+def _is_of_speed(name: str) -> bool:
+    return name in ("time", "train/samples_per_s") or name.startswith(("time/", "skew/"))
+
+
 def _curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     events = results.events(run_dir)
-    tags = [tag for tag in events.Tags()["scalars"] if tag != "train/samples_per_s"]
+    tags = [tag for tag in events.Tags()["scalars"] if not _is_of_speed(tag)]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 

@@ -100,7 +100,7 @@ def test_everything_lies_where_it_should(default: Ran) -> None:
 def test_tensorboard_has_the_curves_and_the_config(default: Ran) -> None:
     events = results.events(default.run_dir)
     assert set(events.Tags()["scalars"]) == {
-        *("train/loss", "train/lr", "train/grad_norm", "train/samples_per_s"),
+        *("train/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "time/data"),
         *("val/loss", "val/accuracy", "test/loss", "test/accuracy"),
     }
     (text,) = events.Tensors("config/text_summary")

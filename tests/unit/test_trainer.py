@@ -21,6 +21,7 @@ from framework import ending as ending_module
 from framework import finite as finite_module
 from framework import meter as meter_module
 from framework import progress as progress_module
+from framework import timing as timing_module
 from framework import trainer as trainer_module
 from framework.checkpoint import find, load, read_manifest
 from framework.config.schema import ClipAlgorithm, Interval, Precision
@@ -752,7 +753,7 @@ def test_a_request_at_the_end_of_training_changes_nothing(end: str) -> None:
 def run_ranks(monkeypatch: pytest.MonkeyPatch, make: Callable[[Context], Trainer]) -> list[Any]:
     """Trainers of two simulated ranks whose collectives are real, but for the gradients."""
     ranks = SimulatedRanks(2)
-    for module in (meter_module, trainer_module, finite_module, ending_module):
+    for module in (meter_module, trainer_module, finite_module, ending_module, timing_module):
         monkeypatch.setattr(module, "gather_to_all", ranks.gather)
     monkeypatch.setattr(meter_module, "sum_over_ranks", ranks.sum)
     monkeypatch.setattr(ending_module, "any_over_ranks", ranks.any)
@@ -903,9 +904,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 
 
 def without_speed(numbers: Numbers) -> list[Any]:
-    """All that was logged, but how fast it went."""
+    """All that was logged, but how fast it went, and in which phase."""
+    apart = ("train/samples_per_s", "time/", "skew/")
     return [
-        (step, epoch, {name: value for name, value in values.items() if name != "train/samples_per_s"})
+        (step, epoch, {name: value for name, value in values.items() if not name.startswith(apart)})
         for step, epoch, values in numbers.logged
     ]
 

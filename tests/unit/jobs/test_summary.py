@@ -12,6 +12,7 @@ from framework.config.schema import Config
 from framework.errors import EXIT_STOPPED
 from framework.jobs.summary import announcement, closing_of_training, interruption
 from framework.run_dir import RunDir, create_run_dir
+from framework.slow_ranks import SlowRank
 from framework.topology import Topology
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
@@ -65,6 +66,16 @@ def test_results_are_shown_with_where_everything_lies(run_dir: RunDir) -> None:
         f"  resume       python -m framework resume={path}",
         "  look         tensorboard --logdir outputs",
     ]
+
+
+def test_the_worst_of_the_slow_ranks_is_named(run_dir: RunDir) -> None:
+    slow = SlowRank(3, "node1, cuda:3", "data", 0.18, 1, 900, throughout=True)
+    less = SlowRank(1, "node0, cuda:1", "compute", 0.11, 301, 900, throughout=False)
+    results = {"steps": 900, "slow_ranks": [slow.to_plain(), less.to_plain()]}
+    run_dir.update_run({"results": results})
+    assert "  rank 3 (node1, cuda:3) is 18 % slower in data" in closing_of_training(config(), run_dir, 0).splitlines()
+    run_dir.update_run({"results": {**results, "slow_ranks": []}})
+    assert "slower" not in closing_of_training(config(), run_dir, 0)
 
 
 def test_a_stopped_run_says_where_and_how_to_go_on(run_dir: RunDir) -> None:

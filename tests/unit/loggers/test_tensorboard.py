@@ -196,3 +196,17 @@ def test_what_was_flushed_outlives_a_kill(tmp_path: Path) -> None:
     logger.flush()
     assert [event.step for event in read(tmp_path).Scalars("train/loss")] == [2, 3]
     logger.close()
+
+
+def test_curves_of_ranks_are_put_into_charts_where_there_are_some(tmp_path: Path) -> None:
+    for start, name in ((0, "train/loss"), (2, "skew/rank_0"), (4, "skew/worst")):
+        logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
+        logger.fit_start(info(start))
+        for step in (start + 1, start + 2):
+            logger.metrics({name: 0.5, "time/data": 0.1}, step=step, epoch=0)
+        logger.close()
+        if start == 0:
+            assert "custom_scalars__config__" not in read(tmp_path).Tags()["tensors"]
+    # Once for each beginning; the page takes one.
+    assert len(read(tmp_path).Tensors("custom_scalars__config__")) in (1, 2)
+    assert scalars(tmp_path, "skew/rank_0") == [(3, 0.5), (4, 0.5)]
