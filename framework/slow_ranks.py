@@ -204,7 +204,8 @@ def _median_of_others(in_order: Sequence[float], mine: float) -> float:
 
 
 def _mean_share(table: Sequence[Spent], kind: str) -> float:
-    return sum(getattr(each, kind) / each.step for each in table) / len(table)
+    shares: list[float] = [getattr(each, kind) / each.step for each in table]
+    return sum(shares) / len(shares)
 
 
 def _skew(table: Sequence[Spent]) -> dict[str, float]:

@@ -60,8 +60,9 @@ class Device:
 
     def now(self) -> Event:
         self.taken += 1
-        self.queue.append(Event(self))
-        return self.queue[-1]
+        event = Event(self)
+        self.queue.append(event)
+        return event
 
     def work_off(self) -> None:
         self.waits += bool(self.queue)

@@ -106,7 +106,8 @@ def test_a_slow_rank_is_told_once_by_the_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = [*SECOND, *SECOND._replace(data=0.4, waiting=0.1)]
-    logger, silent = Texts(), Texts()
+    logger: Any = Texts()
+    silent: Any = Texts()
     (first, _), (second, _) = make(0, monkeypatch), make(1, monkeypatch)
     for step in range(15, 85, 10):
         assert first.note(table, step=step, loggers=[logger])["skew/slowest_rank"] == 1.0
