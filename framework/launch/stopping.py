@@ -18,7 +18,8 @@ from framework.launch.board import Board
 from framework.launch.link import Link
 from framework.launch.signals import STOP_SIGNALS
 
-_STEPS_TO_COME = 2
+STEPS_TO_COME = 2
+"""With gradients that are exchanged in every step, or one step late."""
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -36,7 +37,8 @@ class StopRequest:
     step K before the decider has begun K, or K - 1, which it does after deciding. So nobody is past K when it is
     decided, and after step K every rank finds it on the board. A GPU's work is only queued when Python comes to the end
     of a step: therefore `due` may be asked only after the devices have been waited for. It holds for every strategy
-    that exchanges gradients in every step.
+    that exchanges gradients in every step. Under another one K is the next step in which all ranks wait for each other,
+    which they do after deciding: nobody has ended that step before.
     """
 
     def __init__(self, link: Link, *, world_size: int) -> None:
@@ -56,27 +58,28 @@ class StopRequest:
         """What it came by: `SIGTERM`, or `Ctrl-C`."""
         return came_by(self._pulse.asked_to_stop)
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, *, meets_in: int = STEPS_TO_COME) -> bool:
         """Whether all ranks stop now, `step` optimizer steps being done; a rank that is alone does so at once.
 
+        meets_in: after so many steps more no rank can be that this one hasn't come to.
         To be called between any two steps while it is pending and training goes on, after waiting for this rank's
         devices. Raises torch's DistError, a RuntimeError, where the store is gone.
         """
         if self._world_size == 1:
             return True
-        board = self._counted(step)
+        board = self._counted(step, meets_in)
         if self._stop_step is None:
             self._stop_step = board.stop_step()
         assert self._stop_step is None or step <= self._stop_step, "a step was done without this rank's gradients"
         return step == self._stop_step
 
-    def _counted(self, step: int) -> Board:
+    def _counted(self, step: int, meets_in: int) -> Board:
         """The board, on which this rank is counted from the first call on."""
         if self._board is None:
             assert self._open_board is not None, "ranks that are several have a board"
             self._board = self._open_board()
             if self._board.count_for_stop() == self._world_size:
-                self._stop_step = step + _STEPS_TO_COME
+                self._stop_step = step + meets_in
                 self._board.decide_stop(self._stop_step)
         return self._board
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.launch.link import Link
@@ -56,6 +56,7 @@ class SimulatedRank:
     done: int = 0
     ended: bool = False
     stopped: bool = field(default=False)
+    every: int | None = None  # steps from one exchange to the next, where they are several
 
     def begin(self, *, last_step: int) -> None:
         """What lies between two steps, then the next step up to where it needs the others."""
@@ -63,10 +64,13 @@ class SimulatedRank:
             self.pulse.asked_to_stop = signal.SIGUSR1
         if self.done == last_step:
             self.ended = True
-        elif self.done > 0 and self.request.pending and self.request.due(self.done):
+        elif self.done > 0 and self.request.pending and self.request.due(self.done, **self._meeting()):
             self.ended = self.stopped = True
         else:
             self.begun += 1
+
+    def _meeting(self) -> dict[str, int]:
+        return {} if self.every is None else {"meets_in": self.every - self.done % self.every}
 
 
 @given(
@@ -103,6 +107,37 @@ def test_all_ranks_stop_after_the_same_step_however_they_are_interleaved(
         assert ranks[0].done < last_step
     else:
         assert ranks[0].done == last_step
+
+
+@settings(deadline=None)
+@given(
+    sees_at=st.lists(st.integers(0, 12), min_size=2, max_size=6),
+    last_step=st.integers(1, 24),
+    every=st.integers(1, 7),
+    data=st.data(),
+)
+def test_so_they_do_where_they_meet_every_few_steps_only(
+    sees_at: list[int], last_step: int, every: int, data: st.DataObject
+) -> None:
+    """A rank ends a step in which all exchange something once all have begun it; others it ends alone."""
+    board: Any = FakeBoard()
+    ranks = []
+    for moment in sees_at:
+        pulse: Any = FakePulse()
+        request = StopRequest(Link(pulse, lambda: board), world_size=len(sees_at))
+        ranks.append(SimulatedRank(pulse, request, moment, every=every))
+    while not all(rank.ended for rank in ranks):
+        slowest = min(rank.begun for rank in ranks)
+        waits = [rank.begun > rank.done and rank.begun % every == 0 and slowest < rank.begun for rank in ranks]
+        able = [rank for rank, is_waiting in zip(ranks, waits, strict=True) if not rank.ended and not is_waiting]
+        assert able, "the ranks wait for each other for ever"
+        rank = able[data.draw(st.integers(0, len(able) - 1))]
+        if rank.begun > rank.done:
+            rank.done += 1
+        else:
+            rank.begin(last_step=last_step)
+    assert len({(rank.done, rank.stopped) for rank in ranks}) == 1
+    assert ranks[0].done < last_step if ranks[0].stopped else ranks[0].done == last_step
 
 
 def test_a_rank_counts_once_and_looks_no_more_once_it_knows() -> None:
