@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from framework.distributed.context import Context
 from framework.errors import ConfigError
-from framework.strategies.buckets import Bucket, by_kind, trained
-from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
+from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes, trained
+from framework.strategies.buffers import begin_alike, broadcast, buffers_of_ranks, restore_buffers
 from framework.types import Waiting
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_MB = 1 << 20
-_FIRST_CAP_BYTES = 250 * _MB  # of what is given to all at the start, as DDP does
 
 
 class Averaged(ABC):
@@ -36,14 +34,11 @@ class Averaged(ABC):
     copies_gradients = True
 
     def __init__(self, *, context: Context, broadcast_buffers: bool = True, bucket_cap_mb: float = 25) -> None:
-        if not bucket_cap_mb >= 0:
-            raise ConfigError(
-                f"strategy.bucket_cap_mb={bucket_cap_mb} must be 0, for a call for each gradient, or greater."
-            )
+        self.name = type(self).__name__.lower()  # for messages: of the option that uses it
         self._context = context
         self._is_alone = context.world_size == 1
         self._broadcasts_buffers = broadcast_buffers and not self._is_alone
-        self._cap_bytes = bucket_cap_mb * _MB
+        self._cap_bytes = cap_in_bytes(bucket_cap_mb)
         self._buckets: list[Bucket] = []
         self._names: dict[int, str] = {}
         self._has_buffers = False
@@ -61,13 +56,12 @@ class Averaged(ABC):
         parameters = trained(model)
         if not parameters:
             raise ConfigError(
-                f"strategy={self._name} averages gradients, but no parameter of {type(model).__name__} requires one.\n"
+                f"strategy={self.name} averages gradients, but no parameter of {type(model).__name__} requires one.\n"
                 "Set requires_grad on those to train, or use one process: topology.procs_per_node=1."
             )
         if self._is_alone:
             return model
-        for group in by_kind([*model.parameters(), *model.buffers()], cap_bytes=_FIRST_CAP_BYTES):
-            broadcast(group)
+        begin_alike(model)
         self._buckets = [Bucket(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
         self._has_buffers = any(True for _ in model.buffers())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -136,16 +130,12 @@ class Averaged(ABC):
         if self._waiting is not None:
             self._waiting.end_waiting()
 
-    @property
-    def _name(self) -> str:
-        return type(self).__name__.lower()
-
     def _refuse_sparse(self, bucket: Bucket, error: RuntimeError) -> NoReturn:
         names = [self._names[id(parameter)] for parameter in bucket.sparse()]
         if not names:
             raise error
         raise ConfigError(
-            f"strategy={self._name} averages dense gradients, and there is a sparse one: {', '.join(names)}.\n"
+            f"strategy={self.name} averages dense gradients, and there is a sparse one: {', '.join(names)}.\n"
             "Make it dense (sparse=False of nn.Embedding), or use strategy=ddp with backend=gloo."
         ) from error
 

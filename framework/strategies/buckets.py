@@ -9,6 +9,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from framework.errors import ConfigError
+
+_MB = 1 << 20
+
 
 def by_kind(tensors: Iterable[Tensor], *, cap_bytes: float = math.inf) -> Iterator[list[Tensor]]:
     """All of them in lists of one type and device, in order, of at most so many bytes where they are several."""
@@ -25,6 +29,13 @@ def by_kind(tensors: Iterable[Tensor], *, cap_bytes: float = math.inf) -> Iterat
             group.append(tensor)
             size += tensor.nbytes
         yield group
+
+
+def cap_in_bytes(bucket_cap_mb: float) -> float:
+    """Of `strategy.bucket_cap_mb`. Raises ConfigError below 0."""
+    if not bucket_cap_mb >= 0:
+        raise ConfigError(f"strategy.bucket_cap_mb={bucket_cap_mb} must be 0, for a call for each tensor, or greater.")
+    return bucket_cap_mb * _MB
 
 
 @final

@@ -13,6 +13,8 @@ from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.strategies.buckets import by_kind
 
+_FIRST_CAP_BYTES = 250 << 20  # of what is given to all at the start, as DDP does
+
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor]) -> None:
@@ -25,6 +27,12 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
         dist.broadcast(flat, src=0)
         for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+
+def begin_alike(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, as DDP does at the start. Every rank must call it."""
+    for group in by_kind([*model.parameters(), *model.buffers()], cap_bytes=_FIRST_CAP_BYTES):
+        broadcast(group)
 
 
 def buffers_of_ranks(model: nn.Module, context: Context) -> list[dict[str, Tensor]]:
