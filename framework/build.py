@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from framework.config.schema import Node, SchedulerConfig
+from framework.config.schema import Node, Precision, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.optim import Schedule, fused_pays
 from framework.run_dir import RunDir
 from framework.targets import check_targets, import_target, requires, takes
-from framework.types import Callback, Datasets, Logger, Strategy, Task, forward_communicates
+from framework.types import Callback, Datasets, Logger, Strategy, Task, forward_communicates, replicas_differ
 
 __all__ = [
     "build_callbacks",
@@ -34,6 +34,7 @@ __all__ = [
     "build_strategy",
     "build_task",
     "check_callbacks_fit",
+    "check_precision_fits",
     "check_targets",
 ]
 
@@ -156,7 +157,18 @@ def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: Run
 
 
 def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
-    """Raise ConfigError for a callback with weights of its own where the strategy spreads the model's over ranks."""
+    """Raise ConfigError for a callback with weights of its own where the strategy spreads the model's over ranks.
+
+    And for one that compares replicas, for what its `compares_replicas` says, where they differ.
+    """
+    for node in nodes.values() if replicas_differ(strategy) else ():
+        comparing = getattr(import_target(node["_target_"]), "compares_replicas", None)
+        if comparing is not None:
+            raise ConfigError(
+                f"{comparing} compares what each process has after every step with what one process has, and under "
+                f"{type(strategy).__name__} each has gradients and weights of its own between two averages.\n"
+                "Compare with strategy=allreduce: all that else depends on the number of processes does so there too."
+            )
     if not forward_communicates(strategy):
         return
     for name, node in nodes.items():
@@ -167,6 +179,16 @@ def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
                 f"{type(strategy).__name__.lower()} leaves no rank with a whole one.\n"
                 f"Leave the callback out (~callbacks.{name}), or use strategy=ddp."
             )
+
+
+def check_precision_fits(precision: Precision, strategy: Strategy) -> None:
+    """Raise ConfigError for a scaled loss where ranks step by themselves: each would leave out other steps."""
+    if precision is Precision.FP16_MIXED and replicas_differ(strategy):
+        raise ConfigError(
+            f"trainer.precision={precision.value} scales the loss and leaves out a step whose gradients overflow. "
+            f"Under {type(strategy).__name__} each process would leave out steps of its own, and their learning rates "
+            "would go apart.\nUse trainer.precision=bf16-mixed, or another strategy."
+        )
 
 
 def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir) -> dict[str, Logger]:

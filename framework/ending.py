@@ -9,7 +9,7 @@ from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.distributed.context import Context
 from framework.errors import TargetError
 from framework.launch.link import Link
-from framework.launch.stopping import StopRequest
+from framework.launch.stopping import STEPS_TO_COME, StopRequest
 from framework.types import Stop
 
 
@@ -60,9 +60,12 @@ class Ending:
             reasons = gather_to_all(self.wish, self._context)
             self.reason = next(reason for reason in reasons if reason is not None)
 
-    def heed_request(self, step: int) -> None:
-        """Stop where all ranks do so after this step, for which this rank's devices have been waited."""
-        if self._request.due(step):
+    def heed_request(self, step: int, *, meets_in: int = STEPS_TO_COME) -> None:
+        """Stop where all ranks do so after this step, for which this rank's devices have been waited.
+
+        meets_in: see `StopRequest.due`.
+        """
+        if self._request.due(step, meets_in=meets_in):
             self.stopped_by = self._request.came_by
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

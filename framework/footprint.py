@@ -94,25 +94,38 @@ def _meta(value: Any) -> Any:
     return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
-def checkpoint_bytes(model: nn.Module, state: OptimizerState, *, world_size: int, gpus: int, averages: int) -> int:
+def checkpoint_bytes(
+    model: nn.Module,
+    state: OptimizerState,
+    *,
+    world_size: int,
+    gpus: int,
+    averages: int,
+    replicas: int = 1,
+    anchors: int = 0,
+) -> int:
     """About how many bytes a checkpoint of `framework.checkpoint` takes on the disk, its configuration aside.
 
-    gpus: of one rank. averages: how many callbacks evaluate with weights of their own.
+    gpus: of one rank. averages: how many callbacks evaluate with weights of their own. replicas: of how many ranks the
+    weights are kept, as they differ. anchors: how many copies of the trained weights the strategy keeps.
     """
     weights = model.state_dict()
     copies = {f"average_{number}": _separate(weights) for number in range(averages)}
-    if averages:
+    if averages or replicas > 1:
         copies["model"] = _separate(weights)
-    training = {
+    own = {
         "optimizer": {
             "state": {number: entry for number, entry in enumerate(state.entries) if entry},
             "param_groups": state.settings,
         },
         **copies,
     }
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    training = {**own, "strategy": [_separate(trained) for _ in range(anchors)]}
     one, three = (saved_bytes([_generators(gpus) for _ in range(ranks)]) for ranks in (1, 3))
     generators = one + (three - one) * (world_size - 1) // 2
-    return saved_bytes(weights) + saved_bytes(training) + generators + _manifest_bytes()
+    others = (replicas - 1) * saved_bytes(own) if replicas > 1 else 0
+    return saved_bytes(weights) + saved_bytes(training) + others + generators + _manifest_bytes()
 
 
 def rough_checkpoint_bytes(
@@ -122,6 +135,8 @@ def rough_checkpoint_bytes(
     *,
     world_size: int,
     averages: int,
+    replicas: int = 1,
+    anchors: int = 0,
 ) -> int:
     """As `checkpoint_bytes`, within some per cent and in milliseconds: for whoever is about to train.
 
@@ -140,8 +155,8 @@ def rough_checkpoint_bytes(
             is_like_it = tensor.numel() == probes[kind].numel()
             count = parameter.numel() if is_like_it else tensor.numel()
             of_optimizer += _in_blocks(count * tensor.element_size())
-    copies = 1 + (averages + 1 if averages else 0)
-    return copies * of_weights + of_optimizer + world_size * _GENERATORS_BYTES + _REST_BYTES
+    own = of_optimizer + (averages + 1) * of_weights if averages or replicas > 1 else of_optimizer
+    return (1 + anchors) * of_weights + replicas * own + world_size * _GENERATORS_BYTES + _REST_BYTES
 
 
 def _kind(parameter: Tensor) -> tuple[int, torch.dtype]:

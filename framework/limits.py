@@ -9,7 +9,8 @@ from torch.utils.data import Subset
 
 from framework.config.schema import Config, TrainerConfig
 from framework.data.batching import BatchPlan, count_windows
-from framework.types import Datasets, MapDataset
+from framework.launch.stopping import STEPS_TO_COME
+from framework.types import Datasets, MapDataset, Strategy, steps_to_exchange
 
 
 def shortened(config: Config) -> Config:
@@ -38,6 +39,14 @@ def total_steps(settings: TrainerConfig, *, steps_per_epoch: int) -> int | None:
     by_epochs = None if settings.max_epochs is None else settings.max_epochs * steps_per_epoch
     known = [limit for limit in (settings.max_steps, by_epochs) if limit is not None]
     return min(known, default=None)
+
+
+def steps_to_meeting(strategy: Strategy, settings: TrainerConfig, *, step: int) -> int:
+    """In how many more steps than `step`, which are done, every rank will have waited for every other since now."""
+    to_exchange = steps_to_exchange(strategy)
+    if to_exchange is None:
+        return STEPS_TO_COME
+    return min(to_exchange, settings.log_every_n_steps - step % settings.log_every_n_steps)
 
 
 def limited(total: int, limit: int | float | None) -> int:

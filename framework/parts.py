@@ -11,11 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from framework.checkpoint.replicas import REPLICAS, replicas
+from framework.distributed.context import Context
 from framework.distributed.tensors import is_model_spread, local
 from framework.optim import Schedule, lay_out_state
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
-from framework.types import Callback, Logger, Strategy, Task
+from framework.types import Callback, Logger, Strategy, Task, replicas_differ
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,15 @@ class Parts:
         stack = ExitStack()
         for swap in hooks(self.callbacks.values(), "evaluation_weights"):
             stack.enter_context(swap(self.bare_model))
+        for swap in self._means():  # the last: of what the callbacks have put there
+            stack.enter_context(swap(self.bare_model))
         self.strategy.before_evaluation(self.model)
         return stack
 
     def model_states(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """The weights to evaluate; and those to train on, None where they are the same. Every rank must call it."""
         model = self.bare_model.state_dict()
-        if not hooks(self.callbacks.values(), "evaluation_weights"):
+        if not hooks(self.callbacks.values(), "evaluation_weights") and not self._means():
             return model, None
         with self.evaluation_weights():
             # Copied, with what shares memory: these tensors hold the average only while it is swapped in.
@@ -76,16 +80,23 @@ class Parts:
         kept = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return [local(each) for each in (*weights, *kept) if isinstance(each, Tensor)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Of strategy, optimizer, schedule, loss scaler and callbacks. Every rank must call it."""
+    def state_dict(self, context: Context) -> dict[str, Any]:
+        """Of strategy, optimizer, schedule, loss scaler and callbacks, and what other ranks have of their own.
+
+        Every rank must call it.
+        """
         strategy = hooks([self.strategy], "state_dict")
-        return {
+        state = {
             "strategy": strategy[0](self.model) if strategy else {},
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "callbacks": {name: hook() for name, hook in self._callback_hooks("state_dict")},
         }
+        if replicas_differ(self.strategy):
+            own = {name: state[name] for name in ("optimizer", "callbacks")}
+            state[REPLICAS] = replicas({"model": self.bare_model.state_dict(), **own}, context)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, once the weights are there; callbacks that are new begin anew.
@@ -101,6 +112,10 @@ class Parts:
         for name, load in self._callback_hooks("load_state_dict"):
             if name in state["callbacks"]:
                 load(state["callbacks"][name])
+
+    def _means(self) -> list[Callable[..., Any]]:
+        """The strategy's hook, where each rank trains weights of its own."""
+        return hooks([self.strategy], "evaluation_weights") if replicas_differ(self.strategy) else []
 
     def _callback_hooks(self, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         for key, callback in self.callbacks.items():

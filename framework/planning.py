@@ -30,7 +30,16 @@ from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.run_dir import RunDir
 from framework.topology import Topology
-from framework.types import Callback, Datasets, Strategy, copies_gradients, forward_communicates
+from framework.types import (
+    Callback,
+    Datasets,
+    Strategy,
+    copies_gradients,
+    exchanges_every,
+    forward_communicates,
+    replicas_differ,
+    weight_copies,
+)
 
 _META = torch.device("meta")
 _STAND_IN_SIZE = 1000  # samples, where only the set-up is to be checked
@@ -46,8 +55,8 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]:
-    """Plain values under `strategy`, `spread`, `batch`, `data`, `steps`, `model`, `optimizer`, `memory`, `traffic`,
-    `checkpoint`, `notes`: bytes, samples and steps.
+    """Plain values under `strategy`, `spread`, `exchanges_every`, `batch`, `data`, `steps`, `model`, `optimizer`,
+    `memory`, `traffic`, `checkpoint`, `notes`: bytes, samples and steps.
 
     As a rank does before the process group is made, and what it would build after that; loggers, which open files,
     aside. None stands for what can't be known, and a note says why. Raises FrameworkError for what training would
@@ -59,6 +68,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     build.check_targets(config)
     strategy = build.build_strategy(config.strategy, context=context)
     build.check_callbacks_fit(config.callbacks, strategy)
+    build.check_precision_fits(config.trainer.precision, strategy)
     plan = plan_batches(
         batch_size=config.data.batch_size,
         global_batch_size=config.data.global_batch_size,
@@ -74,6 +84,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     return {
         "strategy": type(strategy).__name__,
         "spread": forward_communicates(strategy),
+        "exchanges_every": exchanges_every(strategy),
         "batch": _batch(plan),
         "data": data,
         "steps": steps,
@@ -185,17 +196,30 @@ def _sizes(
             "optimizer": None if state is None else -(-tensor_bytes(state.tensors()) // parts),
             "buffers": buffers,
             "averages": averaging * (parameters + buffers),
+            "anchors": weight_copies(strategy) * gradients,
         },
-        "traffic": {
-            "reduced": reduced,
-            # Spread, gradients go around once instead of twice, and the weights twice.
-            "ring_per_rank": (world - 1) * (reduced + 2 * parameters if is_spread else 2 * reduced) // world,
-        },
+        "traffic": _traffic(strategy, world, reduced=reduced, parameters=parameters),
         "optimizer": config.optimizer["_target_"].rpartition(".")[2],
         "checkpoint": None
         if state is None or not config.checkpoint.enabled
-        else checkpoint_bytes(model, state, world_size=world, gpus=_gpus(context), averages=averaging),
+        else checkpoint_bytes(
+            model,
+            state,
+            world_size=world,
+            gpus=_gpus(context),
+            averages=averaging,
+            replicas=world if replicas_differ(strategy) else 1,
+            anchors=weight_copies(strategy),
+        ),
     }
+
+
+def _traffic(strategy: Strategy, world: int, *, reduced: int, parameters: int) -> dict[str, int]:
+    """Bytes of one step: its share, where weights as large as the gradients are exchanged once in several."""
+    every = exchanges_every(strategy)
+    # Spread, gradients go around once instead of twice, and the weights twice.
+    around = reduced + 2 * parameters if forward_communicates(strategy) else 2 * reduced
+    return {"reduced": reduced // every, "ring_per_rank": (world - 1) * around // (world * every)}
 
 
 def _gpus(context: Context) -> int:

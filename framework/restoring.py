@@ -13,6 +13,7 @@ import yaml
 from framework.checkpoint import find, load, load_weights
 from framework.checkpoint.format import LAST, step_of
 from framework.checkpoint.lookup import LastWhole, describe_others, last_whole, manifest_if_complete
+from framework.checkpoint.replicas import mean_training, own_training, replicas_saved
 from framework.checkpoint.store import point
 from framework.checkpoint.whole import damage
 from framework.config.saved import confirm
@@ -26,6 +27,7 @@ from framework.rank_log import logger
 from framework.seed import mix, restore_generator_states, seed_everything
 from framework.session import Rank, load_model
 from framework.trainer import Trainer
+from framework.types import replicas_differ
 
 _SHOWN = 8
 
@@ -178,8 +180,19 @@ def _take_weights(rank: Rank, parts: Parts, source: Path) -> tuple[dict[str, Any
         state = load_spread(source, parts.bare_model, parts.optimizer)
     else:
         state = load(source, map_location=rank.context.device)
+        state["training"] = _of_this_rank(rank, state["training"])
         load_weights(parts.bare_model, state["training"].get("model", state["model"]), source=source)
     return state["training"], state["generators"]
+
+
+def _of_this_rank(rank: Rank, training: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a checkpoint as this rank had it; the mean where that can't be, which is told."""
+    saved, context = replicas_saved(training), rank.context
+    if replicas_differ(rank.strategy) and saved == context.world_size:
+        return own_training(training, context)
+    if saved > 1:
+        logger.warning("the checkpoint is of %d ranks with weights of their own: all go on from their mean", saved)
+    return mean_training(training)
 
 
 def _restore_generators(rank: Rank, saved: Sequence[dict[str, Any]], *, step: int) -> None:

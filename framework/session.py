@@ -71,6 +71,7 @@ def entered(arguments: RankArguments, link: Link) -> Iterator[Rank]:
         build.check_targets(config)
         strategy = build.build_strategy(config.strategy, context=context)
         build.check_callbacks_fit(config.callbacks, strategy)
+        build.check_precision_fits(config.trainer.precision, strategy)
         plan = _plan_batches(config, context)
         yield Rank(config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
 

@@ -9,7 +9,7 @@
         stop         when the ranks agreed to: a callback's wish, or a signal's
 
 The loop calls what it needs by name; callbacks and loggers observe. Nothing on the way of a step waits for the device,
-talks to other ranks (but for the gradients) or formats text. What this rank is doing is marked in its pulse, 0.1 µs
+talks to other ranks (but for the strategy) or formats text. What this rank is doing is marked in its pulse, 0.1 µs
 each time, so that who watches can tell where it is.
 """
 
@@ -32,7 +32,7 @@ from framework.errors import DiskError
 from framework.evaluator import evaluate
 from framework.finite import bad_loss, check_finite
 from framework.launch.link import Link
-from framework.limits import total_steps
+from framework.limits import steps_to_meeting, total_steps
 from framework.meter import LOSS, Meter
 from framework.optim import clip_gradients, gradient_dropper, gradient_norm, stepper
 from framework.parts import Parts
@@ -90,6 +90,7 @@ class Trainer:
         self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
         self._step: Callable[[], object] = lambda: parts.optimizer.step()
         self._drop_gradients = gradient_dropper(parts.optimizer)
+        self._after_update = hooks([parts.strategy], "after_update")
 
     @property
     def last_epoch(self) -> int:
@@ -185,6 +186,8 @@ class Trainer:
         else:
             self._step()
         self._drop_gradients()
+        for after_update in self._after_update:
+            after_update(parts.model)
         if self._stepped:
             parts.schedule.after_step()
 
@@ -266,7 +269,7 @@ class Trainer:
         `model` holds the weights to evaluate; where a callback averages them, those to train on are in `training`.
         Where the model is spread over ranks there is `sharded` in its place, of which each rank has its part.
         """
-        training = self.parts.state_dict()
+        training = self.parts.state_dict(self.context)
         weights = self.parts.add_weights(training)
         training |= {"progress": self.progress.state_dict(), "val_metrics": dict(self.val_metrics)}
         mine = (generator_states(self.context.devices), self._meter.state_dict(), self.ending.wish)
@@ -374,4 +377,5 @@ class Trainer:
         """Stop on request where all ranks do so after this step; a run that is at its own end simply ends."""
         self.context.wait_for_devices()
         if not self._done():
-            self.ending.heed_request(self.progress.step)
+            meets_in = steps_to_meeting(self.parts.strategy, self.settings, step=self.progress.step)
+            self.ending.heed_request(self.progress.step, meets_in=meets_in)

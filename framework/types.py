@@ -140,6 +140,12 @@ class Strategy(Protocol):
     One that has memory of its own for a second copy of all gradients says so with `copies_gradients = True`.
     One that knows when its rank waits for others may have `tell_waiting(model, waiting)`, which gets the wrapped model
     and a `Waiting`, and gives whether it will tell; else only times of data and callbacks are compared over ranks.
+
+    One may also have `after_update(model)`, called after every optimizer step with no gradient left. Where ranks don't
+    exchange something in each step, so that replicas differ between steps, it says so with `replicas_differ = True`;
+    then it has `evaluation_weights(model)`, as a callback: while it is entered, the unwrapped model holds what is to be
+    evaluated and kept, the same on all ranks; the exchange is one every `exchanges_every` steps, the next one in
+    `steps_to_exchange`. Copies of the trained weights that it keeps are counted in `weight_copies`.
     """
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -181,6 +187,27 @@ def forward_communicates(strategy: Strategy) -> bool:
 def copies_gradients(strategy: Strategy) -> bool:
     """Whether it keeps memory for a second copy of all gradients, which are exchanged in it."""
     return bool(getattr(strategy, "copies_gradients", False))
+
+
+def replicas_differ(strategy: Strategy) -> bool:
+    """Whether each rank trains weights of its own for some steps."""
+    return bool(getattr(strategy, "replicas_differ", False))
+
+
+def exchanges_every(strategy: Strategy) -> int:
+    """After how many optimizer steps ranks exchange something."""
+    return int(getattr(strategy, "exchanges_every", 1))
+
+
+def steps_to_exchange(strategy: Strategy) -> int | None:
+    """In how many steps ranks exchange something next; None for one that does so in every step."""
+    steps: int | None = getattr(strategy, "steps_to_exchange", None)
+    return steps
+
+
+def weight_copies(strategy: Strategy) -> int:
+    """How many copies of the trained weights it keeps on each rank."""
+    return int(getattr(strategy, "weight_copies", 0))
 
 
 class Callback(Protocol):

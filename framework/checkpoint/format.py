@@ -3,6 +3,7 @@
     checkpoints/step_00001200/
       model.pt         the unwrapped model's plain state dict: the weights to evaluate and to use
       training.pt      optimizer, scheduler, scaler, callbacks, progress; and `model` where training goes on from others
+                       and `replicas` where each rank's are its own, see replicas.py
       generators.pt    a list: the random generators' states of each rank
       config.yaml      the run's resolved config
       manifest.json    written last: versions, step, epoch, metrics, and every file's size and checksum

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from framework.checkpoint.lookup import read_manifest
+from framework.checkpoint.replicas import mean_training
 from framework.checkpoint.spread import load_model, read_optimizer, spread_optimizer
 from framework.checkpoint.store import load, load_unspread
 from framework.checkpoint.weights import load_weights
@@ -38,7 +39,7 @@ def load_spread(directory: Path, model: nn.Module, optimizer: Optimizer) -> dict
     manifest = read_manifest(directory)
     if not manifest.is_sharded:
         state = load(directory, map_location="cpu")
-        training = state["training"]
+        training = mean_training(state["training"])
         load_weights(model, training.get("model", state["model"]), source=directory)
         return {**state, "training": {**training, "optimizer": spread_optimizer(training["optimizer"], optimizer)}}
     state = load_unspread(directory, manifest, parts=["training", "generators"])

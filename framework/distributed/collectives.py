@@ -11,6 +11,8 @@ from torch import Tensor
 
 from framework.distributed.context import Context
 
+_CHUNK_BYTES = 16 << 20
+
 
 def sum_over_ranks(values: Tensor, context: Context) -> Tensor:
     """The element-wise sum over ranks, in place; `values` is one flat tensor on the context's device.
@@ -36,6 +38,27 @@ def gather_to_all(value: Any, context: Context) -> Sequence[Any]:
     values: list[Any] = [None] * context.world_size
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_bytes(own: Tensor, context: Context) -> list[Tensor]:
+    """Every rank's bytes on the first rank, in the order of ranks; an empty list on the others.
+
+    own: uint8 on the CPU, flat, of any size. For large things: they go piece by piece, and to that rank alone.
+    """
+    if context.world_size == 1:
+        return [own]
+    sizes = gather_to_all(own.numel(), context)
+    gathered = [torch.empty(size, dtype=torch.uint8) for size in sizes] if context.is_main else []
+    for begin in range(0, max(sizes), _CHUNK_BYTES):
+        piece = torch.zeros(min(_CHUNK_BYTES, max(sizes) - begin), dtype=torch.uint8, device=context.device)
+        mine = own[begin : begin + len(piece)]
+        piece[: len(mine)].copy_(mine)
+        pieces = [torch.empty_like(piece) for _ in gathered]
+        dist.gather(piece, pieces if context.is_main else None)
+        for whole, given in zip(gathered, pieces, strict=True):
+            place = whole[begin : begin + len(given)]
+            place.copy_(given[: len(place)])
+    return gathered
 
 
 def barrier(context: Context) -> None:

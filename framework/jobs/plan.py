@@ -17,9 +17,13 @@ known, and `notes` says why):
     steps          per_epoch, total: optimizer steps; max_epochs, max_steps
     model          name, parameters, trainable
     memory         bytes on each rank: parameters, gradients, buckets (a second copy of gradients, to exchange them),
-                   optimizer, buffers, averages; activations aside, and what is gathered of a model that is spread
-    traffic        bytes of one optimizer step: reduced (the gradients, all-reduced over all ranks); ring_per_rank: what
-                   each rank sends and receives where that goes around in a ring, 2(W−1)/W of them
+                   optimizer, buffers, averages, anchors (what a strategy keeps of weights that replicas had in common,
+                   and its momentum); activations aside, and what is gathered of a model that is spread
+    traffic        bytes of one optimizer step: reduced (the gradients, all-reduced over all ranks; or the step's share
+                   of an exchange of weights); ring_per_rank: what each rank sends and receives where that goes around
+                   in a ring, 2(W−1)/W of them
+    exchanges_every  optimizer steps from one such exchange to the next; weights are what is exchanged where they are
+                   several, but in a warm-up
     checkpoint     about how many bytes each checkpoint takes; null also where none is saved
     run_dir        the pattern of its path
     environment    common: variables that are the same for all ranks; first_rank and last_rank: the others

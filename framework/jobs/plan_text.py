@@ -102,7 +102,9 @@ def _sizes(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     reduced = "nothing, there is one rank"
     if traffic["reduced"]:
         ring = sized(traffic["ring_per_rank"])
-        reduced = f"{sized(traffic['reduced'])} of gradients; in a ring each rank sends and receives {ring}"
+        every = plan["exchanges_every"]
+        what = "gradients" if every == 1 else f"weights, exchanged every {every} steps"
+        reduced = f"{sized(traffic['reduced'])} of {what}; in a ring each rank sends and receives {ring}"
     return [
         ("model", f"{model['name']}, {model['parameters']:,} parameters, {trainable}"),
         ("on each rank", f"{least}{sized(together)} = " + " + ".join(shown) + "; activations besides"),

@@ -36,6 +36,8 @@ class Recording:
     but the same each time. All randomness but this is left as it is: the generators are looked at and not used.
     """
 
+    compares_replicas = "job=parity"
+
     def __init__(
         self, *, run_dir: RunDir, context: Context, steps: int, precision: str, moves_weights: bool = False
     ) -> None:

@@ -9,12 +9,13 @@ from framework.strategies.allreduce import AllReduce
 from framework.strategies.auto import auto
 from framework.strategies.butterfly import Butterfly
 from framework.strategies.ddp import DDP
+from framework.strategies.local_sgd import LocalSGD
 from framework.strategies.single import Single
 
 if TYPE_CHECKING:
     from framework.strategies.fsdp import FSDP
 
-__all__ = ["DDP", "FSDP", "AllReduce", "Butterfly", "Single", "auto"]
+__all__ = ["DDP", "FSDP", "AllReduce", "Butterfly", "LocalSGD", "Single", "auto"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,8 @@ KILLED = 1
 ADAM = ("optimizer=adamw", "scheduler=cosine", "scheduler.interval=step", "trainer.accumulate_grad_batches=2")
 AVERAGED = (*ADAM, "trainer.gradient_clip_val=0.5", "callbacks=[recorder,ema]", "callbacks.ema.decay=0.9")
 MOMENTUM = ("optimizer=sgd_momentum", "scheduler=plateau", "scheduler.schedule.patience=0", "data.num_workers=2")
+APART = ("strategy=local_sgd", "strategy.every_n_steps=4")
+DILOCO = ("strategy.outer_lr=0.7", "strategy.outer_momentum=0.9", "strategy.nesterov=true")
 STOPPING = (*MOMENTUM, "callbacks=[recorder,early_stopping]", "callbacks.early_stopping.patience=9")
 
 
@@ -97,6 +99,10 @@ def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option:
             ("strategy=ddp", "strategy.comm_hook={powersgd:{start_powerSGD_iter:3,min_compression_rate:1}}", *AVERAGED),
             marks=pytest.mark.exhaustive,
         ),
+        (*APART, *DILOCO, *AVERAGED),
+        pytest.param((*APART, "strategy.broadcast_buffers=false", *STOPPING), marks=pytest.mark.exhaustive),
+        pytest.param((*APART, *DILOCO, "strategy.warmup_steps=9", *ADAM), marks=pytest.mark.exhaustive),
+        pytest.param((*APART, *DILOCO, "strategy.warmup_steps=11", *ADAM), marks=pytest.mark.exhaustive),
         pytest.param(("strategy=allreduce", *AVERAGED), marks=pytest.mark.exhaustive),
         pytest.param(("strategy=butterfly", *AVERAGED), marks=pytest.mark.exhaustive),
         pytest.param(("strategy=ddp", "strategy.comm_hook=bf16", *AVERAGED), marks=pytest.mark.exhaustive),

@@ -12,9 +12,10 @@ from torch.utils.data import TensorDataset
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.data.batching import plan_batches
-from framework.limits import first_samples, limited, overfitted, shortened, total_steps, train_windows
+from framework.limits import first_samples, limited, overfitted, shortened, steps_to_meeting, total_steps, train_windows
 from framework.types import Datasets
 from tests.unit.config.raw import raw_config
+from tests.unit.small_trainer import AsItIs
 
 
 def config(**trainer: Any) -> Config:
@@ -143,3 +144,13 @@ def test_without_a_fast_run_the_config_is_as_it_was(given: int | bool) -> None:
 def test_total_steps_is_what_comes_first(max_steps: int | None, max_epochs: int | None, steps: int | None) -> None:
     how = replace(parse(raw_config()).trainer, max_steps=max_steps, max_epochs=max_epochs)
     assert total_steps(how, steps_per_epoch=6) == steps
+
+
+@pytest.mark.parametrize(
+    ("to_exchange", "step", "found"), [(None, 7, 2), (1, 7, 1), (9, 7, 3), (2, 7, 2), (30, 10, 10), (30, 19, 1)]
+)
+def test_all_ranks_meet_in_an_exchange_or_a_log(to_exchange, step, found):
+    strategy: Any = AsItIs()
+    if to_exchange is not None:
+        strategy.steps_to_exchange = to_exchange
+    assert steps_to_meeting(strategy, config(log_every_n_steps=10).trainer, step=step) == found

@@ -50,6 +50,7 @@ def test_parameters_gradients_and_state_are_those_of_the_real_model():
         "optimizer": tensor_bytes(state),
         "buffers": 0,
         "averages": 0,
+        "anchors": 0,
     }
     assert found["strategy"] == "DDP"
     assert found["optimizer"] == "SGD"
@@ -77,6 +78,46 @@ def test_what_gradients_are_exchanged_in_is_counted():
     ):
         memory = facts("recipe=toy", *overrides, procs=procs)["memory"]
         assert memory["buckets"] == has_it * memory["gradients"], overrides
+
+
+def test_what_is_averaged_every_few_steps_costs_a_step_its_share_and_memory_for_what_it_began_with():
+    """In a checkpoint all have weights and state of their own, and there is the mean."""
+    momentum, every = "strategy.outer_momentum=0.5", "strategy.every_n_steps=3"
+    usual = facts("recipe=digits", procs=4)
+    size, state = usual["memory"]["parameters"], usual["memory"]["optimizer"]
+    for options, procs, anchors, buckets in (
+        ((), 4, 1, 0),
+        ((momentum,), 4, 2, 0),
+        (("strategy.warmup_steps=1",), 4, 1, 1),
+        ((), 1, 0, 0),
+        ((momentum, "strategy.warmup_steps=1"), 1, 2, 0),
+    ):
+        found = facts("recipe=digits", "strategy=local_sgd", every, *options, procs=procs)
+        memory = {**usual["memory"], "anchors": anchors * size, "buckets": buckets * size}
+        assert found["memory"] == memory, options
+        assert found["exchanges_every"] == 3
+        several = int(procs > 1)
+        assert found["traffic"] == {"reduced": several * size // 3, "ring_per_rank": several * 3 * 2 * size // 12}
+        kept = (anchors + several) * size + several * 3 * (size + state)
+        before = facts("recipe=digits", procs=procs)["checkpoint"]
+        assert found["checkpoint"] - before == pytest.approx(kept, rel=0.05, abs=50_000)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.precision=16-mixed", "Under LocalSGD each process would leave out steps of its own"),
+        (
+            "+callbacks={recording: {_target_: framework.parity.recording.Recording, steps: 1, precision: 32-true}}",
+            "job=parity compares what each process has after every step",
+        ),
+    ],
+)
+def test_what_replicas_that_differ_cannot_have_is_refused(override, message):
+    command = ("recipe=toy", "strategy=local_sgd", override)
+    assert facts(*command, procs=1)["strategy"] == "LocalSGD"
+    with pytest.raises(ConfigError, match=message):
+        facts(*command, procs=2)
 
 
 def test_a_callback_that_a_spread_model_cannot_have_is_refused():

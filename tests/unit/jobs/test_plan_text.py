@@ -17,6 +17,7 @@ PLAN: dict[str, Any] = {
     "backend": {"name": "nccl", "init_method": "env", "init_timeout_s": 300.0, "timeout_s": 90.0},
     "strategy": "DDP",
     "spread": False,
+    "exchanges_every": 1,
     "optimizer": "Adam",
     "batch": {
         "global": 100,
@@ -71,6 +72,11 @@ def test_every_number_is_on_the_page() -> None:
     assert row("run directory") == PLAN["run_dir"]
     assert [row("rank 0"), row("rank 7")] == ["RANK=0", "RANK=7"]
     assert "Start it on each node, with its number (0, 1) for NODE" in page()
+
+
+def test_what_is_exchanged_every_few_steps_are_weights() -> None:
+    assert row("reduced a step").startswith("3.60 kB of gradients; in a ring each rank sends and receives 6.30 kB")
+    assert "3.60 kB of weights, exchanged every 9 steps; in" in row("reduced a step", exchanges_every=9)
 
 
 def test_a_spread_model_is_one() -> None:
