@@ -238,17 +238,17 @@ def compare(
     goal = "–" if target is None else str(target)
     if contest is None:
         return Row(part, claim, "failed", "failed", target=goal)
-    shown = [
+    first, second = (
         unit.show(contest.figures[name]) if name in contest.figures else contest.absent.get(name, "–") for name in names
-    ]
+    )
     if not all(name in contest.figures for name in names):
-        return Row(part, claim, *shown, target=goal)
+        return Row(part, claim, first, second, target=goal)
     pairs = zip(contest.figures[names[0]], contest.figures[names[1]], strict=True)
     ratios = [one / other for one, other in pairs]
     ratio = statistics.median(ratios)
     reached = "–" if target is None else "yes" if target.is_reached(ratio) else "no"
     spread = "" if len(ratios) == 1 else f" ({min(ratios):.2f}–{max(ratios):.2f})"
-    return Row(part, claim, *shown, f"{ratio:.2f}{spread}", goal, reached)
+    return Row(part, claim, first, second, f"{ratio:.2f}{spread}", goal, reached)
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,13 @@ def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: Run
     return callbacks
 
 
+def check_precision_fits(precision: Precision, strategy: Strategy) -> None:
+    """Raise ConfigError where the strategy's own number formats can't go with `trainer.precision`."""
+    check = getattr(strategy, "check_precision", None)
+    if check is not None:
+        check(precision)
+
+
 def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
     """Raise ConfigError for a callback with weights of its own where the strategy spreads the model's over ranks.
 
@@ -179,16 +186,6 @@ def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
                 f"{type(strategy).__name__.lower()} leaves no rank with a whole one.\n"
                 f"Leave the callback out (~callbacks.{name}), or use strategy=ddp."
             )
-
-
-def check_precision_fits(precision: Precision, strategy: Strategy) -> None:
-    """Raise ConfigError for a scaled loss where ranks step by themselves: each would leave out other steps."""
-    if precision is Precision.FP16_MIXED and replicas_differ(strategy):
-        raise ConfigError(
-            f"trainer.precision={precision.value} scales the loss and leaves out a step whose gradients overflow. "
-            f"Under {type(strategy).__name__} each process would leave out steps of its own, and their learning rates "
-            "would go apart.\nUse trainer.precision=bf16-mixed, or another strategy."
-        )
 
 
 def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir) -> dict[str, Logger]:

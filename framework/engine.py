@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from framework import build
+from framework.activations import recompute
 from framework.checkpoint import CheckpointManager, find
 from framework.checkpoint.format import BEST
 from framework.checkpoint.whole import damage
@@ -21,7 +22,7 @@ from framework.data.loader import EvalLoader, TrainLoader, dataset_size
 from framework.data.sampler import GlobalOrder
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
-from framework.distributed.group import process_group, set_timeout, side_group
+from framework.distributed.group import limit_groups, process_group, set_timeout, side_group
 from framework.errors import EXIT_STOPPED, ConfigError
 from framework.evaluator import evaluate
 from framework.hardware import Sharers, keep_to_cores, share_of_cores
@@ -41,7 +42,7 @@ from framework.restoring import restore
 from framework.seed import seed_everything
 from framework.session import Rank, core_sharers, entered, eval_loader, load_model, loading
 from framework.trainer import Trainer
-from framework.types import Datasets, MapDataset, forward_communicates
+from framework.types import Datasets, MapDataset, exchanges_on_cpu, forward_communicates, own_groups
 
 if TYPE_CHECKING:
     from framework.checkpoint.together import Together
@@ -58,7 +59,8 @@ def run_rank(arguments: RankArguments, link: Link) -> int | None:
         check_monitors(rank.config, datasets)
         train_loader = _train_loader(rank, datasets.train)
         link.pulse.at(Phase.MEETING)
-        with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous):
+        on_cpu = exchanges_on_cpu(rank.strategy)
+        with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu):
             link.pulse.at(Phase.BUILDING)
             return _run(rank, datasets, train_loader)
 
@@ -170,7 +172,9 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
     settings = config.trainer
     precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
     model = precision.convert_model(build.build_model(config.model, context=context))
+    recompute(model, settings.activation_checkpointing)
     wrapped = rank.strategy.wrap(model)
+    limit_groups(config.backend.init_timeout, own_groups(rank.strategy))
     if settings.compile is not None:
         wrapped.compile(mode=settings.compile.value)  # in place: names of weights stay as they are
     # Fused optimizers take no sparse gradients, and leave out an overflowing step unseen.
@@ -195,7 +199,7 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
         train_loader=train_loader,
         val_loader=val_loader,
         checkpoints=_checkpoints(rank),
-        after_first_step=partial(set_timeout, config.backend.timeout, context),
+        after_first_step=partial(set_timeout, config.backend.timeout, context, groups=own_groups(rank.strategy)),
         link=rank.link,
     )
 

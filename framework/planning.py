@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from framework import build
+from framework.activations import recompute
 from framework.causes import place, said
 from framework.config.parse import parse
 from framework.config.schema import Config
@@ -33,11 +34,13 @@ from framework.topology import Topology
 from framework.types import (
     Callback,
     Datasets,
+    Sharding,
     Strategy,
     copies_gradients,
     exchanges_every,
     forward_communicates,
     replicas_differ,
+    sharding_of,
     weight_copies,
 )
 
@@ -55,8 +58,8 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]:
-    """Plain values under `strategy`, `spread`, `exchanges_every`, `batch`, `data`, `steps`, `model`, `optimizer`,
-    `memory`, `traffic`, `checkpoint`, `notes`: bytes, samples and steps.
+    """Plain values under `strategy`, `spread`, `spread_over`, `exchanges_every`, `batch`, `data`, `steps`, `model`,
+    `optimizer`, `memory`, `traffic`, `checkpoint`, `notes`: bytes, samples and steps.
 
     As a rank does before the process group is made, and what it would build after that; loggers, which open files,
     aside. None stands for what can't be known, and a note says why. Raises FrameworkError for what training would
@@ -85,6 +88,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         "strategy": type(strategy).__name__,
         "spread": forward_communicates(strategy),
         "exchanges_every": exchanges_every(strategy),
+        "spread_over": sharding_of(strategy, world_size=context.world_size).ranks,
         "batch": _batch(plan),
         "data": data,
         "steps": steps,
@@ -174,15 +178,13 @@ def _sizes(
     # A callback with weights of its own to evaluate keeps a second copy of the model, and in a checkpoint both.
     averaging = len(hooks(callbacks.values(), "evaluation_weights"))
     buffers = tensor_bytes(model.buffers())
-    world, is_spread = context.world_size, forward_communicates(strategy)
-    reduced = gradients if world > 1 else 0
-    parts = world if is_spread else 1
-    if parts > 1:
-        notes.append(
-            "The model is spread over the ranks: each has its share of weights, gradients and optimizer state. While a "
-            "module computes, its weights and gradients are there whole besides. Weights are gathered for the forward "
-            "and again for the backward, which is in what a rank sends and receives."
-        )
+    world = context.world_size
+    sharding = sharding_of(strategy, world_size=world)
+    reduced = _bytes_as(trainable, sharding.reduce_dtype) if world > 1 else 0
+    gathered = _bytes_as(model.parameters(), sharding.param_dtype)
+    parts = sharding.ranks
+    notes += _notes_on_spreading(sharding)
+    recompute(model, config.trainer.activation_checkpointing)
     return {
         "model": {
             "name": type(model).__name__,
@@ -198,7 +200,7 @@ def _sizes(
             "averages": averaging * (parameters + buffers),
             "anchors": weight_copies(strategy) * gradients,
         },
-        "traffic": _traffic(strategy, world, reduced=reduced, parameters=parameters),
+        "traffic": _traffic(sharding, world, reduced=reduced, gathered=gathered, every=exchanges_every(strategy)),
         "optimizer": config.optimizer["_target_"].rpartition(".")[2],
         "checkpoint": None
         if state is None or not config.checkpoint.enabled
@@ -214,12 +216,35 @@ def _sizes(
     }
 
 
-def _traffic(strategy: Strategy, world: int, *, reduced: int, parameters: int) -> dict[str, int]:
-    """Bytes of one step: its share, where weights as large as the gradients are exchanged once in several."""
-    every = exchanges_every(strategy)
-    # Spread, gradients go around once instead of twice, and the weights twice.
-    around = reduced + 2 * parameters if forward_communicates(strategy) else 2 * reduced
-    return {"reduced": reduced // every, "ring_per_rank": (world - 1) * around // (world * every)}
+def _traffic(sharding: Sharding, world: int, *, reduced: int, gathered: int, every: int) -> dict[str, int]:
+    """Bytes of one step: its share, where weights as large as the gradients are exchanged once in several.
+
+    Within each copy gradients go around once in place of twice, and weights twice; then copies average shares.
+    """
+    ranks, copies = sharding.ranks, world // sharding.ranks
+    within = (ranks - 1) * (reduced + 2 * gathered) // ranks
+    between = 2 * (copies - 1) * (reduced // ranks) // copies
+    return {"reduced": reduced // every, "ring_per_rank": (within + between) // every}
+
+
+def _bytes_as(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> int:
+    return tensor_bytes(tensors) if dtype is None else sum(each.numel() for each in tensors) * dtype.itemsize
+
+
+def _notes_on_spreading(sharding: Sharding) -> list[str]:
+    notes = []
+    if sharding.ranks > 1:
+        notes.append(
+            "The model is spread over the ranks: each has its share of weights, gradients and optimizer state. While a "
+            "module computes, its weights and gradients are there whole besides. Weights are gathered for the forward "
+            "and again for the backward, which is in what a rank sends and receives."
+        )
+    if sharding.is_on_cpu:
+        notes.append(
+            "Weights, gradients and optimizer state of each rank are in the CPU's memory (strategy.cpu_offload=true); "
+            "what is whole while a module computes is in the GPU's."
+        )
+    return notes
 
 
 def _gpus(context: Context) -> int:

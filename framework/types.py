@@ -5,13 +5,14 @@ Torch is imported by nothing here at run time, so every layer may import this mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor, dtype, nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
 Batch = Any
@@ -122,6 +123,20 @@ class FitInfo:
     optimizer: Optimizer
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How a strategy spreads the model. ranks: over how many each copy is, neighbours; every rank has to do with one.
+
+    param_dtype, reduce_dtype: what weights are gathered and gradients reduced in; None: in their own type. is_on_cpu:
+    what a rank keeps of weights, gradients and optimizer state lies in the CPU's memory, wherever it computes.
+    """
+
+    ranks: int
+    param_dtype: dtype | None = None
+    reduce_dtype: dtype | None = None
+    is_on_cpu: bool = False
+
+
 @runtime_checkable
 class Task(Protocol):
     """What a step computes. Both methods get the model as the strategy wrapped it and a batch on its device."""
@@ -136,10 +151,14 @@ class Strategy(Protocol):
     One with state that decides the numbers may also have `state_dict(model)` and, once weights are restored,
     `load_state_dict(model, state)`; both get the wrapped model, and every rank calls them.
     One that spreads the weights, so that ranks talk in every forward, says so with `forward_communicates = True`: then
-    each rank makes as many forwards as any other, in evaluation too.
+    each rank makes as many forwards as any other, in evaluation too. How may be told in `sharding`, else one copy is
+    over all ranks.
     One that has memory of its own for a second copy of all gradients says so with `copies_gradients = True`.
     One that knows when its rank waits for others may have `tell_waiting(model, waiting)`, which gets the wrapped model
     and a `Waiting`, and gives whether it will tell; else only times of data and callbacks are compared over ranks.
+    One that makes process groups of its own in `wrap` names them in `groups`: they get the run's time-outs. One that
+    has tensors on the CPU exchanged beside those on GPUs says so with `exchanges_on_cpu = True`.
+    One that can't go with every number format has `check_precision(precision)`, which raises ConfigError.
 
     One may also have `after_update(model)`, called after every optimizer step with no gradient left. Where ranks don't
     exchange something in each step, so that replicas differ between steps, it says so with `replicas_differ = True`;
@@ -182,6 +201,25 @@ class Waiting(Protocol):
 def forward_communicates(strategy: Strategy) -> bool:
     """Whether it spreads the weights over ranks."""
     return bool(getattr(strategy, "forward_communicates", False))
+
+
+def sharding_of(strategy: Strategy, *, world_size: int) -> Sharding:
+    """How it spreads the weights; where it doesn't, each rank has a copy."""
+    if not forward_communicates(strategy):
+        return Sharding(1)
+    told: Sharding = getattr(strategy, "sharding", Sharding(world_size))
+    return told
+
+
+def own_groups(strategy: Strategy) -> Sequence[ProcessGroup]:
+    """The process groups that it made in `wrap`."""
+    made: Sequence[ProcessGroup] = getattr(strategy, "groups", ())
+    return made
+
+
+def exchanges_on_cpu(strategy: Strategy) -> bool:
+    """Whether it has tensors on the CPU exchanged, wherever the ranks compute."""
+    return bool(getattr(strategy, "exchanges_on_cpu", False))
 
 
 def copies_gradients(strategy: Strategy) -> bool:

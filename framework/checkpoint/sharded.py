@@ -56,14 +56,15 @@ class Shards:
 def shards_of(tensors: Mapping[str, Tensor], *, is_first: bool) -> Shards:
     """This rank's parts, sharing memory with `tensors`; of plain tensors, the same on every rank, one rank writes all.
 
-    is_first: whether that is this rank. Exchanges nothing.
+    Where several ranks hold the same part, as with several copies of a model, one of them writes it: of each tensor
+    another one, in turn. is_first: whether this rank writes what is on all. Exchanges nothing.
     """
     items: list[WriteItem] = []
-    for name, tensor in tensors.items():
+    for number, (name, tensor) in enumerate(tensors.items()):
         if is_spread(tensor):
             spread: Any = tensor
             # A rank that is left without a row has nothing to write; of a tensor without rows, rank 0 says so.
-            if local(tensor).numel() or (is_first and not tensor.numel()):
+            if (local(tensor).numel() and _is_its_turn(spread, number)) or (is_first and not tensor.numel()):
                 items += spread.__create_write_items__(name, tensor)
         elif is_first:
             items.append(_whole(name, tensor))
@@ -115,6 +116,17 @@ def _failure(directory: Path, error: CheckpointException) -> RunError:
     told = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
     kind = DiskError if all(isinstance(cause, OSError) for cause in causes.values()) else RunError
     return kind(f"The shards of {directory.name} can't be written to {directory.parent}: {told}")
+
+
+def _is_its_turn(tensor: Any, number: int) -> bool:
+    """Whether this rank, of those that hold the same part of the tensor, writes that of the tensor of this number."""
+    copies, own = 1, 0
+    for place, size, placement in zip(
+        tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, tensor.placements, strict=True
+    ):
+        if placement.is_replicate():
+            copies, own = copies * size, own * size + place
+    return number % copies == own
 
 
 def _whole(name: str, tensor: Tensor) -> WriteItem:

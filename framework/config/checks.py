@@ -56,6 +56,14 @@ def _few_batches(config: Config) -> Iterator[str]:
         yield "trainer.overfit_batches can't go with trainer.fast_dev_run: each decides the batches. Set one of them."
 
 
+def _recomputed(config: Config) -> Iterator[str]:
+    key, given = "trainer.activation_checkpointing", config.trainer.activation_checkpointing
+    if isinstance(given, str) and given != "auto":
+        yield f"{key}={given}: must be auto, or a list of class names: {key}=[{given}]"
+    if given == ():
+        yield f"{key}=[]: must be auto, null, or a list of class names, such as {key}=[Block]."
+
+
 def _fast_dev_run(config: Config) -> Iterator[str]:
     if config.trainer.fast_dev_run and config.resume is not None:
         yield (
@@ -230,6 +238,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _length,
     _shares,
     _few_batches,
+    _recomputed,
     _fast_dev_run,
     _processes,
     _nodes,

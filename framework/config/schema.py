@@ -154,6 +154,7 @@ class TrainerConfig:
     cpu_affinity: bool = False  # each process of a node keeps to its share of the cores
     channels_last: bool = False  # images and convolutions' weights lie in memory as NHWC
     compile: CompileMode | None = None  # torch.compile's mode
+    activation_checkpointing: str | Texts | None = None  # modules computed again in the backward: auto, or classes
     profiler: ProfilerName | None = None  # records some steps; `callbacks=[profiler]` says which
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -20,8 +20,10 @@ _KEPT: list[object] = []
 
 
 @contextmanager
-def process_group(context: Context, settings: BackendConfig, *, rendezvous: str | None) -> Iterator[None]:
-    """The default group while this is entered. Every rank must enter.
+def process_group(
+    context: Context, settings: BackendConfig, *, rendezvous: str | None, with_cpu: bool = False
+) -> Iterator[None]:
+    """The default group while this is entered. Every rank must enter. with_cpu: tensors on the CPU go through it too.
 
     It is destroyed on the way out, but an error leaves a group with peers to the end of the process: they must not
     notice before this rank has told what happened, and a collective under way could hold up the destruction.
@@ -33,7 +35,7 @@ def process_group(context: Context, settings: BackendConfig, *, rendezvous: str 
     if context.device.type != "cpu":
         torch.accelerator.set_device_index(context.device)
     try:
-        _init(context, settings, rendezvous=rendezvous)
+        _init(backends(context, with_cpu=with_cpu), context, settings, rendezvous=rendezvous)
     except RuntimeError as error:  # dist.DistError is one, and gloo's own wait raises nothing finer
         raise RunError(
             f"Rank {context.rank} of {context.world_size} could not join the process group within "
@@ -61,25 +63,40 @@ def side_group(timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def set_timeout(timeout_s: float, context: Context) -> None:
-    """Give every later collective this time-out. Every rank must call it at the same place."""
+def set_timeout(timeout_s: float, context: Context, *, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+    """Give every later collective this time-out. Every rank must call it at the same place.
+
+    groups: those that were made besides, for collectives of training.
+    """
     if context.world_size == 1:
         return
     dist.barrier()  # the new, shorter limit must not catch a rank that is still setting up
+    limit_groups(timeout_s, (None, *groups))
+
+
+def limit_groups(timeout_s: float, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Give every later collective of these groups this time-out; None is the default group."""
     timeout = timedelta(seconds=timeout_s)
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(timeout)
-    else:
-        # Before the public function came, this private one was the only way.
-        dist.distributed_c10d._set_pg_timeout(timeout)
+    for group in groups:
+        if hasattr(dist, "set_timeout"):
+            dist.set_timeout(timeout, group)
+        else:
+            # Before the public function came, this private one was the only way.
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def _init(context: Context, settings: BackendConfig, *, rendezvous: str | None) -> None:
+def backends(context: Context, *, with_cpu: bool) -> str:
+    """What `init_process_group` is given: the context's backend, and gloo for the CPU where that is served too."""
+    kind = context.device.type
+    return f"{kind}:{context.backend},cpu:gloo" if with_cpu and kind != "cpu" else context.backend
+
+
+def _init(backend: str, context: Context, settings: BackendConfig, *, rendezvous: str | None) -> None:
     # With a device, NCCL connects eagerly and every collective knows its GPU; a replica over several has no single one.
     one_gpu = context.device.type != "cpu" and len(context.devices) == 1
     timeout = timedelta(seconds=settings.init_timeout)
     dist.init_process_group(
-        context.backend,
+        backend,
         store=dist.HashStore() if rendezvous is None else _meet(rendezvous, context, timeout=timeout),
         rank=context.rank,
         world_size=context.world_size,

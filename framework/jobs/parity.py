@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.parse import parse
-from framework.config.schema import Config
+from framework.config.schema import Config, Precision
 from framework.data.batching import plan_batches
 from framework.errors import ConfigError, TopologyError
 from framework.hardware import count_gpus
@@ -167,12 +167,20 @@ def training(request: Request, setting: Setting, *, place: Place, moves: bool) -
     recording = {
         "_target_": _RECORDING,
         "steps": request.config.parity.steps,
-        "precision": request.config.trainer.precision.value,
+        "precision": _coarsest(request.config),
         "moves_weights": moves,
     }
     raw["callbacks"] = {**raw["callbacks"], _CALLBACK: recording}  # the last: others may change the model
     config: Config = parse(raw)
     return replace(request, config=config, raw=raw, place=place)
+
+
+def _coarsest(config: Config) -> str:
+    """The precision whose rounding is the run's: that of the trainer, but where a strategy computes in less."""
+    policy = config.strategy.get("mp_policy") or {}
+    short = {"bf16": Precision.BF16_MIXED, "fp16": Precision.FP16_MIXED}
+    found = [short[name] for name in policy.values() if name in short] if isinstance(policy, Mapping) else []
+    return (found[0] if found else config.trainer.precision).value
 
 
 def _compared(request: Request, runs: Mapping[str, Place], setting: Setting) -> dict[str, Any]:

@@ -10,7 +10,8 @@ known, and `notes` says why):
                    + local rank
     backend        name, init_method, init_timeout_s, timeout_s
     strategy       the class of the strategy
-    spread         whether one copy of the model is spread over the ranks; each else has a replica
+    spread         whether copies of the model are spread over ranks; each else has a replica
+    spread_over    over how many ranks each copy is
     optimizer      the class of the optimizer
     batch          global; per_rank and per_forward: least, most; accumulate_grad_batches
     data           train, val, test: samples; source: "data", "plan.train_samples" or null
@@ -19,9 +20,10 @@ known, and `notes` says why):
     memory         bytes on each rank: parameters, gradients, buckets (a second copy of gradients, to exchange them),
                    optimizer, buffers, averages, anchors (what a strategy keeps of weights that replicas had in common,
                    and its momentum); activations aside, and what is gathered of a model that is spread
-    traffic        bytes of one optimizer step: reduced (the gradients, all-reduced over all ranks; or the step's share
-                   of an exchange of weights); ring_per_rank: what each rank sends and receives where that goes around
-                   in a ring, 2(W−1)/W of them
+    traffic        bytes of one optimizer step: reduced (the gradients, all-reduced over all ranks, in the format that
+                   is done in; or the step's share of an exchange of weights); ring_per_rank: what each rank sends and
+                   receives where that goes around in a ring, 2(W−1)/W of them; where the model is spread, with the
+                   weights that are gathered
     exchanges_every  optimizer steps from one such exchange to the next; weights are what is exchanged where they are
                    several, but in a warm-up
     checkpoint     about how many bytes each checkpoint takes; null also where none is saved

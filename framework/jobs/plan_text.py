@@ -60,13 +60,16 @@ def _setting(plan: Mapping[str, Any], topology: Topology) -> list[tuple[str, str
     return [
         ("launcher", plan["launcher"]),
         ("backend", f"{backend['name']}{why}, meeting by {backend['init_method']}; {limits}"),
-        ("strategy", f"{plan['strategy']}, {_replicas(topology, is_spread=plan['spread'])}"),
+        ("strategy", f"{plan['strategy']}, {_replicas(topology, plan['spread_over'] if plan['spread'] else None)}"),
     ]
 
 
-def _replicas(topology: Topology, *, is_spread: bool) -> str:
-    if is_spread:
-        return f"one copy of the model, spread over {_counted(topology.world_size, 'rank')}"
+def _replicas(topology: Topology, spread_over: int | None) -> str:
+    """spread_over: how many ranks each copy; None where each has a replica."""
+    if spread_over is not None:
+        over = f"spread over {_counted(spread_over, 'rank')}"
+        copies = topology.world_size // spread_over
+        return f"one copy of the model, {over}" if copies == 1 else f"{copies:,} copies of the model, each {over}"
     kind = "single-device" if topology.span == 1 else "model-parallel"
     how = "" if topology.span == 1 else f": the model places itself on the {topology.span} devices of its rank"
     return f"{_counted(topology.world_size, f'{kind} replica')}{how}"

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.errors import ConfigError, TopologyError
 from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
-
-AUTO = "auto"
+from framework.strategies.formats import Formats
+from framework.strategies.wrapping import AUTO, by_class, by_size, check_classes
+from framework.types import Sharding
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_READ_FROM_OUTSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Modules of torch that read weights of their children without calling them: they stay whole."""
 
 
 @final
 class FSDP:
-    """One copy of the model, spread over all ranks: each keeps 1/W of every parameter and gathers it when it computes.
+    """One copy of the model, spread over ranks: each keeps a part of every parameter and gathers it when it computes.
 
     A module that is sharded by itself is gathered before its forward and backward, and freed after them; the model
     itself is one, with what no other has. wrap: which others; `auto` takes, from the inside out, each that has at
@@ -35,8 +35,14 @@ class FSDP:
     keeps them in between; null is true for all but the model itself, whose backward comes at once. broadcast_buffers:
     give every rank rank 0's buffers before the forward of each step, as strategy=ddp does.
 
+    mp_policy: see `Formats`. cpu_offload: what a rank keeps lies in the CPU's memory, where the optimizer steps, and is
+    copied to the GPU to be gathered. data_parallel_shard_degree: over how many ranks a copy is spread, neighbours;
+    `auto`: those of a node; null: all of them. With fewer than all there are several copies, whose gradients are
+    averaged as well (HSDP). One rank alone has all of it.
+
     With accumulation, gradients of micro-batches before the last are kept whole on each rank.
-    Raises TopologyError for processes of several devices, and for GPUs with gloo.
+    Raises TopologyError for processes of several devices, for GPUs with gloo, and for a degree that doesn't divide
+    them; ConfigError for what can't go together.
     """
 
     forward_communicates = True
@@ -49,19 +55,12 @@ class FSDP:
         min_num_params: int = 1_000_000,
         reshard_after_forward: bool | None = None,
         broadcast_buffers: bool = True,
+        mp_policy: Mapping[str, Any] | None = None,
+        cpu_offload: bool = False,
+        data_parallel_shard_degree: int | str | None = None,
     ) -> None:
-        if len(context.devices) > 1:
-            raise TopologyError(
-                f"strategy=fsdp spreads the model over processes of one device each, and these have "
-                f"{len(context.devices)}.\nUse topology.gpus_per_process=1 topology.min_gpus_per_process=1."
-            )
-        if context.topology.gpus_per_node and context.backend == "gloo":
-            raise TopologyError(
-                "strategy=fsdp gathers weights from GPU to GPU, which backend=gloo can't.\n"
-                "Use backend=nccl with a GPU for each process (topology.share_gpus=false), or trainer.gpus=0."
-            )
-        if isinstance(wrap, str) and wrap != AUTO:
-            raise ConfigError(f"strategy.wrap={wrap}: must be {AUTO}, or a list of class names: strategy.wrap=[{wrap}]")
+        _check_devices(context)
+        check_classes(wrap, key="strategy.wrap")
         if min_num_params < 1:
             raise ConfigError(f"strategy.min_num_params={min_num_params} is below 1.")
         self._context = context
@@ -69,7 +68,24 @@ class FSDP:
         self._min_num_params = min_num_params
         self._reshards = reshard_after_forward
         self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
+        self._formats = Formats.parse(mp_policy)
+        self._degree = _degree(data_parallel_shard_degree, context)
+        if cpu_offload:
+            _check_offload(context, degree=self._degree)
+        self._offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+        self.exchanges_on_cpu = cpu_offload
+        self.sharding = Sharding(
+            ranks=self._degree,
+            param_dtype=self._formats.param_dtype,
+            reduce_dtype=self._formats.reduce_dtype,
+            is_on_cpu=cpu_offload,
+        )
+        self.groups: Sequence[dist.ProcessGroup] = ()
         self._synchronises = True
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise ConfigError where `mp_policy` can't go with it."""
+        self._formats.check(precision)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The same module, its parameters now DTensors with rank 0's values: make the optimizer after it.
@@ -83,17 +99,20 @@ class FSDP:
                 f"strategy=fsdp can't spread a parameter without dimensions: {', '.join(scalars)}.\n"
                 "Give it the shape (1,), or use strategy=ddp."
             )
-        found = _by_size(model, self._min_num_params) if self._classes is None else self._by_class(model)
-        chosen = [*found, model]
-        _check_types(chosen)
+        types = _types(self._chosen(model))
         if self._context.world_size > 1:
             # As DDP does: whatever a model draws from, ranks begin with the same weights.
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
-        # Said, not guessed: torch would take a GPU that is there though the run is on the CPU.
-        mesh = init_device_mesh(self._context.device.type, (self._context.world_size,), mesh_dim_names=("shard",))
-        for module in chosen:
-            fully_shard(module, mesh=mesh, reshard_after_forward=self._reshards)
+        mesh = self._mesh()
+        for module, kept in types.items():
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=self._reshards,
+                mp_policy=self._formats.policy(module, kept=kept, is_model=module is model),
+                offload_policy=self._offload,
+            )
         model.register_forward_hook(_reshard_without_backward)
         return model
 
@@ -124,36 +143,87 @@ class FSDP:
         if not self._broadcasts_buffers:
             restore_buffers(model, state.get("buffers", []), self._context)
 
-    def _by_class(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The modules of the classes that were named, children before their parents."""
-        assert self._classes is not None
-        found = [(type(module).__name__, module) for module in _inside_out(model) if module is not model]
-        missing = self._classes - {name for name, _ in found}
-        if missing:
-            there = ", ".join(sorted({name for name, _ in found}))
-            raise ConfigError(
-                f"strategy.wrap: {type(model).__name__} has no module of the class {', '.join(sorted(missing))}.\n"
-                f"It has {there or 'no modules in it'}."
-            )
-        for name, module in found:
-            if name in self._classes:
-                if not _has_forward(module):  # nothing would gather it
-                    raise ConfigError(f"strategy.wrap: {name} only holds other modules. Name the class of those.")
-                yield module
+    def _chosen(self, model: nn.Module) -> list[nn.Module]:
+        """The modules to gather by themselves, children before their parents, and the model itself at last."""
+        if self._classes is None:
+            found = list(by_size(model, self._min_num_params))
+        else:
+            found = by_class(model, self._classes, key="strategy.wrap")
+        apart = self._formats.apart(model)
+        return [*apart, *(module for module in found if module not in apart), model]
+
+    def _mesh(self) -> DeviceMesh:
+        """Of all ranks; several copies have a dimension for themselves, the first."""
+        world, degree = self._context.world_size, self._degree
+        # Said, not guessed: torch would take a GPU that is there though the run is on the CPU.
+        kind = self._context.device.type
+        if degree == world:
+            return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(kind, (world // degree, degree), mesh_dim_names=("replicate", "shard"))
+        self.groups = [mesh.get_group(name) for name in ("replicate", "shard")]
+        return mesh
 
 
-def _check_types(chosen: Sequence[nn.Module]) -> None:
+def _check_devices(context: Context) -> None:
+    if len(context.devices) > 1:
+        raise TopologyError(
+            f"strategy=fsdp spreads the model over processes of one device each, and these have "
+            f"{len(context.devices)}.\nUse topology.gpus_per_process=1 topology.min_gpus_per_process=1."
+        )
+    if context.topology.gpus_per_node and context.backend == "gloo":
+        raise TopologyError(
+            "strategy=fsdp gathers weights from GPU to GPU, which backend=gloo can't.\n"
+            "Use backend=nccl with a GPU for each process (topology.share_gpus=false), or trainer.gpus=0."
+        )
+
+
+def _degree(given: int | str | None, context: Context) -> int:
+    world = context.world_size
+    if given is None or world == 1:
+        return world
+    if given == AUTO:
+        return context.topology.procs_per_node
+    if type(given) is not int or given < 1 or world % given:
+        divisors = ", ".join(str(number) for number in range(1, world + 1) if world % number == 0)
+        raise TopologyError(
+            f"strategy.data_parallel_shard_degree={given} doesn't divide the {world} processes into copies of the "
+            f"model.\nUse one of {divisors}; auto, for those of a node; or null, for one copy over all."
+        )
+    return given
+
+
+def _check_offload(context: Context, *, degree: int) -> None:
+    if not context.topology.gpus_per_node:
+        raise ConfigError(
+            "strategy.cpu_offload=true keeps weights in the CPU's memory until a GPU needs them, and these processes "
+            "compute on the CPU, where they are already.\nUse strategy.cpu_offload=false."
+        )
+    if degree < context.world_size:
+        raise ConfigError(
+            f"strategy.cpu_offload=true is for one copy of the model over all {context.world_size} processes, and "
+            f"here each {degree} have one.\n"
+            "Use strategy.data_parallel_shard_degree=null, or strategy.cpu_offload=false."
+        )
+
+
+def _types(chosen: Sequence[nn.Module]) -> dict[nn.Module, torch.dtype]:
+    """By module the type of the weights that are gathered with it; of one that has none to itself, of those in it."""
     taken: set[int] = set()
+    types = {}
     for module in chosen:
-        own = {name: each for name, each in module.named_parameters() if each.requires_grad and id(each) not in taken}
+        own = {name: each for name, each in module.named_parameters() if id(each) not in taken}
         taken |= {id(each) for each in own.values()}
-        types = {each.dtype: name for name, each in own.items()}
-        if len(types) > 1:
-            told = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in types.items())
+        found = {each.dtype: name for name, each in own.items() if each.requires_grad}
+        if len(found) > 1:
+            told = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
             raise ConfigError(
                 f"strategy=fsdp gathers parameters of one type together, and those of {type(module).__name__} have "
                 f"several: {told}.\nName the classes of modules that have one type each: strategy.wrap=[CLASS]."
             )
+        inside: Iterator[Tensor] = chain(module.parameters(), module.buffers())
+        floats = (each.dtype for each in inside if each.is_floating_point())
+        types[module] = next(chain(found, floats), torch.float32)
+    return types
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
@@ -162,40 +232,3 @@ def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _inside_out(child)
-    yield module
-
-
-def _by_size(model: nn.Module, at_least: int) -> Iterator[nn.Module]:
-    """Modules in `model` with so many parameters that none yielded before has, children before their parents."""
-    uses = _uses(model)
-    taken: set[int] = set()
-
-    def within(module: nn.Module) -> Iterator[nn.Module]:
-        if not isinstance(module, _READ_FROM_OUTSIDE):
-            for child in module.children():
-                yield from within(child)
-        # The output of attention is a view, and torch warns of what may be done to one that a gathered module gave.
-        if module is model or not _has_forward(module) or isinstance(module, nn.MultiheadAttention):
-            return
-        rest = {id(each): each.numel() for each in module.parameters() if id(each) not in taken}
-        here = _uses(module)
-        # What others use as well has to be gathered for them too: it is left to a module that has all of them in it.
-        if sum(rest.values()) >= at_least and all(uses[each] == here[each] for each in rest):
-            taken.update(rest)
-            yield module
-
-    yield from within(model)
-
-
-def _uses(model: nn.Module) -> Counter[int]:
-    """In how many places each parameter is, by its id."""
-    return Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.errors import CheckpointError, ConfigError
 from framework.strategies.allreduce import AllReduce
@@ -74,6 +75,15 @@ class LocalSGD:
         self.exchanges_every = every_n_steps
         self.copies_gradients = warmup_steps > 0
         self.weight_copies = 0 if self._is_idle else 1 + (outer_momentum > 0)
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise ConfigError for a scaled loss: each rank would leave out other steps."""
+        if precision is Precision.FP16_MIXED and self.replicas_differ:
+            raise ConfigError(
+                f"trainer.precision={precision.value} scales the loss and leaves out a step whose gradients overflow. "
+                f"Under strategy={_NAME} each process would leave out steps of its own, and their learning rates would "
+                "go apart.\nUse trainer.precision=bf16-mixed, or another strategy."
+            )
 
     @property
     def steps_to_exchange(self) -> int:

@@ -19,6 +19,8 @@ Train = Callable[..., Path]
 
 KILLED = 1
 ADAM = ("optimizer=adamw", "scheduler=cosine", "scheduler.interval=step", "trainer.accumulate_grad_batches=2")
+SHORT = "strategy.mp_policy={param_dtype:bf16,reduce_dtype:bf16}"
+AGAIN = "trainer.activation_checkpointing=[Linear,Dropout,BatchNorm1d]"
 AVERAGED = (*ADAM, "trainer.gradient_clip_val=0.5", "callbacks=[recorder,ema]", "callbacks.ema.decay=0.9")
 MOMENTUM = ("optimizer=sgd_momentum", "scheduler=plateau", "scheduler.schedule.patience=0", "data.num_workers=2")
 APART = ("strategy=local_sgd", "strategy.every_n_steps=4")
@@ -64,11 +66,24 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
     assert results.repeated(resumed) == {}
 
 
-def test_so_it_does_where_the_model_is_spread_over_the_processes(train: Train, tmp_path: Path) -> None:
-    """Of the weights with one row, one process has all and the others nothing; each has its own statistics."""
-    spread = ("strategy=fsdp", "strategy.min_num_params=100", "strategy.broadcast_buffers=false")
-    averaged = ("trainer.gradient_clip_val=0.5", "callbacks=recorder")
-    whole, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=3", *spread, *ADAM, *averaged)
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        pytest.param(3, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
+        (4, ("strategy=hsdp", "strategy.data_parallel_shard_degree=2", SHORT, AGAIN)),
+    ],
+    ids=str,
+)
+def test_so_it_does_where_the_model_is_spread_over_the_processes(
+    train: Train, tmp_path: Path, processes: int, options: tuple[str, ...]
+) -> None:
+    """Of the weights with one row, one process has all and others nothing; each has its own statistics.
+
+    Two copies over two processes each compute in a short format, and parts of them again in the backward.
+    """
+    spread = ("strategy.min_num_params=100", "strategy.broadcast_buffers=false")
+    averaged = ("trainer.gradient_clip_val=0.5", "callbacks=recorder", f"topology.procs_per_node={processes}")
+    whole, resumed = whole_and_resumed(train, tmp_path, *options, *spread, *ADAM, *averaged)
     # What was being written beside step 10 may have been lost.
     assert "Going on after step 9" in results.log(resumed) or "Going on after step 6" in results.log(resumed)
     assert exact.differences(whole, resumed) == []

@@ -28,6 +28,8 @@ COMMAND = (
     *("recipe=toy", "logger=none", f"trainer.max_steps={STEPS}", "trainer.num_threads=1", f"optimizer.lr={LR}"),
     *("trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null"),
 )
+SPREAD = ("strategy=fsdp", "strategy.min_num_params=50")
+COPIES = ("strategy=hsdp", "strategy.min_num_params=50", "strategy.data_parallel_shard_degree=2")
 BUTTERFLY_HOOK = ("strategy=ddp", "strategy.comm_hook=butterfly")
 
 
@@ -74,6 +76,11 @@ def rounded(dtype: torch.dtype) -> Exchange:
         (3, ("strategy=allreduce",)),
         (3, ("strategy=butterfly",)),
         (3, BUTTERFLY_HOOK),
+        (3, SPREAD),
+        pytest.param(4, COPIES, marks=pytest.mark.exhaustive),
+        pytest.param(2, SPREAD, marks=pytest.mark.exhaustive),
+        pytest.param(2, (*SPREAD, "trainer.activation_checkpointing=[Linear]"), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=ddp", "trainer.activation_checkpointing=[Linear]"), marks=pytest.mark.exhaustive),
         pytest.param(2, ("strategy=butterfly",), marks=pytest.mark.exhaustive),
         pytest.param(2, BUTTERFLY_HOOK, marks=pytest.mark.exhaustive),
         pytest.param(2, ("strategy=ddp",), marks=pytest.mark.exhaustive),
@@ -89,18 +96,23 @@ def test_exact_ways_end_as_one_process(train: Train, processes: int, strategy: t
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("processes", "options"),
     [
-        ("strategy=allreduce",),
-        pytest.param(("strategy=butterfly",), marks=pytest.mark.exhaustive),
-        pytest.param(BUTTERFLY_HOOK, marks=pytest.mark.exhaustive),
-        pytest.param(("strategy=allreduce", "trainer.compile=default"), marks=pytest.mark.exhaustive),
+        (3, ("strategy=allreduce",)),
+        (4, (*COPIES, "trainer.activation_checkpointing=[Linear]")),
+        pytest.param(3, SPREAD, marks=pytest.mark.exhaustive),
+        pytest.param(3, ("strategy=butterfly",), marks=pytest.mark.exhaustive),
+        pytest.param(3, BUTTERFLY_HOOK, marks=pytest.mark.exhaustive),
+        pytest.param(3, ("strategy=allreduce", "trainer.compile=default"), marks=pytest.mark.exhaustive),
+        pytest.param(
+            1, ("trainer.compile=default", "trainer.activation_checkpointing=[Linear]"), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )
-def test_so_they_do_with_accumulation_and_clipping(train: Train, options: tuple[str, ...]) -> None:
+def test_so_they_do_with_accumulation_and_clipping(train: Train, processes: int, options: tuple[str, ...]) -> None:
     clipped = ("trainer.gradient_clip_val=0.5", "trainer.accumulate_grad_batches=2")
-    run = train(*COMMAND, *options, *clipped, "topology.procs_per_node=3", "data.global_batch_size=20")
+    run = train(*COMMAND, *options, *clipped, f"topology.procs_per_node={processes}", "data.global_batch_size=20")
     wanted = plain(clip=0.5)
     assert max((value - wanted[name]).abs().max().item() for name, value in plain().items()) > 1e-3
     results.assert_same(results.weights(run), wanted, tolerance=1e-6)
@@ -115,6 +127,42 @@ def test_short_numbers_end_where_their_rule_does(train: Train, name: str, dtype:
     results.assert_same(results.weights(run), plain(ranks=2, exchange=rounded(dtype)), tolerance=1e-6)
     off = max((value - results.weights(run)[key]).abs().max().item() for key, value in plain().items())
     assert off > 1e-5
+
+
+def short_weights(*, ranks: int, reduce: torch.dtype) -> dict[str, Tensor]:
+    """The weights after 20 steps of SGD where each computes with weights and inputs of bfloat16.
+
+    Gradients of each rank are added in `reduce`, from the first rank on, and divided.
+    """
+    model = toy_model()
+    parameters = dict(model.named_parameters())
+    optimizer = SGD(parameters.values(), lr=LR)
+    for inputs, targets in toy_batches(epochs=1, batches=STEPS):
+        sums: list[Tensor] = []
+        for rank in range(ranks):
+            own = list(share(len(inputs), rank=rank, world_size=ranks))
+            short = {name: each.detach().bfloat16().requires_grad_() for name, each in parameters.items()}
+            output = torch.func.functional_call(model, short, inputs[own].bfloat16()).float()
+            loss = nn.functional.mse_loss(output, targets[own]) * (len(own) * ranks / len(inputs))
+            gradients = [each.to(reduce) for each in torch.autograd.grad(loss, list(short.values()))]
+            sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
+        for parameter, total in zip(parameters.values(), sums, strict=True):
+            parameter.grad = (total / ranks).float()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("reduce", "dtype"),
+    [("bf16", torch.bfloat16), pytest.param("null", torch.float32, marks=pytest.mark.exhaustive)],
+)
+def test_short_weights_end_where_their_rule_does(train: Train, reduce: str, dtype: torch.dtype) -> None:
+    """As a mean over ranks that is rounded; weights are kept and stepped in 32 bits."""
+    policy = f"strategy.mp_policy={{param_dtype:bf16,reduce_dtype:{reduce}}}"
+    run = train(*COMMAND, *SPREAD, policy, "topology.procs_per_node=2", "data.global_batch_size=20")
+    results.assert_same(results.weights(run), short_weights(ranks=2, reduce=dtype), tolerance=1e-6)
+    off = max((value - results.weights(run)[key]).abs().max().item() for key, value in plain().items())
+    assert off > 1e-4
 
 
 class LowRank:

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, set[str]], ...] = (
     ("L1", {"topology", "slow_ranks"}),
     ("L2", {"launch", "distributed", "seed"}),
     ("L3", {"strategies", "data", "tasks", "checkpoint", "loggers", "callbacks", "precision", "optim"}),
-    ("L3", {"progress", "meter", "rank_log", "targets", "stopwatch"}),
+    ("L3", {"progress", "meter", "rank_log", "targets", "stopwatch", "activations"}),
     ("L3", {"timing"}),
     ("L4", {"evaluator", "finite", "limits", "parts", "predictions", "footprint", "causes", "agreement", "ending"}),
     ("L4", {"trainer"}),

@@ -23,11 +23,17 @@ pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def facts(
-    *overrides: str, procs: int = 1, nnodes: int = 1, gpus: int = 0, span: int = 1, **changes: Any
+    *overrides: str,
+    procs: int = 1,
+    nnodes: int = 1,
+    gpus: int = 0,
+    span: int = 1,
+    backend: str = "gloo",
+    **changes: Any,
 ) -> dict[str, Any]:
     """changes: whole sections of the composed configuration."""
     config = parse({**composed(*overrides), **changes})
-    return planning.facts(config, Topology(nnodes, procs, gpus, span), backend="gloo")
+    return planning.facts(config, Topology(nnodes, procs, gpus, span), backend=backend)
 
 
 def test_parameters_gradients_and_state_are_those_of_the_real_model():
@@ -65,6 +71,37 @@ def test_of_a_spread_model_each_rank_has_its_share():
     assert spread["traffic"] == {"reduced": size, "ring_per_rank": 3 * 3 * size // 4}
     assert any("The model is spread over the ranks" in note for note in spread["notes"])
     assert spread["checkpoint"] == whole["checkpoint"]
+
+
+def test_of_several_copies_each_is_spread_over_some_ranks():
+    """Gradients go around in each copy, and then their shares between copies; in the formats that were asked for."""
+    whole = facts("recipe=digits", procs=4)
+    copies = facts("recipe=digits", "strategy=hsdp", "strategy.data_parallel_shard_degree=2", procs=4)
+    assert (copies["spread"], copies["spread_over"], whole["spread_over"]) == (True, 2, 1)
+    assert {name: 2 * size for name, size in copies["memory"].items()} == whole["memory"]
+    size = whole["memory"]["parameters"]
+    assert copies["traffic"] == {"reduced": size, "ring_per_rank": 3 * size // 2 + size // 2}
+    assert copies["checkpoint"] == whole["checkpoint"]
+    by_node = facts("recipe=digits", "strategy=hsdp", procs=2, nnodes=2)
+    assert by_node["traffic"] == copies["traffic"]
+    short = facts("recipe=digits", "strategy=fsdp", "strategy.mp_policy={param_dtype:bf16,reduce_dtype:bf16}", procs=4)
+    assert short["traffic"] == {"reduced": size // 2, "ring_per_rank": 3 * 3 * size // 8}
+    assert short["memory"] == facts("recipe=digits", "strategy=fsdp", procs=4)["memory"]
+
+
+def test_what_the_memory_of_the_cpu_holds_is_said():
+    found = facts("recipe=digits", "strategy=fsdp", "strategy.cpu_offload=true", procs=4, gpus=4, backend="nccl")
+    assert any("are in the CPU's memory (strategy.cpu_offload=true)" in note for note in found["notes"])
+
+
+def test_formats_and_classes_that_training_would_refuse_are_refused():
+    with pytest.raises(ConfigError, match=r"param_dtype=fp16 can't go with trainer\.precision=32-true"):
+        facts("recipe=toy", "strategy=fsdp", "strategy.mp_policy.param_dtype=fp16", procs=2)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.activation_checkpointing: ToyModel has no module of the class Blok"
+    ):
+        facts("recipe=toy", "trainer.activation_checkpointing=[Blok]")
+    assert facts("recipe=toy", "trainer.activation_checkpointing=[Linear]")["model"] == facts("recipe=toy")["model"]
 
 
 def test_what_gradients_are_exchanged_in_is_counted():

@@ -63,6 +63,7 @@ _RAW: dict[str, Any] = {
         "cpu_affinity": False,
         "channels_last": False,
         "compile": None,
+        "activation_checkpointing": None,
         "profiler": None,
     },
     "strategy": {"_target_": "framework.strategies.auto"},

@@ -28,6 +28,8 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"trainer.overfit_batches": 2, "trainer.limit_train_batches": 3}, "can't go with trainer.limit_train_batches"),
         ({"trainer.overfit_batches": 2, "trainer.limit_val_batches": 3}, "can't go with trainer.limit_val_batches"),
         ({"trainer.overfit_batches": 2, "trainer.fast_dev_run": True}, "can't go with trainer.fast_dev_run"),
+        ({"trainer.activation_checkpointing": "Block"}, "trainer.activation_checkpointing=[Block]"),
+        ({"trainer.activation_checkpointing": []}, "must be auto, null, or a list of class names"),
         ({"trainer.fast_dev_run": 2, "resume": "run"}, "trainer.fast_dev_run can't go with resume"),
         ({"launcher.name": "in_place", "topology.procs_per_node": 2}, "topology.procs_per_node=2 needs launcher=local"),
         ({"launcher.name": "local", "topology.nnodes": 2}, "topology.nnodes=2 needs launcher=elastic"),

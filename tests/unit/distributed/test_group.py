@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from framework.config.schema import BackendConfig, BackendName, Duration, InitMethod
 from framework.distributed.context import Context
-from framework.distributed.group import process_group, set_timeout
+from framework.distributed.group import backends, process_group, set_timeout
 from framework.errors import RunError
 from framework.launch import local
 from framework.launch.panel import render
@@ -98,6 +98,12 @@ def test_the_gpu_is_chosen_before_the_group_is_made(monkeypatch: pytest.MonkeyPa
         ("init", None),
         ("destroy", None),
     ]
+
+
+def test_the_cpu_is_served_besides_where_that_is_asked_for() -> None:
+    gpu = Context(Topology(1, 1, 1, 1), 0, 0, 0, (torch.device("cuda", 0),), "nccl")
+    assert (backends(gpu, with_cpu=False), backends(gpu, with_cpu=True)) == ("nccl", "cuda:nccl,cpu:gloo")
+    assert backends(cpu_context(), with_cpu=True) == "gloo"
 
 
 def test_ranks_that_do_not_come_are_reported_with_what_to_do(tmp_path: Path) -> None:

@@ -78,6 +78,17 @@ def test_too_few_gpus_are_said_with_what_to_do() -> None:
         parity.check_setting(request({"trainer.gpus": 2, "parity.processes": 8}))
 
 
+def test_rounding_is_that_of_the_format_that_is_computed_in() -> None:
+    for policy, name in (
+        ({"param_dtype": "bf16"}, "bf16-mixed"),
+        ({"reduce_dtype": None}, "32-true"),
+        (None, "32-true"),
+    ):
+        asked = request({"strategy": {"_target_": "framework.strategies.FSDP", "mp_policy": policy}})
+        made = parity.training(asked, parity.check_setting(asked), place=Place(Path(), 2), moves=False)
+        assert made.config.callbacks["parity_recording"]["precision"] == name
+
+
 def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
     mine = {"_target_": "recipes.some.Callback"}
     asked = request(

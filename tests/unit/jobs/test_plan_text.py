@@ -18,6 +18,7 @@ PLAN: dict[str, Any] = {
     "strategy": "DDP",
     "spread": False,
     "exchanges_every": 1,
+    "spread_over": 1,
     "optimizer": "Adam",
     "batch": {
         "global": 100,
@@ -80,7 +81,9 @@ def test_what_is_exchanged_every_few_steps_are_weights() -> None:
 
 
 def test_a_spread_model_is_one() -> None:
-    assert row("strategy", strategy="FSDP", spread=True) == "FSDP, one copy of the model, spread over 8 ranks"
+    spread = {"strategy": "FSDP", "spread": True}
+    assert row("strategy", **spread, spread_over=8) == "FSDP, one copy of the model, spread over 8 ranks"
+    assert row("strategy", **spread, spread_over=2) == "FSDP, 4 copies of the model, each spread over 2 ranks"
 
 
 def test_what_is_not_known_is_said() -> None:

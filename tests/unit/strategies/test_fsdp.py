@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.distributed.tensors import is_model_spread, is_spread, spread_like, whole
 from framework.errors import ConfigError, TopologyError
@@ -19,6 +20,15 @@ from framework.topology import Topology
 from tests.unit.simulated_ranks import cpu_context
 
 pytestmark = pytest.mark.usefixtures("group", "own_state")
+
+
+GO_TOGETHER = {
+    Precision.FP32: ("fp32", "bf16"),
+    Precision.BF16_MIXED: ("fp32", "bf16"),
+    Precision.FP16_MIXED: ("fp32", "fp16"),
+    Precision.BF16: ("bf16",),
+    Precision.FP64: (),
+}
 
 
 class Block(nn.Module):
@@ -92,6 +102,7 @@ def test_modules_of_a_class_are_gathered_by_themselves() -> None:
         (["Blok"], r"Blocks has no module of the class Blok\.\nIt has Block, Dropout, Embedding"),
         (["ModuleList"], "ModuleList only holds other modules"),
         ("Block", r"must be auto, or a list of class names: strategy\.wrap=\[Block\]"),
+        ([], r"strategy\.wrap=\[\]: must be auto, or a list of class names"),
     ],
 )
 def test_a_class_that_cannot_be_gathered_is_refused(wrap: Any, message: str) -> None:
@@ -123,6 +134,105 @@ def test_gloo_between_gpus_is_refused() -> None:
     with pytest.raises(TopologyError, match=r"from GPU to GPU, which backend=gloo can't"):
         FSDP(context=shared)
     FSDP(context=replace(shared, backend="nccl"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            {"param_dtpye": "bf16"},
+            r"strategy\.mp_policy\.param_dtpye: .* Did you mean strategy\.mp_policy\.param_dtype",
+        ),
+        ({"reduce_dtype": "bfloat16"}, r"reduce_dtype=bfloat16: must be one of fp32, bf16, fp16, or null"),
+        ("bf16", r"strategy\.mp_policy=bf16: must be a mapping, such as strategy\.mp_policy\.param_dtype=bf16"),
+    ],
+)
+def test_a_number_format_that_there_is_none_of_is_refused(policy: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FSDP(context=cpu_context(), mp_policy=policy)
+
+
+@pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype"])
+@pytest.mark.parametrize("precision", list(Precision))
+def test_number_formats_that_go_with_a_precision(precision: Precision, key: str) -> None:
+    """How those that do compute: tests/multiproc/test_spread.py."""
+    longer = ("fp32",) if (precision, key) == (Precision.BF16, "reduce_dtype") else ()
+    for name in ("fp32", "bf16", "fp16"):
+        strategy = FSDP(context=cpu_context(), mp_policy={key: name})
+        if name in GO_TOGETHER[precision] + longer:
+            strategy.check_precision(precision)
+            continue
+        with pytest.raises(ConfigError, match=rf"{key}={name} can't go with trainer\.precision={precision.value}: "):
+            strategy.check_precision(precision)
+    FSDP(context=cpu_context()).check_precision(precision)
+
+
+def test_why_formats_do_not_go_together_and_what_does() -> None:
+    half = FSDP(context=cpu_context(), mp_policy={"param_dtype": "fp16"})
+    with pytest.raises(ConfigError, match=r"without a loss scaler small .*\n.*null or fp32 or bf16, or .*16-mixed"):
+        half.check_precision(Precision.FP32)
+    brain = FSDP(context=cpu_context(), mp_policy={"reduce_dtype": "bf16", "param_dtype": "fp16"})
+    with pytest.raises(
+        ConfigError, match=r"with a loss scaler, .*\nUse strategy\.mp_policy\.reduce_dtype=null or fp32"
+    ):
+        brain.check_precision(Precision.FP16_MIXED)
+
+
+class Normed(nn.Module):
+    """With statistics, with and without weights, between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.norm, self.bare = nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.bare(self.norm(self.up(x)).relu()))
+        return result
+
+
+def test_short_weights_are_what_is_computed_with_and_the_model_gives_the_type_it_would() -> None:
+    """Statistics and what is computed with them stay in their type; so does what the optimizer has."""
+    policy = {"param_dtype": "bf16"}
+    plain = Normed()
+    model = copy.deepcopy(plain)
+    seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.BatchNorm1d):
+            module.register_forward_hook(
+                lambda _, given, output, name=name: seen.update({name: (given[0].dtype, output.dtype)})
+            )
+    wrapped(model, mp_policy=policy, min_num_params=72)
+    inputs = torch.randn(16, 8)
+    output = model(inputs)
+    assert (output.dtype, seen["up"][0], seen["down"][0]) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    assert all(buffer.dtype in (torch.float32, torch.int64) for buffer in model.buffers())
+    torch.testing.assert_close(output, plain(inputs), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, rtol=0.0, atol=0.01)
+    output.sum().backward()
+    assert all(each.dtype == each.grad.dtype == torch.float32 for each in model.parameters())  # type: ignore[union-attr]
+
+
+def test_a_degree_that_does_not_divide_the_processes_is_refused() -> None:
+    four = cpu_context(world_size=4)
+    for given in (3, 8, 0, True, "some"):
+        with pytest.raises(TopologyError, match=r"doesn't divide the 4 processes .*\nUse one of 1, 2, 4; auto"):
+            FSDP(context=four, data_parallel_shard_degree=given)
+    nodes = replace(four, topology=Topology(2, 2, 0, 1))
+    degrees = {
+        given: FSDP(context=nodes, data_parallel_shard_degree=given).sharding.ranks for given in (None, "auto", 1)
+    }
+    assert degrees == {None: 4, "auto": 2, 1: 1}
+    assert FSDP(context=cpu_context(), data_parallel_shard_degree=8).sharding.ranks == 1
+
+
+def test_memory_of_the_cpu_is_for_those_that_compute_elsewhere() -> None:
+    with pytest.raises(ConfigError, match=r"these processes compute on the CPU, where they are already\."):
+        FSDP(context=cpu_context(), cpu_offload=True)
+    gpus = Context(Topology(1, 4, 4, 1), 0, 0, 0, (torch.device("cuda", 0),), "nccl")
+    assert FSDP(context=gpus, cpu_offload=True).sharding.is_on_cpu
+    with pytest.raises(ConfigError, match=r"one copy of the model over all 4 processes, and here each 2 have one\."):
+        FSDP(context=gpus, cpu_offload=True, data_parallel_shard_degree=2)
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])

@@ -1,0 +1,195 @@
+"""Modules that are computed again in the backward: the same numbers, less that is kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from framework.activations import recompute
+from framework.distributed.tensors import whole
+from framework.errors import ConfigError
+from framework.strategies import DDP, FSDP, AllReduce, Single
+from tests.unit.simulated_ranks import cpu_context
+
+pytestmark = pytest.mark.usefixtures("own_state")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """Draws numbers, keeps statistics, takes a keyword, and counts how often it computes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.drop = nn.BatchNorm1d(2 * width), nn.Dropout(0.4)
+        self.calls = 0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        result: Tensor = x + scale * self.down(self.drop(self.norm(self.up(x)).relu()))
+        return result
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind: Callable[[int], nn.Module] = Block) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.blocks = nn.ModuleList([kind(8), kind(8)])
+        self.tail = nn.ModuleList([kind(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        result: Tensor = self.tail[0](x)
+        return result
+
+
+class Counts(Block):
+    """Changes a buffer that isn't a statistic."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.get_buffer("seen").add_(1)
+        return super().forward(x, scale=scale)
+
+
+def kept_bytes(model: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
+    """The loss, and what autograd keeps for its backward beside parameters."""
+    own = {id(parameter) for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if id(tensor) not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(inputs).square().sum()
+    return loss, sum(kept.values())
+
+
+def train(strategy: Any, model: nn.Module) -> tuple[list[Tensor], dict[str, Any], Tensor]:
+    """Gradients of each of three steps, the state after them, and the state of the generator."""
+    wrapped = strategy.wrap(model)
+    torch.manual_seed(5)
+    gradients = []
+    for _ in range(3):
+        inputs = torch.randn(4, 8)
+        with strategy.accumulate(wrapped, synchronise=True):
+            wrapped(inputs).square().sum().backward()
+        gradients += [whole(each.grad).clone() for each in model.parameters() if each.grad is not None]
+        model.zero_grad()
+    state = {name: whole(value) for name, value in strategy.unwrap(wrapped).state_dict().items()}
+    return gradients, state, torch.get_rng_state()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Single(context=cpu_context()),
+        lambda: DDP(context=cpu_context()),
+        lambda: DDP(context=cpu_context(), static_graph=True),
+        lambda: DDP(context=cpu_context(), find_unused_parameters=True),
+        lambda: AllReduce(context=cpu_context()),
+        lambda: FSDP(context=cpu_context(), wrap=["Block"]),
+        lambda: FSDP(context=cpu_context(), wrap=["Linear"], reshard_after_forward=True),
+        lambda: FSDP(context=cpu_context(), min_num_params=100),
+    ],
+    ids=["single", "ddp", "static", "unused", "allreduce", "fsdp", "inside", "sizes"],
+)
+@pytest.mark.parametrize("which", ["auto", ["Block", "Linear"]], ids=str)
+def test_numbers_names_and_draws_are_those_without(make: Callable[[], Any], which: Any) -> None:
+    """Bit for bit, BatchNorm's statistics and how many batches they are of too."""
+    torch.manual_seed(0)
+    plain = Blocks()
+    again = copy.deepcopy(plain)
+    names = [name for name, _ in again.named_parameters()]
+    recompute(again, which)
+    assert [name for name, _ in again.named_parameters()] == names
+    wanted, found = train(Single(context=cpu_context()), plain), train(make(), again)
+    assert list(found[1]) == list(wanted[1])
+    for a, b in zip(wanted[0] + list(wanted[1].values()), found[0] + list(found[1].values()), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(wanted[2], found[2])
+    assert [vars(block)["calls"] for block in (*plain.blocks, *again.blocks)] == [3, 3, 6, 6]
+
+
+def test_less_is_kept_and_nothing_is_computed_twice_without_a_backward() -> None:
+    plain, inputs = Blocks(), torch.randn(256, 8)
+    again = copy.deepcopy(plain)
+    recompute(again, "auto")
+    (_, much), (loss, little) = kept_bytes(plain, inputs), kept_bytes(again, inputs)
+    assert little < 0.6 * much
+    loss.backward()
+    assert [block.calls for block in (*again.blocks, *again.tail)] == [2, 2, 1]
+    with torch.no_grad():
+        again.eval()(inputs)
+    with torch.inference_mode():
+        again(inputs)
+    assert [block.calls for block in again.blocks] == [4, 4]
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model = Blocks().eval()
+    recompute(model, ["Block"])
+    copied = copy.deepcopy(model)
+    inputs = torch.randn(3, 8)
+    assert torch.equal(copied(inputs), model(inputs))
+    with torch.no_grad():
+        copied.get_parameter("blocks.0.down.bias").add_(1.0)
+    assert not torch.equal(copied(inputs), model(inputs))
+
+
+def test_what_repeats_is_found_however_deep_and_whole() -> None:
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2, enable_nested_tensor=False)
+    stages = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    model = nn.Sequential(Blocks(), nn.ModuleDict({"a": layers}), stages)
+    recompute(model, "auto")
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == [
+        *("0.blocks.0", "0.blocks.1", "1.a.layers.0", "1.a.layers.1", "2.0", "2.1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (["Blok"], r"trainer\.activation_checkpointing: Blocks has no module of the class Blok\.\nIt has BatchNorm1d,"),
+        (["ModuleList"], "ModuleList only holds other modules"),
+    ],
+)
+def test_a_class_that_cannot_be_computed_again_is_refused(which: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recompute(Blocks(), which)
+
+
+def test_a_model_that_repeats_nothing_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1))
+    with pytest.raises(ConfigError, match=r"Sequential has no list or sequence with several modules of one class"):
+        recompute(model, "auto")
+    recompute(model, None)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_forward_that_changes_a_buffer_is_refused_in_the_backward() -> None:
+    model = Blocks(Counts)
+    recompute(model, ["Counts"])
+    with pytest.raises(ConfigError, match=r"the forward of Counts changes its buffer seen"):
+        model(torch.randn(4, 8)).sum().backward()
