@@ -63,8 +63,6 @@ def _repeated_in(module: nn.Module) -> Iterator[nn.Module]:
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """In place of the module's own forward, which its class has."""
     own = MethodType(type(module).forward, module)
-    if torch.compiler.is_compiling():  # compiled code computes again what changes nothing, and only that
-        return checkpoint(own, *args, use_reentrant=False, **kwargs)
     return checkpoint(own, *args, use_reentrant=False, context_fn=partial(_contexts, module), **kwargs)
 
 

@@ -62,6 +62,11 @@ def _recomputed(config: Config) -> Iterator[str]:
         yield f"{key}={given}: must be auto, or a list of class names: {key}=[{given}]"
     if given == ():
         yield f"{key}=[]: must be auto, null, or a list of class names, such as {key}=[Block]."
+    if given is not None and config.trainer.compile is not None:
+        yield (
+            f"{key} can't go with trainer.compile={config.trainer.compile.value}: in compiled code statistics of "
+            f"BatchNorm would count each batch twice. Set one of them to null."
+        )
 
 
 def _fast_dev_run(config: Config) -> Iterator[str]:

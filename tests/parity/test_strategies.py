@@ -104,9 +104,6 @@ def test_exact_ways_end_as_one_process(train: Train, processes: int, strategy: t
         pytest.param(3, ("strategy=butterfly",), marks=pytest.mark.exhaustive),
         pytest.param(3, BUTTERFLY_HOOK, marks=pytest.mark.exhaustive),
         pytest.param(3, ("strategy=allreduce", "trainer.compile=default"), marks=pytest.mark.exhaustive),
-        pytest.param(
-            1, ("trainer.compile=default", "trainer.activation_checkpointing=[Linear]"), marks=pytest.mark.exhaustive
-        ),
     ],
     ids=str,
 )

@@ -30,6 +30,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"trainer.overfit_batches": 2, "trainer.fast_dev_run": True}, "can't go with trainer.fast_dev_run"),
         ({"trainer.activation_checkpointing": "Block"}, "trainer.activation_checkpointing=[Block]"),
         ({"trainer.activation_checkpointing": []}, "must be auto, null, or a list of class names"),
+        ({"trainer.activation_checkpointing": "auto", "trainer.compile": "default"}, "can't go with trainer.compile="),
         ({"trainer.fast_dev_run": 2, "resume": "run"}, "trainer.fast_dev_run can't go with resume"),
         ({"launcher.name": "in_place", "topology.procs_per_node": 2}, "topology.procs_per_node=2 needs launcher=local"),
         ({"launcher.name": "local", "topology.nnodes": 2}, "topology.nnodes=2 needs launcher=elastic"),
