@@ -55,20 +55,23 @@ def halvings(rank: int, num_ranks: int) -> Iterator[Swap]:
 
 
 @torch.no_grad()
-def butterfly_all_reduce(tensor: Tensor, *, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
+def butterfly_all_reduce(
+    tensor: Tensor, *, op: dist.ReduceOp.RedOpType = SUM, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """The sum (or MEAN) of the ranks' tensors, in place and returned: the same bits on every rank.
 
     Of any shape and strides, on any device the backend knows; floating or complex. Every rank of the default group must
     call it, with as many values of the same type, in the same order as other collectives. It takes memory for half a
     tensor besides, for a whole one where it isn't contiguous. Raises what the backend raises when a partner is gone or
-    doesn't come within the group's time-out. NCCL wants any other collective before the first of these.
+    doesn't come within the group's time-out. NCCL wants any other collective before the first of these. group: another
+    one, of all ranks too.
     """
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     contiguous = values.contiguous()
     # Gloo sends from the CPU alone, though it reduces what is on a GPU.
-    is_staged = contiguous.device.type != "cpu" and dist.get_backend() == dist.Backend.GLOO
+    is_staged = contiguous.device.type != "cpu" and dist.get_backend(group) == dist.Backend.GLOO
     flat = (contiguous.cpu() if is_staged else contiguous).view(-1)
-    _Butterfly(flat, is_mean=op == MEAN).run()
+    _Butterfly(flat, is_mean=op == MEAN, group=group).run()
     if flat.data_ptr() != values.data_ptr():
         values.copy_(flat.view(values.shape))
     return tensor
@@ -77,12 +80,12 @@ def butterfly_all_reduce(tensor: Tensor, *, op: dist.ReduceOp.RedOpType = SUM) -
 class _Butterfly:
     """One all-reduce of `flat`, contiguous and of one dimension, in place."""
 
-    def __init__(self, flat: Tensor, *, is_mean: bool) -> None:
-        self.flat = flat
+    def __init__(self, flat: Tensor, *, is_mean: bool, group: dist.ProcessGroup | None) -> None:
+        self.flat, self.group = flat, group
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.inner = 1 << (self.world_size.bit_length() - 1)  # the largest power of two in it
         self.is_mean = is_mean
-        self.limit = _limit()
+        self.limit = _limit(group)
 
     def run(self) -> None:
         # Sums of many may be beyond the greatest number of this type, where the mean is not.
@@ -123,7 +126,8 @@ class _Butterfly:
         """Both at once, so that neither rank waits for the other to receive; nothing is sent where there is nothing."""
         given = ((dist.isend, sent), (dist.irecv, received))
         # As many values on the other side: it leaves the same out.
-        posted = [dist.P2POp(how, tensor, partner) for how, tensor in given if tensor is not None and tensor.numel()]
+        present = [(how, tensor) for how, tensor in given if tensor is not None and tensor.numel()]
+        posted = [dist.P2POp(how, tensor, partner, self.group) for how, tensor in present]
         for work in dist.batch_isend_irecv(posted) if posted else ():
             if self.limit is None:
                 work.wait()
@@ -131,13 +135,14 @@ class _Butterfly:
                 work.wait(self.limit)
 
 
-def _limit() -> timedelta | None:
+def _limit(group: dist.ProcessGroup | None) -> timedelta | None:
     """What to wait for at most; None where the backend keeps to the group's time-out by itself.
 
     Gloo's sends and receives know the one that the group was made with, and not that it was changed.
     """
-    if dist.get_backend() != dist.Backend.GLOO:
+    if dist.get_backend(group) != dist.Backend.GLOO:
         return None
-    options = getattr(dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")), "options", None)
+    asked = group or dist.distributed_c10d._get_default_group()
+    options = getattr(asked._get_backend(torch.device("cpu")), "options", None)
     limit: timedelta | None = getattr(options, "_timeout", None)
     return limit
