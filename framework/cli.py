@@ -111,7 +111,7 @@ class _Asked:
 def _read(arguments: list[str], *, means: _Means) -> _Asked:
     """Compose, parse and check; every job of a grid before the first is run. Raises ConfigError."""
     import_from_working_dir()
-    typed = [text for text in arguments if _is_override(text)]
+    typed = [_spelled_out(text) for text in arguments if _is_override(text)]
     try:
         return _read_typed(typed, others=[text for text in arguments if not _is_override(text)], means=means)
     except ConfigError as error:
@@ -144,6 +144,12 @@ def _read_typed(typed: list[str], *, others: list[str], means: _Means) -> _Asked
     compositions = _compose([*composable(typed, saved), *others], run_at_once=run_at_once)
     # Composing is all that `--cfg job` needs; the schema is read for what runs.
     return _Asked([_request(each, ground, means=means) for each in compositions], sweeps[0] if sweeps else None)
+
+
+def _spelled_out(override: str) -> str:
+    from framework.config.parse import spelled_out
+
+    return spelled_out(override)
 
 
 def _without_typed(saved: SavedRun, *, run_at_once: Callable[[_Composition], float | None]) -> dict[str, Any]:

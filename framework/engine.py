@@ -34,6 +34,7 @@ from framework.launch.stopping import stoppable
 from framework.limits import overfitted, total_steps, train_windows
 from framework.parts import Parts
 from framework.precision import PrecisionPlugin
+from framework.preflight.running import before_training
 from framework.progress import hooks
 from framework.pulse import Phase
 from framework.rank_log import logger
@@ -61,6 +62,7 @@ def run_rank(arguments: RankArguments, link: Link) -> int | None:
         link.pulse.at(Phase.MEETING)
         on_cpu = exchanges_on_cpu(rank.strategy)
         with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu):
+            before_training(rank)
             link.pulse.at(Phase.BUILDING)
             return _run(rank, datasets, train_loader)
 

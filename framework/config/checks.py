@@ -233,7 +233,7 @@ def _weights_to_use(config: Config) -> Iterator[str]:
         instead = "Leave it out"
         if config.job == "parity":
             instead = f"To begin with its weights use init_from={config.resume}"
-        elif config.job != "plan":
+        elif config.job not in ("plan", "preflight"):
             instead = f"Use checkpoint.path={config.resume}"
         yield f"resume can't go with job={config.job}: it goes on with training. {instead}."
 

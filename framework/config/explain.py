@@ -142,6 +142,12 @@ def _key_mistakes(
         group, option = part
         several = f"{group}=[…,{option}]"
         yield f"{text}: {group}.{option} isn't there. Choose it with {group}={option}, or several with {several}."
+    elif isinstance(switch := OmegaConf.select(config, section := key.partition(".")[0]), bool):
+        word = str(switch).lower()
+        yield (
+            f"{text}: a file says {section}: {word}, and there are no keys below that. "
+            f"Write {section}: {{enabled: {word}}} there."
+        )
     else:
         yield _unknown(key, text, keys=[*keys, *groups], deletion=override.is_delete())
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
@@ -67,6 +67,17 @@ def schema_keys(section: type = Config, *, path: str = "") -> tuple[str, ...]:
     return tuple(keys)
 
 
+def spelled_out(override: str) -> str:
+    """`preflight=true` as `preflight.enabled=true`, so that it goes with the section's other keys in any order; any
+    other override as it is."""
+    key, equals, value = override.partition("=")
+    name = key.lstrip("+")
+    is_switch = any(field.switch and field.name == name for field in _fields_of(Config))
+    if not equals or not is_switch or value.lstrip().startswith("{"):
+        return override
+    return f"{key}.enabled={value}"
+
+
 def node_above(key: str) -> str | None:
     """The key of the node that `key` is a keyword of; None for a key that is the framework's own, or unknown."""
     parts = key.split(".")
@@ -98,6 +109,7 @@ class _Field:
     many_nodes: bool  # dict[str, Node]
     nullable: bool
     auto: bool
+    switch: bool  # a section that may be true or false
     default: Any  # `dataclasses.MISSING` for none
     bounds: Mapping[str, float]
 
@@ -105,7 +117,8 @@ class _Field:
     def allowed(self) -> str:
         """What the value must be, for a message."""
         if self.section is not None:
-            return f"a mapping with the keys {', '.join(field.name for field in _fields_of(self.section))}"
+            either = "true, false or " if self.switch else ""
+            return f"{either}a mapping with the keys {', '.join(field.name for field in _fields_of(self.section))}"
         if self.many_nodes:
             return "a mapping from names to mappings with `_target_`"
         parts = [_describe(self.kinds, self.bounds)]
@@ -132,6 +145,7 @@ def _make_field(field: Field[Any], hint: Any) -> _Field:
         many_nodes=get_origin(kinds[0]) is dict,
         nullable=nullable,
         auto=bool(metadata.get("auto")),
+        switch=bool(metadata.get("switch")),
         default=field.default,
         bounds={key: metadata[key] for key in ("at_least", "above", "at_most") if metadata.get(key) is not None},
     )
@@ -176,10 +190,10 @@ class _Reader:
         key = f"{path}{field.name}"
         if field.name not in raw:
             # A user's own file of a group, or a run saved by an earlier version, may not know every key.
-            if field.nullable:
-                return None
             if field.default is not MISSING:
                 return field.default
+            if field.nullable:
+                return None
             return self._wrong(f"{key} is missing. It must be {field.allowed}.")
         value = raw[field.name]
         if value == _MISSING:
@@ -191,6 +205,8 @@ class _Reader:
         return self._read_scalar(field, value, key=key)
 
     def _read_mapping(self, field: _Field, value: Any, *, key: str) -> Any:
+        if field.switch and isinstance(value, bool):
+            return replace(field.default, enabled=value)
         if not isinstance(value, Mapping):
             hint = f" Remove it with ~{key}." if value is None and field.many_nodes else ""
             return self._wrong(f"{key}={show(value)}: must be {field.allowed}.{hint}")

@@ -214,6 +214,22 @@ class ParityConfig:
     steps: int = bounded(at_least=1)  # optimizer steps
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreflightConfig:
+    """Of job=preflight, and of what precedes training where `enabled`. A limit that is null isn't checked."""
+
+    enabled: bool = False  # before training, too; `preflight=true` means this key
+    seconds: Duration | None = None  # to measure for; null: 20, and 2 before training
+    max_bytes: int = bounded(at_least=4, default=2**28)  # of what is exchanged at once
+    max_clock_offset: Duration | None = Duration(1.0)  # from rank 0's clock
+    max_latency: Duration | None = None  # of a link, one way
+    min_link_bandwidth: float | None = bounded(above=0, default=None)  # MB/s, 10^6 bytes, of a link
+    min_bus_bandwidth: float | None = bounded(above=0, default=None)  # MB/s, of all_reduce at its best size
+    min_matmul: float | None = bounded(above=0, default=None)  # GFLOP/s of a device
+    min_free_disk: float | None = bounded(above=0, default=None)  # GB, 10^9 bytes, for the run directory
+    min_shm: float | None = bounded(above=0, default=None)  # GB free in /dev/shm
+
+
 class ExportFormat(Enum):
     STATE_DICT = "state_dict"
     SAFETENSORS = "safetensors"
@@ -244,6 +260,8 @@ class Config:
     predict: PredictConfig
     plan: PlanConfig
     parity: ParityConfig
+    # May be written as true or false, too: then that is its key `enabled`.
+    preflight: PreflightConfig = field(default=PreflightConfig(), metadata={"switch": True})
     export: ExportConfig
     path: PathConfig
     model: Node

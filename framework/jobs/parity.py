@@ -164,6 +164,7 @@ def training(request: Request, setting: Setting, *, place: Place, moves: bool) -
     raw["checkpoint"] |= {"enabled": False, "monitor": None}
     raw["logger"] = {}
     raw["launcher"] |= {"max_restarts": 0}
+    raw["preflight"] = False
     recording = {
         "_target_": _RECORDING,
         "steps": request.config.parity.steps,

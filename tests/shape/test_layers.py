@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, set[str]], ...] = (
     ("L4", {"trainer"}),
     ("L5", {"build"}),
     ("L6", {"session"}),
-    ("L6", {"restoring", "headroom"}),
+    ("L6", {"restoring", "headroom", "preflight"}),
     ("L6", {"engine", "inference"}),
     ("L6", {"planning", "tracing", "parity"}),
     ("L6", {"onnx_file"}),

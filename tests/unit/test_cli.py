@@ -69,6 +69,15 @@ def test_a_job_is_handed_the_configuration(requests: list[Request]) -> None:
     assert request.warm is warm
 
 
+@pytest.mark.parametrize(
+    "typed", [("preflight=true", "preflight.seconds=3"), ("preflight.seconds=3", "preflight=true")]
+)
+def test_a_switch_goes_with_the_keys_below_it(requests: list[Request], typed: tuple[str, str]) -> None:
+    assert cli.main([*typed]) == 0
+    settings = requests[0].config.preflight
+    assert (settings.enabled, settings.seconds) == (True, 3.0)
+
+
 def test_the_status_is_the_jobs(requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
     job_that(lambda _: 75, monkeypatch)
     assert cli.main([]) == 75
@@ -235,6 +244,20 @@ class TestOwnFolder:
     ) -> None:
         (folder / "conf" / "recipe" / "mine.yaml").write_text(TOY + content)
         assert said in refused(capsys, "recipe=mine")
+
+    def test_a_switch_in_a_recipe(
+        self, requests: list[Request], folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = folder / "conf" / "recipe" / "mine.yaml"
+        file.write_text(TOY + "preflight: true\n")
+        assert cli.main(["recipe=mine"]) == 0
+        assert requests[0].config.preflight.enabled
+        said = "there are no keys below that. Write preflight: {enabled: true} there."
+        assert said in refused(capsys, "recipe=mine", "preflight.seconds=3")
+        file.write_text(TOY + "preflight: {enabled: true, seconds: 5}\n")
+        assert cli.main(["recipe=mine", "preflight=false"]) == 0
+        settings = requests[1].config.preflight
+        assert (settings.enabled, settings.seconds) == (False, 5.0)
 
     def test_another_projects_config_is_named(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (folder / "conf" / "config.yaml").write_text("recipe: some\n")

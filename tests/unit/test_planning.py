@@ -139,7 +139,7 @@ def test_what_is_averaged_every_few_steps_costs_a_step_its_share_and_memory_for_
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.precision=16-mixed", "Under LocalSGD each process would leave out steps of its own"),
+        ("trainer.precision=16-mixed", "Under strategy=local_sgd each process would leave out steps of its own"),
         (
             "+callbacks={recording: {_target_: framework.parity.recording.Recording, steps: 1, precision: 32-true}}",
             "job=parity compares what each process has after every step",

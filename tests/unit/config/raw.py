@@ -17,6 +17,18 @@ _RAW: dict[str, Any] = {
     "export": {"format": "state_dict", "output": None, "dynamic_batch": True},
     "plan": {"format": "text", "train_samples": None},
     "parity": {"processes": None, "steps": 3},
+    "preflight": {
+        "enabled": False,
+        "seconds": None,
+        "max_bytes": 1024,
+        "max_clock_offset": "1s",
+        "max_latency": None,
+        "min_link_bandwidth": None,
+        "min_bus_bandwidth": None,
+        "min_matmul": None,
+        "min_free_disk": None,
+        "min_shm": None,
+    },
     "path": {"outputs": "outputs"},
     "model": {"_target_": "recipes.some.Model", "width": 8},
     "data": {

@@ -50,6 +50,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"launcher.max_restarts": 1, "launcher.name": "local"}, "Use launcher=elastic, or launcher.max_restarts=0"),
         ({"launcher.max_restarts": 1, "launcher.name": "in_place"}, "launcher=in_place starts nothing anew"),
         ({"job": "plan", "resume": "run"}, "resume can't go with job=plan: it goes on with training. Leave it out."),
+        ({"job": "preflight", "resume": "run"}, "it goes on with training. Leave it out."),
         ({"job": "parity", "resume": "run"}, "To begin with its weights use init_from=run"),
         ({"backend.name": "nccl", "trainer.gpus": 0}, "Use backend=gloo or backend=auto"),
         ({"data.global_batch_size": 3, "trainer.accumulate_grad_batches": 4}, "Use at least 4"),

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.config.parse import known_keys, node_above, parse, schema_keys
+from framework.config.parse import known_keys, node_above, parse, schema_keys, spelled_out
 from framework.config.schema import BackendName, Interval, Precision
 from framework.errors import ConfigError
 from tests.unit.config.raw import raw_config
@@ -157,6 +157,7 @@ OPTIONAL = {
     # have defaults
     *("checkpoint.asynchronous", "checkpoint.save_last_k", "data.loader", "trainer.cpu_affinity"),
     *("trainer.channels_last", "trainer.compile", "trainer.profiler", "trainer.activation_checkpointing"),
+    *(key for key in schema_keys() if key.partition(".")[0] == "preflight"),
     *("topology.procs_per_node", "topology.gpus_per_process", "scheduler.schedule", "scheduler.monitor"),
     *("trainer.gpus", "trainer.max_epochs", "trainer.max_steps", "trainer.gradient_clip_val", "trainer.num_threads"),
     *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.limit_train_batches"),
@@ -213,6 +214,30 @@ def test_known_keys_are_those_of_the_schema_and_inside_nodes() -> None:
 )
 def test_node_above(key: str, node: str | None) -> None:
     assert node_above(key) == node
+
+
+def test_a_section_that_is_a_switch() -> None:
+    written_out = parse(raw_config({"preflight": {"enabled": True}})).preflight
+    assert parse(raw_config({"preflight": True})).preflight == written_out
+    assert (written_out.enabled, written_out.max_clock_offset) == (True, 1.0)
+    assert parse(raw_config({"preflight": False})).preflight == parse(raw_config(without=("preflight",))).preflight
+    assert "preflight=3: must be true, false or a mapping with the keys enabled, seconds" in mistake({"preflight": 3})
+    assert "trainer=true: must be a mapping" in mistake({"trainer": True})
+
+
+@pytest.mark.parametrize(
+    ("typed", "composed"),
+    [
+        ("preflight=true", "preflight.enabled=true"),
+        ("+preflight=true,false", "+preflight.enabled=true,false"),
+        ("preflight={seconds:1}", "preflight={seconds:1}"),
+        ("preflight.seconds=1", "preflight.seconds=1"),
+        ("trainer=default", "trainer=default"),
+        ("~preflight", "~preflight"),
+    ],
+)
+def test_a_switch_is_spelled_out(typed: str, composed: str) -> None:
+    assert spelled_out(typed) == composed
 
 
 VALUES = st.recursive(
