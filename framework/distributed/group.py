@@ -63,6 +63,13 @@ def side_group(timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
+def second_group() -> dist.ProcessGroup:
+    """Another group of all ranks, as the first one is made. It ends with it. Every rank must call it."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def set_timeout(timeout_s: float, context: Context, *, groups: Sequence[dist.ProcessGroup] = ()) -> None:
     """Give every later collective this time-out. Every rank must call it at the same place.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, final
 
@@ -44,7 +44,12 @@ class Averaged(ABC):
         self._has_buffers = False
         self._begins_step = True  # the next forward is the first of a step
         self._waiting: Waiting | None = None
+        self.groups: Sequence[dist.ProcessGroup] = ()
         self._exchange: AbstractContextManager[Any] = _NOTHING if self._is_alone else _Afterwards(self)
+
+    def make_groups(self) -> Sequence[dist.ProcessGroup]:
+        """Groups beside the default one that `begin_mean` needs, made by every rank."""
+        return ()
 
     @abstractmethod
     def begin_mean(self, values: Tensor) -> dist.Work | None:
@@ -62,6 +67,7 @@ class Averaged(ABC):
         if self._is_alone:
             return model
         begin_alike(model)
+        self.groups = self.make_groups()
         self._buckets = [Bucket(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
         self._has_buffers = any(True for _ in model.buffers())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}

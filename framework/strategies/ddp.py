@@ -10,13 +10,15 @@ from functools import partial
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from framework.distributed.context import Context
+from framework.distributed.group import second_group
 from framework.errors import ConfigError, TopologyError
 from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
-from framework.strategies.hooks import find_hook, powersgd_options
+from framework.strategies.hooks import butterfly, find_hook, powersgd_options
 from framework.strategies.powersgd import PowerSGD
 from framework.types import Waiting
 
@@ -71,6 +73,7 @@ class DDP:
         self._powersgd = None
         if options is not None:
             self._powersgd = PowerSGD(options, context=context, settled_after=self._settled_after, cap_mb=bucket_cap_mb)
+        self.groups: Sequence[dist.ProcessGroup] = ()
         self._comm_hook = find_hook(comm_hook) if isinstance(comm_hook, str) and options is None else None
         # Butterfly and PowerSGD exchange in the midst of backward, SyncBatchNorm of forward too: what a rank computes
         # can't be told from what it waits.
@@ -95,7 +98,9 @@ class DDP:
             model = _with_sync_batchnorm(model)
         wrapped = DistributedDataParallel(model, device_ids=self._device_ids(), **self._options)
         if self._comm_hook is not None:
-            wrapped.register_comm_hook(None, self._comm_hook)
+            # See Butterfly about its group.
+            self.groups = [second_group()] if self._comm_hook is butterfly else ()
+            wrapped.register_comm_hook(next(iter(self.groups), None), self._comm_hook)
         if self._powersgd is not None:
             self._powersgd.register(wrapped)
         if self._settled_after:

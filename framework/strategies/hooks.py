@@ -32,10 +32,10 @@ def bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-def butterfly(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over ranks by `framework.distributed.butterfly`; backward goes on when it is done."""
+def butterfly(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The mean over ranks by `framework.distributed.butterfly` in `group`; backward goes on when it is done."""
     values = bucket.buffer()
-    butterfly_all_reduce(values, op=MEAN)
+    butterfly_all_reduce(values, op=MEAN, group=group)
     is_behind = values.device.type != "cpu"
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[values.device] if is_behind else None)
     done.set_result(values)
