@@ -17,6 +17,7 @@ from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.group import set_timeout
 from framework.errors import ConfigError
+from framework.launch import heartbeat
 from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.strategies import DDP, AllReduce, Butterfly
@@ -120,7 +121,10 @@ class Branching(nn.Module):
 
 
 def replicas_of(rank: RankArguments, _link: Link) -> None:
-    """Every strategy: what they begin with, what they average, and what stays without a gradient."""
+    """Every strategy: what they begin with, what they average, and what stays without a gradient.
+
+    Leaves how many collectives it has begun, by which it is told who is late.
+    """
     with group(rank) as context:
         for make, cap_mb in ((AllReduce, 25), (AllReduce, 0), (AllReduce, 1e-4), (Butterfly, 25), (Butterfly, 0)):
             torch.manual_seed(context.rank)
@@ -131,7 +135,7 @@ def replicas_of(rank: RankArguments, _link: Link) -> None:
             torch.manual_seed(10 + context.rank)
             for drops in (True, True, False):
                 _step(strategy, model, context, drops=drops)
-        leave(rank, "done")
+        leave(rank, heartbeat._collectives())
 
 
 def _assert_equal(model: nn.Module, context: Context) -> None:
