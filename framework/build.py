@@ -11,7 +11,7 @@ from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from torch import Tensor, nn
+from torch import Tensor, device, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -38,6 +38,7 @@ __all__ = [
     "check_targets",
 ]
 
+_CPU = device("cpu")
 _HOOKS = (
     "on_fit_start",
     "on_train_step_end",
@@ -47,18 +48,21 @@ _HOOKS = (
 )
 
 
-def build_model(node: Node, *, context: Context) -> nn.Module:
+def build_model(node: Node, *, context: Context, num_stages: int | None = None) -> nn.Module:
     """The model on its device. One that takes `devices` gets all of the context's and places itself.
 
-    Raises TopologyError for several devices and a model that takes none.
+    num_stages: of a strategy that cuts the model: it stays where it is made, on the CPU, and one that takes `devices`
+    gets that many times the CPU. Raises TopologyError for several devices and a model that takes none.
     """
     spread = takes(node, "devices")
     if len(context.devices) > 1 and not spread:
         raise TopologyError(_too_many_devices(node, context=context))
-    model = _build("model", node, **({"devices": context.devices} if spread else {}))
+    home = context.device if context.device.type == "meta" else _CPU
+    devices = context.devices if num_stages is None else (home,) * num_stages
+    model = _build("model", node, **({"devices": devices} if spread else {}))
     if not isinstance(model, nn.Module):
         raise _wrong_result("model", node, model, expected="a torch.nn.Module")
-    return model if spread else model.to(context.device)
+    return model if spread or num_stages is not None else model.to(context.device)
 
 
 def build_datasets(node: Node) -> Datasets:

@@ -23,6 +23,7 @@ from framework.data.sampler import GlobalOrder
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.group import limit_groups, process_group, set_timeout, side_group
+from framework.distributed.stages import num_parameters
 from framework.errors import EXIT_STOPPED, ConfigError
 from framework.evaluator import evaluate
 from framework.hardware import Sharers, keep_to_cores, share_of_cores
@@ -43,7 +44,14 @@ from framework.restoring import restore
 from framework.seed import seed_everything
 from framework.session import Rank, core_sharers, entered, eval_loader, load_model, loading
 from framework.trainer import Trainer
-from framework.types import Datasets, MapDataset, exchanges_on_cpu, forward_communicates, own_groups
+from framework.types import (
+    Datasets,
+    MapDataset,
+    exchanges_on_cpu,
+    forward_communicates,
+    num_stages,
+    own_groups,
+)
 
 if TYPE_CHECKING:
     from framework.checkpoint.together import Together
@@ -86,9 +94,9 @@ def check_monitors(config: Config, datasets: Datasets) -> None:
 def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | None:
     """Build, restore, train, test: inside the process group."""
     settings = rank.config.trainer
-    even = forward_communicates(rank.strategy)
-    val_loader = eval_loader(rank, datasets.val, part="val", limit=settings.limit_val_batches, is_even=even)
-    test_loader = eval_loader(rank, datasets.test, part="test", limit=settings.limit_test_batches, is_even=even)
+    how = rank.strategy
+    val_loader = eval_loader(rank, datasets.val, part="val", limit=settings.limit_val_batches, strategy=how)
+    test_loader = eval_loader(rank, datasets.test, part="test", limit=settings.limit_test_batches, strategy=how)
     trainer = _build_trainer(rank, train_loader, val_loader)
     try:
         restore(rank, trainer)
@@ -160,7 +168,7 @@ def _train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
         dataset,
         order=GlobalOrder(size, seed=config.seed, shuffle=shuffle),
         plan=rank.plan,
-        rank=rank.context.rank,
+        rank=rank.data_share.rank,
         device=rank.context.device,
         loading=loading(rank),
         limit=train_windows(config.trainer, rank.plan, size=size),
@@ -173,7 +181,8 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
     seed_everything(config.seed, rank=0)
     settings = config.trainer
     precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
-    model = precision.convert_model(build.build_model(config.model, context=context))
+    stages = num_stages(rank.strategy)
+    model = precision.convert_model(build.build_model(config.model, context=context, num_stages=stages))
     recompute(model, settings.activation_checkpointing)
     wrapped = rank.strategy.wrap(model)
     limit_groups(config.backend.init_timeout, own_groups(rank.strategy))
@@ -240,7 +249,8 @@ def _together(rank: Rank) -> Together | None:
         return None
     from framework.checkpoint.together import Together  # takes most of a second to import
 
-    return Together(side_group(max(rank.config.backend.init_timeout, rank.config.backend.timeout)))
+    group = side_group(max(rank.config.backend.init_timeout, rank.config.backend.timeout))
+    return Together(group, holds_own=num_stages(rank.strategy) is not None)
 
 
 def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict[str, float], str]:
@@ -288,7 +298,7 @@ def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
     context, parts = rank.context, trainer.parts
     sizes = {"train": datasets.train, "val": datasets.val, "test": datasets.test}
     counts = ", ".join(f"{name} {len(part):,}" for name, part in sizes.items() if part is not None)
-    parameters = sum(parameter.numel() for parameter in parts.bare_model.parameters())
+    parameters = num_parameters(parts.bare_model)
     print(
         f"{type(parts.bare_model).__name__} with {parameters:,} parameters on {_named(context)} ({context.backend})\n"
         f"{counts} samples; global batch {rank.plan.global_batch_size}, {len(trainer.train_loader)} steps an epoch",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from framework.distributed.context import Context
+from framework.distributed.stages import gives_output
 from framework.distributed.tensors import is_model_spread
 from framework.meter import Meter
 from framework.precision import PrecisionPlugin
@@ -27,17 +28,17 @@ def evaluate(
     """Metrics over all ranks' batches, named `prefix/name`. Every rank must call it.
 
     `model` is the unwrapped module: where its forward has no collectives, ranks may have different numbers of batches.
-    A batch of `num_samples` 0 is a stand-in, whose results are left out. Afterwards every module is in the mode it was
-    in.
+    A batch of `num_samples` 0 is a stand-in, whose results are left out, and so are those of a rank that hasn't the
+    model's output. Afterwards every module is in the mode it was in.
     """
-    meter = Meter()
+    meter, counts = Meter(), gives_output(model)
     training = [module for module in model.modules() if module.training]
     model.eval()
     with _without_gradients(model):
         for micro in batches:
             with precision.autocast():
                 output = task.validation_step(model, precision.convert_batch(micro.batch))
-            if micro.num_samples:
+            if micro.num_samples and counts:
                 meter.add(output)
     for module in training:
         module.training = True  # each by itself: a part that was frozen stays so

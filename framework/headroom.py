@@ -13,6 +13,7 @@ from framework.checkpoint.lookup import complete_steps
 from framework.checkpoint.room import free_bytes, in_megabytes
 from framework.config.schema import CheckpointConfig
 from framework.distributed.collectives import gather_to_all
+from framework.distributed.stages import num_parameters
 from framework.errors import RunError
 from framework.footprint import rough_checkpoint_bytes
 from framework.progress import hooks
@@ -83,7 +84,8 @@ def _estimated_bytes(rank: Rank, trainer: Trainer) -> int:
     )
     with torch.random.fork_rng(devices=[]):  # whatever the optimizer draws, training draws the same
         try:
-            return estimate(list(model.parameters()))
+            here = sum(each.numel() for each in model.parameters())
+            return estimate(list(model.parameters())) * num_parameters(model) // max(here, 1)
         except Exception as error:  # the user's own may raise anything; training decides whether it works
             logger.info("the size of the optimizer's state isn't known before the first step: %r", error)
             return estimate([])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from framework.config.schema import ClipAlgorithm, Interval
+from framework.config.schema import ClipAlgorithm, Interval, TrainerConfig
 from framework.distributed.tensors import is_spread, whole
 from framework.errors import ConfigError
+
+TotalNorm = Callable[[Tensor], Tensor]
 
 _FUSED_PAYS_FROM = 100_000  # numbers in all parameters, on a CPU
 
@@ -185,16 +188,32 @@ def stepper(optimizer: Optimizer) -> Callable[[], object]:
     return step
 
 
-def clip_gradients(parameters: Iterable[Tensor], *, value: float, algorithm: ClipAlgorithm) -> Tensor | None:
+def gradient_look(
+    settings: TrainerConfig, *, total_norm: TotalNorm | None
+) -> Callable[[Iterable[Tensor]], Tensor | None]:
+    """What to do with the gradients of parameters before a step: `clip_gradients` where so set, or `gradient_norm`."""
+    if settings.gradient_clip_val is None:
+        return partial(gradient_norm, total_norm=total_norm)
+    return partial(
+        clip_gradients,
+        value=settings.gradient_clip_val,
+        algorithm=settings.gradient_clip_algorithm,
+        total_norm=total_norm,
+    )
+
+
+def clip_gradients(
+    parameters: Iterable[Tensor], *, value: float, algorithm: ClipAlgorithm, total_norm: TotalNorm | None = None
+) -> Tensor | None:
     """Clip the gradients in place, without waiting for the device; they must be unscaled and synchronised.
 
     norm: scale all so that their total norm is at most `value`; gives the norm before, on the first one's device.
     value: cut each element to within ±`value`; gives None. Parameters may be on several devices, or spread over ranks,
-    which all call it then.
+    which all call it then. total_norm: see `gradient_norm`.
     """
     if algorithm is ClipAlgorithm.NORM:
         trained = list(parameters)
-        total = gradient_norm(trained)
+        total = gradient_norm(trained, total_norm=total_norm)
         nn.utils.clip_grads_with_norm_(trained, value, total)
         return total
     nn.utils.clip_grad_value_(parameters, value)
@@ -202,11 +221,14 @@ def clip_gradients(parameters: Iterable[Tensor], *, value: float, algorithm: Cli
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+def gradient_norm(parameters: Iterable[Tensor], *, total_norm: TotalNorm | None = None) -> Tensor:
     """The 2-norm of all gradients together, on the first one's device; doesn't wait for it. 0 without gradients.
 
-    Every rank must call it where they are spread over ranks.
+    Every rank must call it where they are spread over ranks. total_norm: makes of the norm of this rank's that of all
+    ranks', where each has other parameters.
     """
+    if total_norm is not None:
+        return total_norm(gradient_norm(parameters))
     gradients = [p.grad for p in parameters if p.grad is not None]
     if len({(g.device, g.dtype) for g in gradients}) == 1 and not any(map(is_spread, gradients)):
         # What torch's function comes to then, without its sorting by device and type.

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from torch.optim import Optimizer
 from framework.checkpoint.replicas import REPLICAS, replicas
 from framework.distributed.context import Context
 from framework.distributed.tensors import is_model_spread, local
+from framework.meter import Meter
 from framework.optim import Schedule, lay_out_state
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
-from framework.types import Callback, Logger, Strategy, Task, replicas_differ
+from framework.pulse import Phase
+from framework.types import Callback, Logger, Strategy, Task, Window, replicas_differ
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,19 @@ class Parts:
     @property
     def bare_model(self) -> nn.Module:
         return self.strategy.unwrap(self.model)
+
+    def window_runner(self, meter: Meter, *, mark: Callable[[Phase], None]) -> Callable[..., Tensor] | None:
+        """The strategy's own way through forward and backward, called with a window and `step`; None without one."""
+        run = getattr(self.strategy, "run_window", None)
+        if run is None:
+            return None
+
+        def run_window(window: Window, *, step: int) -> Tensor:
+            add = partial(meter.add, step=step)
+            loss: Tensor = run(self.model, window, task=self.task, precision=self.precision, add=add, mark=mark)
+            return loss
+
+        return run_window
 
     def evaluation_weights(self) -> ExitStack:
         """While entered, the bare model holds the weights to evaluate, equal on all ranks. Every rank must call it."""

@@ -19,7 +19,7 @@ from framework.activations import recompute
 from framework.causes import place, said
 from framework.config.parse import parse
 from framework.config.schema import Config
-from framework.data.batching import BatchPlan, plan_batches
+from framework.data.batching import BatchPlan
 from framework.data.loader import check_everyone_gets_one, dataset_size
 from framework.data.sampler import GlobalOrder, windows_per_epoch
 from framework.distributed.context import Context
@@ -30,6 +30,8 @@ from framework.limits import overfitted, shortened, total_steps, train_windows
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.run_dir import RunDir
+from framework.session import batch_plan
+from framework.strategies.stages import cut
 from framework.topology import Topology
 from framework.types import (
     Callback,
@@ -37,8 +39,10 @@ from framework.types import (
     Sharding,
     Strategy,
     copies_gradients,
+    data_share,
     exchanges_every,
     forward_communicates,
+    num_stages,
     replicas_differ,
     sharding_of,
     weight_copies,
@@ -72,12 +76,8 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     strategy = build.build_strategy(config.strategy, context=context)
     build.check_callbacks_fit(config.callbacks, strategy)
     build.check_precision_fits(config.trainer.precision, strategy)
-    plan = plan_batches(
-        batch_size=config.data.batch_size,
-        global_batch_size=config.data.global_batch_size,
-        world_size=topology.world_size,
-        accumulate=config.trainer.accumulate_grad_batches,
-    )
+    share = data_share(strategy, rank=0, world_size=topology.world_size)
+    plan = batch_plan(config, share)
     datasets, data = _data(config, plan, notes)
     steps = _steps(config, plan, datasets)
     build.build_task(config.task)
@@ -165,7 +165,7 @@ def _sizes(
     notes: list[str],
     strategy: Strategy,
 ) -> dict[str, Any]:
-    model = _build_model(config, context)
+    model = _build_model(config, context, num_stages=num_stages(strategy))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build.build_optimizer(config.optimizer, model.parameters())
     build.build_scheduler(config.scheduler, optimizer, schedule_length(config, steps_per_epoch or _STAND_IN_SIZE))
@@ -177,13 +177,15 @@ def _sizes(
         notes.append(f"The optimizer's state isn't known: it can't step without training ({said(error)}).")
     # A callback with weights of its own to evaluate keeps a second copy of the model, and in a checkpoint both.
     averaging = len(hooks(callbacks.values(), "evaluation_weights"))
-    buffers = tensor_bytes(model.buffers())
-    world = context.world_size
+    world, buffers = context.world_size, tensor_bytes(model.buffers())
     sharding = sharding_of(strategy, world_size=world)
-    reduced = _bytes_as(trainable, sharding.reduce_dtype) if world > 1 else 0
+    is_cut = num_stages(strategy) is not None
     gathered = _bytes_as(model.parameters(), sharding.param_dtype)
     parts = sharding.ranks
-    notes += _notes_on_spreading(sharding)
+    around = (Sharding(1), world // parts) if is_cut else (sharding, world)  # stages only meet their copies
+    cuts = parts if is_cut else 1
+    reduced = -(-_bytes_as(trainable, sharding.reduce_dtype) // cuts) if world > cuts else 0
+    notes += _notes_on_stages(strategy, model) if is_cut else _notes_on_spreading(sharding)
     recompute(model, config.trainer.activation_checkpointing)
     return {
         "model": {
@@ -200,7 +202,7 @@ def _sizes(
             "averages": averaging * (parameters + buffers),
             "anchors": weight_copies(strategy) * gradients,
         },
-        "traffic": _traffic(sharding, world, reduced=reduced, gathered=gathered, every=exchanges_every(strategy)),
+        "traffic": _traffic(*around, reduced=reduced, gathered=gathered, every=exchanges_every(strategy)),
         "optimizer": config.optimizer["_target_"].rpartition(".")[2],
         "checkpoint": None
         if state is None or not config.checkpoint.enabled
@@ -231,6 +233,15 @@ def _bytes_as(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> int:
     return tensor_bytes(tensors) if dtype is None else sum(each.numel() for each in tensors) * dtype.itemsize
 
 
+def _notes_on_stages(strategy: Strategy, model: nn.Module) -> list[str]:
+    """Raises FrameworkError for a model that can't be cut into them."""
+    cut(model, num_stages(strategy) or 1)
+    return [
+        "The model is cut into stages: what a rank has is a mean, as stages needn't be of the same size. Activations "
+        "that pass between them aren't counted. Each process makes the whole model on the CPU first."
+    ]
+
+
 def _notes_on_spreading(sharding: Sharding) -> list[str]:
     notes = []
     if sharding.ranks > 1:
@@ -251,11 +262,11 @@ def _gpus(context: Context) -> int:
     return context.topology.span if context.topology.gpus_per_node else 0
 
 
-def _build_model(config: Config, context: Context) -> nn.Module:
+def _build_model(config: Config, context: Context, *, num_stages: int | None) -> nn.Module:
     """The model as `build_model` gives it, in the precision's type, without any memory of its size."""
     try:
         with torch.device(_META):
-            model = build.build_model(config.model, context=context)
+            model = build.build_model(config.model, context=context, num_stages=num_stages)
     except FrameworkError:
         raise
     except Exception as error:  # whatever the user's class does there

@@ -24,7 +24,7 @@ from framework.data.loader import EvalLoader, dataset_size
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context, make_context
 from framework.distributed.tensors import is_model_spread
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, ConfigError
 from framework.hardware import Sharers, sharers_of_cores, threads_per_process
 from framework.late_dynamo import late_dynamo
 from framework.launch.link import Link
@@ -33,7 +33,7 @@ from framework.limits import first_samples, limited, shortened
 from framework.rank_log import rank_log
 from framework.run_dir import RunDir
 from framework.seed import set_deterministic
-from framework.types import MapDataset, Strategy
+from framework.types import DataShare, MapDataset, Strategy, data_share, forward_communicates
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Rank:
     strategy: Strategy
     link: Link
     attempt: int
+
+    @property
+    def data_share(self) -> DataShare:
+        """Which samples this rank trains on and validates."""
+        return data_share(self.strategy, rank=self.context.rank, world_size=self.context.world_size)
 
 
 @contextmanager
@@ -72,16 +77,16 @@ def entered(arguments: RankArguments, link: Link) -> Iterator[Rank]:
         strategy = build.build_strategy(config.strategy, context=context)
         build.check_callbacks_fit(config.callbacks, strategy)
         build.check_precision_fits(config.trainer.precision, strategy)
-        plan = _plan_batches(config, context)
+        plan = batch_plan(config, data_share(strategy, rank=context.rank, world_size=context.world_size))
         yield Rank(config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
 
 
 def eval_loader(
-    rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None, is_even: bool = False
+    rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None, strategy: Strategy | None = None
 ) -> EvalLoader | None:
     """The loader of an evaluation part cut to its limit; None where there is nothing to evaluate.
 
-    is_even: every rank gets as many batches, see EvalLoader.
+    strategy: by which the model to evaluate is wrapped; None where each rank has all of it.
     """
     if dataset is None:
         return None
@@ -93,15 +98,16 @@ def eval_loader(
         if batches == 0:
             return None
         dataset = first_samples(dataset, batches * batch_size)
+    share = DataShare(context.rank, context.world_size) if strategy is None else rank.data_share
     return EvalLoader(
         dataset,
         part=part,
         batch_size=batch_size,
-        rank=context.rank,
-        world_size=context.world_size,
+        rank=share.rank,
+        world_size=share.world_size,
         device=context.device,
         loading=loading(rank),
-        is_even=is_even,
+        is_even=strategy is not None and forward_communicates(strategy),
     )
 
 
@@ -170,10 +176,23 @@ def _prepare_process(config: Config, context: Context) -> None:
     set_deterministic(config.trainer.deterministic, benchmark=config.trainer.benchmark)
 
 
-def _plan_batches(config: Config, context: Context) -> BatchPlan:
+def batch_plan(config: Config, share: DataShare) -> BatchPlan:
+    """What one optimizer step takes. Raises ConfigError where there isn't a sample for every pass."""
+    data, accumulate = config.data, config.trainer.accumulate_grad_batches
+    at_once = data.batch_size if data.global_batch_size is None else data.global_batch_size // share.world_size
+    if 1 < share.micro_batches > at_once:
+        key = "batch_size" if data.global_batch_size is None else "global_batch_size"
+        raise ConfigError(
+            f"data.{key}={getattr(data, key)} gives {at_once} samples to each of {share.world_size} copies of the "
+            f"model, which can't be cut into strategy.num_microbatches={share.micro_batches}.\n"
+            "Use larger batches, or fewer micro-batches."
+        )
+    size = data.global_batch_size
+    if size is None and share.micro_batches > 1:
+        size = data.batch_size * share.world_size * accumulate
     return plan_batches(
-        batch_size=config.data.batch_size,
-        global_batch_size=config.data.global_batch_size,
-        world_size=context.world_size,
-        accumulate=config.trainer.accumulate_grad_batches,
+        batch_size=data.batch_size,
+        global_batch_size=size,
+        world_size=share.world_size,
+        accumulate=accumulate * share.micro_batches,
     )

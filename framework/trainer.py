@@ -34,7 +34,7 @@ from framework.finite import bad_loss, check_finite
 from framework.launch.link import Link
 from framework.limits import steps_to_meeting, total_steps
 from framework.meter import LOSS, Meter
-from framework.optim import clip_gradients, gradient_dropper, gradient_norm, stepper
+from framework.optim import gradient_dropper, gradient_look, stepper
 from framework.parts import Parts
 from framework.progress import Progress, Throughput, flush, hooks
 from framework.pulse import Phase
@@ -91,6 +91,8 @@ class Trainer:
         self._step: Callable[[], object] = lambda: parts.optimizer.step()
         self._drop_gradients = gradient_dropper(parts.optimizer)
         self._after_update = hooks([parts.strategy], "after_update")
+        self._run_window = parts.window_runner(self._meter, mark=self._mark)
+        self._look_at_gradients = gradient_look(settings, total_norm=getattr(parts.strategy, "total_norm", None))
 
     @property
     def last_epoch(self) -> int:
@@ -115,6 +117,7 @@ class Trainer:
         for window in self._windows():
             epoch = progress.epoch
             loss = self.train_step(window)
+            self._throughput.samples += window.global_count
             progress.advance(global_count=window.global_count, epoch_end=window.epoch_end)
             self._watch.stepped(progress.step)
             report = StepReport(progress.step, epoch, loss, window.global_count, window.indices)
@@ -145,6 +148,10 @@ class Trainer:
         ranks, so the sum is the gradient of the mean over the global batch, however it was dealt.
         """
         parts, mark = self.parts, self._watch.at
+        if self._run_window is not None:  # the strategy's own way through forward and backward
+            loss = self._run_window(window, step=self.progress.step + 1)
+            self._update()
+            return loss
         scale = self.context.world_size / window.global_count
         for position, micro in enumerate(window.micro_batches, start=1):
             mark(Phase.FORWARD)
@@ -159,23 +166,21 @@ class Trainer:
             if micro.num_samples:
                 self._meter.add(output, step=self.progress.step + 1)
             mark(Phase.DATA)  # of the next micro-batch
-        mark(Phase.OPTIMIZER)
-        self._throughput.samples += window.global_count
         self._update()
         return output.loss.detach()
+
+    def _mark(self, phase: Phase) -> None:
+        """For a strategy that runs windows itself. Backward is timed with the forward."""
+        (self._pulse if phase is Phase.BACKWARD else self._watch).at(phase)
 
     def _update(self) -> None:
         """Clip, step, schedule."""
         parts, settings = self.parts, self.settings
+        self._watch.at(Phase.OPTIMIZER)
         scaler = parts.precision.scaler
-        if settings.gradient_clip_val is not None:
+        if settings.gradient_clip_val is not None or (self.progress.step + 1) % settings.log_every_n_steps == 0:
             scaler.unscale_(parts.optimizer)
-            self._grad_norm = clip_gradients(
-                self._parameters, value=settings.gradient_clip_val, algorithm=settings.gradient_clip_algorithm
-            )
-        elif (self.progress.step + 1) % settings.log_every_n_steps == 0:
-            scaler.unscale_(parts.optimizer)
-            self._grad_norm = gradient_norm(self._parameters)
+            self._grad_norm = self._look_at_gradients(self._parameters)
         if self.checkpoints is not None:
             self.checkpoints.before_update()
         self._lr = parts.optimizer.param_groups[0]["lr"]

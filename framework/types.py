@@ -78,6 +78,17 @@ class Window(NamedTuple):
     indices: tuple[MicroIndices, ...] = ()
 
 
+class DataShare(NamedTuple):
+    """Which samples a rank sees: part `rank` of `world_size`, the same for all ranks that hold one copy of the model.
+
+    micro_batches: into how many parts what a rank takes at once is cut.
+    """
+
+    rank: int
+    world_size: int
+    micro_batches: int = 1
+
+
 class StepReport(NamedTuple):
     """What observers learn after an optimizer step. Tensors stay on the device: reading one waits for it.
 
@@ -145,6 +156,13 @@ class Task(Protocol):
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput: ...
 
 
+class NumberFormats(Protocol):
+    """What computes in the formats of `trainer.precision`: `framework.precision.PrecisionPlugin`."""
+
+    def autocast(self) -> AbstractContextManager[Any]: ...
+    def convert_batch(self, batch: Batch) -> Batch: ...
+
+
 class Strategy(Protocol):
     """How replicas stay equal: after a synchronising backward, gradients are the *mean* over ranks.
 
@@ -165,6 +183,11 @@ class Strategy(Protocol):
     then it has `evaluation_weights(model)`, as a callback: while it is entered, the unwrapped model holds what is to be
     evaluated and kept, the same on all ranks; the exchange is one every `exchanges_every` steps, the next one in
     `steps_to_exchange`. Copies of the trained weights that it keeps are counted in `weight_copies`.
+
+    One that cuts the model into parts, of which each rank holds some, has `num_stages`, how many; `data_share`, a
+    DataShare; `run_window(model, window, *, task, precision, add, mark)`, which does forward and backward of all
+    micro-batches, calls `add` with what the task gave for each and gives the last loss, detached; and
+    `total_norm(norm)`, which makes of the norm of this rank's part that of all. Its `wrap` gets the model on the CPU.
     """
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -246,6 +269,18 @@ def steps_to_exchange(strategy: Strategy) -> int | None:
 def weight_copies(strategy: Strategy) -> int:
     """How many copies of the trained weights it keeps on each rank."""
     return int(getattr(strategy, "weight_copies", 0))
+
+
+def num_stages(strategy: Strategy) -> int | None:
+    """Into how many parts it cuts the model; None where each rank builds all of it on its device."""
+    number: int | None = getattr(strategy, "num_stages", None)
+    return number
+
+
+def data_share(strategy: Strategy, *, rank: int, world_size: int) -> DataShare:
+    """Which samples a rank sees; each rank its own, but where the strategy says otherwise."""
+    share: DataShare | None = getattr(strategy, "data_share", None)
+    return DataShare(rank, world_size) if share is None else share
 
 
 class Callback(Protocol):

@@ -34,6 +34,13 @@ class ToyModelParallel(nn.Module):
             layer = nn.Linear(INPUTS if number == 1 else HIDDEN, size, device="cpu")
             self.add_module(f"net{number}", layer.to(device))
 
+    def stages(self, number: int) -> list[nn.Module]:
+        """One layer, with its ReLU, for each device: what strategy=pipeline puts on processes of their own."""
+        if number != len(self.devices):
+            raise ConfigError(f"ToyModelParallel has {len(self.devices)} layers and can't be cut into {number} stages.")
+        layers = [self.get_submodule(f"net{layer}") for layer in range(1, number + 1)]
+        return [nn.Sequential(layer, self.relu) for layer in layers[:-1]] + layers[-1:]
+
     def forward(self, x: Tensor) -> Tensor:
         last = len(self.devices)
         for number, device in enumerate(self.devices, start=1):

@@ -244,7 +244,7 @@ class CheckpointManager:
             return state, None
         from framework.checkpoint.sharded import shards_of  # what it needs of torch takes a second to import
 
-        shards = shards_of(state[_SHARDED], is_first=self._is_writer)
+        shards = shards_of(state[_SHARDED], is_first=self._is_writer or self._together.holds_own)
         rest: dict[str, Any] = {}
         if self._is_writer:
             rest = {part: value for part, value in state.items() if part != _SHARDED}

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from framework.checkpoint.format import SHARDS, Manifest
 from framework.checkpoint.shard_index import ShardIndex, read_index
+from framework.checkpoint.staged import own_entries, own_optimizer, state_of_all
 from framework.checkpoint.weights import check_fits
+from framework.distributed.stages import layout_of
 from framework.distributed.tensors import is_spread, spread_like
 from framework.errors import CheckpointError
 
@@ -43,7 +45,14 @@ class Spread(NamedTuple):
 
 
 def take_apart(model: nn.Module, optimizer: Optimizer) -> Spread:
-    """What is spread and what isn't, the same names on every rank. Exchanges nothing."""
+    """What is spread and what isn't, the same names on every rank. Exchanges nothing.
+
+    Of stages each rank gives what it alone writes, and they exchange what is small: every rank must call it.
+    """
+    if (layout := layout_of(model)) is not None:
+        tensors = {_MODEL + name: value for name, value in model.state_dict().items() if name in layout.written}
+        kept, whole, note = state_of_all(model, optimizer, prefix=_OPTIMIZER)
+        return Spread(tensors | kept, whole, {"model": {}, "optimizer": note})
     # First: it leaves only the sharded parameters in the model, which are the optimizer's.
     state = model.state_dict()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -106,27 +115,39 @@ def load_model(directory: Path, manifest: Manifest, training: Mapping[str, Any],
         for name, entry in index.tensors.items()
         if name.startswith(_MODEL)
     }
-    check_fits(model, {**shapes, **rest}, source=directory)
+    check_fits(model, own_entries(model, {**shapes, **rest}), source=directory)
     _read(directory, index, {_MODEL + name: value for name, value in own.items() if isinstance(value, Tensor)})
     # They are in the model already; a module may have more to do, as with what is no tensor.
     model.load_state_dict({**own, **rest})
 
 
 def read_optimizer(
-    directory: Path, manifest: Manifest, training: Mapping[str, Any], *, optimizer: Optimizer
+    directory: Path,
+    manifest: Manifest,
+    training: Mapping[str, Any],
+    *,
+    optimizer: Optimizer,
+    numbers: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
     """The state dict for an optimizer of spread parameters, each rank with its part; exchanges nothing.
 
-    training: that part of the checkpoint. Raises CheckpointError where the index isn't plain.
+    training: that part of the checkpoint. numbers: where the optimizer is of some stages, its parameters by their
+    numbers in the whole model's. Raises CheckpointError where the index isn't plain.
     """
     note = training[NOTE]
     index = read_index(directory, files=manifest.files)
     parameters = _numbered(optimizer)
     targets = {}
-    for number, _, key in note["optimizer"]:
-        entry = index.tensors[key]
-        targets[key] = _zeros(entry.size, entry.properties.dtype, like=parameters[number])
+    wanted = {}
+    for number, name, key in note["optimizer"]:
+        own = number if numbers is None else numbers.get(number)
+        if own is not None:
+            entry = index.tensors[key]
+            targets[key] = _zeros(entry.size, entry.properties.dtype, like=parameters[own])
+            wanted[number, name] = targets[key]
     _read(directory, index, targets)
+    if numbers is not None:
+        return own_optimizer(training["optimizer"], wanted, numbers=numbers, own=optimizer)
     return _filled(training["optimizer"], targets, note)
 
 

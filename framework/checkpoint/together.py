@@ -32,11 +32,13 @@ class _News:
 class Together:
     """The ranks of `group`, which is used for nothing else: it may wait in a thread of each while training goes on.
 
-    Everything here waits for the slowest rank, and at most as long as the group's time-out.
+    Everything here waits for the slowest rank, and at most as long as the group's time-out. holds_own: plain tensors
+    are of the rank that gives them; else they are the same on every rank, and the first one writes them.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, holds_own: bool = False) -> None:
         self._group = group
+        self.holds_own = holds_own
 
     def write(
         self, shards: Shards, write: Write | None, *, fault: str | None, require_room: Callable[[int], None]

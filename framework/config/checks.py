@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from framework.config.assets import job_names, launcher_names
 from framework.config.parse import raise_mistakes
-from framework.config.schema import BackendName, Config, Interval, LoaderKind
+from framework.config.schema import BackendName, Config, Interval, LoaderKind, Precision
 from framework.config.suggest import did_you_mean, nearest
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "overfit_batches")
@@ -238,6 +238,21 @@ def _weights_to_use(config: Config) -> Iterator[str]:
         yield f"resume can't go with job={config.job}: it goes on with training. {instead}."
 
 
+def _pipeline(config: Config) -> Iterator[str]:
+    if config.strategy["_target_"].rpartition(".")[2] != "Pipeline":
+        return
+    if config.trainer.precision is Precision.FP16_MIXED:
+        yield (
+            "strategy=pipeline can't go with trainer.precision=16-mixed: each stage would see by itself whether a "
+            "step overflows, and leave it out alone. Use trainer.precision=bf16-mixed."
+        )
+    if config.job == "parity":
+        yield (
+            "strategy=pipeline can't go with job=parity: it compares what whole models compute for each sample, and no "
+            "process has one. Use strategy=ddp, whose weights a pipeline's are equal to."
+        )
+
+
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
     _length,
@@ -258,4 +273,5 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _checkpoint,
     _monitors,
     _weights_to_use,
+    _pipeline,
 )

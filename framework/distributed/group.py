@@ -53,6 +53,17 @@ def process_group(
     dist.destroy_process_group()
 
 
+def group_of_mine(ranks: Sequence[Sequence[int]], context: Context) -> dist.ProcessGroup:
+    """A group for each of `ranks`, which together are all ranks once; gives this rank's.
+
+    Every rank must call it.
+    """
+    groups = [dist.new_group(list(each), backend=context.backend) for each in ranks]
+    (mine,) = (group for group, each in zip(groups, ranks, strict=True) if context.rank in each)
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
 def side_group(timeout_s: float) -> dist.ProcessGroup:
     """A second group of all ranks, over the CPU, for what goes on beside training in a thread of each.
 

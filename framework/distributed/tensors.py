@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from framework.distributed.stages import layout_of
+
 
 def is_spread(value: object) -> bool:
     """Whether it is a DTensor: each rank holds a part of it, or a copy that is known to be one."""
@@ -17,8 +19,8 @@ def is_spread(value: object) -> bool:
 
 
 def is_model_spread(model: nn.Module) -> bool:
-    """Whether parameters of the model are, so that its forward is one of all ranks."""
-    return any(is_spread(parameter) for parameter in model.parameters())
+    """Whether parameters of the model are, or whole parts of it, so that its forward is one of several ranks."""
+    return layout_of(model) is not None or any(is_spread(parameter) for parameter in model.parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:

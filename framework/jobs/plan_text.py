@@ -102,7 +102,7 @@ def _sizes(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     shown = [f"{names.get(name, name)} {_known(size)}" for name, size in memory.items() if size != 0]
     together = sum(size for size in memory.values() if size is not None)
     least = "at least " if memory["optimizer"] is None else ""
-    reduced = "nothing, there is one rank"
+    reduced = f"nothing, there is one {'rank' if not plan['spread'] else 'copy of each parameter'}"
     if traffic["reduced"]:
         ring = sized(traffic["ring_per_rank"])
         every = plan["exchanges_every"]

@@ -14,11 +14,14 @@ from framework.strategies.single import Single
 
 if TYPE_CHECKING:
     from framework.strategies.fsdp import FSDP
+    from framework.strategies.pipeline import Pipeline
 
-__all__ = ["DDP", "FSDP", "AllReduce", "Butterfly", "LocalSGD", "Single", "auto"]
+__all__ = ["DDP", "FSDP", "AllReduce", "Butterfly", "LocalSGD", "Pipeline", "Single", "auto"]
+
+_LATE = ("FSDP", "Pipeline")  # what they need of torch takes most of a second to import
 
 
 def __getattr__(name: str) -> Any:
-    if name == "FSDP":  # what it needs of torch takes most of a second to import
-        return import_module(f"{__name__}.fsdp").FSDP
+    if name in _LATE:
+        return getattr(import_module(f"{__name__}.{name.lower()}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,6 +38,10 @@ class Net(nn.Module):
         self.middle = nn.Linear(24, 24)
         self.drop = nn.Dropout(0.3)
 
+    def stages(self, number):
+        first = nn.Sequential(self.first, self.norm, nn.ReLU(), nn.Flatten())
+        return [first, nn.Sequential(self.middle, nn.ReLU(), self.drop, self.last)]
+
     def forward(self, x):
         x = self.norm(self.first(x)).relu().flatten(1)
         return self.last(self.drop(self.middle(x).relu()))

@@ -61,7 +61,7 @@ def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     return {name: whole(value).clone() for name, value in found.items()}
 
 
-def together_manager(folder: Path, context: Context, **changes: Any) -> CheckpointManager:
+def together_manager(folder: Path, context: Context, *, holds_own: bool = False, **changes: Any) -> CheckpointManager:
     """Warnings go to `warned_RANK`."""
     usual = manager(folder, **changes)
 
@@ -74,7 +74,7 @@ def together_manager(folder: Path, context: Context, **changes: Any) -> Checkpoi
         config_text="recipe: small\n",
         is_writer=context.is_main,
         warn=warn,
-        together=Together(side_group(20.0)),
+        together=Together(side_group(20.0), holds_own=holds_own),
     )
 
 

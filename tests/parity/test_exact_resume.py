@@ -227,3 +227,15 @@ def test_another_global_batch_is_told(train: Train, tmp_path: Path) -> None:
         index for step, indices in exact.taken(killed).items() if step > exact.STEPS_PER_EPOCH for index in indices
     ]
     assert sorted(taken) == sorted([*range(exact.SIZE)] * 2)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_so_it_does_where_stages_of_the_model_lie_on_processes_of_their_own(
+    train: Train, tmp_path: Path, processes: int
+) -> None:
+    """One or two copies of two stages; the last window of an epoch is a short one, whose micro-batches are smaller."""
+    stages = ("strategy=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=2", "callbacks=recorder")
+    how = ("optimizer=adamw", "scheduler=cosine", "scheduler.interval=step", "trainer.gradient_clip_val=0.5")
+    whole, resumed = whole_and_resumed(train, tmp_path, f"topology.procs_per_node={processes}", *stages, *how)
+    assert "Going on after step 9" in results.log(resumed) or "Going on after step 6" in results.log(resumed)
+    assert exact.differences(whole, resumed) == []

@@ -57,6 +57,35 @@ def plain(*, clip: float | None = None, ranks: int = 1, exchange: Exchange = mea
     return model.state_dict()
 
 
+@pytest.mark.parametrize(
+    ("processes", "layers", "options"),
+    [
+        (2, 2, ("schedule=1f1b",)),
+        pytest.param(2, 2, ("schedule=gpipe", "num_microbatches=3"), marks=pytest.mark.exhaustive),
+        pytest.param(3, 3, ("schedule=1f1b",), marks=pytest.mark.exhaustive),
+        pytest.param(3, 3, ("schedule=gpipe", "num_microbatches=1"), marks=pytest.mark.exhaustive),
+        pytest.param(4, 4, ("schedule=1f1b",), marks=pytest.mark.exhaustive),
+        pytest.param(4, 2, ("schedule=1f1b", "num_stages=2"), marks=pytest.mark.exhaustive),
+        pytest.param(4, 2, ("schedule=gpipe", "num_stages=2"), marks=pytest.mark.exhaustive),
+        pytest.param(2, 4, ("schedule=interleaved",), marks=pytest.mark.exhaustive),
+        pytest.param(4, 4, ("schedule=interleaved", "num_stages=4"), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_stages_on_several_processes_end_as_layers_on_several_devices_of_one(
+    train: Train, processes: int, layers: int, options: tuple[str, ...]
+) -> None:
+    """With clipping, by the norm of all stages; the model-parallel network of two layers is the toy."""
+    more = ("trainer.gradient_clip_val=0.5", "recipe=toy_model_parallel", "data.global_batch_size=20")
+    cut = ("strategy=pipeline", "topology=single_node", f"topology.procs_per_node={processes}")
+    run = train(*COMMAND, *more, *cut, *(f"strategy.{option}" for option in options))
+    if layers == 2:
+        wanted = plain(clip=0.5)
+    else:
+        wanted = results.weights(train(*COMMAND, *more, f"topology.gpus_per_process={layers}"))
+    results.assert_same(results.weights(run), wanted, tolerance=1e-6)
+
+
 def rounded(dtype: torch.dtype) -> Exchange:
     """Each rank's gradient is rounded and divided, and so is each sum of them, from the first rank on."""
 

@@ -27,7 +27,7 @@ from framework.parts import Parts
 from framework.precision import PrecisionPlugin
 from framework.pulse import Phase
 from framework.trainer import Trainer
-from framework.types import StepOutput, Strategy, forward_communicates
+from framework.types import DataShare, StepOutput, Strategy, data_share, forward_communicates
 from tests.unit.config.raw import raw_config
 from tests.unit.simulated_ranks import CPU, cpu_context
 
@@ -160,11 +160,12 @@ def make_trainer(
     strategy = AsItIs() if strategy is None else strategy
     wrapped = strategy.wrap(model)
     opt = optimizer(model.parameters())
+    share = data_share(strategy, rank=context.rank, world_size=context.world_size)
     plan = plan_batches(
         batch_size=BATCH,
-        global_batch_size=None,
-        world_size=context.world_size,
-        accumulate=how.accumulate_grad_batches,
+        global_batch_size=BATCH * share.world_size * how.accumulate_grad_batches,
+        world_size=share.world_size,
+        accumulate=how.accumulate_grad_batches * share.micro_batches,
     )
     parts = Parts(
         model=wrapped,
@@ -181,14 +182,14 @@ def make_trainer(
         parts,
         how,
         context=context,
-        train_loader=TrainLoader(dataset, order=order, plan=plan, rank=context.rank, device=CPU),
-        val_loader=None if val is None else eval_loader(val, context, is_even=forward_communicates(strategy)),
+        train_loader=TrainLoader(dataset, order=order, plan=plan, rank=share.rank, device=CPU),
+        val_loader=None if val is None else eval_loader(val, share, is_even=forward_communicates(strategy)),
         checkpoints=checkpoints,
         after_first_step=after_first_step,
         link=link() if watched is None else watched,
     )
 
 
-def eval_loader(dataset: Any, context: Context, *, is_even: bool = False) -> EvalLoader:
-    ranks: Any = {"rank": context.rank, "world_size": context.world_size}
+def eval_loader(dataset: Any, place: Context | DataShare, *, is_even: bool = False) -> EvalLoader:
+    ranks: Any = {"rank": place.rank, "world_size": place.world_size}
     return EvalLoader(dataset, part="val", batch_size=5, device=CPU, is_even=is_even, **ranks)

@@ -153,6 +153,25 @@ def test_what_replicas_that_differ_cannot_have_is_refused(override, message):
         facts(*command, procs=2)
 
 
+def test_of_a_model_in_stages_each_rank_has_a_part_and_copies_exchange_theirs():
+    one = ("recipe=toy_model_parallel", "topology=single_node", "strategy=pipeline", "data.batch_size=24")
+    whole = facts("recipe=toy")
+    cut, copied = facts(*one, procs=2), facts(*one, "strategy.num_stages=2", procs=6)
+    assert (cut["spread_over"], copied["spread_over"]) == (2, 2)
+    size = whole["memory"]["gradients"]
+    assert cut["memory"]["parameters"] == copied["memory"]["parameters"] == size // 2
+    assert cut["traffic"] == {"reduced": 0, "ring_per_rank": 0}
+    assert copied["traffic"] == {"reduced": size // 2, "ring_per_rank": 2 * 2 * (size // 2) // 3}
+    assert (cut["memory"]["buckets"], copied["memory"]["buckets"]) == (0, size // 2)
+    assert copied["batch"]["per_rank"] == {"least": 24, "most": 24}
+    assert copied["batch"]["per_forward"] == {"least": 3, "most": 3}
+    assert any("The model is cut into stages" in note for note in cut["notes"])
+    with pytest.raises(ConfigError, match=r"data\.batch_size=7 gives 7 samples to each of 1 copies"):
+        facts(*one[:-1], "data.batch_size=7", procs=2)
+    with pytest.raises(TargetError, match="can't cut ToyModel into 2 stages"):
+        facts("recipe=toy", "strategy=pipeline", procs=2)
+
+
 def test_a_callback_that_a_spread_model_cannot_have_is_refused():
     with pytest.raises(ConfigError, match=r"callbacks\.ema keeps a whole copy of the model"):
         facts("recipe=toy", "strategy=fsdp", "callbacks=ema", procs=2)

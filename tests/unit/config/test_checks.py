@@ -11,6 +11,7 @@ from framework.config.parse import parse
 from framework.errors import ConfigError
 from tests.unit.config.raw import raw_config
 
+PIPELINE = {"_target_": "framework.strategies.Pipeline"}
 PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 
 
@@ -18,6 +19,8 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
     ("changes", "said"),
     [
         ({"job": "tain"}, "job=tain: must be one of"),
+        ({"strategy": PIPELINE, "trainer.precision": "16-mixed"}, "pipeline can't go with trainer.precision=16-mixed"),
+        ({"strategy": PIPELINE, "job": "parity"}, "strategy=pipeline can't go with job=parity"),
         ({"launcher.name": "loca"}, "Did you mean launcher.name=local?"),
         ({"launcher.name": "fork_server"}, "launcher.name=fork_server: must be one of auto, "),
         ({"trainer.max_epochs": None}, "both null"),
