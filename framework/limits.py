@@ -59,11 +59,15 @@ def limited(total: int, limit: int | float | None) -> int:
 
 
 def train_windows(settings: TrainerConfig, plan: BatchPlan, *, size: int) -> int | None:
-    """Global batches an epoch is cut to, or None. The limit counts each process's batches, as PyTorch's loaders do."""
+    """Global batches an epoch is cut to, or None. The limit counts each process's batches, as PyTorch's loaders do.
+
+    Into how many parts a pipeline cuts each of them doesn't matter.
+    """
     if settings.limit_train_batches is None:
         return None
-    batches = count_windows(size, global_batch_size=plan.global_batch_size) * plan.micro_batches
-    return math.ceil(limited(batches, settings.limit_train_batches) / plan.micro_batches)
+    accumulated = settings.accumulate_grad_batches
+    batches = count_windows(size, global_batch_size=plan.global_batch_size) * accumulated
+    return math.ceil(limited(batches, settings.limit_train_batches) / accumulated)
 
 
 def overfitted(datasets: Datasets, settings: TrainerConfig, plan: BatchPlan) -> Datasets:

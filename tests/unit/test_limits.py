@@ -74,9 +74,11 @@ def test_a_limit_never_adds_and_leaves_something_if_it_is_above_zero(total: int,
     ],
 )
 def test_training_is_cut_to_whole_optimizer_steps(limit: float | None, accumulate: int, windows: int | None) -> None:
-    settings = config(limit_train_batches=limit).trainer
-    plan = plan_batches(batch_size=4, global_batch_size=None, world_size=1, accumulate=accumulate)
-    assert train_windows(settings, plan, size=40 * accumulate - 1) == windows
+    """However many parts a pipeline cuts each batch into."""
+    settings = config(limit_train_batches=limit, accumulate_grad_batches=accumulate).trainer
+    for parts in (1, 4):
+        plan = plan_batches(batch_size=4, global_batch_size=4 * accumulate, world_size=1, accumulate=accumulate * parts)
+        assert train_windows(settings, plan, size=40 * accumulate - 1) == windows
 
 
 def test_the_limit_counts_each_process_s_batches() -> None:
