@@ -69,8 +69,13 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
+        (2, ("strategy=fsdp", SHORT, AGAIN)),
         pytest.param(3, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
-        (4, ("strategy=hsdp", "strategy.data_parallel_shard_degree=2", SHORT, AGAIN)),
+        pytest.param(
+            4,
+            ("strategy=hsdp", "strategy.data_parallel_shard_degree=2", SHORT, AGAIN),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )
@@ -229,7 +234,8 @@ def test_another_global_batch_is_told(train: Train, tmp_path: Path) -> None:
     assert sorted(taken) == sorted([*range(exact.SIZE)] * 2)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", [2, 4])
 def test_so_it_does_where_stages_of_the_model_lie_on_processes_of_their_own(
     train: Train, tmp_path: Path, processes: int
 ) -> None:
