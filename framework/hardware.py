@@ -81,17 +81,20 @@ def cpu_count(root: Path = Path("/")) -> int:
     return max(1, min([cores, *(int(quota) for quota in _cpu_quotas(root))]))
 
 
-def openmp_environment(root: Path = Path("/")) -> dict[str, str]:
+def openmp_environment(root: Path = Path("/"), *, alone: bool = True) -> dict[str, str]:
     """What OpenMP is to read when it is loaded: its threads are not to spin where cores are shared.
 
     Threads that wait for each other spin by default, which is the faster way on cores of their own: on two, several
     times as fast as sleeping. It is ruinous where something else is at work on half of the cores or more, or where a
     control group grants fewer than there are. What is at work is counted now: a load average still tells of what has
     ended a minute ago.
+
+    alone: false for one of several processes of a run that begin at once: none is at work on another's cores, and each
+    would count the others.
     """
     cores = cpu_count(root)
     granted_less = hasattr(os, "sched_getaffinity") and cores < len(os.sched_getaffinity(0))
-    is_shared = granted_less or _running_elsewhere(root) >= (os.cpu_count() or 1) / 2
+    is_shared = granted_less or (alone and _running_elsewhere(root) >= (os.cpu_count() or 1) / 2)
     return {"OMP_WAIT_POLICY": "PASSIVE"} if is_shared else {}
 
 

@@ -235,3 +235,16 @@ def gradient_norm(parameters: Iterable[Tensor], *, total_norm: TotalNorm | None 
         total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         return total
     return whole(nn.utils.get_total_norm(gradients))
+
+
+def with_own_kernels(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A saved state dict with what this optimizer has chosen of `fused` and `foreach`.
+
+    Which of them pays, and which there is, depends on what is trained here: of a model that is spread, or on another
+    device, it may be another than where the state was saved.
+    """
+    groups = [
+        {**saved, **{name: own[name] for name in ("fused", "foreach") if name in saved and name in own}}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False)
+    ]
+    return {**state, "param_groups": [*groups, *state["param_groups"][len(groups) :]]}

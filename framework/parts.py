@@ -16,7 +16,7 @@ from framework.checkpoint.replicas import REPLICAS, replicas
 from framework.distributed.context import Context
 from framework.distributed.tensors import is_model_spread, local
 from framework.meter import Meter
-from framework.optim import Schedule, lay_out_state
+from framework.optim import Schedule, lay_out_state, with_own_kernels
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.pulse import Phase
@@ -121,7 +121,7 @@ class Parts:
         """
         for load in hooks([self.strategy], "load_state_dict"):
             load(self.model, state.get("strategy", {}))
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(with_own_kernels(state["optimizer"], self.optimizer))
         lay_out_state(self.optimizer)
         self.schedule.load_state_dict(state["schedule"])
         self.precision.scaler.load_state_dict(state["scaler"])

@@ -95,6 +95,16 @@ def set_deterministic(on: bool, *, benchmark: bool | None) -> None:
     torch.backends.cudnn.benchmark = not on if benchmark is None else benchmark
 
 
+def host_fingerprint() -> tuple[object, ...]:
+    """Of the states of Python's, torch's and NumPy's generators on the host: another after any draw from them."""
+    numpy = _numpy()
+    drawn: tuple[object, ...] = ()
+    if numpy is not None:
+        name, words, *rest = numpy.random.get_state(legacy=True)
+        drawn = (name, words.tobytes(), *rest)
+    return random.getstate(), torch.get_rng_state().numpy().tobytes(), drawn
+
+
 def _restore_host(states: dict[str, Any]) -> None:
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

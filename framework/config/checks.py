@@ -144,6 +144,8 @@ def _ignored(config: Config) -> Iterator[str]:
 
 
 def _batches(config: Config) -> Iterator[str]:
+    if _is_pipeline(config):  # whose processes don't all have samples of their own
+        return
     size = config.data.global_batch_size
     procs = config.topology.procs_per_node or 1
     parts = config.trainer.accumulate_grad_batches * procs
@@ -239,7 +241,7 @@ def _weights_to_use(config: Config) -> Iterator[str]:
 
 
 def _pipeline(config: Config) -> Iterator[str]:
-    if config.strategy["_target_"].rpartition(".")[2] != "Pipeline":
+    if not _is_pipeline(config):
         return
     if config.trainer.precision is Precision.FP16_MIXED:
         yield (
@@ -251,6 +253,10 @@ def _pipeline(config: Config) -> Iterator[str]:
             "strategy=pipeline can't go with job=parity: it compares what whole models compute for each sample, and no "
             "process has one. Use strategy=ddp, whose weights a pipeline's are equal to."
         )
+
+
+def _is_pipeline(config: Config) -> bool:
+    return bool(config.strategy["_target_"].rpartition(".")[2] == "Pipeline")
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (

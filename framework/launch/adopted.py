@@ -52,7 +52,7 @@ _MARGIN_S = 10.0  # for rank 0, which waits as long for the others, to say first
 
 def take_part(place: Place, arguments: Sequence[str], *, lead: Callable[[Leader], int]) -> int:
     """Be the rank that `place` says; gives the exit status. `lead` is the command itself, for rank 0."""
-    for name, value in openmp_environment().items():  # before torch is imported
+    for name, value in openmp_environment(alone=False).items():  # before torch is imported
         os.environ.setdefault(name, value)
     if place.rank > 0:
         return _follow(place, arguments)

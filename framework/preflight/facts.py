@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from framework.checkpoint import room
 from framework.config.schema import Config
 from framework.data.room import host_available
 from framework.distributed.context import Context
@@ -49,7 +50,7 @@ def facts(config: Config, context: Context, run_dir: RunDir) -> dict[str, Any]:
 def free_bytes(folder: Path) -> int | None:
     """What may be written below `folder`; None where that can't be known."""
     try:
-        return shutil.disk_usage(folder).free
+        return room.free_bytes(folder) if folder.exists() else None
     except OSError:
         return None
 

@@ -17,22 +17,22 @@ _FIRST_CAP_BYTES = 250 << 20  # of what is given to all at the start, as DDP doe
 
 
 @torch.no_grad()
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Rank 0's values to all, in place. Every rank must call it.
+def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+    """The first rank's values to all of `group`, by default of the run, in place. Every rank of it must call it.
 
     One call for each type and device: a small collective costs about a millisecond over gloo, however small.
     """
-    for group in by_kind(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        dist.broadcast(flat, src=0)
-        for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+    for alike in by_kind(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.broadcast(flat, group=group, group_src=0)
+        for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
-def begin_alike(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, as DDP does at the start. Every rank must call it."""
-    for group in by_kind([*model.parameters(), *model.buffers()], cap_bytes=_FIRST_CAP_BYTES):
-        broadcast(group)
+def begin_alike(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the first one's parameters and buffers, as DDP does at the start. Every rank must call it."""
+    for alike in by_kind([*model.parameters(), *model.buffers()], cap_bytes=_FIRST_CAP_BYTES):
+        broadcast(alike, group=group)
 
 
 def buffers_of_ranks(model: nn.Module, context: Context) -> list[dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.errors import ConfigError, TopologyError
-from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
+from framework.strategies.buffers import begin_alike, broadcast, buffers_of_ranks, restore_buffers
 from framework.strategies.formats import Formats
 from framework.strategies.wrapping import AUTO, by_class, by_size, check_classes
 from framework.types import Sharding
@@ -82,6 +82,7 @@ class FSDP:
         )
         self.groups: Sequence[dist.ProcessGroup] = ()
         self._synchronises = True
+        self._begins_step = True  # the next forward is the first of a step
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError where `mp_policy` can't go with it."""
@@ -102,8 +103,7 @@ class FSDP:
         types = _types(self._chosen(model))
         if self._context.world_size > 1:
             # As DDP does: whatever a model draws from, ranks begin with the same weights.
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
+            begin_alike(model)
         mesh = self._mesh()
         for module, kept in types.items():
             fully_shard(
@@ -125,8 +125,9 @@ class FSDP:
             model.set_requires_gradient_sync(synchronise)
             model.set_is_last_backward(synchronise)
             self._synchronises = synchronise
-        if synchronise and self._broadcasts_buffers:
+        if self._begins_step and self._broadcasts_buffers:
             broadcast(model.buffers())
+        self._begins_step = synchronise
         return _NOTHING
 
     def before_evaluation(self, model: nn.Module) -> None:
@@ -158,9 +159,10 @@ class FSDP:
         # Said, not guessed: torch would take a GPU that is there though the run is on the CPU.
         kind = self._context.device.type
         if degree == world:
-            return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
-        mesh = init_device_mesh(kind, (world // degree, degree), mesh_dim_names=("replicate", "shard"))
-        self.groups = [mesh.get_group(name) for name in ("replicate", "shard")]
+            mesh = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh(kind, (world // degree, degree), mesh_dim_names=("replicate", "shard"))
+        self.groups = mesh.get_all_groups()
         return mesh
 
 

@@ -15,14 +15,14 @@ from framework.distributed.group import group_of_mine
 from framework.distributed.stages import set_layout
 from framework.errors import ConfigError, TopologyError
 from framework.pulse import Phase
-from framework.strategies.buckets import Bucket, by_kind, trained
+from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes, trained
+from framework.strategies.buffers import begin_alike, broadcast
 from framework.strategies.relay import Relay
 from framework.strategies.schedules import Schedule, Schedules
 from framework.strategies.stages import cut, keep, layout
 from framework.types import Batch, DataShare, MicroBatch, NumberFormats, Sharding, StepOutput, Task, Window
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_MB = 1 << 20
 _FOR_EACH_RANK = 4  # micro-batches: GPipe's rule for devices that are seldom idle
 
 
@@ -73,7 +73,7 @@ class Pipeline:
         self.copies_gradients = copies > 1
         self.sharding = Sharding(self._places if context.world_size > 1 else 1)
         self.groups: list[dist.ProcessGroup] = []
-        self._cap_bytes = bucket_cap_mb * _MB
+        self._cap_bytes = cap_in_bytes(bucket_cap_mb)
         self._buckets: list[Bucket] = []
         self._peers: dist.ProcessGroup | None = None  # with the same stages
         self._line: dist.ProcessGroup | None = None  # of the other stages
@@ -104,7 +104,7 @@ class Pipeline:
             begins = range(0, context.world_size, copies)
             self._peers = group_of_mine([range(begin, begin + copies) for begin in begins], context)
             self.groups.append(self._peers)
-            self._give_all([*model.parameters(), *model.buffers()])
+            begin_alike(model, group=self._peers)
             self._buckets = [Bucket(group) for group in by_kind(trained(model), cap_bytes=self._cap_bytes)]
         self._relay = Relay(model, mine, num_stages=self.num_stages, group=self._line, device=context.device)
         self._schedules = Schedules(self._relay, self._schedule)
@@ -121,7 +121,7 @@ class Pipeline:
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Give all copies the first one's buffers."""
-        self._give_all(list(model.buffers()))
+        self._share_buffers(model)
 
     def run_window(
         self,
@@ -138,7 +138,7 @@ class Pipeline:
         micro_batches = [MicroBatch(precision.convert_batch(each), count) for each, count in window.micro_batches]
         mark(Phase.FORWARD)
         mark(Phase.BACKWARD)  # in which one rank may wait for another
-        self._give_all(list(model.buffers()))
+        self._share_buffers(model)
         number = -(-len(micro_batches) // self._cuts) * self._cuts
         scale = self.data_share.world_size / window.global_count
         loss: Tensor | None = None
@@ -184,16 +184,10 @@ class Pipeline:
         dist.broadcast(told, group=self._line, group_src=last)
         return told if loss is None else loss
 
-    @torch.no_grad()
-    def _give_all(self, tensors: list[Tensor]) -> None:
-        """The first copy's values to all copies."""
-        if self._peers is None:
-            return
-        for group in by_kind(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in group])
-            dist.broadcast(flat, group=self._peers, group_src=0)
-            for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+    def _share_buffers(self, model: nn.Module) -> None:
+        """The first copy's to all copies."""
+        if self._peers is not None:
+            broadcast(model.buffers(), group=self._peers)
 
 
 def _check_devices(context: Context) -> None:

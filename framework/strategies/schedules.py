@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from framework.errors import TargetError
+from framework.seed import host_fingerprint
 from framework.strategies.relay import Passed, Relay, Shape, checked_inputs
 from framework.types import Batch, MicroBatch, NumberFormats, StepOutput, Task
 
@@ -42,7 +43,6 @@ class Schedules:
         self._relay = relay
         self._kind = kind
         self._made: dict[tuple[tuple[Shape, ...], int], Any] = {}
-        self._is_new = True
         self._loss: Callable[[Any, Tensor], Tensor] | None = None
 
     def run(
@@ -98,7 +98,7 @@ class Schedules:
 
     def _inputs_of(self, batch: Batch, *, task: Task, precision: NumberFormats) -> tuple[Tensor, ...]:
         """What the task calls the model with."""
-        state = torch.get_rng_state() if self._is_new else None
+        before = host_fingerprint()
         try:
             with precision.autocast():
                 task.training_step(_Inputs(), batch)
@@ -106,12 +106,11 @@ class Schedules:
             inputs = checked_inputs(taken.inputs)
         else:
             raise TargetError(f"{type(task).__name__}.training_step didn't call the model, which a pipeline awaits.")
-        if state is not None and not torch.equal(state, torch.get_rng_state()):
+        if before != host_fingerprint():
             raise TargetError(
                 f"{type(task).__name__}.training_step draws random numbers before it calls the model. With strategy="
                 "pipeline it runs on several ranks, which would draw different ones: draw in the dataset or the model."
             )
-        self._is_new = False
         return inputs
 
     def _schedule(self, shapes: tuple[Shape, ...], number: int, precision: NumberFormats) -> Any:

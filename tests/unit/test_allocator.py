@@ -65,7 +65,7 @@ def test_what_the_user_has_said_is_left(monkeypatch, environ, is_set):
 def test_old_versions_take_a_lower_threshold(monkeypatch):
     calls = stand_in(monkeypatch, lambda option, value: int(option != -3 or value <= 32 << 20))
     assert keep_freed_memory({})
-    assert calls == [(-3, 1 << 30), (-3, 32 << 20), (-1, 1 << 30)]
+    assert calls == [(-3, 128 << 20), (-3, 32 << 20), (-1, 1 << 30)]
 
 
 def test_another_library_is_left_alone(monkeypatch):

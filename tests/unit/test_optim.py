@@ -26,6 +26,7 @@ from framework.optim import (
     gradient_norm,
     lay_out_state,
     stepper,
+    with_own_kernels,
 )
 
 
@@ -383,3 +384,14 @@ def test_a_state_of_another_memory_format_is_laid_out_as_the_parameters_are(kind
     plain, _ = stepped(first.clone(), copy.deepcopy(state))
     changed, _ = stepped(first.clone().to(memory_format=torch.channels_last), copy.deepcopy(state))
     torch.testing.assert_close(changed, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_an_optimizer_keeps_its_own_kernels_over_a_saved_state():
+    def sgd(**options: Any) -> torch.optim.SGD:
+        return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": 0.5}], lr=0.1, **options)
+
+    saved = sgd(fused=True).state_dict()
+    plain = sgd()
+    plain.load_state_dict(with_own_kernels(saved, plain))
+    assert [(group["lr"], group["fused"], group["foreach"]) for group in plain.param_groups] == [(0.5, None, None)]
+    assert saved["param_groups"][0]["fused"] is True

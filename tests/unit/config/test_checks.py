@@ -100,6 +100,7 @@ def test_what_does_not_go_together(changes: dict[str, Any], said: str) -> None:
         {"topology.share_gpus": True, "topology.gpus_per_process": 2},
         {"launcher.max_restarts": 1, "launcher.name": "elastic"},
         {"data.global_batch_size": 8, "trainer.accumulate_grad_batches": 4, "topology.procs_per_node": 2},
+        {"data.global_batch_size": 4, "topology.procs_per_node": 8, "strategy": PIPELINE},
         {"resume": "run", "init_from": "what/the/run/started/from"},
     ],
 )

@@ -141,7 +141,7 @@ def test_gloo_is_known_by_its_words_where_the_user_waits_for_its_work(record: An
 def test_who_could_not_join_the_process_group_waited_for_others(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from framework.distributed import group
 
-    context = types.SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=2)
+    context = types.SimpleNamespace(device=torch.device("cpu"), backend="gloo", rank=0, world_size=2)
     limit = Duration(1.0)
     settings = BackendConfig(name=BackendName.GLOO, init_method=InitMethod.ENV, init_timeout=limit, timeout=limit)
     monkeypatch.setattr(group, "_init", lambda *_, **__: throw(RuntimeError("nobody came")))

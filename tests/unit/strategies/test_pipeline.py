@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -170,6 +171,12 @@ class Draws(Squares):
         return super().training_step(model, (inputs + torch.rand(1), targets))
 
 
+class Mixes(Squares):
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, targets = batch
+        return super().training_step(model, (inputs * numpy.random.beta(1, 1), targets))
+
+
 class Twice(Squares):
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         model(batch[0])
@@ -203,11 +210,12 @@ class Odd(Squares):
         return StepOutput(model(batch[0], 3).sum(), 1)
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("group", "own_state")
 @pytest.mark.parametrize(
     ("task", "said"),
     [
         (Draws(), "draws random numbers before it calls the model"),
+        (Mixes(), "draws random numbers before it calls the model"),
         (Twice(), "calls the model more than once"),
         (Penalises(), "asks the model for `parameters`"),
         (Asks(), "asks the model for `head`"),
