@@ -65,7 +65,7 @@ def group_of_mine(ranks: Sequence[Sequence[int]], context: Context) -> dist.Proc
 
 
 def side_group(timeout_s: float) -> dist.ProcessGroup:
-    """A second group of all ranks, over the CPU, for what goes on beside training in a thread of each.
+    """A second group of all ranks, over the CPU, for what goes on beside training or isn't to be counted with it.
 
     It ends with the first. Every rank must call it.
     """

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from framework.distributed.collectives import barrier
 from framework.distributed.context import Context
+from framework.distributed.group import side_group
 from framework.errors import RunError
 from framework.rank_log import logger
 
@@ -54,9 +54,7 @@ def open_lines(context: Context, *, timeout_s: float) -> Lines:
     """
     if context.world_size == 1 or context.backend != dist.Backend.GLOO:
         return Lines(context, pairs=None, pair_device=context.device)
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup)  # else this rank isn't in it, and all are
-    return Lines(context, pairs=group, pair_device=torch.device("cpu"))  # gloo sends from the CPU alone
+    return Lines(context, pairs=side_group(timeout_s), pair_device=torch.device("cpu"))  # gloo sends from the CPU alone
 
 
 @contextmanager

@@ -58,12 +58,7 @@ class Averaged(ABC):
     @final
     def wrap(self, model: nn.Module) -> nn.Module:
         """The same module, with rank 0's weights and buffers. Raises ConfigError where no parameter is trained."""
-        parameters = trained(model)
-        if not parameters:
-            raise ConfigError(
-                f"strategy={self.name} averages gradients, but no parameter of {type(model).__name__} requires one.\n"
-                "Set requires_grad on those to train, or use one process: topology.procs_per_node=1."
-            )
+        parameters = trained(model, strategy=self.name)
         if self._is_alone:
             return model
         begin_alike(model)

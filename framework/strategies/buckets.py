@@ -92,5 +92,12 @@ class Bucket:
         return [each for each in self.parameters if each.grad is not None and each.grad.layout != torch.strided]
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def trained(model: nn.Module, *, strategy: str, averages: str = "gradients") -> list[nn.Parameter]:
+    """The parameters to train. Raises ConfigError where there are none, as `strategy` has nothing to average then."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ConfigError(
+            f"strategy={strategy} averages {averages}, but no parameter of {type(model).__name__} requires a "
+            "gradient.\nSet requires_grad on those to train, or use one process: topology.procs_per_node=1."
+        )
+    return parameters

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from framework.distributed.context import Context
 from framework.distributed.group import second_group
 from framework.errors import ConfigError, TopologyError
+from framework.strategies.buckets import trained
 from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
 from framework.strategies.hooks import butterfly, find_hook, powersgd_options
 from framework.strategies.powersgd import PowerSGD
@@ -89,11 +90,7 @@ class DDP:
 
         And where statistics of BatchNorm are to be shared and there is none.
         """
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError(
-                f"strategy=ddp averages gradients, but no parameter of {type(model).__name__} requires one.\n"
-                "Set requires_grad on those to train, or use one process: topology.procs_per_node=1."
-            )
+        trained(model, strategy="ddp")
         if self._syncs_batchnorm:
             model = _with_sync_batchnorm(model)
         wrapped = DistributedDataParallel(model, device_ids=self._device_ids(), **self._options)

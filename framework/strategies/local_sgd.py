@@ -93,12 +93,7 @@ class LocalSGD:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The same module, with rank 0's weights and buffers. Raises ConfigError where no parameter is trained."""
-        parameters = trained(model)
-        if not parameters:
-            raise ConfigError(
-                f"strategy={_NAME} averages weights, but no parameter of {type(model).__name__} requires a gradient.\n"
-                "Set requires_grad on those to train, or use one process: topology.procs_per_node=1."
-            )
+        parameters = trained(model, strategy=_NAME, averages="weights")
         self._groups = [_Group(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
         if self._warmup:
             return self._all_reduce.wrap(model)

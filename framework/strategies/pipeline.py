@@ -105,7 +105,8 @@ class Pipeline:
             self._peers = group_of_mine([range(begin, begin + copies) for begin in begins], context)
             self.groups.append(self._peers)
             begin_alike(model, group=self._peers)
-            self._buckets = [Bucket(group) for group in by_kind(trained(model), cap_bytes=self._cap_bytes)]
+            parameters = trained(model, strategy="pipeline")
+            self._buckets = [Bucket(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
         self._relay = Relay(model, mine, num_stages=self.num_stages, group=self._line, device=context.device)
         self._schedules = Schedules(self._relay, self._schedule)
         model.forward = self._relay.forward

@@ -73,6 +73,28 @@ class SimulatedRank:
         return {} if self.every is None else {"meets_in": self.every - self.done % self.every}
 
 
+def simulated_ranks(sees_at: list[int], *, every: int | None = None) -> list[SimulatedRank]:
+    """One for each of these moments, at which it hears of the request; all look at one board."""
+    board: Any = FakeBoard()
+    ranks = []
+    for moment in sees_at:
+        pulse: Any = FakePulse()
+        request = StopRequest(Link(pulse, lambda: board), world_size=len(sees_at))
+        ranks.append(SimulatedRank(pulse, request, moment, every=every))
+    return ranks
+
+
+def go_on(able: list[SimulatedRank], *, last_step: int, data: st.DataObject) -> None:
+    """Let one of these ranks, which wait for nobody, do what it does next."""
+    assert able, "the ranks wait for each other for ever"
+    rank = able[data.draw(st.integers(0, len(able) - 1))]
+    if rank.begun > rank.done:
+        rank.done += 1
+    else:
+        rank.begin(last_step=last_step)
+
+
+@settings(deadline=None)
 @given(
     sees_at=st.lists(st.integers(0, 12), min_size=1, max_size=6),
     last_step=st.integers(1, 14),
@@ -83,23 +105,14 @@ def test_all_ranks_stop_after_the_same_step_however_they_are_interleaved(
     sees_at: list[int], last_step: int, lag: int, data: st.DataObject
 ) -> None:
     """lag: how late a strategy uses gradients, in steps. A rank ends step n once all have begun n - lag."""
-    board: Any = FakeBoard()
     world_size = len(sees_at)
-    ranks = []
-    for moment in sees_at:
-        pulse: Any = FakePulse()
-        ranks.append(SimulatedRank(pulse, StopRequest(Link(pulse, lambda: board), world_size=world_size), moment))
+    ranks = simulated_ranks(sees_at)
     while not all(rank.ended for rank in ranks):
         slowest = min(rank.begun for rank in ranks)
         able = [
             rank for rank in ranks if not rank.ended and (rank.begun == rank.done or slowest >= rank.done + 1 - lag)
         ]
-        assert able, "the ranks wait for each other for ever"
-        rank = able[data.draw(st.integers(0, len(able) - 1))]
-        if rank.begun > rank.done:
-            rank.done += 1
-        else:
-            rank.begin(last_step=last_step)
+        go_on(able, last_step=last_step, data=data)
     assert len({(rank.done, rank.stopped) for rank in ranks}) == 1
     if ranks[0].stopped:
         known = max(1, *sees_at)
@@ -120,22 +133,12 @@ def test_so_they_do_where_they_meet_every_few_steps_only(
     sees_at: list[int], last_step: int, every: int, data: st.DataObject
 ) -> None:
     """A rank ends a step in which all exchange something once all have begun it; others it ends alone."""
-    board: Any = FakeBoard()
-    ranks = []
-    for moment in sees_at:
-        pulse: Any = FakePulse()
-        request = StopRequest(Link(pulse, lambda: board), world_size=len(sees_at))
-        ranks.append(SimulatedRank(pulse, request, moment, every=every))
+    ranks = simulated_ranks(sees_at, every=every)
     while not all(rank.ended for rank in ranks):
         slowest = min(rank.begun for rank in ranks)
         waits = [rank.begun > rank.done and rank.begun % every == 0 and slowest < rank.begun for rank in ranks]
         able = [rank for rank, is_waiting in zip(ranks, waits, strict=True) if not rank.ended and not is_waiting]
-        assert able, "the ranks wait for each other for ever"
-        rank = able[data.draw(st.integers(0, len(able) - 1))]
-        if rank.begun > rank.done:
-            rank.done += 1
-        else:
-            rank.begin(last_step=last_step)
+        go_on(able, last_step=last_step, data=data)
     assert len({(rank.done, rank.stopped) for rank in ranks}) == 1
     assert ranks[0].done < last_step if ranks[0].stopped else ranks[0].done == last_step
 
