@@ -18,7 +18,6 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "framework.engine",
-    "torch.utils.tensorboard",
     "rich.progress",
 )
 

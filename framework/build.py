@@ -19,9 +19,9 @@ from framework.config.schema import Node, Precision, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
-from framework.optim import Schedule, fused_pays
+from framework.optim import Schedule, are_on_cpu, fused_pays
 from framework.run_dir import RunDir
-from framework.targets import check_targets, import_target, requires, takes
+from framework.targets import check_targets, import_target, is_torchs, requires, takes
 from framework.types import Callback, Datasets, Logger, Strategy, Task, forward_communicates, replicas_differ
 
 __all__ = [
@@ -98,7 +98,8 @@ def build_strategy(node: Node, *, context: Context) -> Strategy:
 def build_optimizer(node: Node, parameters: Iterable[Tensor | dict[str, Any]], *, may_fuse: bool = True) -> Optimizer:
     """The optimizer over `parameters`, or groups of them. Raises ConfigError where there is nothing to train.
 
-    Where it has a fused form, and neither that nor `foreach` was chosen, it is taken where it pays.
+    Where it has a fused form, and neither that nor `foreach` was chosen, it is taken where it pays. Where it doesn't,
+    an optimizer of torch's is told on a CPU what it would find out in every step: that `foreach` doesn't pay either.
     may_fuse: false where a loss scaler has to see whether a step was left out, which a fused one does unseen, and where
     gradients may be sparse.
     """
@@ -106,8 +107,12 @@ def build_optimizer(node: Node, parameters: Iterable[Tensor | dict[str, Any]], *
     if not any(isinstance(item, dict) or item.requires_grad for item in given):
         raise ConfigError("No parameter of the model requires a gradient, so there is nothing to train.")
     chosen = {"fused", "foreach", "differentiable"} & node.keys()
-    fuses = may_fuse and not chosen and takes(node, "fused") and fused_pays(given)
-    optimizer = _build("optimizer", node, given, **({"fused": True} if fuses else {}))
+    forms: dict[str, bool] = {}
+    if may_fuse and not chosen and takes(node, "fused") and fused_pays(given):
+        forms["fused"] = True
+    elif not chosen and takes(node, "foreach") and is_torchs(node) and are_on_cpu(given):
+        forms["foreach"] = False  # which torch's own come to on a CPU, after a look at every parameter in every step
+    optimizer = _build("optimizer", node, given, **forms)
     if not isinstance(optimizer, Optimizer):
         raise _wrong_result("optimizer", node, optimizer, expected="a torch.optim.Optimizer")
     return optimizer

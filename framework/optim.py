@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -118,12 +118,21 @@ def fused_pays(parameters: Iterable[Tensor | dict[str, Any]]) -> bool:
 
     One pass over the memory of all instead of several over each. On a CPU few small parameters cost more that way.
     """
-    groups = (item["params"] if isinstance(item, dict) else [item] for item in parameters)
-    tensors = [tensor for group in groups for tensor in ([group] if isinstance(group, Tensor) else group)]
+    tensors = _ungrouped(parameters)
     kinds = {tensor.device.type for tensor in tensors}
     if not kinds <= {"cpu", "cuda"} or not all(t.is_floating_point() and not is_spread(t) for t in tensors):
         return False
     return kinds == {"cuda"} or sum(tensor.numel() for tensor in tensors) >= _FUSED_PAYS_FROM
+
+
+def are_on_cpu(parameters: Iterable[Tensor | dict[str, Any]]) -> bool:
+    """Whether all of these parameters, or groups of them, lie on the CPU."""
+    return all(tensor.device.type == "cpu" for tensor in _ungrouped(parameters))
+
+
+def _ungrouped(parameters: Iterable[Tensor | dict[str, Any]]) -> list[Tensor]:
+    groups = (item["params"] if isinstance(item, dict) else [item] for item in parameters)
+    return [tensor for group in groups for tensor in ([group] if isinstance(group, Tensor) else group)]
 
 
 @torch.no_grad()
@@ -220,7 +229,6 @@ def clip_gradients(
     return None
 
 
-@torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor], *, total_norm: TotalNorm | None = None) -> Tensor:
     """The 2-norm of all gradients together, on the first one's device; doesn't wait for it. 0 without gradients.
 
@@ -229,12 +237,24 @@ def gradient_norm(parameters: Iterable[Tensor], *, total_norm: TotalNorm | None 
     """
     if total_norm is not None:
         return total_norm(gradient_norm(parameters))
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if len({(g.device, g.dtype) for g in gradients}) == 1 and not any(map(is_spread, gradients)):
+    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+    if _are_alike(gradients):
         # What torch's function comes to then, without its sorting by device and type.
         total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         return total
-    return whole(nn.utils.get_total_norm(gradients))
+    with torch.no_grad():
+        return whole(nn.utils.get_total_norm(gradients))
+
+
+def _are_alike(gradients: Sequence[Tensor]) -> bool:
+    """Whether there are any, all of them plain ones of one type on one device that have no graph."""
+    if not gradients:
+        return False
+    device, dtype = gradients[0].device, gradients[0].dtype
+    for each in gradients:
+        if type(each) is not Tensor or each.dtype is not dtype or each.device != device or each.requires_grad:
+            return False
+    return True
 
 
 def with_own_kernels(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

@@ -11,7 +11,6 @@ checkpoint; and these themselves.
 from __future__ import annotations
 
 import operator
-from itertools import pairwise
 from time import perf_counter_ns
 from typing import Any, Protocol, final
 
@@ -26,10 +25,6 @@ _COUNTED = (Phase.DATA, *_COMPUTE, Phase.LOGGING, _WAITING)
 _DISTURBING = (Phase.EVALUATE, Phase.CHECKPOINT)
 _NOTHING = (0.0,) * (_APART + 1)
 _MAX_MARKS = 4096  # before they are added up without being asked
-
-Mark = tuple[int, Any]
-"""What is done from a stamp on."""
-
 
 class Clock(Protocol):
     """samples: its stamps cost too much to take them in every step. unit_s: what `between` counts in."""
@@ -97,7 +92,8 @@ class Stopwatch:
         self._now = clock.now
         self._every = every
         self._takes_stamps = not clock.samples
-        self._marks: list[Mark] = []
+        self._kinds: list[int] = []  # what was done from each of the stamps on
+        self._stamps: list[Any] = []
         self._has_settled = False
         self._is_known = True
         self._steps = 0
@@ -107,13 +103,15 @@ class Stopwatch:
     def at(self, phase: Phase) -> None:
         """Say what is being done from here on."""
         if self._takes_stamps:
-            self._marks.append((phase, self._now()))
+            self._kinds.append(phase)
+            self._stamps.append(self._now())
         self._tell(phase)
 
     def apart(self, phase: Phase) -> None:
         """The same of what is no part of a step, whatever its phase."""
         if self._takes_stamps:
-            self._marks.append((_APART, self._now()))
+            self._kinds.append(_APART)
+            self._stamps.append(self._now())
         if phase in _DISTURBING:
             self._add_up()
             self._before = list(self._sums)
@@ -126,18 +124,20 @@ class Stopwatch:
         if self._clock.samples:
             # In the middle: after a log the device isn't yet behind. A step ends with the first mark of the next.
             self._takes_stamps = self._every < 4 or (step + 1) % self._every - self._every // 2 in (0, 1)
-        elif len(self._marks) >= _MAX_MARKS:
+        elif len(self._stamps) >= _MAX_MARKS:
             self._add_up()
 
     def begin_waiting(self) -> None:
         """From here on the rank waits for others, until the next mark or `end_waiting`."""
         if self._takes_stamps:
-            self._marks.append((_WAITING, self._now()))
+            self._kinds.append(_WAITING)
+            self._stamps.append(self._now())
 
     def end_waiting(self) -> None:
         """Go on with what was done before `begin_waiting`."""
-        if self._takes_stamps and len(self._marks) > 1:
-            self._marks.append((self._marks[-2][0], self._now()))
+        if self._takes_stamps and len(self._kinds) > 1:
+            self._kinds.append(self._kinds[-2])
+            self._stamps.append(self._now())
 
     def lose_count(self) -> None:
         """Nobody knows how long this rank has waited: leave out the steps since the last reading."""
@@ -145,7 +145,8 @@ class Stopwatch:
 
     def start(self) -> None:
         """Training starts: the first reading gives nothing, and what was marked before is forgotten."""
-        self._marks.clear()
+        self._kinds.clear()
+        self._stamps.clear()
         self._has_settled, self._is_known, self._before = False, True, None
 
     def read(self) -> Spent:
@@ -167,18 +168,20 @@ class Stopwatch:
         return spent if is_good else Spent()
 
     def _add_up(self) -> None:
-        marks, between, end_of_step = self._marks, self._clock.between, Phase.LOGGING
+        kinds, stamps, end_of_step = self._kinds, self._stamps, Phase.LOGGING
         if self._clock.samples:  # the last step may be there in part
-            while len(marks) > 1 and marks[-2][0] is not end_of_step:
-                marks.pop()
-        for (kind, begin), (_, end) in pairwise(marks):
-            self._sums[kind] += between(end, begin)
-            if kind is end_of_step:
-                self._count_step()
-        del marks[: None if self._clock.samples else -1]
-
-    def _count_step(self) -> None:
-        if self._before is None:
-            self._steps += 1
-        else:
+            while len(kinds) > 1 and kinds[-2] is not end_of_step:
+                del kinds[-1], stamps[-1]
+        spans = list(map(self._clock.between, stamps[1:], stamps))  # of all marks but the last
+        done = kinds[: len(spans)]
+        if self._before is not None and end_of_step in done:
+            begin = done.index(end_of_step) + 1
             self._sums, self._before = self._before, None
+            done, spans = done[begin:], spans[begin:]
+        sums = self._sums
+        for kind, span in zip(done, spans, strict=True):
+            sums[kind] += span
+        if self._before is None:
+            self._steps += done.count(end_of_step)
+        last = len(stamps) if self._clock.samples else -1
+        del kinds[:last], stamps[:last]

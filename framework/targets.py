@@ -78,6 +78,11 @@ def requires(node: Node, keyword: str) -> bool:
     return parameter is not None and parameter.default is parameter.empty and keyword not in node
 
 
+def is_torchs(node: Node) -> bool:
+    """Whether the node's target is torch's own."""
+    return str(getattr(import_target(node["_target_"]), "__module__", "")).partition(".")[0] == "torch"
+
+
 def import_target(name: str) -> Any:
     """What a dotted name names. Raises TargetError with the nearest name where there is no such thing."""
     first, *rest = name.split(".")

@@ -8,37 +8,32 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from framework.appending import Appender
 from framework.loggers.pace import Pace
+from framework.loggers.records import charts_event, record, scalars_event, start_event, text_event, version_event
 
 _NUMBERS = itertools.count()
 
 
 @final
 class EventFile:
-    """A new event file in `folder`. Half a second for the first one, which imports TensorBoard's formats.
+    """A new event file in `folder`.
 
     purge_step: TensorBoard hides what older files have of this step and later ones. Points are written at a `Pace`, and
     with `flush` and `close`.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event = Event
-        self._summary = Summary
         self._waiting: list[tuple[float, int, Mapping[str, float]]] = []
         self._pace = Pace()
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        self._records = RecordWriter(Appender(folder / name))
-        self._add(file_version="brain.Event:2")
+        self._file = Appender(folder / name)
+        self._write(version_event(time.time()))
         if purge_step is not None:
-            self._add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+            self._write(start_event(time.time(), step=purge_step))
 
     def scalars(self, values: Mapping[str, float], *, step: int) -> None:
         """One point of every curve named."""
@@ -47,41 +42,31 @@ class EventFile:
             self._write_waiting()
 
     def text(self, tag: str, text: str, *, step: int) -> None:
-        from torch.utils.tensorboard.summary import text as summary
-
         self._write_waiting()
-        self._add(step=step, summary=summary(tag, text))
+        self._write(text_event(time.time(), step=step, tag=tag, text=text))
 
     def charts(self, charts: Mapping[str, Mapping[str, str]]) -> None:
         """Several curves in one chart: group → title → which, as a regular expression of their names."""
-        from torch.utils.tensorboard.summary import custom_scalars
-
-        groups = {
-            group: {title: ["Multiline", [names]] for title, names in titles.items()}
-            for group, titles in charts.items()
-        }
         self._write_waiting()
-        self._add(summary=custom_scalars(groups))
+        self._write(charts_event(time.time(), charts=charts))
 
     def flush(self) -> None:
         """Give all of it to the kernel; try again what a full disk didn't take."""
         self._write_waiting()
-        self._records.flush()
+        self._file.flush()
 
     def close(self) -> None:
         self._write_waiting()
-        self._records.close()
+        self._file.close()
 
     def _write_waiting(self) -> None:
         if not self._waiting:
             return
-        for wall_time, step, values in self._waiting:
-            # In one record: what one costs is mostly its checksums.
-            points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-            self._add(step=step, summary=self._summary(value=points), wall_time=wall_time)
+        events = (scalars_event(wall_time, step=step, values=values) for wall_time, step, values in self._waiting)
+        records = b"".join(map(record, events))
         self._waiting.clear()
+        self._file.write(records)
         self._pace.note()
 
-    def _add(self, *, wall_time: float | None = None, **content: Any) -> None:
-        event = self._event(wall_time=time.time() if wall_time is None else wall_time, **content)
-        self._records.write(event.SerializeToString())
+    def _write(self, event: bytes) -> None:
+        self._file.write(record(event))

@@ -72,8 +72,7 @@ class JsonlLogger:
         if self._file is None:
             self._file = open_rows(self._path, last_step=None)
         waiting, self._waiting = self._waiting, []  # a row that can't be written is told once
-        for line in [_line(row) for row in waiting]:
-            self._file.write(line)
+        self._file.write(b"".join([_line(row) for row in waiting]))
         self._pace.note()
 
 

@@ -194,7 +194,7 @@ def test_many_steps_without_a_log_take_no_more_room() -> None:
     for number in range(2, 2002):
         step(watch, clock, number)
         watch.at(Phase.DATA)
-        most = max(most, len(watch._marks))
+        most = max(most, len(watch._stamps))
     assert most < 5000
     assert log(watch, clock).steps == 2000
 
