@@ -112,6 +112,24 @@ def test_the_fused_form_is_taken_unless_something_else_was_chosen(keywords, may_
     assert optimizer.param_groups[0]["fused"] is fused
 
 
+@pytest.mark.parametrize(
+    ("name", "keywords", "foreach"),
+    [
+        ("torch.optim.SGD", {}, False),
+        ("torch.optim.RMSprop", {}, False),
+        ("torch.optim.Adam", {"foreach": True}, True),
+        ("torch.optim.Adam", {"fused": False}, None),
+        ("tests.unit.test_build.OwnSGD", {}, None),
+    ],
+)
+def test_torchs_optimizers_are_told_on_a_cpu_what_they_come_to_themselves(name, keywords, foreach):
+    assert build_optimizer(node(name, lr=0.01, **keywords), parameters()).param_groups[0]["foreach"] is foreach
+
+
+class OwnSGD(torch.optim.SGD):
+    """A user's, which may read `foreach` in another way."""
+
+
 def test_an_optimizer_that_has_no_fused_form_is_built_without():
     assert "fused" not in build_optimizer(node("torch.optim.RMSprop"), large()).param_groups[0]
 

@@ -168,6 +168,14 @@ def test_the_norm_is_torchs_to_the_bit():
     assert torch.equal(gradient_norm(parameters), expected)
 
 
+def test_the_norm_of_gradients_that_have_a_graph_has_none():
+    parameter = zeros(3)
+    parameter.grad = torch.ones(3, requires_grad=True) * 2
+    norm = gradient_norm([parameter])
+    assert norm.item() == pytest.approx(12**0.5)
+    assert not norm.requires_grad
+
+
 def values_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:
     return [p.tolist() for group in optimizer.param_groups for p in group["params"]]
 
