@@ -9,7 +9,13 @@ import pytest
 
 from tests.helpers import results
 
-TOY = ("recipe=toy", "logger=jsonl", "trainer.max_epochs=1", "trainer.limit_test_batches=0")
+TOY = (
+    "recipe=toy",
+    "logger=jsonl",
+    "trainer.max_epochs=1",
+    "trainer.limit_test_batches=0",
+    "trainer.log_every_n_steps=10",
+)
 DIGITS = ("recipe=digits", "logger=jsonl", "trainer.max_steps=3", "trainer.limit_test_batches=0")
 WATCHER = '''
 import json, os

@@ -18,7 +18,13 @@ from framework.run_dir import RunDir, locked
 from tests.helpers import results
 from tests.helpers.command import started_framework
 
-SHORT = ("recipe=toy", "logger=[jsonl,tensorboard]", "trainer.max_epochs=2", "trainer.limit_test_batches=0")
+SHORT = (
+    "recipe=toy",
+    "logger=[jsonl,tensorboard]",
+    "trainer.max_epochs=2",
+    "trainer.limit_test_batches=0",
+    "trainer.log_every_n_steps=10",
+)
 SLEEPER = '''
 import time
 from pathlib import Path
