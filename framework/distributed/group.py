@@ -54,11 +54,12 @@ def process_group(
 
 
 def group_of_mine(ranks: Sequence[Sequence[int]], context: Context) -> dist.ProcessGroup:
-    """A group for each of `ranks`, which together are all ranks once; gives this rank's.
+    """A group for each of `ranks`, which together are all ranks once; gives this rank's. Its time-out is the first's.
 
     Every rank must call it.
     """
-    groups = [dist.new_group(list(each), backend=context.backend) for each in ranks]
+    timeout = timeout_of(dist.distributed_c10d._get_default_group())
+    groups = [dist.new_group(list(each), backend=context.backend, timeout=timeout) for each in ranks]
     (mine,) = (group for group, each in zip(groups, ranks, strict=True) if context.rank in each)
     assert isinstance(mine, dist.ProcessGroup)
     return mine
@@ -75,10 +76,20 @@ def side_group(timeout_s: float) -> dist.ProcessGroup:
 
 
 def second_group() -> dist.ProcessGroup:
-    """Another group of all ranks, as the first one is made. It ends with it. Every rank must call it."""
-    group = dist.new_group()
+    """Another group of all ranks, as the first one is made, with its time-out. It ends with it.
+
+    Every rank must call it.
+    """
+    group = dist.new_group(timeout=timeout_of(dist.distributed_c10d._get_default_group()))
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out that its collectives have; None, for which torch takes a default, where the backend tells none."""
+    backend = group._get_backend(group._device_types[0])
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found
 
 
 def set_timeout(timeout_s: float, context: Context, *, groups: Sequence[dist.ProcessGroup] = ()) -> None:

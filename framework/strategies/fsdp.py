@@ -10,11 +10,12 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
+from framework.distributed.group import group_of_mine
 from framework.errors import ConfigError, TopologyError
 from framework.strategies.buffers import begin_alike, broadcast, buffers_of_ranks, restore_buffers
 from framework.strategies.formats import Formats
@@ -155,13 +156,18 @@ class FSDP:
 
     def _mesh(self) -> DeviceMesh:
         """Of all ranks; several copies have a dimension for themselves, the first."""
-        world, degree = self._context.world_size, self._degree
+        context, degree = self._context, self._degree
+        world, everyone = context.world_size, dist.distributed_c10d._get_default_group()
         # Said, not guessed: torch would take a GPU that is there though the run is on the CPU.
-        kind = self._context.device.type
+        kind = context.device.type
+        # Groups of our own making: those that init_device_mesh makes have torch's time-out, half an hour.
         if degree == world:
-            mesh = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+            mesh = DeviceMesh.from_group(everyone, kind, mesh_dim_names=("shard",))
         else:
-            mesh = init_device_mesh(kind, (world // degree, degree), mesh_dim_names=("replicate", "shard"))
+            ranks = torch.arange(world).view(-1, degree)
+            alike = everyone if degree == 1 else group_of_mine(ranks.T.tolist(), context)
+            one_copy = group_of_mine(ranks.tolist(), context)
+            mesh = DeviceMesh.from_group([alike, one_copy], kind, ranks, mesh_dim_names=("replicate", "shard"))
         self.groups = mesh.get_all_groups()
         return mesh
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from framework.checkpoint.together import Together
 from framework.config.schema import ClipAlgorithm, Precision
 from framework.distributed.collectives import gather_to_all, sum_over_ranks
 from framework.distributed.context import Context
-from framework.distributed.group import limit_groups, set_timeout, side_group
+from framework.distributed.group import limit_groups, set_timeout, side_group, timeout_of
 from framework.distributed.tensors import local, whole
 from framework.errors import CheckpointError, DiskError
 from framework.launch.link import Link
@@ -86,7 +87,8 @@ def train_and_save(rank: RankArguments, _link: Link, *, degree: int | None = Non
         trainer = spread_trainer(context, checkpoints=checkpoints, degree=degree)
         groups = own_groups(trainer.parts.strategy)
         limit_groups(20.0, groups)
-        assert [each.size() for each in groups] == ([] if degree is None else [context.world_size // degree, degree])
+        shape = [context.world_size] if degree is None else [context.world_size // degree, degree]
+        assert [each.size() for each in groups] == shape
         trainer.fit()
         checkpoints.close()
         plain = tensors_of(trainer)
@@ -184,6 +186,7 @@ def wait_in_a_copy_in_vain(rank: RankArguments, _link: Link) -> None:
     with group(rank) as context:
         strategy = FSDP(context=context, data_parallel_shard_degree=2)
         model = strategy.wrap(nn.Linear(2, 2))
+        assert [timeout_of(each) for each in own_groups(strategy)] == [timedelta(seconds=30)] * 2  # the first group's
         set_timeout(1.0, context, groups=own_groups(strategy))
         if context.rank == 1:
             wait_for(Path(rank.run_dir, "rank_0.json"), within_s=25.0)

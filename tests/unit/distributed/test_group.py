@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from framework.config.schema import BackendConfig, BackendName, Duration, InitMethod
 from framework.distributed.context import Context
-from framework.distributed.group import backends, process_group, set_timeout
+from framework.distributed.group import backends, group_of_mine, process_group, second_group, set_timeout, timeout_of
 from framework.errors import RunError
 from framework.launch import local
 from framework.launch.panel import render
@@ -75,6 +76,13 @@ def test_the_group_is_destroyed_also_after_an_error() -> None:
 
 def test_alone_the_time_out_matters_to_nobody() -> None:
     set_timeout(1.0, cpu_context())
+
+
+def test_groups_made_besides_have_the_time_out_of_the_first() -> None:
+    """Not torch's, which is half an hour: a rank that doesn't come to the building of a model is to be noticed."""
+    with process_group(cpu_context(), backend(init_timeout_s=7.0), rendezvous=None):
+        made = [second_group(), group_of_mine([[0]], cpu_context())]
+        assert [timeout_of(group) for group in made] == [timedelta(seconds=7)] * 2
 
 
 def test_the_gpu_is_chosen_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
