@@ -12,15 +12,20 @@ EXIT_INTERRUPTED = 130
 
 
 class FrameworkError(Exception):
-    """Base of every error the framework raises on purpose; `exit_status` is what the command ends with."""
+    """Base of every error the framework raises on purpose; `exit_status` is what the command ends with.
+
+    is_final: what is started anew would fail alike, so it isn't.
+    """
 
     exit_status = EXIT_RUN_FAILED
+    is_final = False
 
 
 class RequestError(FrameworkError):
     """What was asked for can't be done as asked. Nothing was started."""
 
     exit_status = EXIT_WRONG_REQUEST
+    is_final = True
 
 
 class ConfigError(RequestError):
@@ -45,6 +50,12 @@ class CheckpointError(RequestError):
 
 class RunError(FrameworkError):
     """A run that was asked for correctly failed."""
+
+
+class PreflightError(RunError):
+    """What was asked to be checked before training isn't as it should be. Nothing was trained."""
+
+    is_final = True
 
 
 class DiskError(RunError):

@@ -35,15 +35,16 @@ class Phase(IntEnum):
 
     STARTING = 0  # reading the configuration, building the data
     MEETING = 1  # waiting for the other ranks, to form the process group
-    BUILDING = 2  # model, optimizer, restoring a checkpoint
-    DATA = 3
-    FORWARD = 4
-    BACKWARD = 5  # with the exchange of gradients
-    OPTIMIZER = 6
-    LOGGING = 7
-    EVALUATE = 8
-    CHECKPOINT = 9
-    CLOSING = 10
+    PREFLIGHT = 2  # checking what they exchange, where that is asked for
+    BUILDING = 3  # model, optimizer, restoring a checkpoint
+    DATA = 4
+    FORWARD = 5
+    BACKWARD = 6  # with the exchange of gradients
+    OPTIMIZER = 7
+    LOGGING = 8
+    EVALUATE = 9
+    CHECKPOINT = 10
+    CLOSING = 11
 
     @property
     def label(self) -> str:

@@ -19,6 +19,9 @@ _BY_PHASE = {
     "starting": "It was still making its data or reading its configuration. If a disk or download is only slow, raise "
     "backend.init_timeout.",
     "meeting": "It was forming the process group. Look at the network between the nodes and backend.init_timeout.",
+    "preflight": "It was checking what it exchanges with the others: the last lines of its log name the check. Look at "
+    "its device, and at the network between it and them. If it is only slow, raise backend.timeout for job=preflight, "
+    "backend.init_timeout before training.",
     "building": "It was building the model or reading a checkpoint. If it is only slow, raise backend.init_timeout.",
     "data": "It was loading data: look at its disk, its share of the files, and data.num_workers. If it is only slow, "
     "raise backend.timeout.",
@@ -59,7 +62,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
 
 def _of_hang(first: RankFailure) -> str:
     words = _BY_PHASE.get(first.phase, _IN_STEP)
-    return f"{words} {_IN_SET_UP}" if first.step == 0 and "backend.timeout" in words else words
+    names_other = "backend.timeout" in words and "backend.init_timeout" not in words
+    return f"{words} {_IN_SET_UP}" if first.step == 0 and names_other else words
 
 
 def _of_signal(first: RankFailure) -> str:

@@ -240,7 +240,7 @@ class Company:
         """Whether there may be another attempt after this one."""
         if outcome.failure is None:
             return outcome.status == EXIT_RUN_FAILED  # ended by the agent, to meet anew
-        is_final = number >= self._site.max_restarts or outcome.status != EXIT_RUN_FAILED
+        is_final = number >= self._site.max_restarts or outcome.failure.first.is_final
         is_alone = (
             self._run.is_cut and self._site.node > 0
         )  # node 0 waits for this node; from here there is no way back

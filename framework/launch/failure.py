@@ -43,6 +43,7 @@ class RankFailure:
     traceback: str | None = None
     expected: bool = False  # a FrameworkError: its message says everything
     exit_status: int = 1
+    is_final: bool = False  # another attempt would fail alike
     signal: str | None = None
     oom: bool = False
     waited_s: float | None = None

@@ -74,7 +74,7 @@ class Reporter:
 
     def _written(self, report: FailureReport) -> FailureReport:
         """The report, in its file; or with the reason why not: a full disk, say, which may be the very failure."""
-        is_last = self.is_last or report.first.exit_status != 1  # a wrong request stays one
+        is_last = self.is_last or report.first.is_final
         file = self.run_dir.failure_of(node=self.watch.node, attempt=self.attempt, is_last=is_last)
         report = replace(report, file=str(file), node=self.watch.node)
         try:

@@ -100,6 +100,7 @@ def _record(error: BaseException, *, link: Link, status: int) -> None:
             "of_peers": _of_peers(error),
             "expected": expected,
             "exit_status": status,
+            "is_final": isinstance(error, FrameworkError) and error.is_final,
         }
     )
 

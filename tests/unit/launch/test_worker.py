@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from framework.config.schema import BackendConfig, BackendName, Duration, InitMethod
-from framework.errors import RunError
+from framework.errors import ConfigError, PreflightError, RunError
 from framework.launch.link import Link
 from framework.launch.worker import _record
 from framework.pulse import Pulse, PulseReader
@@ -161,3 +161,13 @@ def test_causes_that_lead_round_in_a_circle_have_an_end(record: Any) -> None:
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__cause__, other.__cause__ = other, one
     assert record(lambda: throw(one))["of_peers"] == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [(ConfigError("no"), True), (PreflightError("slow"), True), (RunError("no"), False), (ValueError("no"), False)],
+)
+def test_what_would_fail_alike_again_says_so(
+    record: Callable[[Callable[[], object]], dict[str, Any]], error: Exception, is_final: bool
+) -> None:
+    assert record(lambda: throw(error))["is_final"] is is_final
