@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,25 @@ def gather_bytes(own: Tensor, context: Context) -> list[Tensor]:
             place = whole[begin : begin + len(given)]
             place.copy_(given[: len(place)])
     return gathered
+
+
+def gather_to_first(value: Any, context: Context) -> list[Any] | None:
+    """Every rank's value on the first rank, in the order of ranks; None on the others.
+
+    Pickled between our own processes. For what all ranks have much of: it goes piece by piece, to that rank alone.
+    """
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    gathered = gather_bytes(own, context)
+    return [pickle.loads(each.numpy().tobytes()) for each in gathered] if context.is_main else None
+
+
+def from_first(value: Any, context: Context) -> Any:
+    """The first rank's value, on every rank; what the others give is left out. Pickled between our own processes."""
+    if context.world_size == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def barrier(context: Context) -> None:

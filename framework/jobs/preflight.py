@@ -8,12 +8,15 @@ preflight.json in the run directory with these keys (seconds, bytes, bytes or op
     notes              list of texts
     ranks              rank, node, host, local_rank, devices (device, name), driver, versions, cores, threads,
                        free_disk_bytes, free_shm_bytes, data_root (null where none is configured; path, state), clock
-                       (ahead_s of rank 0's, error_s), matmul (device, flops_per_s), turn (its number in the ordered
-                       barrier), barrier_s (the median of 20), late_s (in them, after the first), late_sender (worked_s,
-                       total_s, of a receiver)
+                       (its node's: ahead_s of rank 0's, error_s), matmul (device, flops_per_s), turn (its number in the
+                       ordered barrier), barrier_s (the median of 20), late_s (in them, after the first), late_sender
+                       (of a receiver: source, posted_s until irecv came back, worked_s, total_s, overlapped)
     interconnects      node → what `nvidia-smi topo -m` prints
-    links              ranks, nodes, is_within_node, round_trips_s (ten), latency_s (half of their median), bytes_per_s
-                       (there and back together, the best of several sizes), bytes (that size)
+    links              of those that were measured: ranks, nodes, is_within_node, round_trips_s (ten), latency_s (half
+                       of their median), points (bytes, seconds one way: of several sizes), bytes_per_s (there and back
+                       together, the best of them), bytes (that size), compared_bytes_per_s and compared_bytes (at the
+                       largest size that all links of its kind have measured)
+    num_links          that there are to measure: within_node, between_nodes
     sizes              max_bytes, limited_by (null: preflight.max_bytes)
     checks             of each exchange: name, unsupported (null, or what the backend says), cut_at_bytes (the last
                        size, where time ended it), points: size_bytes, bytes (the whole buffer), repetitions, seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -50,7 +50,7 @@ def _ranks(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _clock(rank: Mapping[str, Any]) -> str:
-    if rank["rank"] == 0:
+    if rank["node"] == 0:  # where rank 0 is
         return _NONE
     clock = rank["clock"]
     sign = "+" if clock["ahead_s"] >= 0 else "-"
@@ -58,23 +58,41 @@ def _clock(rank: Mapping[str, Any]) -> str:
 
 
 def _talks(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    ranks, links = found["ranks"], found["links"]
-    rounds = len(links[0]["round_trips_s"])
+    ranks = found["ranks"]
     turns = [rank["turn"] for rank in ranks]
     order = "in order, rank 0 first" if turns == sorted(turns) else "NOT in order: " + ", ".join(map(str, turns))
     late = [rank["late_sender"] for rank in ranks if rank["late_sender"] is not None]
-    worked = min(each["worked_s"] / each["total_s"] for each in late)
-    waited = max(each["total_s"] for each in late)
+    stuck = sum(not each["overlapped"] for each in late)
+    told = f"{stuck} of {len(late)} receivers were HELD UP" if stuck else f"{len(late)} receivers went on meanwhile"
+    waited, posted = (max(each[key] for each in late) for key in ("total_s", "posted_s"))
     return [
         ("barrier", f"{order}; {seconds_text(max(rank['barrier_s'] for rank in ranks))}"),
+        *_links(found),
         (
-            "ping-pong",
-            f"{len(links)} link{'s' if len(links) > 1 else ''}, {rounds} rounds each; median "
-            f"{seconds_text(median(link['latency_s'] for link in links))} one way, "
-            f"{rate(median(link['bytes_per_s'] for link in links))}",
+            "isend/irecv",
+            f"{told}: free after {seconds_text(posted)}; what was sent late was there after {seconds_text(waited)}",
         ),
-        ("isend/irecv", f"a late sender's came after {seconds_text(waited)}; receivers worked {worked:.0%} of that"),
     ]
+
+
+def _links(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """One row for each kind of them."""
+    both = all(found["num_links"].values())
+    name = "ping-pong"
+    for kind, where in (("within_node", "within nodes: "), ("between_nodes", "between nodes: ")):
+        there_are = found["num_links"][kind]
+        links = [link for link in found["links"] if link["is_within_node"] == (kind == "within_node")]
+        if links:
+            number = f"{len(links):,} of {there_are:,} links" if there_are > 1 else "1 link"
+            latency, speed = (median(link[key] for link in links) for key in ("latency_s", "compared_bytes_per_s"))
+            yield (
+                name,
+                (
+                    f"{where if both else ''}{number}, {len(links[0]['round_trips_s'])} rounds each; median "
+                    f"{seconds_text(latency)} one way, {rate(speed)} at {amount(links[0]['compared_bytes'])}"
+                ),
+            )
+            name = ""
 
 
 def _exchanges(found: Mapping[str, Any], key: str) -> str:

@@ -8,7 +8,7 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median, median_high
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ STANDS_OUT = 2.0
 
 _FACTOR = 4
 _MAX_REPETITIONS = 100
+_CLEAR = 10.0  # so many times the round trip of nearly nothing: at least nine tenths are for what is carried
 _ITEM_BYTES = 4
 
 _BUS_TURNS = {"all_reduce": 2, "butterfly": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
@@ -102,46 +103,78 @@ def clock_offset(rounds: Sequence[Stamps]) -> tuple[float, float]:
     return offset, max(best.delay_s, 0.0) / 2
 
 
-# Pairs of ranks
+# Links
 
 
-def pairs(ranks: int) -> list[tuple[int, int]]:
-    """Rank 0 with each other, and each with the next around the ring: every pair once, the lower rank first."""
-    found = [(0, other) for other in range(1, ranks)]
-    found += [(rank, rank + 1) for rank in range(1, ranks - 1)]
+def grows(once_s: float, *, trips: int, spent_s: float, round_trip_s: float, limit_s: float) -> bool:
+    """Whether so many trips of a size four times as large are to be timed as that of which one took `once_s`.
+
+    Where there is time for it; and anyway as long as it is rather the way that takes it, a `round_trip_s` of nearly
+    nothing, than what is carried.
+    """
+    return spent_s + trips * _FACTOR * once_s <= limit_s or once_s < _CLEAR * round_trip_s
+
+
+def compared(links: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The links, each with bytes_per_s at its best and bytes, the size of that; and with compared_bytes_per_s and
+    compared_bytes: the largest size that all of its kind (within a node, or between nodes) have measured.
+
+    links: each with is_within_node and points: bytes, seconds (one way), of one size at least that all have.
+    """
+    common: dict[bool, set[int]] = {}
+    for link in links:
+        own = {point["bytes"] for point in link["points"]}
+        common[link["is_within_node"]] = common.get(link["is_within_node"], own) & own
+    found = []
+    for link in links:
+        rates = {point["bytes"]: point["bytes"] / point["seconds"] for point in link["points"]}
+        best, size = max(rates, key=rates.__getitem__), max(common[link["is_within_node"]])
+        own_best = {"bytes_per_s": rates[best], "bytes": best}
+        found.append({**link, **own_best, "compared_bytes_per_s": rates[size], "compared_bytes": size})
     return found
 
 
 def slowest_link(links: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The link that is slowest beside others of its kind (within a node, or between nodes), by bandwidth.
 
-    links: each with `is_within_node` and `bytes_per_s`. Gives it with `times_slower` than the median of the others of
-    its kind, the faster of two, 1 for the only one of its kind, and `stands_out`; None without a link.
+    links: as `compared` gives them. Gives it with `times_slower` than the median of the others of its kind, the faster
+    of two, 1 for the only one of its kind, and `stands_out`; None without a link.
     """
-    factors = [(_times_slower(link, links), link) for link in links]
-    if not factors:
+    found: list[tuple[float, Mapping[str, Any]]] = []
+    for is_within in (True, False):
+        alike = sorted(
+            (link for link in links if link["is_within_node"] == is_within),
+            key=lambda each: each["compared_bytes_per_s"],
+        )
+        if alike:  # of a kind it is the one with the least bandwidth: beside it the others are fastest
+            others = [each["compared_bytes_per_s"] for each in alike[1:]] or [alike[0]["compared_bytes_per_s"]]
+            found.append((median_high(others) / alike[0]["compared_bytes_per_s"], alike[0]))
+    if not found:
         return None
-    factor, link = max(factors, key=lambda each: (each[0], -each[1]["bytes_per_s"]))
+    factor, link = max(found, key=lambda each: (each[0], -each[1]["compared_bytes_per_s"]))
     return {**link, "times_slower": factor, "stands_out": factor >= STANDS_OUT}
-
-
-def _times_slower(link: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> float:
-    others = [
-        each["bytes_per_s"] for each in links if each is not link and each["is_within_node"] == link["is_within_node"]
-    ]
-    return median_high(others) / link["bytes_per_s"] if others else 1.0
 
 
 def slow_ends(links: Sequence[Mapping[str, Any]]) -> list[int]:
     """Nodes all of whose links to other nodes are slow: at least `STANDS_OUT` times beside the median of those that
-    don't touch the node. Empty with fewer than three nodes, where nobody can tell which end it is."""
-    between = [link for link in links if not link["is_within_node"]]
+    don't touch the node. Empty with fewer than three nodes, where nobody can tell which end it is.
+
+    links: as `compared` gives them.
+    """
+    between = [(link["nodes"], link["compared_bytes_per_s"]) for link in links if not link["is_within_node"]]
+    all_rates, rates_of = sorted(rate for _, rate in between), dict[int, list[float]]()
+    for nodes, rate in between:
+        for node in nodes:
+            rates_of.setdefault(node, []).append(rate)
     found = []
-    for node in sorted({node for link in between for node in link["nodes"]}):
-        own = [link["bytes_per_s"] for link in between if node in link["nodes"]]
-        others = [link["bytes_per_s"] for link in between if node not in link["nodes"]]
-        if others and len(own) > 1 and max(own) * STANDS_OUT <= median(others):
-            found.append(node)
+    for node, own in sorted(rates_of.items()):
+        if not 1 < len(own) < len(between):
+            continue
+        # The median of the others is this at most: what makes thousands of links quick to look through.
+        greatest = all_rates[(len(between) + len(own)) // 2]
+        if max(own) * STANDS_OUT <= greatest:
+            others = [rate for nodes, rate in between if node not in nodes]
+            found += [node] if max(own) * STANDS_OUT <= median(others) else []
     return found
 
 
@@ -162,9 +195,5 @@ def lateness(waits: Sequence[Sequence[float]]) -> list[float]:
 
     waits: of each rank, how long each barrier took it; who came first waits longest.
     """
-    return [median(max(all_waited) - own for own, all_waited in _rounds(waits, rank)) for rank in range(len(waits))]
-
-
-def _rounds(waits: Sequence[Sequence[float]], rank: int) -> Iterator[tuple[float, tuple[float, ...]]]:
-    for all_waited in zip(*waits, strict=True):
-        yield all_waited[rank], all_waited
+    longest = [max(round_s) for round_s in zip(*waits, strict=True)]
+    return [median(most - one for most, one in zip(longest, own, strict=True)) for own in waits]

@@ -15,10 +15,11 @@ _MB, _GB, _GFLOP = 1e6, 1e9, 1e9
 def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any]:
     """What preflight.json says of what was `found`: passed, failures, notes, slowest_link, slow_nodes, slowest_device.
 
-    found: ranks, checks, links and faults (check, rank, text), as they are in it.
+    found: ranks, checks, links, num_links and faults (check, rank, text), as they are in it.
     """
     failures = [
         *_wrong_values(found),
+        *_held_up(found["ranks"]),
         *_differing_versions(found["ranks"]),
         *_data_roots(found["ranks"]),
         *_limits(found, settings),
@@ -39,7 +40,17 @@ def _failure(check: str, text: str, *, value: Any = None, limit: Any = None) -> 
 
 def _wrong_values(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for fault in found["faults"]:
-        yield _failure(fault["check"], f"wrong values on rank {fault['rank']}: {fault['text']}")
+        what = "not in order" if fault["check"] == "barrier" else "wrong values"
+        yield _failure(fault["check"], f"{what} on rank {fault['rank']}: {fault['text']}")
+
+
+def _held_up(ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for rank in ranks:
+        late = rank["late_sender"]
+        if late is not None and not late["overlapped"]:
+            held, source = rank_label(rank, ranks), rank_label(ranks[late["source"]], ranks)
+            text = f"irecv held {held} up for {seconds_text(late['posted_s'])}, until {source} sent without its word"
+            yield _failure("isend/irecv", f"{text}: nothing goes on beside a receive", value=late["posted_s"])
 
 
 def _differing_versions(ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -78,18 +89,23 @@ def _limits(found: Mapping[str, Any], settings: PreflightConfig) -> Iterator[dic
                     value=ahead, limit=settings.max_clock_offset,
                 )  # fmt: skip
     for link in links:
-        where = f"between {rank_label(ranks[link['ranks'][0]], ranks)} and {rank_label(ranks[link['ranks'][1]], ranks)}"
         if settings.max_latency is not None and link["latency_s"] > settings.max_latency:
-            text = _beyond(f"the way {where} takes {seconds_text(link['latency_s'])}", "max_latency",
+            text = _beyond(f"the way {_between(link, ranks)} takes {seconds_text(link['latency_s'])}", "max_latency",
                            settings.max_latency, unit="s")  # fmt: skip
             yield _failure("latency", text, value=link["latency_s"], limit=settings.max_latency)
         least = settings.min_link_bandwidth
         if least is not None and link["bytes_per_s"] < least * _MB:
-            text = _beyond(f"the link {where} carries {rate(link['bytes_per_s'])}", "min_link_bandwidth", least,
+            carried = f"{rate(link['bytes_per_s'])} at {amount(link['bytes'])}"
+            text = _beyond(f"the link {_between(link, ranks)} carries {carried}", "min_link_bandwidth", least,
                            unit="MB/s")  # fmt: skip
             yield _failure("link bandwidth", text, value=link["bytes_per_s"] / _MB, limit=least)
     yield from _exchange_limits(found, settings)
     yield from _machine_limits(ranks, settings)
+
+
+def _between(link: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> str:
+    one, other = (rank_label(ranks[number], ranks) for number in link["ranks"])
+    return f"between {one} and {other}"
 
 
 def _exchange_limits(found: Mapping[str, Any], settings: PreflightConfig) -> Iterator[dict[str, Any]]:
@@ -141,8 +157,19 @@ def _notes(found: Mapping[str, Any]) -> Iterator[str]:
     if cut:
         shown = ", ".join(f"{name} after {amount(size)}" for name, size in cut.items())
         yield f"preflight.seconds={found['seconds']:g} ended the growth of sizes: {shown}"
+    yield from _links_left_out(found)
     if len(ranks) == 1:
         yield "one process has nobody to talk to: nothing was exchanged"
+
+
+def _links_left_out(found: Mapping[str, Any]) -> Iterator[str]:
+    for kind, where in (("within_node", "within nodes"), ("between_nodes", "between nodes")):
+        measured = sum(link["is_within_node"] == (kind == "within_node") for link in found["links"])
+        if measured < found["num_links"][kind]:
+            yield (
+                f"preflight.seconds={found['seconds']:g} ended the measuring of links {where}: "
+                f"{measured:,} of {found['num_links'][kind]:,}"
+            )
 
 
 def best_bus(found: Mapping[str, Any]) -> float | None:

@@ -46,15 +46,21 @@ class Lines:
         dist.recv(values, source, group=self.pairs)
 
 
-def open_lines(context: Context, *, timeout_s: float) -> Lines:
-    """Every rank must call it, inside the process group, with what a send or receive may take at most.
+@contextmanager
+def open_lines(context: Context, *, timeout_s: float) -> Iterator[Lines]:
+    """Every rank must enter and leave it, inside the process group, with what a send or receive may take at most.
 
     Gloo counts sends and receives as collectives, of which each rank then has begun another number; by that number it
-    is told who is late. So they go through a group of their own, which ends with the first.
+    is told who is late. So they go through a group of their own. It is destroyed on the way out, but left to the end of
+    the process by an error, for the same reasons as the first group.
     """
     if context.world_size == 1 or context.backend != dist.Backend.GLOO:
-        return Lines(context, pairs=None, pair_device=context.device)
-    return Lines(context, pairs=side_group(timeout_s), pair_device=torch.device("cpu"))  # gloo sends from the CPU alone
+        yield Lines(context, pairs=None, pair_device=context.device)
+        return
+    group = side_group(timeout_s)
+    yield Lines(context, pairs=group, pair_device=torch.device("cpu"))  # gloo sends from the CPU alone
+    barrier(context)  # nobody is to miss another that it still exchanges with
+    dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -54,12 +54,16 @@ def link_line(result: Mapping[str, Any]) -> str | None:
     if link is None:
         return None
     one, other = (rank_label(ranks[number], ranks) for number in link["ranks"])
-    line = f"slowest link: {one} – {other}: {rate(link['bytes_per_s'])}, {_beside(link, result)}"
+    line = f"slowest link: {one} – {other}: {_compared(link)}, {_beside(link, result)}"
     if result["slow_nodes"]:
         hosts = {rank["node"]: rank["host"] for rank in ranks}
         named = ", ".join(f"node {node} ({hosts[node]})" for node in result["slow_nodes"])
         line += f"; all links of {named} are slow"
     return line
+
+
+def _compared(link: Mapping[str, Any]) -> str:
+    return f"{rate(link['compared_bytes_per_s'])} at {amount(link['compared_bytes'])}"
 
 
 def _beside(link: Mapping[str, Any], result: Mapping[str, Any]) -> str:

@@ -16,7 +16,14 @@ from torch.utils.data import TensorDataset
 
 from framework.config.schema import BackendConfig, BackendName, Duration, InitMethod, Precision
 from framework.data.loader import EvalLoader
-from framework.distributed.collectives import any_over_ranks, barrier, gather_to_all, sum_over_ranks
+from framework.distributed.collectives import (
+    any_over_ranks,
+    barrier,
+    from_first,
+    gather_to_all,
+    gather_to_first,
+    sum_over_ranks,
+)
 from framework.distributed.context import Context, make_context
 from framework.distributed.group import process_group, set_timeout
 from framework.errors import RunError
@@ -72,6 +79,9 @@ def collectives(rank: RankArguments, _link: Link) -> None:
         assert any_over_ranks(False, context) is False
         values = gather_to_all({"rank": mine, "names": ["x"] * mine}, context)
         assert values == [{"rank": other, "names": ["x"] * other} for other in range(world)]
+        gathered = gather_to_first({"rank": mine}, context)
+        assert gathered == (None if mine else [{"rank": other} for other in range(world)])
+        assert from_first({"rank": mine}, context) == {"rank": 0}
         time.sleep(0.3 * (mine == world - 1))
         came = time.time()
         barrier(context)

@@ -41,6 +41,7 @@ def test_three_processes_talk(train: Train, capfd: pytest.CaptureFixture[str]) -
     assert (found["passed"], found["failures"], found["faults"]) == (True, [], [])
     assert [rank["turn"] for rank in found["ranks"]] == [1, 2, 3]
     assert [link["ranks"] for link in found["links"]] == [[0, 1], [0, 2], [1, 2]]
+    assert found["num_links"] == {"within_node": 3, "between_nodes": 0}
     assert all(len(link["round_trips_s"]) == 10 for link in found["links"])
     assert [check["name"] for check in found["checks"]] == EXCHANGES
     for check in found["checks"]:
@@ -53,7 +54,8 @@ def test_three_processes_talk(train: Train, capfd: pytest.CaptureFixture[str]) -
         assert ring == pytest.approx({"send/recv": 1, "broadcast": 1, "all_reduce": 4 / 3, "butterfly": 4 / 3}.get(
             check["name"], 2 / 3))  # fmt: skip
     assert all(abs(rank["clock"]["ahead_s"]) <= rank["clock"]["error_s"] + 0.001 for rank in found["ranks"])
-    assert [rank["late_sender"] is not None for rank in found["ranks"]] == [False, True, True]
+    late = [rank["late_sender"] for rank in found["ranks"]]
+    assert [each and (each["source"], each["overlapped"]) for each in late] == [None, (0, True), (1, True)]
     assert results.run_file(run_dir)["results"] == {"passed": True}
     printed = capfd.readouterr().out
     assert "Preflight of toy: 3 processes, CPU" in printed
@@ -69,14 +71,20 @@ def test_one_process_is_looked_at_and_a_limit_is_kept(train: Train, capfd: pytes
     assert "preflight.min_matmul allows 1,000,000,000 GFLOP/s at least" in capfd.readouterr().out
 
 
-def test_wrong_values_are_named(
+def test_what_is_wrong_is_named(
     train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     entry("corrupting", monkeypatch)
-    found = found_in(train(*PREFLIGHT, "topology.procs_per_node=3", status=1))
+    run_dir = train(*PREFLIGHT, "topology.procs_per_node=3", status=1)
+    found = found_in(run_dir)
     by_check = {(fault["check"], fault["rank"]) for fault in found["faults"]}
     assert by_check == {("ping-pong", 0), ("ping-pong", 1), ("send/recv", 0), ("send/recv", 2), ("all_gather", 1)}
     assert all(fault["text"].startswith("from rank 2: ") for fault in found["faults"] if fault["check"] == "ping-pong")
+    assert [rank["late_sender"] and rank["late_sender"]["overlapped"] for rank in found["ranks"]] == [None, False, True]
+    (held_up,) = (each["text"] for each in found["failures"] if each["check"] == "isend/irecv")
+    assert held_up.startswith("irecv held rank 1 up for ")
+    for number in range(3):  # the preflight's own group is gone when that of the run is, and before training
+        assert json.loads((run_dir / f"groups_{number}.json").read_text()) == [2, 1]
     assert "Preflight failed" in capfd.readouterr().out
 
 
@@ -87,6 +95,7 @@ def test_a_hang_is_reported_with_the_name_of_the_check(
     run_dir = train(*PREFLIGHT, "topology.procs_per_node=2", "backend.timeout=2", status=1)
     report = json.loads((run_dir / "failure.json").read_text())
     assert (report["first"]["rank"], report["first"]["kind"]) == (1, "hung")
+    assert (report["first"]["phase"], report["first"]["waited_in"]) == ("preflight", "preflight")
     assert report["others"][0]["exception"].startswith("Preflight check broadcast failed on rank 0 of 2: ")
     printed = capfd.readouterr()
     assert "Rank 1 of 2" in printed.err
@@ -99,7 +108,8 @@ def logged(run_dir: Path) -> list[str]:
 
 
 def test_before_training(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
-    """In either order of keys; on going on it is done again, and what fails then trains nothing."""
+    """In either order of keys; on going on it is done again, and what fails then trains nothing: not a second time
+    either, where failures are restarted."""
     few = ("topology.procs_per_node=2", "trainer.max_epochs=1")
     run_dir = train("preflight.seconds=0.3", "preflight=true", "recipe=toy", "preflight.max_bytes=4096", *few)
     lines = logged(run_dir)
@@ -109,7 +119,7 @@ def test_before_training(train: Train, capfd: pytest.CaptureFixture[str]) -> Non
     assert any(line.startswith("ToyModel with ") for line in lines[place + 2 :])
     assert found_in(run_dir)["passed"] is True
     (run_dir / "preflight.json").unlink()
-    typed = ("trainer.max_epochs=2", "preflight.min_bus_bandwidth=1e9")
+    typed = ("trainer.max_epochs=2", "preflight.min_bus_bandwidth=1e9", "launcher=elastic", "launcher.max_restarts=1")
     assert train(f"resume={run_dir}", *typed, status=1) == run_dir
     assert sum(line.startswith("Preflight failed in ") for line in logged(run_dir)) == 1
     said = capfd.readouterr().err
@@ -117,6 +127,8 @@ def test_before_training(train: Train, capfd: pytest.CaptureFixture[str]) -> Non
     assert "Nothing was trained." in said
     assert [each["check"] for each in found_in(run_dir)["failures"]] == ["bus bandwidth"]
     assert results.results(run_dir)["steps"] > 0  # of the first time
+    assert "restarts" not in results.run_file(run_dir)
+    assert (run_dir / "failure.json").exists()
 
 
 def throttle(host: Host, other: Host) -> None:

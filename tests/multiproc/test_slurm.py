@@ -80,6 +80,25 @@ def test_tasks_of_srun_give_the_result_of_one_command(
 
 
 @pytest.mark.exhaustive
+def test_a_preflight_of_sruns_tasks_precedes_training(slurm: Cluster, tmp_path: Path) -> None:
+    """Of two nodes with two tasks each; where a limit isn't kept, all end with status 1 and nothing is trained."""
+    where, small = ("--nodes=2", "--ntasks-per-node=2"), ("preflight=true", "preflight.max_bytes=65536")
+    command = (*FRAMEWORK, "recipe=toy", "trainer.max_epochs=1", *small)
+    result = slurm.srun(*where, *command, cwd=tmp_path, timeout=START_S)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Preflight passed in ") == 1
+    assert result.stdout.index("Preflight passed in ") < result.stdout.index("ToyModel with ")
+    (run_dir,) = tmp_path.glob("outputs/toy/*")
+    found = json.loads((run_dir / "preflight.json").read_text())
+    assert [(rank["host"], rank["node"]) for rank in found["ranks"]] == [(f"host{n + 1}", n) for n in (0, 0, 1, 1)]
+    assert sorted(link["ranks"] for link in found["links"]) == [[0, 1], [0, 2], [1, 3], [2, 3]]
+    result = slurm.srun(*where, *command, "preflight.min_link_bandwidth=1e9", cwd=tmp_path, timeout=START_S)
+    assert result.returncode == 1
+    assert result.stderr.count("Nothing was trained.") == 1
+    assert len([path for path in tmp_path.glob("outputs/toy/*") if results.run_file(path)["status"] == "failed"]) == 1
+
+
+@pytest.mark.exhaustive
 def test_the_batch_script_of_the_documentation_saves_and_goes_on(slurm: Cluster, tmp_path: Path) -> None:
     """Another recipe, two tasks a node and no GPUs; SIGUSR1 by hand instead of near the end of four hours."""
     steps = 100

@@ -11,9 +11,10 @@ from framework.preflight.arithmetic import (
     Stamps,
     bus_factor,
     clock_offset,
+    compared,
+    grows,
     items,
     lateness,
-    pairs,
     point,
     repetitions,
     sizes,
@@ -85,17 +86,43 @@ def test_a_clock_behind_has_a_negative_offset() -> None:
     assert clock_offset([Stamps(100.0, 98.5, 98.5, 101.0)])[0] == pytest.approx(-2.0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 9])
-def test_pairs_are_those_with_rank_0_and_the_ring_each_once(ranks: int) -> None:
-    found = pairs(ranks)
-    ring = {tuple(sorted((rank, (rank + 1) % ranks))) for rank in range(ranks)} if ranks > 1 else set()
-    assert set(found) == ring | {(0, other) for other in range(1, ranks)}
-    assert len(found) == len(set(found))
-    assert all(one < other for one, other in found)
-
-
 def link(one: int, other: int, bytes_per_s: float, *, within: bool = False) -> dict[str, Any]:
-    return {"ranks": [one, other], "nodes": [one, other], "is_within_node": within, "bytes_per_s": bytes_per_s}
+    said = {"ranks": [one, other], "nodes": [one, other], "is_within_node": within}
+    return {**said, "compared_bytes_per_s": bytes_per_s}
+
+
+def measured(one: int, other: int, *seconds: float) -> dict[str, Any]:
+    """A link with a time for each of the sizes 1000, 4000, 16000, as far as there are some."""
+    points = [{"bytes": 1000 * 4**number, "seconds": each} for number, each in enumerate(seconds)]
+    return {"ranks": [one, other], "nodes": [one, other], "is_within_node": False, "points": points}
+
+
+def test_links_are_compared_at_the_largest_size_that_all_of_their_kind_have_measured() -> None:
+    """All are equally fast, and larger messages are faster: those that had time for them don't stand out for that."""
+    links = [measured(0, 1, 1.0, 2.0, 4.0), measured(0, 2, 1.0), measured(1, 2, 1.0, 2.0), measured(3, 4, 1.0, 2.0)]
+    links[3]["is_within_node"] = True
+    found = compared(links)
+    assert [(each["compared_bytes_per_s"], each["compared_bytes"]) for each in found] == [
+        *((1000.0, 1000) for _ in range(3)),
+        (2000.0, 4000),
+    ]
+    slow = slowest_link(found)
+    assert slow is not None
+    assert (slow["times_slower"], slow["stands_out"]) == (1.0, False)
+    assert [(each["bytes_per_s"], each["bytes"]) for each in found] == [
+        (4000.0, 16000),
+        (1000.0, 1000),
+        (2000.0, 4000),
+        (2000.0, 4000),
+    ]
+
+
+def test_a_link_grows_as_long_as_there_is_time_and_until_more_than_the_way_is_measured() -> None:
+    within: dict[str, Any] = {"trips": 3, "round_trip_s": 0.001, "limit_s": 1.0}
+    assert grows(0.05, spent_s=0.39, **within)
+    assert not grows(0.05, spent_s=0.41, **within)
+    assert grows(0.009, spent_s=9.0, **within)
+    assert not grows(0.01, spent_s=9.0, **within)
 
 
 def test_the_slowest_link_has_its_factor() -> None:

@@ -12,7 +12,7 @@ from framework.preflight.arithmetic import slowest_link
 from framework.preflight.assessing import assess
 from framework.preflight.wording import amount, device_line, flops, link_line, rate, seconds_text, verdict
 from tests.unit.config.raw import raw_config
-from tests.unit.preflight.found import PAIRS, check, found, link, rank
+from tests.unit.preflight.found import PAIRS, STUCK, check, found, link, rank
 
 
 def settings(**keys: Any) -> PreflightConfig:
@@ -36,6 +36,23 @@ def test_a_wrong_value_always_fails() -> None:
     assert failures(found(faults=[fault]), max_clock_offset=None) == [
         ("all_gather", "wrong values on rank 2: of 4,096 bytes, 1 of 1,024 values are wrong")
     ]
+
+
+def test_a_receive_that_holds_its_rank_up_fails() -> None:
+    ranks = [rank(0), rank(1), rank(2), rank(3, late_sender=STUCK)]
+    assert failures(found(ranks=ranks)) == [
+        (
+            "isend/irecv",
+            "irecv held rank 3 (host2) up for 20 s, until rank 2 (host2) sent without its word: "
+            "nothing goes on beside a receive",
+        )
+    ]
+
+
+def test_a_rank_out_of_its_turn_fails() -> None:
+    fault = {"check": "barrier", "rank": 1, "text": "its turn was number 3, and number 2 belongs to it"}
+    said = "not in order on rank 1: its turn was number 3, and number 2 belongs to it"
+    assert failures(found(faults=[fault])) == [("barrier", said)]
 
 
 @pytest.mark.parametrize(
@@ -82,16 +99,16 @@ def test_a_nodes_disk_and_shared_memory_are_told_once() -> None:
 
 def test_a_link_beyond_a_limit() -> None:
     links = [link(*pair) for pair in PAIRS]
-    links[3] = link(1, 2, bytes_per_s=12.3e6, latency_s=0.02)
+    links[2] = link(1, 3, bytes_per_s=12.3e6, latency_s=0.02)
     assert failures(found(links=links), max_latency="0.01s", min_link_bandwidth=100) == [
         (
             "latency",
-            "the way between rank 1 (host1) and rank 2 (host2) takes 20 ms; "
+            "the way between rank 1 (host1) and rank 3 (host2) takes 20 ms; "
             "preflight.max_latency allows 0.01 s at most",
         ),
         (
             "link bandwidth",
-            "the link between rank 1 (host1) and rank 2 (host2) carries 12.3 MB/s; "
+            "the link between rank 1 (host1) and rank 3 (host2) carries 12.3 MB/s at 4 MiB; "
             "preflight.min_link_bandwidth allows 100 MB/s at least",
         ),
     ]
@@ -133,10 +150,12 @@ def test_what_was_cut_or_left_out_is_noted() -> None:
         check("all_to_all", unsupported="Backend gloo does not support it", points=[]),
     ]
     sizes = {"max_bytes": 4096, "limited_by": "the free memory of rank 1 (host1) leaves 4 KiB for a buffer"}
-    assert assess(found(checks=checks, sizes=sizes), settings())["notes"] == [
+    num_links = {"within_node": 2, "between_nodes": 1234}
+    assert assess(found(checks=checks, sizes=sizes, num_links=num_links), settings())["notes"] == [
         "all_to_all is not supported by gloo: Backend gloo does not support it",
         "nothing above 4 KiB was exchanged: the free memory of rank 1 (host1) leaves 4 KiB for a buffer",
         "preflight.seconds=20 ended the growth of sizes: all_reduce after 64 KiB",
+        "preflight.seconds=20 ended the measuring of links between nodes: 2 of 1,234",
     ]
 
 
@@ -150,20 +169,20 @@ def said(**changes: Any) -> dict[str, Any]:
 
 def test_the_slow_link_is_named_with_its_machines() -> None:
     links = [link(*pair) for pair in PAIRS]
-    links[3] = link(1, 2, bytes_per_s=12.3e6)
+    links[2] = link(1, 3, bytes_per_s=12.3e6)
     assert link_line(said(links=links)) == (
-        "slowest link: rank 1 (host1) – rank 2 (host2): 12.3 MB/s, 81.3 times slower than the median link "
+        "slowest link: rank 1 (host1) – rank 3 (host2): 6.15 MB/s at 256 KiB, 81.3 times slower than the median link "
         "between nodes, which stands out"
     )
     assert link_line(said()) == (
-        "slowest link: rank 0 (host1) – rank 1 (host1): 1.00 GB/s, as fast as the median link within a node"
+        "slowest link: rank 0 (host1) – rank 1 (host1): 500 MB/s at 256 KiB, as fast as the median link within a node"
     )
 
 
 def test_on_one_machine_ranks_have_no_host() -> None:
     ranks = [rank(0), rank(1)]
     result = said(ranks=ranks, links=[link(0, 1)])
-    assert link_line(result) == "slowest link: rank 0 – rank 1: 1.00 GB/s, the only one"
+    assert link_line(result) == "slowest link: rank 0 – rank 1: 500 MB/s at 256 KiB, the only one"
     assert device_line(result) == "slowest rank: rank 0 on cpu: 40.0 GFLOP/s, as fast as the median"
     alone = said(ranks=ranks[:1], links=[])
     assert (link_line(alone), device_line(alone)) == (None, None)

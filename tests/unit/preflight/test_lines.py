@@ -11,7 +11,7 @@ from framework.config.parse import parse
 from framework.errors import RunError
 from framework.preflight.facts import data_root, facts, free_bytes
 from framework.preflight.lines import difference, pattern, pattern_sum, under_way
-from framework.preflight.running import size_limit
+from framework.preflight.running import Room, size_limit
 from framework.run_dir import RunDir
 from tests.unit.config.raw import raw_config
 from tests.unit.simulated_ranks import CPU, cpu_context
@@ -66,7 +66,7 @@ def test_where_the_data_is(tmp_path: Path) -> None:
 
 def test_memory_limits_what_is_exchanged() -> None:
     asked = parse(raw_config({"preflight.max_bytes": 4096})).preflight
-    ranks = [{"rank": number, "host": "here", "room_bytes": room} for number, room in enumerate((None, 5000, 2048))]
+    ranks = [Room(number, "here", size_bytes) for number, size_bytes in enumerate((None, 5000, 2048))]
     assert size_limit(ranks[:2], asked) == {"max_bytes": 4096, "limited_by": None}
     assert size_limit(ranks[:1], asked) == {"max_bytes": 4096, "limited_by": None}
     limit = size_limit(ranks, asked)
