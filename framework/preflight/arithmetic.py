@@ -157,7 +157,8 @@ def slowest_link(links: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def slow_ends(links: Sequence[Mapping[str, Any]]) -> list[int]:
     """Nodes all of whose links to other nodes are slow: at least `STANDS_OUT` times beside the median of those that
-    don't touch the node. Empty with fewer than three nodes, where nobody can tell which end it is.
+    don't touch the node, and less than so many times beside one another. Empty with fewer than three nodes, where
+    nobody can tell which end it is.
 
     links: as `compared` gives them.
     """
@@ -168,9 +169,9 @@ def slow_ends(links: Sequence[Mapping[str, Any]]) -> list[int]:
             rates_of.setdefault(node, []).append(rate)
     found = []
     for node, own in sorted(rates_of.items()):
-        if not 1 < len(own) < len(between):
+        if not 1 < len(own) < len(between) or max(own) >= STANDS_OUT * min(own):
             continue
-        # The median of the others is this at most: what makes thousands of links quick to look through.
+        # The median of the others is this at most: that makes thousands of links quick to look through.
         greatest = all_rates[(len(between) + len(own)) // 2]
         if max(own) * STANDS_OUT <= greatest:
             others = [rate for nodes, rate in between if node not in nodes]

@@ -156,6 +156,8 @@ def test_a_single_link_is_as_fast_as_itself() -> None:
 def test_a_node_all_of_whose_links_are_slow() -> None:
     assert slow_ends([link(0, 1, 1000.0), link(0, 2, 90.0), link(1, 2, 100.0)]) == [2]
     assert slow_ends([link(0, 1, 1000.0), link(0, 2, 900.0), link(1, 2, 100.0)]) == []
+    # One link is slow, and another of its node isn't as fast as the third.
+    assert slow_ends([link(0, 1, 400.0), link(0, 2, 1000.0), link(1, 2, 10.0)]) == []
     assert slow_ends([link(0, 1, 100.0)]) == []
     assert slow_ends([link(0, 1, 10.0, within=True), link(0, 2, 1.0, within=True)]) == []
 
