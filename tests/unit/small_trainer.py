@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,17 @@ from framework.parts import Parts
 from framework.precision import PrecisionPlugin
 from framework.pulse import Phase
 from framework.trainer import Trainer
-from framework.types import DataShare, StepOutput, Strategy, data_share, forward_communicates
+from framework.types import (
+    DataShare,
+    EvalReport,
+    FitInfo,
+    StepOutput,
+    StepReport,
+    Stop,
+    Strategy,
+    data_share,
+    forward_communicates,
+)
 from tests.unit.config.raw import raw_config
 from tests.unit.simulated_ranks import CPU, cpu_context
 
@@ -193,3 +204,95 @@ def make_trainer(
 def eval_loader(dataset: Any, place: Context | DataShare, *, is_even: bool = False) -> EvalLoader:
     ranks: Any = {"rank": place.rank, "world_size": place.world_size}
     return EvalLoader(dataset, part="val", batch_size=5, device=CPU, is_even=is_even, **ranks)
+
+
+def still(parameters: Any) -> SGD:
+    """Nothing is learned, so what is logged can be computed from the first weights."""
+    return SGD(parameters, lr=0.0)
+
+
+def weights(trainer: Trainer) -> list[Tensor]:
+    return [tensor.clone() for tensor in trainer.parts.bare_model.state_dict().values()]
+
+
+def assert_equal(given: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(given) == len(wanted)
+    for one, other in zip(given, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of an epoch, as the loop should see them."""
+    data = samples()
+    for indices in GlobalOrder(SIZE, seed=0, shuffle=True).indices(epoch).split(BATCH):
+        yield data[indices]
+
+
+def plain_loop(step: Callable[[nn.Module, Optimizer], None], *, epochs: int = 2, momentum: float = 0.0) -> list[Tensor]:
+    """What anyone would write; `step` is called between backward and `zero_grad`."""
+    model = linear()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=momentum)
+    for epoch in range(epochs):
+        for inputs, targets in batches(epoch):
+            (model(inputs).squeeze(1) - targets).square().mean().backward()
+            step(model, optimizer)
+            optimizer.zero_grad()
+    return list(model.state_dict().values())
+
+
+class BadAt(Squares):
+    """A loss that isn't finite at a step; or one that is, with gradients that aren't."""
+
+    def __init__(self, step: int, *, value: float = math.nan, gradient_only: bool = False) -> None:
+        self.step, self.value, self.gradient_only, self.steps = step, value, gradient_only, 0
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        self.steps += 1
+        output = super().training_step(model, batch)
+        if self.steps != self.step:
+            return output
+        if self.gradient_only:  # the derivative of a square root at 0
+            return output._replace(loss=output.loss + (output.loss - output.loss.detach()).sqrt())
+        return output._replace(loss=output.loss * self.value)
+
+
+class Recorder:
+    """Writes down every call; answers what the test wants."""
+
+    def __init__(self, stop_at: dict[str, int] | None = None) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.stop_at = stop_at or {}
+        self.averaged = 0.0
+
+    def on_fit_start(self, info: FitInfo) -> None:
+        self.calls.append(("on_fit_start", info))
+
+    def on_train_step_end(self, report: StepReport) -> Stop | None:
+        self.calls.append(("on_train_step_end", report))
+        return Stop("seen enough") if self.stop_at.get("step") == report.step else None
+
+    def on_validation_end(self, report: EvalReport) -> Stop | None:
+        self.calls.append(("on_validation_end", report))
+        return Stop("good enough") if self.stop_at.get("validation") == report.step else None
+
+    def on_fit_end(self) -> None:
+        self.calls.append(("on_fit_end", None))
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls.append(("state_dict", None))
+        return {"steps": len(self.named("on_train_step_end"))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append(("load_state_dict", state))
+
+    def named(self, name: str) -> list[Any]:
+        return [value for call, value in self.calls if call == name]
+
+
+def without_speed(numbers: Numbers) -> list[Any]:
+    """All that was logged, but how fast it went, and in which phase."""
+    apart = ("train/samples_per_s", "time/", "skew/")
+    return [
+        (step, epoch, {name: value for name, value in values.items() if not name.startswith(apart)})
+        for step, epoch, values in numbers.logged
+    ]
