@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from queue import Queue
 from typing import Any, cast
@@ -144,6 +145,7 @@ def test_the_making_of_buffers_is_in_no_links_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ThreadLines, "receive", _taking(1.0, clock))
 
     def slow_pattern(*arguments: Any, **named: Any) -> Tensor:
+        time.sleep(0.05)  # what the other side can do meanwhile, it does
         clock.pass_by(100.0)
         return real_pattern(*arguments, **named)
 
