@@ -26,6 +26,7 @@ _DISTURBING = (Phase.EVALUATE, Phase.CHECKPOINT)
 _NOTHING = (0.0,) * (_APART + 1)
 _MAX_MARKS = 4096  # before they are added up without being asked
 
+
 class Clock(Protocol):
     """samples: its stamps cost too much to take them in every step. unit_s: what `between` counts in."""
 

@@ -91,7 +91,7 @@ def _tables() -> tuple[list[int], list[int]]:
 
     states = np.arange(1 << 16, dtype=np.uint32)
     for _ in range(16):
-        states = (states >> 1) ^ np.where(states & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
+        states = (states >> 1) ^ ((states & 1) * np.uint32(_POLYNOMIAL))
     return (states & 0xFFFF).tolist(), (states >> 16).tolist()
 
 
