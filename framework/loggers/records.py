@@ -89,9 +89,10 @@ def _tables() -> tuple[list[int], list[int]]:
     """Both halves of what 16 bits become when they have gone through the register, with nothing else in it."""
     import numpy as np
 
+    one, polynomial = np.uint32(1), np.uint32(_POLYNOMIAL)
     states = np.arange(1 << 16, dtype=np.uint32)
     for _ in range(16):
-        states = (states >> 1) ^ ((states & 1) * np.uint32(_POLYNOMIAL))
+        states = (states >> one) ^ ((states & one) * polynomial)
     return (states & 0xFFFF).tolist(), (states >> 16).tolist()
 
 
