@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from torch import Tensor, device, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import IterableDataset
 
 from framework.config.schema import Node, Precision, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
@@ -73,10 +74,13 @@ def build_datasets(node: Node) -> Datasets:
         raise _wrong_result(key, node, result, expected="framework.Datasets(train, val, test)")
     datasets = Datasets(*result)
     for part, dataset in zip(Datasets._fields, datasets, strict=True):
-        if dataset is None and part != "train":
+        if isinstance(dataset, IterableDataset) or (dataset is None and part != "train"):
             continue
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            expected = f"a map-style dataset, with __len__ and __getitem__, as its {part} part"
+            expected = (
+                f"a map-style dataset, with __len__ and __getitem__, or a torch.utils.data.IterableDataset as its "
+                f"{part} part"
+            )
             raise _wrong_result(key, node, dataset, expected=expected)
     return datasets
 
@@ -121,8 +125,8 @@ def build_optimizer(node: Node, parameters: Iterable[Tensor | dict[str, Any]], *
 def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps: int | None) -> Schedule:
     """The schedule of the learning rate.
 
-    total_steps: how often it will move in the whole run, counted in `settings.interval`; None: the run has no end.
-    Raises ConfigError for a scheduler that must know when a run without an end would end.
+    total_steps: how often it will move in the whole run, counted in `settings.interval`; None: nobody knows. Raises
+    ConfigError for a scheduler that must know.
     """
     key, node = "scheduler.schedule", settings.schedule
     if node is None:
@@ -133,8 +137,9 @@ def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps
             supplied["total_steps"] = total_steps
         elif requires(node, "total_steps"):
             raise ConfigError(
-                f"{node['_target_']} must know when training ends, and trainer.max_epochs and max_steps are null.\n"
-                f"Set one of them, or {key}.total_steps."
+                f"{node['_target_']} must know when training ends, and that isn't known: trainer.max_steps is null, "
+                "and max_epochs too, or nobody knows how many steps an epoch of a stream has.\n"
+                f"Set trainer.max_steps, or {key}.total_steps."
             )
     scheduler = _build(key, node, optimizer, **supplied)
     if not isinstance(scheduler, LRScheduler):

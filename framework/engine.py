@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
 
 from framework import build
 from framework.activations import recompute
@@ -20,6 +22,7 @@ from framework.checkpoint.whole import damage
 from framework.config.schema import Config, Interval, Node
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
 from framework.data.sampler import GlobalOrder
+from framework.data.stream_loader import StreamEvalLoader, StreamLoader
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.group import limit_groups, process_group, set_timeout, side_group
@@ -42,7 +45,17 @@ from framework.rank_log import logger
 from framework.rank_log import warn as _warn
 from framework.restoring import restore
 from framework.seed import seed_everything
-from framework.session import Rank, core_sharers, entered, eval_loader, load_model, loading
+from framework.session import (
+    Rank,
+    core_sharers,
+    entered,
+    eval_loader,
+    load_model,
+    loading,
+    open_for_streams,
+    stream_loader,
+)
+from framework.streams import check_streams, streams_of
 from framework.trainer import Trainer
 from framework.types import (
     Datasets,
@@ -57,6 +70,9 @@ if TYPE_CHECKING:
     from framework.checkpoint.together import Together
 
 
+_Loader = TrainLoader | StreamLoader | EvalLoader | StreamEvalLoader
+
+
 def run_rank(arguments: RankArguments, link: Link) -> int | None:
     """Train as the run directory's `config.yaml` says, on this rank; gives EXIT_STOPPED where it was asked to stop.
 
@@ -64,12 +80,15 @@ def run_rank(arguments: RankArguments, link: Link) -> int | None:
     passes what the user's code raises.
     """
     with entered(arguments, link) as rank:
-        datasets = overfitted(build.build_datasets(rank.config.data.datasets), rank.config.trainer, rank.plan)
+        datasets = build.build_datasets(rank.config.data.datasets)
+        check_streams(rank.config, datasets, rank.strategy)
+        datasets = overfitted(datasets, rank.config.trainer, rank.plan)
         check_monitors(rank.config, datasets)
         train_loader = _train_loader(rank, datasets.train)
         link.pulse.at(Phase.MEETING)
         on_cpu = exchanges_on_cpu(rank.strategy)
         with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu):
+            open_for_streams(rank, datasets)
             before_training(rank)
             link.pulse.at(Phase.BUILDING)
             return _run(rank, datasets, train_loader)
@@ -91,7 +110,7 @@ def check_monitors(config: Config, datasets: Datasets) -> None:
             )
 
 
-def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | None:
+def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader | StreamLoader) -> int | None:
     """Build, restore, train, test: inside the process group."""
     settings = rank.config.trainer
     how = rank.strategy
@@ -124,9 +143,7 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader) -> int | Non
         _close(trainer, (train_loader, val_loader, test_loader), failing=sys.exc_info()[1])
 
 
-def _close(
-    trainer: Trainer, loaders: Iterable[TrainLoader | EvalLoader | None], *, failing: BaseException | None
-) -> None:
+def _close(trainer: Trainer, loaders: Iterable[_Loader | None], *, failing: BaseException | None) -> None:
     """Close all there is, whatever one raises: its error, unless it would hide the one that ends the run."""
     closes = hooks(trainer.parts.callbacks.values(), "close")
     closes += [
@@ -160,8 +177,10 @@ def _keep_to_own_cores(sharers: Sharers) -> None:
     return keep_to_cores(own)
 
 
-def _train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
+def _train_loader(rank: Rank, dataset: MapDataset | IterableDataset[Any]) -> TrainLoader | StreamLoader:
     config = rank.config
+    if isinstance(dataset, IterableDataset):
+        return stream_loader(rank, dataset)
     size = dataset_size(dataset, part="train")
     shuffle = config.data.shuffle and config.trainer.overfit_batches is None
     return TrainLoader(
@@ -175,7 +194,9 @@ def _train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
     )
 
 
-def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader | None) -> Trainer:
+def _build_trainer(
+    rank: Rank, train_loader: TrainLoader | StreamLoader, val_loader: EvalLoader | StreamEvalLoader | None
+) -> Trainer:
     config, context = rank.config, rank.context
     # The same on every rank: replicas begin equal, whether or not the strategy makes them so.
     seed_everything(config.seed, rank=0)
@@ -198,7 +219,9 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
         strategy=rank.strategy,
         precision=precision,
         optimizer=optimizer,
-        schedule=build.build_scheduler(config.scheduler, optimizer, schedule_length(config, len(train_loader))),
+        schedule=build.build_scheduler(
+            config.scheduler, optimizer, schedule_length(config, train_loader.steps_per_epoch)
+        ),
         callbacks=build.build_callbacks(with_profiler(config), context=context, run_dir=rank.run_dir),
         loggers=build.build_loggers(config.logger, run_dir=rank.run_dir) if context.is_main else {},
     )
@@ -210,7 +233,9 @@ def _build_trainer(rank: Rank, train_loader: TrainLoader, val_loader: EvalLoader
         train_loader=train_loader,
         val_loader=val_loader,
         checkpoints=_checkpoints(rank),
-        after_first_step=partial(set_timeout, config.backend.timeout, context, groups=own_groups(rank.strategy)),
+        after_first_step=partial(
+            set_timeout, config.backend.timeout, context, groups=(*own_groups(rank.strategy), *rank.exchange.groups)
+        ),
         link=rank.link,
     )
 
@@ -222,10 +247,12 @@ def with_profiler(config: Config) -> dict[str, Node]:
     return {**config.callbacks, "profiler": {"_target_": "framework.callbacks.profiler.TorchProfiler"}}
 
 
-def schedule_length(config: Config, steps_per_epoch: int) -> int | None:
-    """How often a scheduler of this interval moves in the whole run; None where nothing but a callback ends it."""
+def schedule_length(config: Config, steps_per_epoch: int | None) -> int | None:
+    """How often a scheduler of this interval moves in the whole run; None where nobody knows."""
     steps = total_steps(config.trainer, steps_per_epoch=steps_per_epoch)
-    if steps is None or config.scheduler.interval is Interval.STEP:
+    if config.scheduler.interval is Interval.EPOCH and steps_per_epoch is None:
+        return config.trainer.max_epochs
+    if steps is None or steps_per_epoch is None or config.scheduler.interval is Interval.STEP:
         return steps
     return -(-steps // steps_per_epoch)
 
@@ -253,7 +280,7 @@ def _together(rank: Rank) -> Together | None:
     return Together(group, holds_own=num_stages(rank.strategy) is not None)
 
 
-def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | None) -> tuple[dict[str, float], str]:
+def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | None) -> tuple[dict[str, float], str]:
     """Metrics of the test part, with the weights that validation found best, else with the last ones; and which."""
     if loader is None:
         return {}, ""
@@ -296,12 +323,12 @@ def _is_reported(rank: Rank, trainer: Trainer) -> bool:
 def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
     """Show what is about to train, and give the loggers the config."""
     context, parts = rank.context, trainer.parts
-    sizes = {"train": datasets.train, "val": datasets.val, "test": datasets.test}
-    counts = ", ".join(f"{name} {len(part):,}" for name, part in sizes.items() if part is not None)
+    steps = trainer.train_loader.steps_per_epoch
+    per_epoch = "an unknown number of" if steps is None else steps
     parameters = num_parameters(parts.bare_model)
     print(
         f"{type(parts.bare_model).__name__} with {parameters:,} parameters on {_named(context)} ({context.backend})\n"
-        f"{counts} samples; global batch {rank.plan.global_batch_size}, {len(trainer.train_loader)} steps an epoch",
+        f"{_counted(datasets)}; global batch {rank.plan.global_batch_size}, {per_epoch} steps an epoch",
         flush=True,
     )
     if rank.attempt:
@@ -310,6 +337,13 @@ def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
         print(f"Going on after {_place(trainer)}", flush=True)
     for each in parts.loggers.values():
         each.text("config", rank.run_dir.config_file.read_text())
+
+
+def _counted(datasets: Datasets) -> str:
+    there = {name: part for name, part in datasets._asdict().items() if part is not None}
+    streams = streams_of(datasets)
+    told = ", ".join(f"{name} a stream" if name in streams else f"{name} {len(part):,}" for name, part in there.items())
+    return told if streams else f"{told} samples"
 
 
 def _tell_restart(rank: Rank, trainer: Trainer) -> None:

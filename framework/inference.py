@@ -13,6 +13,7 @@ from torch import nn
 from framework import build
 from framework.config.schema import Part
 from framework.data.loader import EvalLoader
+from framework.data.stream_loader import StreamEvalLoader
 from framework.distributed.collectives import barrier
 from framework.distributed.group import process_group
 from framework.errors import ConfigError, DataError
@@ -22,7 +23,8 @@ from framework.launch.plan import RankArguments
 from framework.precision import PrecisionPlugin
 from framework.predictions import columns_of, join_parts, save_part
 from framework.pulse import Phase
-from framework.session import Rank, entered, eval_loader, load_model
+from framework.session import Rank, entered, eval_loader, load_model, open_for_streams
+from framework.streams import check_streams
 from framework.types import Datasets
 
 
@@ -54,17 +56,18 @@ def predict_rank(arguments: RankArguments, link: Link) -> None:
             )
         part = rank.config.predict.part
         with _ready(rank, arguments, part=part) as (model, loader, precision):
+            turns = loader.turns if isinstance(loader, StreamEvalLoader) else None
             mine = _part_file(rank, rank.context.rank)
             save_part(list(_predictions(model, loader, task=task, precision=precision)), mine)
             barrier(rank.context)
             if rank.context.is_main:
                 parts = [_part_file(rank, number) for number in range(rank.context.world_size)]
-                count = join_parts(parts, Path(rank.config.predict.output))
+                count = join_parts(parts, Path(rank.config.predict.output), turns=turns)
                 rank.run_dir.update_run({"results": {"samples": count}})
 
 
 def _predictions(
-    model: nn.Module, loader: EvalLoader, *, task: Any, precision: PrecisionPlugin
+    model: nn.Module, loader: EvalLoader | StreamEvalLoader, *, task: Any, precision: PrecisionPlugin
 ) -> Iterator[dict[str, torch.Tensor]]:
     model.eval()
     with torch.inference_mode():
@@ -77,23 +80,26 @@ def _predictions(
 @contextmanager
 def _ready(
     rank: Rank, arguments: RankArguments, *, part: Part
-) -> Iterator[tuple[nn.Module, EvalLoader, PrecisionPlugin]]:
+) -> Iterator[tuple[nn.Module, EvalLoader | StreamEvalLoader, PrecisionPlugin]]:
     """The model with its weights, this rank's share of the part, and the precision, inside the process group."""
     config, context = rank.config, rank.context
     datasets = build.build_datasets(config.data.datasets)
+    dataset = _part(datasets, part)
+    check_streams(config, datasets, rank.strategy)
     trainer = config.trainer
     limits = {
         Part.TRAIN: trainer.limit_train_batches,
         Part.VAL: trainer.limit_val_batches,
         Part.TEST: trainer.limit_test_batches,
     }
-    loader = eval_loader(rank, _part(datasets, part), part=part.value, limit=limits[part])
+    loader = eval_loader(rank, dataset, part=part.value, limit=limits[part])
     if loader is None:
         key = f"trainer.limit_{part.value}_batches"
         raise DataError(f"{key}=0 leaves nothing of the {part.value} part. Set {key}=null.")
     rank.link.pulse.at(Phase.MEETING)
     with process_group(context, config.backend, rendezvous=arguments.rendezvous):
         rank.link.pulse.at(Phase.BUILDING)
+        open_for_streams(rank, datasets)
         try:
             settings = config.trainer
             precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)

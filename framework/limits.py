@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from framework.config.schema import Config, TrainerConfig
 from framework.data.batching import BatchPlan, count_windows
@@ -34,9 +34,13 @@ def shortened(config: Config) -> Config:
     )
 
 
-def total_steps(settings: TrainerConfig, *, steps_per_epoch: int) -> int | None:
-    """Optimizer steps of the whole run, or None where only a callback will end it."""
-    by_epochs = None if settings.max_epochs is None else settings.max_epochs * steps_per_epoch
+def total_steps(settings: TrainerConfig, *, steps_per_epoch: int | None) -> int | None:
+    """Optimizer steps of the whole run, or None where only a callback will end it.
+
+    Where nobody knows the steps of an epoch, it is what `max_steps` allows, or None.
+    """
+    epochs = settings.max_epochs
+    by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
     known = [limit for limit in (settings.max_steps, by_epochs) if limit is not None]
     return min(known, default=None)
 
@@ -74,6 +78,7 @@ def overfitted(datasets: Datasets, settings: TrainerConfig, plan: BatchPlan) -> 
     """With `overfit_batches`, the same few global batches for training and validation, and no test."""
     if settings.overfit_batches is None:
         return datasets
+    assert not isinstance(datasets.train, IterableDataset), "a stream can't be overfitted: see streams.py"
     size = len(datasets.train)
     windows = limited(count_windows(size, global_batch_size=plan.global_batch_size), settings.overfit_batches)
     few = first_samples(datasets.train, windows * plan.global_batch_size)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from framework.optim import Schedule, lay_out_state, with_own_kernels
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.pulse import Phase
+from framework.seed import generator_states, restore_generator_states
 from framework.types import Callback, Logger, Strategy, Task, Window, replicas_differ
 
 
@@ -52,6 +54,19 @@ class Parts:
             return loss
 
         return run_window
+
+    @contextmanager
+    def traceless(self, context: Context) -> Iterator[None]:
+        """Around forward and backward of a stand-in: buffers (BatchNorm's statistics, say) and generators stay as they
+        were, so that nothing but the gradients, to which it adds zeros, knows of it."""
+        generators = generator_states(context.devices)
+        kept = {name: buffer.clone() for name, buffer in self.bare_model.named_buffers()}
+        yield
+        restore_generator_states(generators, devices=context.devices)
+        with torch.no_grad():
+            for name, buffer in self.bare_model.named_buffers():
+                if name in kept:
+                    buffer.copy_(kept[name])
 
     def evaluation_weights(self) -> ExitStack:
         """While entered, the bare model holds the weights to evaluate, equal on all ranks. Every rank must call it."""

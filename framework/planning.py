@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from framework import build
 from framework.activations import recompute
@@ -32,6 +33,7 @@ from framework.progress import hooks
 from framework.run_dir import RunDir
 from framework.session import batch_plan
 from framework.strategies.stages import cut
+from framework.streams import check_streams, streams_of, train_limit
 from framework.topology import Topology
 from framework.types import (
     Callback,
@@ -78,7 +80,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     build.check_precision_fits(config.trainer.precision, strategy)
     share = data_share(strategy, rank=0, world_size=topology.world_size)
     plan = batch_plan(config, share)
-    datasets, data = _data(config, plan, notes)
+    datasets, data = _data(config, plan, notes, strategy=strategy)
     steps = _steps(config, plan, datasets)
     build.build_task(config.task)
     # Nothing is written: there will be no run.
@@ -96,7 +98,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
             config,
             context,
             callbacks=callbacks,
-            steps_per_epoch=steps["per_epoch"],
+            length=schedule_length(config, _STAND_IN_SIZE if datasets is None else steps["per_epoch"]),
             notes=notes,
             strategy=strategy,
         ),
@@ -117,8 +119,11 @@ def _batch(plan: BatchPlan) -> dict[str, Any]:
 # Data
 
 
-def _data(config: Config, plan: BatchPlan, notes: list[str]) -> tuple[Datasets | None, dict[str, Any]]:
+def _data(
+    config: Config, plan: BatchPlan, notes: list[str], *, strategy: Strategy
+) -> tuple[Datasets | None, dict[str, Any]]:
     """The datasets, or a stand-in of `plan.train_samples`, or None; and how many samples there are, from where."""
+    streams: list[str] = []
     try:
         datasets, source = build.build_datasets(config.data.datasets), "data"
     except (DataError, OSError) as error:
@@ -127,14 +132,23 @@ def _data(config: Config, plan: BatchPlan, notes: list[str]) -> tuple[Datasets |
                 f"The data isn't here, so the steps of an epoch aren't known; plan.train_samples=NUMBER gives them.\n"
                 f"{error}"
             )
-            return None, {"train": None, "val": None, "test": None, "source": None}
+            return None, {"train": None, "val": None, "test": None, "streams": streams, "source": None}
         datasets, source = Datasets(train=range(config.plan.train_samples)), "plan.train_samples"
     else:
+        check_streams(config, datasets, strategy)
         check_monitors(config, datasets)
-    sizes = {part: None if each is None else dataset_size(each, part=part) for part, each in _parts(datasets)}
+        streams = streams_of(datasets)
+    sizes = {
+        part: None if each is None or part in streams else dataset_size(each, part=part)
+        for part, each in _parts(datasets)
+    }
+    data = {**sizes, "streams": streams, "source": source}
     datasets = overfitted(datasets, config.trainer, plan)
-    check_everyone_gets_one(len(datasets.train), plan)
-    return datasets, {**sizes, "source": source}
+    if isinstance(datasets.train, IterableDataset):
+        notes.append("The train part is a stream: nobody knows how many samples it has, nor how many steps an epoch.")
+    else:
+        check_everyone_gets_one(len(datasets.train), plan)
+    return datasets, data
 
 
 def _parts(datasets: Datasets) -> list[tuple[str, Any]]:
@@ -147,6 +161,10 @@ def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[s
     limits = {"max_epochs": settings.max_epochs, "max_steps": settings.max_steps}
     if datasets is None:
         return {"per_epoch": None, "total": settings.max_steps if settings.max_epochs is None else None, **limits}
+    if isinstance(datasets.train, IterableDataset):
+        most = train_limit(settings, plan)
+        per_epoch = None if most is None else most // plan.global_batch_size
+        return {"per_epoch": per_epoch, "total": total_steps(settings, steps_per_epoch=per_epoch), **limits}
     size = len(datasets.train)
     limit = train_windows(settings, plan, size=size)
     per_epoch = windows_per_epoch(GlobalOrder(size, seed=config.seed, shuffle=False), plan, limit=limit)
@@ -161,14 +179,14 @@ def _sizes(
     context: Context,
     *,
     callbacks: Mapping[str, Callback],
-    steps_per_epoch: int | None,
+    length: int | None,
     notes: list[str],
     strategy: Strategy,
 ) -> dict[str, Any]:
     model = _build_model(config, context, num_stages=num_stages(strategy))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build.build_optimizer(config.optimizer, model.parameters())
-    build.build_scheduler(config.scheduler, optimizer, schedule_length(config, steps_per_epoch or _STAND_IN_SIZE))
+    build.build_scheduler(config.scheduler, optimizer, length)
     parameters, gradients = tensor_bytes(model.parameters()), tensor_bytes(trainable)
     try:
         state = optimizer_state(lambda tensors: build.build_optimizer(config.optimizer, tensors), model.parameters())

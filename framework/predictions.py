@@ -37,22 +37,33 @@ def save_part(batches: Sequence[Columns], path: Path) -> None:
     torch.save({name: torch.cat([batch[name] for batch in batches]) for name in names}, path)
 
 
-def join_parts(parts: Iterable[Path], output: Path) -> int:
+def join_parts(parts: Iterable[Path], output: Path, *, turns: int | None = None) -> int:
     """Write all parts to `output` in their order and remove them; gives the number of samples.
 
+    turns: samples that each part has in turn, and of the last ones a share; None where one part follows another.
     output: `.csv` (a header, one row a sample, an index first) or `.pt` (a dict of tensors). It appears whole. Raises
     ConfigError where it is there already.
     """
     parts = list(parts)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        count = FORMATS[output.suffix](map(_load, parts), temporary)
+        loaded = map(_load, parts)
+        count = FORMATS[output.suffix](loaded if turns is None else _in_turn(list(loaded), turns), temporary)
         put(temporary, output, key="predict.output")
     finally:
         temporary.unlink(missing_ok=True)
     for part in parts:
         part.unlink()
     return count
+
+
+def _in_turn(parts: Sequence[Columns], turns: int) -> Iterator[Columns]:
+    sizes = [len(next(iter(part.values()), ())) for part in parts]
+    rounds = sum(sizes) // (turns * len(parts))
+    for begin in range(0, rounds * turns, turns):
+        yield from ({name: values[begin : begin + turns] for name, values in part.items()} for part in parts)
+    rest = ({name: values[rounds * turns :] for name, values in part.items()} for part in parts)
+    yield from (part for part, size in zip(rest, sizes, strict=True) if size > rounds * turns)
 
 
 def _load(part: Path) -> Columns:

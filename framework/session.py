@@ -6,23 +6,29 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from framework import build
 from framework.allocator import keep_freed_memory
 from framework.checkpoint import find, load, load_weights, read_manifest
 from framework.checkpoint.store import check_shards
 from framework.config.parse import parse
-from framework.config.schema import Config
+from framework.config.schema import Config, StreamSharing
 from framework.data.batching import BatchPlan, plan_batches
-from framework.data.choosing import Loading
+from framework.data.choosing import Loading, worker_count
 from framework.data.loader import EvalLoader, dataset_size
+from framework.data.stream import Deal, Reading
+from framework.data.stream_loader import StreamEvalLoader, StreamLoader, evaluation_plan
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context, make_context
+from framework.distributed.exchange import SideExchange
 from framework.distributed.tensors import is_model_spread
 from framework.errors import CheckpointError, ConfigError
 from framework.hardware import Sharers, sharers_of_cores, threads_per_process
@@ -30,10 +36,11 @@ from framework.late_dynamo import late_dynamo
 from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.limits import first_samples, limited, shortened
-from framework.rank_log import rank_log
+from framework.rank_log import logger, rank_log
 from framework.run_dir import RunDir
 from framework.seed import set_deterministic
-from framework.types import DataShare, MapDataset, Strategy, data_share, forward_communicates
+from framework.streams import is_sharded, streams_of, train_limit
+from framework.types import Datasets, DataShare, MapDataset, Strategy, data_share, forward_communicates
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,12 @@ class Rank:
     def data_share(self) -> DataShare:
         """Which samples this rank trains on and validates."""
         return data_share(self.strategy, rank=self.context.rank, world_size=self.context.world_size)
+
+    @cached_property
+    def exchange(self) -> SideExchange:
+        """Of what ranks read of streams; see `open_for_streams`."""
+        backend = self.config.backend
+        return SideExchange(self.context, timeout_s=max(backend.init_timeout, backend.timeout))
 
 
 @contextmanager
@@ -81,9 +94,33 @@ def entered(arguments: RankArguments, link: Link) -> Iterator[Rank]:
         yield Rank(config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
 
 
+def open_for_streams(rank: Rank, datasets: Datasets) -> None:
+    """Make the group that streams need, where there are any. Every rank must call it, inside the process group."""
+    if streams_of(datasets):
+        rank.exchange.open()
+
+
+def stream_loader(rank: Rank, dataset: IterableDataset[Any]) -> StreamLoader:
+    """The loader of a train part that is a stream."""
+    config, share = rank.config, rank.data_share
+    return StreamLoader(
+        dataset,
+        deal=Deal(rank.plan, share.rank, is_sharded(config.data)),
+        reading=_reading(rank, part="train", seed=config.seed, limit=train_limit(config.trainer, rank.plan)),
+        device=rank.context.device,
+        exchange=rank.exchange,
+        stops_first=config.data.stream is StreamSharing.STOP,
+    )
+
+
 def eval_loader(
-    rank: Rank, dataset: MapDataset | None, *, part: str, limit: int | float | None, strategy: Strategy | None = None
-) -> EvalLoader | None:
+    rank: Rank,
+    dataset: MapDataset | IterableDataset[Any] | None,
+    *,
+    part: str,
+    limit: int | float | None,
+    strategy: Strategy | None = None,
+) -> EvalLoader | StreamEvalLoader | None:
     """The loader of an evaluation part cut to its limit; None where there is nothing to evaluate.
 
     strategy: by which the model to evaluate is wrapped; None where each rank has all of it.
@@ -92,13 +129,25 @@ def eval_loader(
         return None
     context, data = rank.context, rank.config.data
     batch_size = data.eval_batch_size or data.batch_size
+    share = DataShare(context.rank, context.world_size) if strategy is None else rank.data_share
+    is_even = strategy is not None and forward_communicates(strategy)
+    if isinstance(dataset, IterableDataset):
+        if limit == 0:
+            return None
+        return StreamEvalLoader(
+            dataset,
+            deal=Deal(evaluation_plan(batch_size, world_size=share.world_size), share.rank, is_sharded(data)),
+            reading=_reading(rank, part=part, seed=0, limit=None if limit is None else int(limit) * batch_size),
+            device=context.device,
+            exchange=rank.exchange,
+            is_even=is_even,
+        )
     if limit is not None:
         # Counted in one process's batches, so that the same samples are evaluated on any number of processes.
         batches = limited(-(-dataset_size(dataset, part=part) // batch_size), limit)
         if batches == 0:
             return None
         dataset = first_samples(dataset, batches * batch_size)
-    share = DataShare(context.rank, context.world_size) if strategy is None else rank.data_share
     return EvalLoader(
         dataset,
         part=part,
@@ -107,8 +156,20 @@ def eval_loader(
         world_size=share.world_size,
         device=context.device,
         loading=loading(rank),
-        is_even=strategy is not None and forward_communicates(strategy),
+        is_even=is_even,
     )
+
+
+def _reading(rank: Rank, *, part: str, seed: int, limit: int | None) -> Reading:
+    """How a stream is read: by a process of its own where there is a core for it, or it is asked for; which is told."""
+    data = rank.config.data
+    wanted = data.num_workers
+    if wanted is None:
+        wanted = worker_count(procs=core_sharers(rank.config, rank.context).number)
+    if rank.context.is_main:
+        who = "a worker process" if wanted else "this process"
+        logger.info("data: the %s part is a stream, read by %s (data.stream=%s)", part, who, data.stream.value)
+    return Reading(part, seed=seed, limit=limit, in_worker=wanted > 0)
 
 
 def loading(rank: Rank) -> Loading:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import IterableDataset
 
 from framework import build
 from framework.causes import place, said
 from framework.config.schema import Config
 from framework.data.fetch import Request, fetch_for
 from framework.data.loader import dataset_size
+from framework.data.stream import first_batch
 from framework.errors import ConfigError, TargetError
 from framework.precision import PrecisionPlugin
 from framework.types import Datasets, Task
@@ -84,10 +86,13 @@ def _first_call(
     """How the model is called first with `num_samples` samples, and how often it is."""
     part = next(name for name in _PARTS if getattr(datasets, name) is not None)
     dataset = getattr(datasets, part)
-    fetch = fetch_for(dataset, part=part, seed=0)
-    indices = torch.arange(num_samples) % dataset_size(dataset, part=part)
+    if isinstance(dataset, IterableDataset):
+        loaded = first_batch(dataset, number=num_samples, part=part)
+    else:
+        indices = torch.arange(num_samples) % dataset_size(dataset, part=part)
+        loaded = fetch_for(dataset, part=part, seed=0)(Request(indices, epoch=0))
     precision = PrecisionPlugin(config.trainer.precision, device=torch.device("cpu"))
-    batch = precision.convert_batch(fetch(Request(indices, epoch=0)))
+    batch = precision.convert_batch(loaded)
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@
         stop         when the ranks agreed to: a callback's wish, or a signal's
 
 The loop calls what it needs by name; callbacks and loggers observe. Nothing on the way of a step waits for the device,
-talks to other ranks (but for the strategy) or formats text. What this rank is doing is marked in its pulse, 0.1 µs
-each time, so that who watches can tell where it is.
+talks to other ranks (but for the strategy; what they read of streams goes round beside it) or formats text. What this
+rank is doing is marked in its pulse, 0.1 µs each time, so that who watches can tell where it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch import Tensor
 from framework.checkpoint import CheckpointManager
 from framework.config.schema import TrainerConfig
 from framework.data.loader import EvalLoader, TrainLoader
+from framework.data.stream_loader import StreamEvalLoader, StreamLoader
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.ending import Ending
@@ -42,6 +44,8 @@ from framework.seed import generator_states
 from framework.timing import Timing
 from framework.types import EvalReport, FitInfo, StepReport, Stop, Window
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
 
 @final
 class Trainer:
@@ -53,8 +57,8 @@ class Trainer:
         settings: TrainerConfig,
         *,
         context: Context,
-        train_loader: TrainLoader,
-        val_loader: EvalLoader | None,
+        train_loader: TrainLoader | StreamLoader,
+        val_loader: EvalLoader | StreamEvalLoader | None,
         checkpoints: CheckpointManager | None,
         after_first_step: Callable[[], None],
         link: Link,
@@ -73,6 +77,8 @@ class Trainer:
         self.restore_generators: Callable[[], object] | None = None
         self.timing = Timing(link.pulse, context=context, every=settings.log_every_n_steps)
         self._watch = self.timing.watch
+        for tell in hooks([train_loader], "tell_waiting"):
+            tell(self._watch)
         self._pulse = link.pulse
         self._after_first_step = after_first_step
         self._saved_step: int | None = None
@@ -156,7 +162,8 @@ class Trainer:
         for position, micro in enumerate(window.micro_batches, start=1):
             mark(Phase.FORWARD)
             weight = micro.num_samples * scale
-            with parts.strategy.accumulate(parts.model, synchronise=position == window.num_micro_batches):
+            traceless = _NOTHING if micro.num_samples else parts.traceless(self.context)
+            with traceless, parts.strategy.accumulate(parts.model, synchronise=position == window.num_micro_batches):
                 with parts.precision.autocast():
                     output = parts.task.training_step(parts.model, parts.precision.convert_batch(micro.batch))
                 # Times 1.0 would be the same number at the price of two kernels.
@@ -278,7 +285,9 @@ class Trainer:
         weights = self.parts.add_weights(training)
         training |= {"progress": self.progress.state_dict(), "val_metrics": dict(self.val_metrics)}
         mine = (generator_states(self.context.devices), self._meter.state_dict(), self.ending.wish)
-        generators, training["meters"], wishes = map(list, zip(*gather_to_all(mine, self.context), strict=True))
+        of_ranks = gather_to_all((*mine, self.train_loader.state_dict()), self.context)
+        generators, training["meters"], wishes, streams = map(list, zip(*of_ranks, strict=True))
+        training["streams"] = [each for each in streams if each is not None]
         training["global_batch_size"] = self.train_loader.global_batch_size
         training["stop"] = {"reason": self.ending.reason, "wishes": wishes}
         return {**weights, "training": training, "generators": generators}
@@ -291,6 +300,7 @@ class Trainer:
         rank, world_size = self.context.rank, self.context.world_size
         self.parts.load_state_dict(training)
         self.progress.load_state_dict(training["progress"])
+        self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)
         self.val_metrics = dict(training.get("val_metrics", {}))
         meters = training.get("meters", [])
         if len(meters) == world_size:
@@ -304,7 +314,7 @@ class Trainer:
     def _bind(self) -> list[Callable[[StepReport], Stop | None]]:
         """Tell the observers that training starts; gives those who want to hear of every step."""
         parts = self.parts
-        steps_per_epoch = len(self.train_loader)
+        steps_per_epoch = self.train_loader.steps_per_epoch
         info = FitInfo(
             model=parts.bare_model,
             start_step=self.progress.step,

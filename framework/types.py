@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype, nn
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
+    from torch.utils.data import IterableDataset
 
 Batch = Any
 """What a dataset's samples collate to: a tensor, or a tuple or dict of tensors whose first dimension is the sample."""
@@ -30,11 +31,14 @@ class MapDataset(Protocol):
 
 
 class Datasets(NamedTuple):
-    """What `data.datasets` builds. Validation chooses the best checkpoint; test is looked at once, at the end."""
+    """What `data.datasets` builds. Validation chooses the best checkpoint; test is looked at once, at the end.
 
-    train: MapDataset
-    val: MapDataset | None = None
-    test: MapDataset | None = None
+    Each is map-style, or a stream: torch's IterableDataset, which gives one sample after another.
+    """
+
+    train: MapDataset | IterableDataset[Any]
+    val: MapDataset | IterableDataset[Any] | None = None
+    test: MapDataset | IterableDataset[Any] | None = None
 
 
 class StepOutput(NamedTuple):
@@ -68,7 +72,7 @@ class Window(NamedTuple):
     """What one rank contributes to one optimizer step: its micro-batches of one global batch.
 
     global_count: samples of the global batch over all ranks and micro-batches; the same on every rank.
-    epoch_end: this is the epoch's last window. indices: of each micro-batch.
+    epoch_end: this is the epoch's last window. indices: of each micro-batch; places in a stream.
     """
 
     micro_batches: Iterator[MicroBatch]
@@ -123,13 +127,14 @@ class Stop(NamedTuple):
 class FitInfo:
     """What observers learn before the first step. `model` is the unwrapped module.
 
-    Model and optimizer may be read and kept, and hooks put on them: whoever changes them changes the training.
+    Model and optimizer may be read and kept, and hooks put on them: whoever changes them changes the training. Of a
+    stream nobody may know how many steps an epoch has, nor then how many there are in all.
     """
 
     model: nn.Module
     start_step: int
     total_steps: int | None
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     max_epochs: int | None
     optimizer: Optimizer
 
@@ -176,6 +181,7 @@ class Strategy(Protocol):
     and a `Waiting`, and gives whether it will tell; else only times of data and callbacks are compared over ranks.
     One that makes process groups of its own in `wrap` names them in `groups`: they get the run's time-outs. One that
     has tensors on the CPU exchanged beside those on GPUs says so with `exchanges_on_cpu = True`.
+    One whose forward takes in the samples of other ranks (their statistics, say) says so with `mixes_samples = True`.
     One that can't go with every number format has `check_precision(precision)`, which raises ConfigError.
 
     One may also have `after_update(model)`, called after every optimizer step with no gradient left. Where ranks don't
@@ -264,6 +270,11 @@ def steps_to_exchange(strategy: Strategy) -> int | None:
     """In how many steps ranks exchange something next; None for one that does so in every step."""
     steps: int | None = getattr(strategy, "steps_to_exchange", None)
     return steps
+
+
+def mixes_samples(strategy: Strategy) -> bool:
+    """Whether what a rank computes of its samples depends on those of others in the same forward."""
+    return bool(getattr(strategy, "mixes_samples", False))
 
 
 def weight_copies(strategy: Strategy) -> int:

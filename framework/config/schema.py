@@ -75,6 +75,12 @@ class LoaderKind(Enum):
     DATALOADER = "dataloader"
 
 
+class StreamSharing(Enum):
+    SHARED = "shared"
+    JOIN = "join"
+    STOP = "stop"
+
+
 class Part(Enum):
     TRAIN = "train"
     VAL = "val"
@@ -105,6 +111,7 @@ class DataConfig:
     eval_batch_size: int | None = bounded(at_least=1)  # per process; default: batch_size
     loader: LoaderKind = LoaderKind.AUTO  # resident: kept in memory as tensors; auto: where that is safe and fits
     num_workers: int | None = auto(at_least=0)  # DataLoader processes per rank and part; auto: 8, or the cores left
+    stream: StreamSharing = StreamSharing.SHARED  # how processes share a part that is an IterableDataset
     shuffle: bool
     root: str | None  # folder of the data set's files; null where it has none
     mirrors: Texts | None  # addresses to download missing files from; null: the data set's own

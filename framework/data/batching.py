@@ -67,3 +67,13 @@ def micro_batches(plan: BatchPlan, *, global_count: int, rank: int) -> list[rang
 def count_windows(num_samples: int, *, global_batch_size: int) -> int:
     """Optimizer steps it takes to consume `num_samples`; the last, short global batch is kept."""
     return -(-num_samples // global_batch_size)
+
+
+def own_micro_batches(plan: BatchPlan, *, count: int, rank: int) -> list[range]:
+    """The positions in `count` samples, at most its share of a full global batch, of each of a rank's micro-batches.
+
+    For a rank that reads samples of its own: how many it makes doesn't depend on what others have. None is empty.
+    """
+    full = len(share(plan.global_batch_size, rank=rank, world_size=plan.world_size))
+    number = -(-count * plan.micro_batches // full)
+    return [share(count, rank=i, world_size=number) for i in range(number)]

@@ -77,17 +77,22 @@ class FetchSamples:
         indices = request.indices.tolist()
         with preserved_generators():
             samples = [self._load(index, epoch=request.epoch) for index in indices]
-        try:
-            return default_collate(samples)
-        except Exception as error:
-            raise RunError(
-                f"Samples {indices} of the {self._part} dataset don't make a batch: {type(error).__name__}: {error}\n"
-                "Every sample must have the same structure, with tensors of the same shapes."
-            ) from error
+        return collated(samples, named=f"Samples {indices} of the {self._part} dataset")
 
     def _load(self, index: int, *, epoch: int) -> Any:
         seed_generators(mix(self._seed, "sample", epoch, index))
         return load_sample(self._dataset, index, part=self._part)
+
+
+def collated(samples: list[Any], *, named: str) -> Batch:
+    """A batch of samples. Raises RunError, where they can't be one, that calls them as `named`."""
+    try:
+        return default_collate(samples)
+    except Exception as error:
+        raise RunError(
+            f"{named} don't make a batch: {type(error).__name__}: {error}\n"
+            "Every sample must have the same structure, with tensors of the same shapes."
+        ) from error
 
 
 def load_sample(dataset: MapDataset, index: int, *, part: str) -> Any:
@@ -96,7 +101,7 @@ def load_sample(dataset: MapDataset, index: int, *, part: str) -> Any:
         return dataset[index]
     except Exception as error:
         raise RunError(
-            f"Sample {index} of the {part} dataset raised {type(error).__name__}: {error}\n{_where(error)}"
+            f"Sample {index} of the {part} dataset raised {type(error).__name__}: {error}\n{where(error)}"
         ) from error
 
 
@@ -124,7 +129,7 @@ def preserved_generators() -> Iterator[None]:
             numpy.random.set_state(state)
 
 
-def _where(error: Exception) -> str:
+def where(error: Exception) -> str:
     """The way through the dataset's code to where it raised: such an error is shown without its traceback."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own call
     return "\n".join(f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import tee
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -97,6 +97,10 @@ class TrainLoader:
         return windows_per_epoch(self._order, self._plan, limit=self._limit)
 
     @property
+    def steps_per_epoch(self) -> int:
+        return len(self)
+
+    @property
     def global_batch_size(self) -> int:
         return self._plan.global_batch_size
 
@@ -113,6 +117,12 @@ class TrainLoader:
         whole = len(indices) - len(indices) % self._plan.global_batch_size
         yield from self._gatherer.windows(indices[:whole], epoch=epoch, to_the_end=whole == len(indices))
         yield from self._loaded(indices[whole:], epoch=epoch)
+
+    def state_dict(self) -> None:
+        """Nothing: the sample cursor says it all."""
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, samples: int) -> None:
+        """Nothing either."""
 
     def _loaded(self, indices: Tensor, *, epoch: int) -> Iterator[Window]:
         """Windows whose batches are loaded one by one."""

@@ -5,23 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from framework.data.fetch import Fetch, Request
-from framework.errors import RunError
+from framework.errors import DataError, FrameworkError, RunError
 from framework.types import Batch
+
+Item = TypeVar("Item")
 
 
 class Failure(NamedTuple):
-    """An error on its way from a worker; torch would bury its message in a traceback."""
+    """An error on its way from a worker; torch would bury its message in a traceback. is_of_data: a DataError."""
 
     message: str
+    is_of_data: bool = False
 
 
 @final
@@ -59,10 +62,54 @@ class Workers:
         """End the worker processes; may be called again."""
         started = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
         self._loader = None  # the DataLoader's iterator ends them when it is let go
-        for worker in started:
-            if worker.is_alive():  # stuck in a sample: it was asked to end, by a signal that it doesn't heed
-                worker.kill()
-                worker.join()
+        _end(started)
+
+
+def read_ahead(make: Callable[[], Iterator[Item]]) -> Generator[Item, None, None]:
+    """What `make` gives, made by one worker process, some items ahead. It is ended with the generator.
+
+    Raises what a FrameworkError raised there says, as a DataError or a RunError.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        _Made(make),
+        batch_size=None,
+        num_workers=1,
+        collate_fn=_as_is,
+        worker_init_fn=partial(_init_worker, parent=os.getpid()),
+        multiprocessing_context="fork" if sys.platform.startswith("linux") else "spawn",
+        generator=torch.Generator(),  # as above
+    )
+    items = iter(loader)
+    started = list(getattr(items, "_workers", []))
+    try:
+        for item in items:
+            if isinstance(item, Failure):
+                raise (DataError if item.is_of_data else RunError)(item.message)
+            yield item
+    finally:
+        del items
+        _end(started)
+
+
+def _end(workers: Iterable[Any]) -> None:
+    for worker in workers:
+        if worker.is_alive():  # stuck in a sample: it was asked to end, by a signal that it doesn't heed
+            worker.kill()
+            worker.join()
+
+
+@final
+class _Made(IterableDataset[Any]):
+    """What the DataLoader takes for its dataset: a "sample" is a whole item."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._make()
+        except FrameworkError as error:
+            yield Failure(str(error), isinstance(error, DataError))
 
 
 @final

@@ -84,7 +84,11 @@ def _pace(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data["source"] is None:
         samples = "unknown, the data isn't here"
     else:
-        known = [f"{data[part]:,} {word}" for part, word in _PARTS if data[part] is not None]
+        known = [
+            f"a stream {word}" if part in data["streams"] else f"{data[part]:,} {word}"
+            for part, word in _PARTS
+            if part in data["streams"] or data[part] is not None
+        ]
         samples = ", ".join(known) + (" (plan.train_samples)" if data["source"] != "data" else "")
     per_epoch = "unknown" if steps["per_epoch"] is None else f"{steps['per_epoch']:,}"
     total = "" if steps["total"] is None else f", {steps['total']:,} in all"

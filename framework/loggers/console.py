@@ -126,7 +126,8 @@ class ConsoleLogger:
         assert self._info is not None
         if self._report is not None:
             return self._report.epoch
-        return self._info.start_step // max(self._info.steps_per_epoch, 1)
+        per_epoch = self._info.steps_per_epoch
+        return 0 if per_epoch is None else self._info.start_step // max(per_epoch, 1)  # of a stream: until a step tells
 
     def _rate(self) -> float | None:
         """Steps per second over the last redraws, evaluations included: what the time left depends on."""

@@ -57,7 +57,7 @@ class DDP:
         if sync_batchnorm:
             _check_sync_batchnorm(context)
         self._context = context
-        self._syncs_batchnorm = sync_batchnorm
+        self._syncs_batchnorm = self.mixes_samples = sync_batchnorm
         self.copies_gradients = not gradient_as_bucket_view
         self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
         self._options: dict[str, Any] = {

@@ -68,7 +68,7 @@ def test_packed_and_unpacked_files_read_as_with_torchvision(data_root: Path, tmp
 
 
 def test_the_parts(data: Datasets, data_root: Path) -> None:
-    assert [len(part) for part in data if part is not None] == [55_000, 5_000, 10_000]
+    assert [len(part) for part in data if part is not None] == [55_000, 5_000, 10_000]  # type: ignore[arg-type]
     images, labels = everything(data.train)
     assert (images.shape, images.dtype) == ((55_000, 1, 28, 28), torch.float32)
     assert (labels.dtype, labels.unique().tolist()) == (torch.int64, list(range(10)))
@@ -104,7 +104,7 @@ def test_images_are_normalised_bit_for_bit_as_they_were_one_by_one(data: Dataset
 
 def test_all_parts_are_bytes_of_the_same_file(data: Datasets) -> None:
     train, val, test = data
-    assert train.tensors[0].data_ptr() == val.tensors[0].data_ptr()  # type: ignore[union-attr, attr-defined]
+    assert train.tensors[0].data_ptr() == val.tensors[0].data_ptr()  # type: ignore[union-attr]
     assert {part.tensors[0].dtype for part in (train, val, test)} == {torch.uint8}  # type: ignore[union-attr]
 
 
@@ -139,7 +139,7 @@ def test_a_validation_part_that_leaves_nothing_is_refused(data_root: Path, val_s
 
 def test_without_validation(data_root: Path) -> None:
     whole = mnist(str(data_root), val_size=0)
-    assert (len(whole.train), whole.val) == (60_000, None)
+    assert (len(whole.train), whole.val) == (60_000, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.multiproc

@@ -48,7 +48,7 @@ def test_toy_data_are_the_same_for_a_seed_and_leave_the_generator_alone():
 
 def test_toy_data_without_held_out_parts():
     data = toy_regression(num_samples=50, val_fraction=0, test_fraction=0)
-    assert (len(data.train), data.val, data.test) == (50, None, None)
+    assert (len(data.train), data.val, data.test) == (50, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("global_batch_size", [20, 40])

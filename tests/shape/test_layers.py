@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, set[str]], ...] = (
     ("L3", {"progress", "meter", "rank_log", "targets", "stopwatch", "activations"}),
     ("L3", {"timing"}),
     ("L4", {"evaluator", "finite", "limits", "parts", "predictions", "footprint", "causes", "agreement", "ending"}),
+    ("L4", {"streams"}),
     ("L4", {"trainer"}),
     ("L5", {"build"}),
     ("L6", {"session"}),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from framework.errors import DataError
 from framework.types import Datasets, StepReport
@@ -117,3 +117,12 @@ class PlainLogger:
     def metrics(self, values: Any, *, step: int, epoch: int) -> None: ...
     def text(self, tag: str, text: str) -> None: ...
     def close(self) -> None: ...
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+def stream() -> Datasets:
+    return Datasets(Endless(), val=TensorDataset(torch.zeros(4, 2)))

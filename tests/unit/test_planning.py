@@ -255,7 +255,7 @@ def missing() -> dict[str, Any]:
 
 def test_steps_of_data_that_is_not_there_are_not_known():
     found = facts("recipe=toy", data=missing())
-    assert found["data"] == {"train": None, "val": None, "test": None, "source": None}
+    assert found["data"] == {"train": None, "val": None, "test": None, "streams": [], "source": None}
     assert (found["steps"]["per_epoch"], found["steps"]["total"]) == (None, None)
     (note,) = found["notes"]
     assert "plan.train_samples=NUMBER" in note
@@ -266,9 +266,24 @@ def test_steps_of_data_that_is_not_there_are_not_known():
 
 def test_samples_that_were_given_stand_for_data_that_is_not_there():
     found = facts("recipe=toy", "plan.train_samples=1600", data=missing(), procs=2)
-    assert found["data"] == {"train": 1600, "val": None, "test": None, "source": "plan.train_samples"}
+    assert found["data"] == {"train": 1600, "val": None, "test": None, "streams": [], "source": "plan.train_samples"}
     assert (found["steps"]["per_epoch"], found["notes"]) == (40, [])
     assert facts("recipe=toy", "plan.train_samples=5")["data"]["train"] == 1600  # the real data counts
+
+
+def test_of_a_stream_nobody_knows_the_steps():
+    data = {**composed("recipe=toy")["data"], "datasets": {"_target_": f"{FAKES}.stream"}, "shuffle": False}
+    found = facts("recipe=toy", data=data)
+    assert found["data"] == {"train": None, "val": 4, "test": None, "streams": ["train"], "source": "data"}
+    assert (found["steps"]["per_epoch"], found["steps"]["total"]) == (None, None)
+    assert any("The train part is a stream" in note for note in found["notes"])
+    limited = facts("recipe=toy", "trainer.limit_train_batches=3", "trainer.max_epochs=2", data=data)
+    assert (limited["steps"]["per_epoch"], limited["steps"]["total"]) == (3, 6)
+    with pytest.raises(ConfigError, match=r"must know when training ends(.|\n)*Set trainer.max_steps"):
+        facts("recipe=toy", "scheduler=cosine", data=data)
+    assert facts("recipe=toy", "scheduler=cosine", "trainer.max_steps=9", data=data)["steps"]["total"] == 9
+    with pytest.raises(ConfigError, match=r"data.shuffle=true can't go"):
+        facts("recipe=toy", data={**data, "shuffle": True})
 
 
 # Refused as training would be

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from framework.data.batching import share
 from framework.errors import ConfigError
 from framework.predictions import FORMATS, Columns, columns_of, join_parts, save_part
 
@@ -140,3 +141,20 @@ def test_a_file_that_came_meanwhile_is_left_as_it_is(tmp_path):
         join_parts([part], output)
     assert output.read_text() == "another's"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.part", "all.csv"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 11, 12])
+def test_parts_that_took_turns_are_put_in_order(tmp_path: Path, count: int) -> None:
+    """Two samples at a time each of three, and of what is left a share."""
+    whole = list(range(count))
+    shares: list[list[int]] = [[], [], []]
+    for begin in range(0, count - count % 6, 6):
+        for rank in range(3):
+            shares[rank] += whole[begin + 2 * rank : begin + 2 * rank + 2]
+    for rank in range(3):
+        rest = whole[count - count % 6 :]
+        shares[rank] += [rest[position] for position in share(len(rest), rank=rank, world_size=3)]
+    parts = save(tmp_path, [[{"n": torch.tensor(own)}] if own else [] for own in shares])
+    assert join_parts(parts, tmp_path / "all.pt", turns=2) == count
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert found.get("n", torch.tensor([])).tolist() == whole

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.data.batching import BatchPlan, count_windows, micro_batches, plan_batches, share
+from framework.data.batching import BatchPlan, count_windows, micro_batches, own_micro_batches, plan_batches, share
 from framework.errors import ConfigError
 
 WORLD_SIZES = st.integers(1, 8)
@@ -77,3 +77,17 @@ def test_a_rank_without_samples_still_has_a_pass():
 @pytest.mark.parametrize(("num_samples", "expected"), [(1, 1), (20, 1), (21, 2), (40, 2)])
 def test_the_last_short_global_batch_counts_as_a_window(num_samples, expected):
     assert count_windows(num_samples, global_batch_size=20) == expected
+
+
+@given(data=st.data(), global_batch_size=st.integers(1, 257), world_size=WORLD_SIZES, accumulate=ACCUMULATE)
+def test_samples_of_a_rank_s_own_fill_no_more_passes_than_a_share_does(data, global_batch_size, world_size, accumulate):
+    plan = BatchPlan(max(global_batch_size, world_size * accumulate), accumulate, world_size)
+    rank = data.draw(st.integers(0, world_size - 1))
+    full = len(share(plan.global_batch_size, rank=rank, world_size=world_size))
+    whole = own_micro_batches(plan, count=full, rank=rank)
+    assert len(whole) == accumulate
+    count = data.draw(st.integers(0, full))
+    parts = own_micro_batches(plan, count=count, rank=rank)
+    assert [position for part in parts for position in part] == list(range(count))
+    assert len(parts) <= accumulate
+    assert all(0 < len(part) <= max(map(len, whole)) for part in parts)

@@ -26,7 +26,7 @@ PLAN: dict[str, Any] = {
         "per_forward": {"least": 6, "most": 7},
         "accumulate_grad_batches": 2,
     },
-    "data": {"train": 1600, "val": None, "test": 200, "source": "data"},
+    "data": {"train": 1600, "val": None, "test": 200, "streams": [], "source": "data"},
     "steps": {"per_epoch": 16, "total": 160, "max_epochs": 10, "max_steps": None},
     "model": {"name": "Net", "parameters": 1000, "trainable": 900},
     "memory": {"parameters": 4000, "gradients": 3600, "optimizer": 7200, "buffers": 0, "averages": 0},
@@ -87,7 +87,7 @@ def test_a_spread_model_is_one() -> None:
 
 
 def test_what_is_not_known_is_said() -> None:
-    unknown = {"train": None, "val": None, "test": None, "source": None}
+    unknown: dict[str, Any] = {"train": None, "val": None, "test": None, "streams": [], "source": None}
     assert row("samples", data=unknown) == "unknown, the data isn't here"
     assert row("steps", steps__per_epoch=None, steps__total=None) == "unknown an epoch (trainer.max_epochs=10)"
     assert row("on each rank", memory__optimizer=None).startswith("at least 7.60 kB = ")

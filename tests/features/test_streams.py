@@ -1,0 +1,98 @@
+"""A stream through the command: trained by two processes, gone on with, predicted; and what is refused or fails."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import results
+
+Train = Callable[..., Path]
+
+OWN = """
+import torch
+from torch.utils.data import IterableDataset
+from framework import Datasets
+
+class Numbers(IterableDataset):
+    def __init__(self, lengths, fails=False, only=None):
+        self.lengths, self.fails, self.only = list(lengths), fails, only
+
+    def shard(self, num_shards, index):
+        assert num_shards == len(self.lengths)
+        return Numbers(self.lengths, self.fails, index)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for part in range(len(self.lengths)) if self.only is None else [self.only]:
+            for number in range(self.lengths[part]):
+                if self.fails and self.only == 1 and number == 9:
+                    raise OSError("the connection is gone")
+                x = torch.tensor([part + 1.0, number / 10, torch.rand(()).item()])
+                yield x, x.sum()
+
+def data(fails=False):
+    return Datasets(Numbers([21, 10], fails), Numbers([5, 4]), Numbers([7, 4]))
+
+class Task:
+    def training_step(self, model, batch):
+        from framework import StepOutput
+        x, y = batch
+        return StepOutput((model(x).squeeze(1) - y).square().mean(), len(y))
+    validation_step = training_step
+    def predict_step(self, model, batch):
+        return batch[0][:, 0] * 100 + batch[0][:, 1] * 10
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+"""
+COMMON = (
+    *("recipe=toy", "model._target_=own.model", "task._target_=own.Task", "~task.loss", "~task.metrics"),
+    *("data.datasets._target_=own.data", "~data.datasets.num_samples", "~data.datasets.seed", "data.shuffle=false"),
+    *("data.batch_size=2", "logger=none", "trainer.num_threads=1"),
+)
+TWO = ("topology.procs_per_node=2", "data.stream=join", "trainer.accumulate_grad_batches=2")
+
+
+@pytest.fixture(autouse=True)
+def _own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+
+@pytest.mark.multiproc
+def test_two_processes_train_uneven_parts_go_on_exactly_and_predict_in_order(train: Train, tmp_path: Path) -> None:
+    """An epoch has six steps; after the third, the second process has nothing left."""
+    keep = ("checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1", "checkpoint.monitor=null")
+    run = train(*COMMON, *TWO, *keep, "trainer.max_epochs=2")
+    found = results.results(run)
+    assert (found["steps"], found["epochs"]) == (12, 2)
+    assert found["metrics"].keys() == {"val/loss", "test/loss"}
+    wanted = results.weights(run)
+    train(f"resume={run}/checkpoints/step_00000008")
+    results.assert_same(results.weights(run), wanted)
+
+    output = tmp_path / "out.csv"
+    train(
+        "job=predict",
+        f"checkpoint.path={run}",
+        "data.stream=shared",
+        "data.eval_batch_size=2",
+        "predict.output=out.csv",
+    )
+    rows = list(csv.reader(output.read_text().splitlines()))[1:]
+    assert [round(float(row[1])) for row in rows] == [*range(100, 107), *range(200, 204)]
+
+
+@pytest.mark.multiproc
+def test_an_error_in_one_stream_is_told_of_its_process(train: Train) -> None:
+    run = train(*COMMON, *TWO, "+data.datasets.fails=true", status=1)
+    report = json.loads((run / "failure.json").read_text())
+    assert report["first"]["rank"] == 1
+    assert "Sample 9 of the train stream, in epoch 0, raised OSError: the connection is gone" in json.dumps(report)

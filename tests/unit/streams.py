@@ -1,0 +1,128 @@
+"""Streams to train on, made of numbers; and their exchange between simulated ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from framework.data.batching import plan_batches
+from framework.data.stream import Deal, Reading
+from framework.data.stream_loader import StreamLoader
+from framework.distributed.context import Context
+from framework.distributed.exchange import Alone, Exchange, Table
+from tests.unit.simulated_ranks import CPU, SimulatedRanks, cpu_context
+
+Sample = tuple[Tensor, Tensor]
+
+
+def sample(part: int, number: int, epoch: int) -> Sample:
+    """Three inputs and a target; another in every epoch."""
+    generator = torch.Generator().manual_seed(1_000_000 * epoch + 1000 * part + number)
+    inputs = torch.randn(3, generator=generator)
+    return inputs, inputs.sum() + 0.1 * torch.randn((), generator=generator)
+
+
+class Parts(IterableDataset[Sample]):
+    """Parts of these lengths, one after another; a shard of as many is one of them."""
+
+    def __init__(self, lengths: Sequence[int], *, only: int | None = None, fails_at: int | None = None) -> None:
+        self.lengths, self.only, self.fails_at = lengths, only, fails_at
+        self.epoch = 0
+        self.read = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def shard(self, num_shards: int, index: int) -> Parts:
+        if num_shards != len(self.lengths):
+            raise IndexError(f"there are {len(self.lengths)} parts")
+        return Parts(self.lengths, only=index, fails_at=self.fails_at if index == 1 else None)
+
+    def __iter__(self) -> Iterator[Sample]:
+        for part in range(len(self.lengths)) if self.only is None else (self.only,):
+            for number in range(self.lengths[part]):
+                if number == self.fails_at:
+                    raise OSError("the connection is gone")
+                self.read += 1
+                yield sample(part, number, self.epoch)
+
+
+class Stateful(Parts):
+    """The same that goes on where it stood, without reading what was before; of one part."""
+
+    def __init__(self, lengths: Sequence[int], *, only: int | None = None, fails_at: int | None = None) -> None:
+        super().__init__(lengths, only=only)
+        self.begin = 0
+        self.position = 0
+
+    def shard(self, num_shards: int, index: int) -> Stateful:
+        return Stateful(self.lengths, only=index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["position"]
+
+    def __iter__(self) -> Iterator[Sample]:
+        self.position, self.begin = self.begin, 0
+        part = self.only or 0
+        while self.position < self.lengths[part]:
+            self.position += 1
+            self.read += 1
+            yield sample(part, self.position - 1, self.epoch)
+
+
+class Drawing(IterableDataset[tuple[int, float, float]]):
+    """What it gives is drawn."""
+
+    def __iter__(self) -> Iterator[tuple[int, float, float]]:
+        for number in range(10):
+            yield number, random.random(), float(torch.rand(()))
+
+
+class SimulatedExchange:
+    """Of threads: to begin is to wait for all."""
+
+    def __init__(self, ranks: SimulatedRanks, context: Context) -> None:
+        self._ranks, self._context = ranks, context
+
+    def begin(self, row: Sequence[float]) -> Callable[[], Table]:
+        table = self._ranks.gather(list(row), self._context)
+        return lambda: table
+
+    def give(self, value: Any, *, source: int) -> Any:
+        return self._ranks.gather(value, self._context)[source]
+
+    def meet(self) -> None:
+        self._ranks.gather(None, self._context)
+
+
+def make_loader(
+    dataset: Any,
+    context: Context | None = None,
+    *,
+    exchange: Exchange | None = None,
+    is_sharded: bool = False,
+    batch_size: int = 2,
+    accumulate: int = 1,
+    stops_first: bool = False,
+    **reading: Any,
+) -> StreamLoader:
+    context = cpu_context() if context is None else context
+    plan = plan_batches(
+        batch_size=batch_size, global_batch_size=None, world_size=context.world_size, accumulate=accumulate
+    )
+    return StreamLoader(
+        dataset,
+        deal=Deal(plan, context.rank, is_sharded),
+        reading=Reading("train", seed=5, **reading),
+        device=CPU,
+        exchange=Alone() if exchange is None else exchange,
+        stops_first=stops_first,
+    )

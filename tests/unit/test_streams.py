@@ -1,0 +1,89 @@
+"""What is asked of a stream and can't be, and of a stream where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from framework.config.parse import parse
+from framework.config.schema import Config, StreamSharing
+from framework.data.batching import BatchPlan
+from framework.errors import ConfigError
+from framework.streams import check_streams, train_limit
+from framework.types import Datasets
+from tests.unit.config.raw import raw_config
+from tests.unit.small_trainer import AsItIs, samples
+from tests.unit.streams import Parts
+
+STREAM = Datasets(Parts([3]), val=samples(4))
+
+
+class Mixing(AsItIs):
+    mixes_samples = True
+
+
+class Cutting(AsItIs):
+    num_stages = 2
+
+
+def config(*, job: str = "train", **changes: Any) -> Config:
+    whole = parse(raw_config())
+    data = {key: value for key, value in changes.items() if hasattr(whole.data, key)}
+    trainer = {key: value for key, value in changes.items() if hasattr(whole.trainer, key)}
+    of_data = replace(whole.data, **{"shuffle": False, **data})
+    return replace(whole, job=job, data=of_data, trainer=replace(whole.trainer, **trainer))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"shuffle": True}, "data.shuffle=true can't go with a train part that is a stream"),
+        ({"loader": "resident"}, "data.loader=resident keeps a part in memory, and train is a stream"),
+        ({"num_workers": 2}, "data.num_workers=2 can't go with a stream (train)"),
+        ({"limit_train_batches": 0.5}, "trainer.limit_train_batches=0.5 is a share of the train part"),
+        ({"overfit_batches": 2}, "trainer.overfit_batches can't go with a stream (train)"),
+        ({"job": "parity", "stream": StreamSharing.JOIN}, "data.stream=join can't go with job=parity"),
+    ],
+)
+def test_what_a_stream_cannot_give_is_refused(changes: dict[str, Any], said: str) -> None:
+    if changes.get("loader"):
+        raw = raw_config()
+        raw["data"] |= {"loader": "resident", "shuffle": False}
+        asked = parse(raw)
+    else:
+        asked = config(**changes)
+    with pytest.raises(ConfigError) as caught:
+        check_streams(asked, STREAM, AsItIs())
+    assert said in str(caught.value)
+
+
+def test_what_can_go_with_a_stream_passes() -> None:
+    check_streams(config(limit_train_batches=3, limit_val_batches=0.5, num_workers=1), STREAM, Mixing())
+    check_streams(config(stream=StreamSharing.STOP), STREAM, AsItIs())
+    check_streams(config(shuffle=True), Datasets(samples(4), val=Parts([3])), AsItIs())
+    check_streams(config(shuffle=True, num_workers=3), Datasets(samples(4)), AsItIs())
+
+
+def test_parts_of_its_own_want_a_strategy_that_can_do_without_and_a_stream() -> None:
+    asked = config(stream=StreamSharing.JOIN)
+    with pytest.raises(ConfigError, match=r"data.stream=join can't go with strategy.sync_batchnorm=true"):
+        check_streams(asked, STREAM, Mixing())
+    with pytest.raises(ConfigError, match=r"data.stream=join can't go with strategy=pipeline"):
+        check_streams(asked, STREAM, Cutting())
+    with pytest.raises(ConfigError, match=r"data.stream=join says how .* and data.datasets gives none"):
+        check_streams(asked, Datasets(samples(4)), AsItIs())
+
+
+def test_a_limit_counts_batches_of_each_process() -> None:
+    plan = BatchPlan(12, 2, 3)
+    limits = [train_limit(config(limit_train_batches=n, accumulate_grad_batches=2).trainer, plan) for n in (1, 2, 3)]
+    assert limits == [12, 12, 24]
+    assert train_limit(config().trainer, plan) is None
+
+
+def test_one_stream_for_two_parts_is_refused() -> None:
+    same = Parts([3])
+    with pytest.raises(ConfigError, match="one object for several of train, val"):
+        check_streams(config(), Datasets(same, val=same), AsItIs())
