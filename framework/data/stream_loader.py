@@ -210,9 +210,11 @@ class StreamLoader:
         for rank, row in enumerate(rows):
             other, found = first.setdefault(row.source, (rank, row))
             if not _is_same(row, found):
+                sizes = f"{found.size:.0f} samples on one, {row.size:.0f} on the other"
+                differs = "which aren't the same ones" if row.size == found.size else "so one ends earlier"
                 raise DataError(
-                    f"Ranks {other} and {rank} don't read the same {self._part} stream: in epoch {epoch} one has "
-                    f"{found.size:.0f} samples for a global batch and the other {row.size:.0f}, or they are others.\n"
+                    f"Ranks {other} and {rank} don't read the same {self._part} stream: in epoch {epoch} a global "
+                    f"batch has {sizes}, {differs}.\n"
                     "A stream must give the same samples in every process: seed what it draws, and don't let it look "
                     "at its rank. Where each process is to read a part of its own, use data.stream=join."
                 )

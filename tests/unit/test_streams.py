@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from framework.config.parse import parse
 from framework.config.schema import Config, StreamSharing
 from framework.data.batching import BatchPlan
 from framework.errors import ConfigError
 from framework.streams import check_streams, train_limit
-from framework.types import Datasets
+from framework.types import Datasets, MicroBatch, Window
 from tests.unit.config.raw import raw_config
-from tests.unit.small_trainer import AsItIs, samples
+from tests.unit.small_trainer import AsItIs, make_trainer, samples
 from tests.unit.streams import Parts
 
 STREAM = Datasets(Parts([3]), val=samples(4))
@@ -87,3 +90,24 @@ def test_one_stream_for_two_parts_is_refused() -> None:
     same = Parts([3])
     with pytest.raises(ConfigError, match="one object for several of train, val"):
         check_streams(config(), Datasets(same, val=same), AsItIs())
+
+
+@pytest.mark.usefixtures("own_state")
+def test_a_stand_in_leaves_nothing_but_zeros_in_gradients() -> None:
+    """Neither in statistics nor in generators: so it doesn't matter which batch stands in."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
+    trainer = make_trainer(model=model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    drawn = torch.get_rng_state(), random.getstate()
+    batch = [torch.full((4, 3), 5.0) + torch.arange(4.0)[:, None], torch.arange(4.0)]
+    seen: list[Tensor] = []
+    model[2].register_forward_hook(lambda *_: seen.append(model.get_buffer("0.running_mean").clone()))
+    trainer.train_step(Window(iter([MicroBatch(batch, 0)] * 2), 2, 1, False))
+    assert len(seen) == 2
+    assert not torch.equal(seen[0], before["0.running_mean"])
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
