@@ -55,8 +55,15 @@ class Deal:
         return self.rank if self.is_sharded else 0
 
     def reads(self, samples: int) -> int:
-        """Of so many samples over all ranks, those that this one reads."""
-        return len(share(samples, rank=self.rank, world_size=self.plan.world_size)) if self.is_sharded else samples
+        """Of so many samples over all ranks, dealt window by window, those that this one reads."""
+        if not self.is_sharded:
+            return samples
+        windows, rest = divmod(samples, self.plan.global_batch_size)
+        of_window, of_rest = (
+            len(share(count, rank=self.rank, world_size=self.plan.world_size))
+            for count in (self.plan.global_batch_size, rest)
+        )
+        return windows * of_window + of_rest
 
     def parts(self, count: int, *, source: int) -> list[range]:
         """The positions, in the `count` samples read for a window, of each micro-batch; those of another `source`."""

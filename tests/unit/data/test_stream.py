@@ -86,8 +86,9 @@ def test_a_limit_cuts_it_and_nothing_beyond_is_read() -> None:
     dataset = Parts([50])
     assert [chunk.size for chunk in read(dataset, deal=alone(4), limit=8)] == [4, 4]
     assert dataset.read == 8
-    mine = read(Parts([50]), deal=Deal(BatchPlan(5, 1, 2), 1, True), limit=10)
-    assert [chunk.size for chunk in mine] == [2, 2, 1]  # as many as the first rank has in as many windows: 5 of 10
+    for rank, wanted in enumerate(([3, 3, 1], [2, 2])):  # two windows, and of a third one a share
+        mine = read(Parts([50]), deal=Deal(BatchPlan(5, 1, 2), rank, True), limit=11)
+        assert [chunk.size for chunk in mine] == wanted
 
 
 def test_a_stream_that_is_shorter_than_it_was_is_refused() -> None:
