@@ -22,6 +22,9 @@ from typing import Any, final
 STACKS_SIGNAL: int = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Makes a rank write the Python stacks of its threads. One that libraries and schedulers leave alone."""
 
+COUNTED_GROUP = "counted with the default group"
+"""Description of a process group whose collectives are counted in `Stand.collectives`, too."""
+
 _PAGE_BYTES = mmap.PAGESIZE
 _RECORD_BYTES = 65_536
 _STACKS_AT = _PAGE_BYTES + _RECORD_BYTES

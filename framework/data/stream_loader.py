@@ -106,14 +106,13 @@ class StreamLoader:
         place = self._place(epoch, start)
         self._stands = place
         read = self._read(place)
-        first, second = self._begin(read), self._begin(read)
-        self._exchange.meet()
-        here, begun = self._settle(first, epoch=epoch), second
+        first, following = self._begin(read), self._begin(read)
+        here = self._settle(first, epoch=epoch)
         if here.is_over:
             raise no_samples(self._part, epoch=epoch)
         while not here.is_over:
             after = self._begin(read)
-            ahead, begun = self._settle(begun, epoch=epoch), after
+            ahead, following = self._settle(following, epoch=epoch), after
             if here.chunk is not None:
                 self._stands = Place(epoch, here.chunk.end, here.chunk.state)
             self._stands = self._stands._replace(has_ended=ahead.chunk is None)

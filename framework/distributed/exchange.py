@@ -11,7 +11,6 @@ from typing import Any, Protocol, final
 import torch
 import torch.distributed as dist
 
-from framework.distributed.collectives import barrier
 from framework.distributed.context import Context
 from framework.distributed.group import side_group
 from framework.errors import RunError
@@ -31,10 +30,6 @@ class Exchange(Protocol):
         """The value that rank `source` has, on every rank. Pickled between our own processes."""
         ...
 
-    def meet(self) -> None:
-        """Wait until every rank is here, as ranks do in training: who watches sees who is late."""
-        ...
-
 
 @final
 class Alone:
@@ -45,9 +40,6 @@ class Alone:
 
     def give(self, value: Any, *, source: int) -> Any:
         return value
-
-    def meet(self) -> None:
-        return
 
 
 @final
@@ -64,7 +56,7 @@ class SideExchange:
 
     def open(self) -> None:
         if self._context.world_size > 1 and self._group is None:
-            self._group = side_group(self._timeout_s)
+            self._group = side_group(self._timeout_s, is_counted=True)
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -98,6 +90,3 @@ class SideExchange:
         values = [value if self._context.rank == source else None]
         dist.broadcast_object_list(values, group=self._group, src=source)
         return values[0]
-
-    def meet(self) -> None:
-        barrier(self._context)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from framework.config.schema import BackendConfig
 from framework.distributed.context import Context
 from framework.errors import RunError
+from framework.pulse import COUNTED_GROUP
 
 # Groups with peers, to the end of the process. Torch joins a group's threads where its last owner goes: that may be
 # DDP's C++ part, with the interpreter's lock held, for which a thread waits that has a tensor to give back.
@@ -65,12 +66,14 @@ def group_of_mine(ranks: Sequence[Sequence[int]], context: Context) -> dist.Proc
     return mine
 
 
-def side_group(timeout_s: float) -> dist.ProcessGroup:
-    """A second group of all ranks, over the CPU, for what goes on beside training or isn't to be counted with it.
+def side_group(timeout_s: float, *, is_counted: bool = False) -> dist.ProcessGroup:
+    """A second group of all ranks, over the CPU, for what goes on beside training.
 
-    It ends with the first. Every rank must call it.
+    is_counted: by its collectives it is told, as by the first's, who is behind: all ranks begin those of both in one
+    order. It ends with the first. Every rank must call it.
     """
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    described = COUNTED_GROUP if is_counted else None
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=described)
     assert isinstance(group, dist.ProcessGroup)  # else this rank isn't in it, and all are
     return group
 

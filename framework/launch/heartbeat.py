@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from framework.pulse import Pulse
+from framework.pulse import COUNTED_GROUP, Pulse
 
 INTERVAL_S = 0.5
 
@@ -37,12 +37,15 @@ def beating(pulse: Pulse) -> Iterator[None]:
 
 
 def _collectives() -> int:
-    """How many collectives of the default group this rank has begun; 0 without a group, or one that doesn't count."""
+    """How many collectives this rank has begun, of the default group and of those that are counted with it; 0 without a
+    group, or one that doesn't count. All ranks begin them in one order.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0
     try:
-        group = distributed.distributed_c10d._get_default_group()
-        return int(group._get_sequence_number_for_group())
+        c10d = distributed.distributed_c10d
+        beside = (each for each in list(c10d._world.pg_map) if each.group_desc == COUNTED_GROUP)
+        return sum(int(each._get_sequence_number_for_group()) for each in (c10d._get_default_group(), *beside))
     except (RuntimeError, ValueError):  # a backend that doesn't count, or the group was destroyed just now
         return 0

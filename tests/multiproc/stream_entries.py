@@ -21,6 +21,7 @@ from framework.distributed.exchange import SideExchange
 from framework.distributed.tensors import whole
 from framework.errors import RunError
 from framework.late_dynamo import late_dynamo
+from framework.launch import heartbeat
 from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.seed import restore_generator_states
@@ -68,16 +69,18 @@ def _fill(model: nn.Module) -> None:
 
 
 def uneven_streams(rank: RankArguments, _link: Link) -> None:
-    """Every strategy against one process; then resumed in every step. Leaves how many steps there were."""
+    """Strategies of each kind against one process; then what goes on after a stop. Leaves how many steps there were."""
     torch.set_num_threads(1)
     with late_dynamo(), group(rank) as context:
         exchange = SideExchange(context, timeout_s=30.0)
         exchange.open()
+        begun = heartbeat._collectives()
+        assert exchange.begin([context.rank, 0.5])() == [[float(each), 0.5] for each in range(context.world_size)]
+        assert heartbeat._collectives() == begun + 1  # by which it is told who is behind
         wanted, loss = one_process()
         steps = []
         for make in (
             lambda: DDP(context=context),
-            lambda: AllReduce(context=context),
             lambda: FSDP(context=context, min_num_params=4),
             lambda: LocalSGD(context=context, every_n_steps=1),
         ):

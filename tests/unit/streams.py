@@ -99,9 +99,6 @@ class SimulatedExchange:
     def give(self, value: Any, *, source: int) -> Any:
         return self._ranks.gather(value, self._context)[source]
 
-    def meet(self) -> None:
-        self._ranks.gather(None, self._context)
-
 
 def make_loader(
     dataset: Any,
