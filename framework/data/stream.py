@@ -188,8 +188,8 @@ def chunks(dataset: IterableDataset[Any], deal: Deal, place: Place, reading: Rea
 def digest(sample: Any) -> tuple[float, float]:
     """Two numbers that say whether two ranks have read the same sample.
 
-    The first is of whole numbers, texts and shapes, and must be equal; the second is the mean of the fractions in it,
-    which different processors may have computed a little differently.
+    The first is of whole numbers, texts and shapes, and must be equal; the second is the mean size of the fractions in
+    it, which different processors may have computed a little differently.
     """
     exact, means = 0, []
     for leaf in tree_leaves(sample):
@@ -200,7 +200,7 @@ def digest(sample: Any) -> tuple[float, float]:
             continue
         exact = zlib.crc32(repr((value.dtype, tuple(value.shape))).encode(), exact)
         if value.is_floating_point():
-            finite = value.double()[value.isfinite()]
+            finite = value.double()[value.isfinite()].abs()
             means.append(float(finite.mean()) if len(finite) else 0.0)
         else:
             exact = zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), exact)
