@@ -88,8 +88,8 @@ def run_rank(arguments: RankArguments, link: Link) -> int | None:
         link.pulse.at(Phase.MEETING)
         on_cpu = exchanges_on_cpu(rank.strategy)
         with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu):
-            open_for_streams(rank, datasets)
             before_training(rank)
+            open_for_streams(rank, datasets)
             link.pulse.at(Phase.BUILDING)
             return _run(rank, datasets, train_loader)
 
