@@ -84,7 +84,7 @@ def run_rank(arguments: RankArguments, link: Link) -> int | None:
         check_streams(rank.config, datasets, rank.strategy)
         datasets = overfitted(datasets, rank.config.trainer, rank.plan)
         check_monitors(rank.config, datasets)
-        train_loader = _train_loader(rank, datasets.train)
+        train_loader = build_train_loader(rank, datasets.train)
         link.pulse.at(Phase.MEETING)
         on_cpu = exchanges_on_cpu(rank.strategy)
         with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu):
@@ -116,7 +116,7 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader | StreamLoade
     how = rank.strategy
     val_loader = eval_loader(rank, datasets.val, part="val", limit=settings.limit_val_batches, strategy=how)
     test_loader = eval_loader(rank, datasets.test, part="test", limit=settings.limit_test_batches, strategy=how)
-    trainer = _build_trainer(rank, train_loader, val_loader)
+    trainer = build_trainer(rank, train_loader, val_loader)
     try:
         restore(rank, trainer)
         check_room(rank, trainer)
@@ -177,7 +177,7 @@ def _keep_to_own_cores(sharers: Sharers) -> None:
     return keep_to_cores(own)
 
 
-def _train_loader(rank: Rank, dataset: MapDataset | IterableDataset[Any]) -> TrainLoader | StreamLoader:
+def build_train_loader(rank: Rank, dataset: MapDataset | IterableDataset[Any]) -> TrainLoader | StreamLoader:
     config = rank.config
     if isinstance(dataset, IterableDataset):
         return stream_loader(rank, dataset)
@@ -194,7 +194,7 @@ def _train_loader(rank: Rank, dataset: MapDataset | IterableDataset[Any]) -> Tra
     )
 
 
-def _build_trainer(
+def build_trainer(
     rank: Rank, train_loader: TrainLoader | StreamLoader, val_loader: EvalLoader | StreamEvalLoader | None
 ) -> Trainer:
     config, context = rank.config, rank.context

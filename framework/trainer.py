@@ -226,6 +226,13 @@ class Trainer:
         timing = self.timing.note(times, step=self.progress.step, loggers=self.parts.loggers.values())
         self._tell_loggers({f"train/{name}": value for name, value in values.items()} | timing, epoch=epoch)
 
+    def read_means(self) -> dict[str, float]:
+        """What steps have computed since the last log or reading, as means over all ranks, as they are. For who makes
+        steps without `fit`; every rank must call it, and it waits for the device."""
+        values, _ = self._meter.reduce(self.context)
+        self._meter.clear()
+        return values
+
     def evaluate(self, *, epoch: int) -> None:
         """Run the validation part, log it, ask the callbacks, agree on wishes to stop. Every rank must call it."""
         if self.val_loader is None:

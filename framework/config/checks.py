@@ -233,7 +233,7 @@ def _weights_to_use(config: Config) -> Iterator[str]:
         )
     if config.resume is not None and config.job != "train":
         instead = "Leave it out"
-        if config.job == "parity":
+        if config.job in ("parity", "tune"):
             instead = f"To begin with its weights use init_from={config.resume}"
         elif config.job not in ("plan", "preflight"):
             instead = f"Use checkpoint.path={config.resume}"
@@ -253,6 +253,25 @@ def _pipeline(config: Config) -> Iterator[str]:
             "strategy=pipeline can't go with job=parity: it compares what whole models compute for each sample, and no "
             "process has one. Use strategy=ddp, whose weights a pipeline's are equal to."
         )
+
+
+def _tuned(config: Config) -> Iterator[str]:
+    tune, trainer = config.tune, config.trainer
+    if config.job != "tune":
+        return
+    if not tune.find_batch_size and not tune.find_lr:
+        yield (
+            "tune.find_batch_size and tune.find_lr are both false, so there is nothing to look for. "
+            "Set one of them to true."
+        )
+    if tune.min_lr >= tune.max_lr:
+        yield f"tune.min_lr={tune.min_lr:g} must be less than tune.max_lr={tune.max_lr:g}."
+    for name in ("fast_dev_run", "overfit_batches"):
+        if getattr(trainer, name):
+            yield (
+                f"trainer.{name} can't go with job=tune: what suits a few samples doesn't suit all of them. "
+                "Leave it out."
+            )
 
 
 def _is_pipeline(config: Config) -> bool:
@@ -280,4 +299,5 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _monitors,
     _weights_to_use,
     _pipeline,
+    _tuned,
 )

@@ -237,6 +237,21 @@ class PreflightConfig:
     min_shm: float | None = bounded(above=0, default=None)  # GB free in /dev/shm
 
 
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Of job=tune. Names are Lightning's, where its Tuner has one."""
+
+    find_batch_size: bool = True  # look for the largest that fits
+    find_lr: bool = True  # look for a learning rate, with the batch that was found
+    max_batch_size: int | None = bounded(at_least=1, default=None)  # of a process; null: what the data give
+    steps_per_trial: int = bounded(at_least=2, default=3)  # the first makes the optimizer's state
+    margin: float = bounded(at_least=0, at_most=0.9, default=0.1)  # share of the free memory that is left alone
+    min_lr: float = bounded(above=0, default=1e-7)
+    max_lr: float = bounded(above=0, default=10.0)
+    num_training: int = bounded(at_least=10, default=100)  # optimizer steps of the range test
+    early_stop_threshold: float | None = bounded(above=1, default=4.0)  # times the lowest loss; null: never
+
+
 class ExportFormat(Enum):
     STATE_DICT = "state_dict"
     SAFETENSORS = "safetensors"
@@ -269,6 +284,7 @@ class Config:
     parity: ParityConfig
     # May be written as true or false, too: then that is its key `enabled`.
     preflight: PreflightConfig = field(default=PreflightConfig(), metadata={"switch": True})
+    tune: TuneConfig = TuneConfig()
     export: ExportConfig
     path: PathConfig
     model: Node

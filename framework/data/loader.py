@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import tee
 from typing import Any, final
@@ -133,6 +134,17 @@ class TrainLoader:
             number = len(window.micro_batches)
             yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
             assert next(micro_batches, None) is None, NOT_TAKEN
+
+    def replanned(self, plan: BatchPlan) -> TrainLoader:
+        """The same samples, loaded by the same means, dealt by another plan, an epoch of all of them.
+
+        Use one of the two at a time; closing either closes both.
+        """
+        other = copy.copy(self)
+        other._plan, other._limit = plan, None
+        rows = self._source.rows
+        other._gatherer = None if rows is None else WindowGatherer(rows, plan, rank=self._rank)
+        return other
 
     def close(self) -> None:
         """End the loader's worker processes; may be called again."""

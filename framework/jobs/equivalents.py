@@ -19,7 +19,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ONE_NODE_PORT = "(a free port)"
 # Keys that are no part of what is run: how ranks are started where this command does that, and what is planned.
 _LAUNCHING = ("launcher",)
-_OWN_KEYS = (*_LAUNCHING, "job", "plan", "parity", "export", "topology.node_rank", "topology.rdzv_endpoint")
+_OWN_KEYS = (*_LAUNCHING, "job", "plan", "parity", "tune", "export", "topology.node_rank", "topology.rdzv_endpoint")
 
 
 def launcher_name(config: Config) -> str:

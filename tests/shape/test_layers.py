@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, set[str]], ...] = (
     ("L6", {"session"}),
     ("L6", {"restoring", "headroom", "preflight"}),
     ("L6", {"engine", "inference"}),
-    ("L6", {"planning", "tracing", "parity"}),
+    ("L6", {"planning", "tracing", "parity", "tune"}),
     ("L6", {"onnx_file"}),
     ("L6", {"exporting"}),
     ("L7", {"jobs"}),

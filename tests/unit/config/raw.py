@@ -29,6 +29,17 @@ _RAW: dict[str, Any] = {
         "min_free_disk": None,
         "min_shm": None,
     },
+    "tune": {
+        "find_batch_size": True,
+        "find_lr": True,
+        "max_batch_size": None,
+        "steps_per_trial": 3,
+        "margin": 0.1,
+        "min_lr": 1e-7,
+        "max_lr": 10,
+        "num_training": 100,
+        "early_stop_threshold": 4.0,
+    },
     "path": {"outputs": "outputs"},
     "model": {"_target_": "recipes.some.Model", "width": 8},
     "data": {

@@ -55,6 +55,11 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"job": "plan", "resume": "run"}, "resume can't go with job=plan: it goes on with training. Leave it out."),
         ({"job": "preflight", "resume": "run"}, "it goes on with training. Leave it out."),
         ({"job": "parity", "resume": "run"}, "To begin with its weights use init_from=run"),
+        ({"job": "tune", "resume": "run"}, "To begin with its weights use init_from=run"),
+        ({"job": "tune", "tune.find_batch_size": False, "tune.find_lr": False}, "so there is nothing to look for"),
+        ({"job": "tune", "tune.min_lr": 10}, "tune.min_lr=10 must be less than tune.max_lr=10."),
+        ({"job": "tune", "trainer.overfit_batches": 2}, "trainer.overfit_batches can't go with job=tune"),
+        ({"job": "tune", "trainer.fast_dev_run": True}, "trainer.fast_dev_run can't go with job=tune"),
         ({"backend.name": "nccl", "trainer.gpus": 0}, "Use backend=gloo or backend=auto"),
         ({"data.global_batch_size": 3, "trainer.accumulate_grad_batches": 4}, "Use at least 4"),
         ({"data.global_batch_size": 3, "topology.procs_per_node": 4}, "Use at least 4"),
@@ -102,6 +107,8 @@ def test_what_does_not_go_together(changes: dict[str, Any], said: str) -> None:
         {"data.global_batch_size": 8, "trainer.accumulate_grad_batches": 4, "topology.procs_per_node": 2},
         {"data.global_batch_size": 4, "topology.procs_per_node": 8, "strategy": PIPELINE},
         {"resume": "run", "init_from": "what/the/run/started/from"},
+        {"job": "tune", "tune.find_lr": False, "init_from": "run"},
+        {"tune.find_lr": False, "tune.find_batch_size": False, "tune.min_lr": 100, "trainer.fast_dev_run": True},
     ],
 )
 def test_what_goes_together(changes: dict[str, Any]) -> None:

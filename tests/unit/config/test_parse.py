@@ -157,7 +157,7 @@ OPTIONAL = {
     # have defaults
     *("checkpoint.asynchronous", "checkpoint.save_last_k", "data.loader", "trainer.cpu_affinity"),
     *("trainer.channels_last", "trainer.compile", "trainer.profiler", "trainer.activation_checkpointing"),
-    *(key for key in schema_keys() if key.partition(".")[0] == "preflight"),
+    *(key for key in schema_keys() if key.partition(".")[0] in ("preflight", "tune")),
     *("topology.procs_per_node", "topology.gpus_per_process", "scheduler.schedule", "scheduler.monitor"),
     *("trainer.gpus", "trainer.max_epochs", "trainer.max_steps", "trainer.gradient_clip_val", "trainer.num_threads"),
     *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.limit_train_batches"),

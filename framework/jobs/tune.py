@@ -1,0 +1,136 @@
+"""`job=tune`: the largest batch that fits on every process, a learning rate for it, and what to type. No torch here.
+
+The ranks start as for training, by any launcher; nothing is kept of what they train. The run directory gets
+learning_rate.svg and tune.json, with these keys (null: not looked for, or not known):
+
+    recipe, processes
+    batch_size   batch_size (of one pass of a process), limited_by ("memory", "data" or a key), grain (a batch larger by
+                 it was not tried or didn't fit), margin, room_bytes (on rank 0, of a process's steps),
+                 global_batch_size, accumulate_grad_batches; trials, in order: batch_size, fits, refused_by (a rank),
+                 refusal, peak_bytes (the greatest of all ranks), samples_per_s (of all, without any exchange)
+    lr           global_batch_size, stopped (why before the last step), suggestion (null: the loss didn't fall; lr,
+                 begins, minimum), points: lr, loss, smoothed
+    overrides    key → value, as they are typed
+
+Status 0: all that was looked for is found; 1: it isn't, or a step failed.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from framework.config.saved import key_of
+from framework.config.schema import Config
+from framework.errors import ConfigError
+from framework.jobs.choosing import checked_topology
+from framework.jobs.equivalents import commands
+from framework.jobs.request import JobResult, Request
+from framework.jobs.running import Words, run
+from framework.jobs.summary import interruption_without_trace, look, short
+from framework.run_dir import RunDir
+from framework.topology import Topology
+
+_ENTRY = "framework.tune.running:tune_rank"
+_RESULT, _PICTURE = "tune.json", "learning_rate.svg"  # as `running` has them
+_LIMITS = {
+    "memory": "by memory, of which {margin:.0%} is left alone",
+    "data": "more would be more than all samples in a step",
+}
+
+
+def main(request: Request) -> JobResult:
+    """Tune as asked, on any number of processes. Raises FrameworkError for what can't be done as asked."""
+    topology = check(request)
+    closing = partial(_closing, request=request, topology=topology)
+    done = run(request, entry=_ENTRY, words=Words("Tuning", closing, interruption_without_trace))
+    found = None if done.status != 0 or done.run_dir is None else _result(done.run_dir)
+    if found is not None and found["lr"] is not None and found["lr"]["suggestion"] is None:
+        return replace(done, status=1)
+    return done
+
+
+def check(request: Request) -> Topology:
+    """What can be found wrong before anything is made."""
+    if request.place is not None:
+        raise ConfigError(
+            "job=tune looks for the values of one run, so it can't go with a sweep (-m). Tune one of them."
+        )
+    return checked_topology(request)
+
+
+def _closing(_config: Config, run_dir: RunDir, status: int, *, request: Request, topology: Topology) -> str:
+    """What was found, and the command that uses it."""
+    path = short(run_dir.path)
+    rows = [("run", path), ("logs", f"{path}/logs")]
+    found = _result(run_dir) if status == 0 else None
+    if found is None:
+        return "\n".join(["", *(f"  {name:<12} {text}" for name, text in rows)])
+    if found["lr"] is not None:
+        rows += [("plot", f"{path}/{_PICTURE}"), ("look", look(run_dir.path.parents[1]))]
+    lines = ["", *described(found, scheduled=request.config.scheduler.schedule is not None)]
+    if found["overrides"]:
+        lines += ["", "Use:", f"  {command(request, topology, found['overrides'])}"]
+    return "\n".join([*lines, "", *(f"  {name:<12} {text}" for name, text in rows)])
+
+
+def described(found: Mapping[str, Any], *, scheduled: bool) -> Iterator[str]:
+    """The findings in a few lines. scheduled: a schedule moves the learning rate in the run."""
+    batch, lr = found["batch_size"], found["lr"]
+    if batch is not None:
+        limit = _LIMITS.get(batch["limited_by"], f"as much as {batch['limited_by']} allows")
+        passes = batch["accumulate_grad_batches"]
+        times = f", {passes} passes" if passes > 1 else ""
+        yield (
+            f"Largest batch: {batch['batch_size']:,} for each process ({limit.format(**batch)}); "
+            f"a step takes {batch['global_batch_size']:,} samples{times}"
+        )
+    if lr is None:
+        return
+    suggestion = lr["suggestion"]
+    if suggestion is None:
+        yield "No learning rate: the loss didn't fall. Look at the plot, and try others: tune.min_lr, tune.max_lr"
+        return
+    yield (
+        f"Learning rate: {suggestion['lr']:.2g} for steps of {lr['global_batch_size']:,} samples, where the loss falls "
+        f"fastest; it falls from {suggestion['begins']:.2g} to {suggestion['minimum']:.2g}. A tenth of the latter, "
+        f"which is more careful: {suggestion['minimum'] / 10:.2g}"
+    )
+    if scheduled:
+        yield "It was found without the schedule, which begins at it or leads up to it."
+
+
+def command(request: Request, topology: Topology, found: Mapping[str, Any]) -> str:
+    """The user's own command as a training, with what was found; behind torchrun or srun where that started this."""
+    kinds = commands(replace(request, overrides=merged(request.overrides, found)), topology)
+    starter = "" if request.leader is None else request.leader.place.starter
+    words = kinds.get(starter, kinds["framework"])
+    if starter and starter not in kinds:  # whatever starts the ranks there, each is this command
+        words = kinds["srun"][kinds["srun"].index("python") :]
+    return shlex.join(words)
+
+
+def merged(typed: Sequence[str], found: Mapping[str, Any]) -> tuple[str, ...]:
+    """What was typed, with what was found in the place of what was typed for the same keys, or after it.
+
+    Keys of `found` that nothing has set begin with `+`, and so do those that were typed with it.
+    """
+    keys = {key.lstrip("+"): key for key in found}
+    texts = [text for text in typed if key_of(text) not in keys]
+    for name, key in keys.items():
+        before = next((text for text in typed if key_of(text) == name and "=" in text), key)
+        texts.append(f"{before.partition('=')[0]}={found[key]}")
+    return tuple(texts)
+
+
+def _result(run_dir: RunDir) -> dict[str, Any] | None:
+    """None where this machine doesn't see it."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir.path / _RESULT).read_text())
+    except (OSError, ValueError):
+        return None
+    return found
