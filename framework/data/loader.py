@@ -135,13 +135,13 @@ class TrainLoader:
             yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
             assert next(micro_batches, None) is None, NOT_TAKEN
 
-    def replanned(self, plan: BatchPlan) -> TrainLoader:
-        """The same samples, loaded by the same means, dealt by another plan, an epoch of all of them.
+    def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> TrainLoader:
+        """The same samples, loaded by the same means, dealt by another plan. For a loader without a limit of its own.
 
         Use one of the two at a time; closing either closes both.
         """
         other = copy.copy(self)
-        other._plan, other._limit = plan, None
+        other._plan, other._limit = plan, limit
         rows = self._source.rows
         other._gatherer = None if rows is None else WindowGatherer(rows, plan, rank=self._rank)
         return other

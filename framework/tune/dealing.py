@@ -60,6 +60,10 @@ class Dealing:
             )
         return BatchPlan(self.global_batch_size, passes, self.world_size)
 
+    def whole_steps(self, plan: BatchPlan) -> int:
+        """Steps of an epoch without the last one, where it is short: few samples tell little. One at least."""
+        return max(1, self.samples // plan.global_batch_size)
+
     def overrides(self, size: int) -> dict[str, int]:
         """What is to be typed for `size`: the batch, or where the global one is given, the passes it takes."""
         if self.global_batch_size is None:

@@ -34,12 +34,12 @@ class Memory(Protocol):
     room_bytes: int | None
     is_held: bool
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         """Give back what is free, and count the peak from here on."""
         ...
 
     def peak_bytes(self) -> int | None:
-        """The most that was taken since `begin`, beyond what was there at first; None where that isn't known."""
+        """The most that was taken since `clear`, beyond what was there at first; None where that isn't known."""
         ...
 
 
@@ -86,7 +86,7 @@ class HostMemory:
         available = None if self._before is None else host_available(root)
         self.room_bytes = None if available is None else int(available * (1 - margin)) // sharing
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         _give_back()
         with suppress(OSError):  # then it is the peak of the whole process: too high rather than too low
             (self._folder / "clear_refs").write_text(_RESET_PEAK)
@@ -140,7 +140,7 @@ class DeviceMemory:
         for device, share in self._shares_before.items():
             self._of(device).set_per_process_memory_fraction(share, device)
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         _give_back(devices=True)
         for device in self._devices:
             if hasattr(self._of(device), "reset_peak_memory_stats"):

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from framework.tune.suggesting import Point, Suggestion
 
 _WIDTH, _HEIGHT = 860, 480
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 24, 56, 60
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 24, 72, 60
 _GREY, _INK, _GRID = "#9aa5b1", "#243b53", "#e4e7eb"
 _CURVE, _CHOSEN, _OTHER = "#2166ac", "#d6604d", "#5aae61"
 _STYLE = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px"
@@ -50,8 +50,9 @@ class _Axes:
         if self.last <= self.first:
             self.last = self.first + 1
         known = [point.smoothed for point in points if point.smoothed is not None] or [0.0]
-        self.low = min(known)
-        self.high = max(known[: known.index(self.low) + 1])
+        lowest = known.index(min(known))
+        self.low = min([known[lowest], *(point.loss for point in points[: lowest + 1] if math.isfinite(point.loss))])
+        self.high = max(known[: lowest + 1])
         if self.high <= self.low:  # it never falls
             self.high = max(known)
         spread = (self.high - self.low) or abs(self.low) or 1.0
@@ -98,33 +99,24 @@ def _line(axes: _Axes, points: Sequence[Point]) -> str:
 
 
 def _marks(axes: _Axes, suggestion: Suggestion) -> Iterator[str]:
-    """The rate to take as a line; the others as dashed ones. Their names are in rows, as lines may be close."""
+    """Rates as lines, and what they are above the plot, side by side, as lines may be close."""
     named = (
         ("suggested", suggestion.lr, _CHOSEN, ""),
         ("falls from", suggestion.begins, _OTHER, "3 3"),
-        ("lowest", suggestion.minimum, _GREY, "6 4"),
-        ("lowest / 10", suggestion.minimum / 10, _GREY, "2 4"),
+        ("lowest at", suggestion.minimum, _GREY, "6 4"),
+        ("a tenth of that", suggestion.minimum / 10, _GREY, "2 4"),
     )
-    for row, (name, lr, colour, dashes) in enumerate(named):
-        x = axes.x(lr)
-        if not _LEFT <= x <= _LEFT + axes.width:
-            continue
-        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-        yield (
-            f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_TOP + axes.height}" stroke="{colour}" '
-            f'stroke-width="1.5"{dashed}/>'
-        )
-        is_right = x > _LEFT + 0.75 * axes.width
-        yield _text(
-            x + (-6 if is_right else 6), _TOP + 16 + 17 * row, f"{name} {lr:.2g}",
-            anchor="end" if is_right else "start", colour=_INK if colour == _GREY else colour,
-        )  # fmt: skip
+    for place, (name, lr, colour, dashes) in enumerate(named):
+        left, x = _LEFT + place * axes.width / len(named), axes.x(lr)
+        look = f'stroke="{colour}" stroke-width="2"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
+        yield f'<line x1="{left:.1f}" y1="{_TOP - 20}" x2="{left + 26:.1f}" y2="{_TOP - 20}" {look}/>'
+        yield _text(left + 34, _TOP - 16, f"{name} {lr:.2g}")
+        if _LEFT <= x <= _LEFT + axes.width:
+            yield f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_TOP + axes.height}" {look}/>'
 
 
-def _text(
-    x: float, y: float, text: str, *, anchor: str = "start", size: int = 13, weight: int = 400, colour: str = _INK
-) -> str:
+def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 13, weight: int = 400) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" '
-        f'fill="{colour}">{escape(text)}</text>'
+        f'fill="{_INK}">{escape(text)}</text>'
     )

@@ -112,6 +112,7 @@ def _tuned(rank: Rank, loader: TrainLoader, *, samples: int, averages: int) -> d
         plan = dealing.plan(batch["batch_size"])
         overrides |= dealing.overrides(batch["batch_size"])
         batch |= {"global_batch_size": plan.global_batch_size, "accumulate_grad_batches": plan.micro_batches}
+    loader = loader.replanned(plan, limit=dealing.whole_steps(plan))
     curve = _together(rank, loader, plan, found=None if batch is None else batch["batch_size"])
     lr = None if curve is None else _rates(rank, curve, plan)
     if lr is not None and lr["suggestion"] is not None:
@@ -223,7 +224,7 @@ def _together(rank: Rank, loader: TrainLoader, plan: BatchPlan, *, found: int | 
     gc.collect()  # of the trials' model
     config = rank.config
     try:
-        trainer = build_trainer(rank, loader.replanned(plan), None)
+        trainer = build_trainer(rank, loader, None)
         if config.init_from is not None:
             load_model(rank, trainer.parts.bare_model, Path(config.init_from))
         if config.tune.find_lr:

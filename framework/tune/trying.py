@@ -62,8 +62,8 @@ class Alone:
 class Trials:
     """One rank's trials, with a trainer whose strategy is `Alone`. Its weights stay as they are: the rate is 0.
 
-    steps: of each trial; two at least, as the optimizer's state is made in the first. held: what other parts of a run
-    will take, kept taken during a trial.
+    steps: of each trial; two at least: the first, in which the optimizer's state is made, isn't measured. held: what
+    other parts of a run will take, kept taken during a trial.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Trials:
         room, expected = self._memory.room_bytes, self._expected(size)
         if not self._memory.is_held and room is not None and expected is not None and expected > room:
             return Tried(f"would take about {amount(expected)} of {amount(room)}")
-        self._memory.begin()
+        self._memory.clear()
         refusal, step_s = self._make_steps(size)
         peak = self._memory.peak_bytes()
-        self._trainer.parts.optimizer.zero_grad(set_to_none=True)
+        self._memory.clear()  # at once: other processes of this machine may be at their steps yet
         if refusal is None and room is not None and peak is not None and peak > room:
             refusal = f"took {amount(peak)} of {amount(room)}"
         if refusal is None and peak is not None:
@@ -95,12 +95,16 @@ class Trials:
 
     def _make_steps(self, size: int) -> tuple[str | None, float | None]:
         """Why it doesn't fit, and the seconds of the fastest step. What an error held on to is free on return."""
-        loader = self._trainer.train_loader.replanned(self._dealing.trial(size))
+        plan = self._dealing.trial(size)
+        loader = self._trainer.train_loader.replanned(plan, limit=self._dealing.whole_steps(plan))
         step_s: float | None = None
         try:
             held = [torch.ones(size_bytes, dtype=torch.uint8, device=at) for at, size_bytes in self._held.items()]
             with closing(endless(loader)) as windows:
-                for window in islice(windows, self._steps):
+                for number, window in enumerate(islice(windows, self._steps)):
+                    if number == 1:  # what was loaded and compiled for the first isn't what a step takes
+                        self._memory.clear()
+                        step_s = None
                     began = time.perf_counter()
                     self._trainer.train_step(window)
                     self._trainer.context.wait_for_devices()
@@ -111,6 +115,8 @@ class Trials:
             if not is_out_of_memory(error):
                 raise
             return said(error), None
+        finally:
+            self._trainer.parts.optimizer.zero_grad(set_to_none=True)
         return None, step_s
 
     def _expected(self, size: int) -> int | None:

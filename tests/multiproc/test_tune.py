@@ -31,9 +31,12 @@ def points(size=600):
 class Model(nn.Sequential):
     '''Rank 1 has no memory for more than `most` samples at once, or mistakes them for something else.'''
 
-    def __init__(self, most=1000, wrong=False):
+    made = 0
+
+    def __init__(self, most=1000, wrong=False, late=False):
         super().__init__(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
-        self.most, self.wrong = most, wrong
+        Model.made += 1  # the second is that of all ranks together
+        self.most, self.wrong = 0 if late and Model.made == 2 else most, wrong
 
     def forward(self, x):
         if os.environ.get("RANK") == "1" and len(x) > self.most:
@@ -92,3 +95,11 @@ def test_an_error_of_another_kind_is_shown_as_usual(train: Train, capfd: pytest.
     assert "ValueError: this isn't about memory" in printed.err
     assert "batch 16       fits" in results.log(run_dir)
     assert "Use:" not in printed.out
+
+
+def test_what_fits_alone_and_not_together_ends_the_run(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 waits in the exchange by then; the launcher ends it."""
+    train(*TUNE, "topology.procs_per_node=2", "+model.late=true", "tune.max_batch_size=20", status=1)
+    printed = capfd.readouterr().err
+    assert "Batches of 20 fit each process by itself, and not with the exchange of all" in printed
+    assert "Leave more room than tune.margin=0.1, or set tune.max_batch_size below 20." in printed

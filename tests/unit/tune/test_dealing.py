@@ -21,6 +21,7 @@ def test_a_batch_for_each_process() -> None:
     assert dealing.trial(10) == BatchPlan(40, 2, 2)
     assert dealing.plan(10) == BatchPlan(60, 3, 2)
     assert dealing.overrides(10) == {"data.batch_size": 10}
+    assert [dealing.whole_steps(dealing.plan(size)) for size in (10, 166, 200)] == [16, 1, 1]
 
 
 def test_more_processes_than_the_data_has_passes_for() -> None:

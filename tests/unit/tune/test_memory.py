@@ -46,7 +46,7 @@ def test_what_is_about_memory(error: Exception | None, expected: bool) -> None:
 
 def test_the_peak_is_of_this_process_since_it_was_asked() -> None:
     with memory_of([CPU], procs=1, sharing=1, margin=0.0) as mine:
-        mine.begin()
+        mine.clear()
         first = mine.peak_bytes()
         taken = torch.ones(64 * MIB, dtype=torch.uint8)
         del taken
@@ -56,7 +56,7 @@ def test_the_peak_is_of_this_process_since_it_was_asked() -> None:
         assert 60 * MIB < after - first < 80 * MIB
         assert mine.room_bytes is not None
         assert not mine.is_held
-        mine.begin()
+        mine.clear()
         again = mine.peak_bytes()
         assert again is not None
         assert again < after - 32 * MIB  # given back, and counted anew
@@ -68,14 +68,14 @@ def test_the_room_is_a_part_of_what_is_left(tmp_path: Path) -> None:
     (tmp_path / "proc/self/status").write_text("VmHWM:\t 700 kB\nVmRSS:\t 500 kB\n")
     found = HostMemory(sharing=4, margin=0.2, root=tmp_path)
     assert found.room_bytes == int(4000 * 1024 * 0.8) // 4
-    found.begin()
+    found.clear()
     assert (tmp_path / "proc/self/clear_refs").read_text() == "5"
     assert found.peak_bytes() == 200 * 1024
 
 
 def test_where_nothing_is_told_nothing_is_known(tmp_path: Path) -> None:
     found = HostMemory(sharing=1, margin=0.1, root=tmp_path)
-    found.begin()
+    found.clear()
     assert (found.room_bytes, found.peak_bytes()) == (None, None)
 
 
@@ -117,7 +117,7 @@ def test_an_allocator_is_held_to_its_part_and_set_back(fake: FakeDevice) -> None
         assert mine.is_held
         assert mine.room_bytes == 315  # of 700 without a tenth, for two
         assert fake.fraction == pytest.approx(0.415)  # and what it has already
-        mine.begin()
+        mine.clear()
         fake.peak = 260
         assert mine.peak_bytes() == 200
     assert fake.fraction == 0.95
@@ -134,6 +134,6 @@ def test_a_device_that_tells_nothing_is_only_tried(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
     found = DeviceMemory([torch.device("mps")], sharing=1, margin=0.1)
     found.hold()
-    found.begin()
+    found.clear()
     found.release()
     assert (found.room_bytes, found.peak_bytes(), found.is_held) == (None, None, True)

@@ -33,7 +33,7 @@ def test_the_curve_and_what_is_suggested() -> None:
     picture = drawn(curve.points, title="a < b & c")
     named = texts(picture)
     assert {"a < b & c", "learning rate", "loss", f"suggested {found.lr:.2g}", "0.001"} <= set(named)
-    assert f"lowest / 10 {found.minimum / 10:.2g}" in named
+    assert f"a tenth of that {found.minimum / 10:.2g}" in named
     assert len(list(picture.iter(f"{SVG}circle"))) == len(curve.points)
     (line,) = picture.iter(f"{SVG}polyline")
     places = [tuple(map(float, place.split(","))) for place in line.attrib["points"].split()]

@@ -26,7 +26,7 @@ class FakeMemory:
         self.room_bytes = room
         self.per_sample, self.fixed, self.size = per_sample, fixed, 0
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         self.size = 0
 
     def peak_bytes(self) -> int | None:
@@ -40,10 +40,12 @@ class Counting(nn.Linear):
         super().__init__(3, 1)
         self.memory, self.most = memory, most
         self.seen: list[int] = []
+        self.warmed = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(len(x))
-        self.memory.size = max(self.memory.size, len(x))
+        self.memory.size = max(self.memory.size, len(x), self.warmed)
+        self.warmed = 0
         if len(x) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has\n")
         return super().forward(x)
@@ -75,6 +77,13 @@ def test_a_trial_is_whole_steps_that_change_no_weight() -> None:
     assert torch.equal(model.weight, before)
     (entry, _) = tried._trainer.parts.optimizer.state.values()
     assert (int(entry["step"]), model.weight.grad) == (3, None)
+
+
+def test_the_first_step_is_not_measured() -> None:
+    """Kernels are loaded in it, and a compiled model is compiled."""
+    tried, model = trials(FakeMemory(None))
+    model.warmed = 500
+    assert tried.try_size(8).peak_bytes == 800
 
 
 def test_out_of_memory_is_told_and_the_next_size_is_tried() -> None:
