@@ -301,3 +301,25 @@ def test_epochs_come_in_different_orders(tensors):
     loader = make_train(tensors)
     orders = [tuple(torch.cat([micro.batch[1] for micro, _ in flat(loader.epoch(e))]).tolist()) for e in range(3)]
     assert all(a != b for a, b in pairwise(orders))
+
+
+@with_workers
+@pytest.mark.parametrize("how", ["tensors", "samples", "workers"])
+def test_another_plan_deals_the_same_samples(tensors, how):
+    """As a loader made for it would; after one that was left in the midst of a window."""
+    dataset, loading = (tensors, Loading()) if how == "tensors" else (Rows(tensors), Loading(LoaderKind.DATALOADER, 0))
+    if how == "workers":
+        loading = Loading(LoaderKind.DATALOADER, 1)
+    loader = make_train(dataset, batch_size=2, loading=loading)
+    try:
+        left = loader.epoch(0)
+        next(next(left).micro_batches)
+        left.close()
+        plan = plan_batches(batch_size=3, global_batch_size=None, world_size=1, accumulate=2)
+        assert_equal(
+            flat(loader.replanned(plan).epoch(1)), flat(make_train(tensors, batch_size=3, accumulate=2).epoch(1))
+        )
+        assert [len(loader.replanned(plan, limit=limit)) for limit in (None, 2)] == [4, 2]
+        assert_equal(flat(loader.epoch(0)), flat(make_train(tensors, batch_size=2).epoch(0)))
+    finally:
+        loader.close()
