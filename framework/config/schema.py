@@ -248,7 +248,7 @@ class TuneConfig:
     margin: float = bounded(at_least=0, at_most=0.9, default=0.1)  # share of the free memory that is left alone
     min_lr: float = bounded(above=0, default=1e-7)
     max_lr: float = bounded(above=0, default=10.0)
-    num_training: int = bounded(at_least=10, default=100)  # optimizer steps of the range test
+    num_training: int = bounded(at_least=20, default=100)  # optimizer steps of the range test
     early_stop_threshold: float | None = bounded(above=1, default=4.0)  # times the lowest loss; null: never
 
 

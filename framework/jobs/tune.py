@@ -97,11 +97,14 @@ def described(found: Mapping[str, Any], *, scheduled: bool) -> Iterator[str]:
         return
     yield (
         f"Learning rate: {suggestion['lr']:.2g} for steps of {lr['global_batch_size']:,} samples, where the loss falls "
-        f"fastest; it falls from {suggestion['begins']:.2g} to {suggestion['minimum']:.2g}. A tenth of the latter, "
-        f"which is more careful: {suggestion['minimum'] / 10:.2g}"
+        "fastest"
+    )
+    yield (
+        f"  It falls from {suggestion['begins']:.2g} to {suggestion['minimum']:.2g}; a tenth of the latter is more "
+        f"careful: {suggestion['minimum'] / 10:.2g}"
     )
     if scheduled:
-        yield "It was found without the schedule, which begins at it or leads up to it."
+        yield "  Found without the schedule, which begins at it or leads up to it"
 
 
 def command(request: Request, topology: Topology, found: Mapping[str, Any]) -> str:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import final
 
 SMOOTHING = 0.9
 
-_LEAST_POINTS = 3
-_LEAST_FALL = 0.05  # a share of where it falls from; less is noise
+_SKIPPED = 10  # steps at the beginning, whose mean is of few
+_LEAST_FALL = 0.05  # a share of where it falls from
+_TIMES_NOISE = 2.0  # of single losses: a smoothed curve that is flat wanders by about one
 _BEGUN = 0.1  # the share of its fall from which on a curve has begun to fall
 
 
@@ -73,21 +76,29 @@ class Curve:
 
 
 def suggest(points: Sequence[Point]) -> Suggestion | None:
-    """What the smoothed curve suggests: the rate at which the loss falls fastest. None where it doesn't fall.
+    """What the smoothed curve suggests: the rate at which the loss falls fastest. None where it falls by no more than
+    noise.
 
     Of the rules in use it is the one that came nearest to the best rate where that was known; see docs/tune.md. Looked
-    for is it between where the fall begins and where the loss is lowest, as a mean of few steps tells little.
+    for is it between where the fall begins and where the loss is lowest.
     """
-    known = [(point.lr, point.smoothed) for point in points if point.smoothed is not None]
-    if len(known) < _LEAST_POINTS:
+    known = [(point.lr, point.loss, point.smoothed) for point in points[_SKIPPED:] if point.smoothed is not None]
+    if len(known) < 3:
         return None
-    lrs, losses = [lr for lr, _ in known], [loss for _, loss in known]
+    lrs, losses = [lr for lr, _, _ in known], [smoothed for _, _, smoothed in known]
     lowest = min(range(len(losses)), key=losses.__getitem__)
     high = max(losses[: lowest + 1])
     fall = high - losses[lowest]
-    if fall <= _LEAST_FALL * abs(high):
+    if fall <= max(_LEAST_FALL * abs(high), _TIMES_NOISE * _noise([loss for _, loss, _ in known[: lowest + 1]])):
         return None
     begins = max(place for place in range(lowest) if losses[place] >= high - _BEGUN * fall)
     inside = range(max(begins, 1), min(lowest, len(losses) - 2) + 1)
     steepest = min(inside, key=lambda place: losses[place + 1] - losses[place - 1], default=begins)
     return Suggestion(lr=lrs[steepest], begins=lrs[begins], minimum=lrs[lowest])
+
+
+def _noise(losses: Sequence[float]) -> float:
+    """The standard deviation of single losses, from what they differ by from one to the next: the median of that, which
+    a fall of some steps doesn't move. 0.6745 is a normal distribution's."""
+    steps = [abs(after - before) for before, after in pairwise(losses)]
+    return median(steps) / (0.6745 * math.sqrt(2)) if steps else 0.0

@@ -38,7 +38,7 @@ def test_a_batch_a_rate_and_a_command_that_trains(train: Train, capfd: pytest.Ca
     (line,) = [line.strip() for line in printed.splitlines() if line.startswith("  python -m framework")]
     kept = "trainer.gpus=0 recipe=toy optimizer=adam trainer.max_steps=2 callbacks=ema scheduler=step"
     assert line == f"python -m framework {kept} data.batch_size=40 optimizer.lr={rate}"
-    assert "It was found without the schedule" in printed
+    assert "  Found without the schedule" in printed
     # Nothing is kept of what was trained.
     assert list(run_dir.rglob("*.pt")) == []
     assert results.run_file(run_dir)["status"] == "finished"
@@ -61,6 +61,16 @@ def test_a_global_batch_stays_what_it_is(train: Train, capfd: pytest.CaptureFixt
     assert found["lr"] is None
     assert not (run_dir / "learning_rate.svg").exists()
     assert " data.global_batch_size=48 trainer.accumulate_grad_batches=3\n" in capfd.readouterr().out
+
+
+def test_where_no_rate_helps_none_is_given(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    few = ("tune.find_batch_size=false", "tune.max_lr=1e-6", "tune.num_training=40")
+    run_dir = train("job=tune", "recipe=toy", *few, status=1)
+    found, printed = found_in(run_dir), capfd.readouterr().out
+    assert (found["lr"]["suggestion"], found["overrides"], len(found["lr"]["points"])) == (None, {}, 40)
+    assert "No learning rate: the loss didn't fall." in printed
+    assert "Use:" not in printed
+    assert "learning_rate.svg" in printed
 
 
 def test_a_sweep_is_refused(

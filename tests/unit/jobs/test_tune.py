@@ -70,9 +70,9 @@ def test_findings() -> None:
     assert lines == [
         "Largest batch: 96 for each process (by memory, of which 10% is left alone); a step takes 384 samples, "
         "2 passes",
-        "Learning rate: 0.012 for steps of 384 samples, where the loss falls fastest; it falls from 0.0001 to 0.5. A "
-        "tenth of the latter, which is more careful: 0.05",
-        "It was found without the schedule, which begins at it or leads up to it.",
+        "Learning rate: 0.012 for steps of 384 samples, where the loss falls fastest",
+        "  It falls from 0.0001 to 0.5; a tenth of the latter is more careful: 0.05",
+        "  Found without the schedule, which begins at it or leads up to it",
     ]
 
 

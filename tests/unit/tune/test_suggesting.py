@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,13 @@ def test_a_loss_that_is_not_finite_ends_it_and_the_rest_counts(bad: float) -> No
 )
 def test_without_a_fall_nothing_is_suggested(loss: Callable[[float], float]) -> None:
     assert suggest(curve_of(loss).points) is None
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.3, 3.0])
+def test_noise_alone_is_no_fall(noise: float) -> None:
+    for seed in range(10):
+        draw = random.Random(seed)
+        assert suggest(curve_of(lambda _, draw=draw: 2.3 + noise * draw.gauss(0, 1), threshold=None).points) is None  # type: ignore[misc]
 
 
 def test_nothing_is_suggested_from_nothing() -> None:
