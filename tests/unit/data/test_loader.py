@@ -312,7 +312,7 @@ def test_another_plan_deals_the_same_samples(tensors, how):
         loading = Loading(LoaderKind.DATALOADER, 1)
     loader = make_train(dataset, batch_size=2, loading=loading)
     try:
-        left = loader.epoch(0)
+        left: Any = loader.epoch(0)
         next(next(left).micro_batches)
         left.close()
         plan = plan_batches(batch_size=3, global_batch_size=None, world_size=1, accumulate=2)
