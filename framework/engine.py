@@ -84,7 +84,7 @@ def run_rank(arguments: RankArguments, link: Link) -> int | None:
         check_streams(rank.config, datasets, rank.strategy)
         datasets = overfitted(datasets, rank.config.trainer, rank.plan)
         check_monitors(rank.config, datasets)
-        train_loader = build_train_loader(rank, datasets.train)
+        train_loader = _train_loader(rank, datasets.train)
         link.pulse.at(Phase.MEETING)
         on_cpu = exchanges_on_cpu(rank.strategy)
         with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu):
@@ -177,10 +177,12 @@ def _keep_to_own_cores(sharers: Sharers) -> None:
     return keep_to_cores(own)
 
 
-def build_train_loader(rank: Rank, dataset: MapDataset | IterableDataset[Any]) -> TrainLoader | StreamLoader:
+def _train_loader(rank: Rank, dataset: MapDataset | IterableDataset[Any]) -> TrainLoader | StreamLoader:
+    return stream_loader(rank, dataset) if isinstance(dataset, IterableDataset) else build_train_loader(rank, dataset)
+
+
+def build_train_loader(rank: Rank, dataset: MapDataset) -> TrainLoader:
     config = rank.config
-    if isinstance(dataset, IterableDataset):
-        return stream_loader(rank, dataset)
     size = dataset_size(dataset, part="train")
     shuffle = config.data.shuffle and config.trainer.overfit_batches is None
     return TrainLoader(

@@ -73,8 +73,7 @@ class Trainer:
         self.start_step = 0
         self.val_metrics: dict[str, float] = {}
         self.ending = Ending(link, context=context)
-        # Called when everything that may draw numbers is made: those of a resumed run go on where they were.
-        self.restore_generators: Callable[[], object] | None = None
+        self.restore_generators: Callable[[], object] | None = None  # called once all that may draw numbers is made
         self.timing = Timing(link.pulse, context=context, every=settings.log_every_n_steps)
         self._watch = self.timing.watch
         for tell in hooks([train_loader], "tell_waiting"):
@@ -86,8 +85,7 @@ class Trainer:
         self._evaluated_step: int | None = None
         self._grad_norm: Tensor | None = None
         self._lr = 0.0  # of the last step: schedules move before it is logged
-        # Whether the optimizer moved in this step. It always does, but that a scaler leaves out overflowing steps.
-        self._stepped = True
+        self._stepped = True  # the optimizer, in this step: a scaler leaves out overflowing ones
         self._may_leave_out = parts.precision.scaler.is_enabled()
         if self._may_leave_out:
             parts.optimizer.register_step_post_hook(self._note_step)
@@ -227,8 +225,7 @@ class Trainer:
         self._tell_loggers({f"train/{name}": value for name, value in values.items()} | timing, epoch=epoch)
 
     def read_means(self) -> dict[str, float]:
-        """What steps have computed since the last log or reading, as means over all ranks, as they are. For who makes
-        steps without `fit`; every rank must call it, and it waits for the device."""
+        """For steps made without `fit`: the means over all ranks since the last reading. Every rank must call it."""
         values, _ = self._meter.reduce(self.context)
         self._meter.clear()
         return values

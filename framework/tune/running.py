@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 from framework import build
 from framework.config.schema import Config
@@ -50,8 +51,15 @@ def tune_rank(arguments: RankArguments, link: Link) -> None:
     with entered(arguments, link) as entered_rank:
         rank = replace(entered_rank, config=stripped(entered_rank))
         datasets = build.build_datasets(rank.config.data.datasets)
-        samples = dataset_size(datasets.train, part="train")
-        loader = build_train_loader(rank, datasets.train)
+        train = datasets.train
+        if isinstance(train, IterableDataset):
+            raise ConfigError(
+                f"job=tune deals the train samples anew for every size of batch, and a stream, here a "
+                f"{type(train).__name__}, comes in one order only.\n"
+                "Tune with a data set that has a length: some of the stream's samples in a list will do."
+            )
+        samples = dataset_size(train, part="train")
+        loader = build_train_loader(rank, train)
         link.pulse.at(Phase.MEETING)
         backend, with_cpu = rank.config.backend, exchanges_on_cpu(rank.strategy)
         with ExitStack() as stack:

@@ -21,6 +21,7 @@ from torch import nn
 
 from framework.causes import said
 from framework.data.loader import TrainLoader
+from framework.data.stream_loader import StreamLoader
 from framework.footprint import tensor_bytes
 from framework.preflight.wording import amount
 from framework.trainer import Trainer
@@ -96,7 +97,9 @@ class Trials:
     def _make_steps(self, size: int) -> tuple[str | None, float | None]:
         """Why it doesn't fit, and the seconds of the fastest step. What an error held on to is free on return."""
         plan = self._dealing.trial(size)
-        loader = self._trainer.train_loader.replanned(plan, limit=self._dealing.whole_steps(plan))
+        dealt = self._trainer.train_loader
+        assert isinstance(dealt, TrainLoader), "a stream can't be dealt anew"
+        loader = dealt.replanned(plan, limit=self._dealing.whole_steps(plan))
         step_s: float | None = None
         try:
             held = [torch.ones(size_bytes, dtype=torch.uint8, device=at) for at, size_bytes in self._held.items()]
@@ -135,7 +138,7 @@ class Trials:
         return last + int(per_sample * (size - last_size))
 
 
-def endless(loader: TrainLoader) -> Generator[Window, None, None]:
+def endless(loader: TrainLoader | StreamLoader) -> Generator[Window, None, None]:
     """Windows of one epoch after another."""
     for epoch in count():
         yield from loader.epoch(epoch)

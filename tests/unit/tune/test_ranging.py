@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 from framework.config.parse import parse
 from framework.data.batching import BatchPlan
+from framework.data.loader import TrainLoader
 from framework.tune.ranging import range_test
 from tests.unit.config.raw import raw_config
 from tests.unit.simulated_ranks import SimulatedRanks
@@ -72,6 +73,7 @@ def test_the_loss_is_that_of_the_global_batch_on_every_rank(monkeypatch: pytest.
     assert isinstance(first, list)
     model = linear_alike()
     trainer = make_trainer(model=model, data=samples(40))
+    assert isinstance(trainer.train_loader, TrainLoader)
     window = next(trainer.train_loader.replanned(BatchPlan(8, 1, 1)).epoch(0))
     (micro,) = window.micro_batches
     inputs, targets = micro.batch
