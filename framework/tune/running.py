@@ -39,7 +39,7 @@ from framework.tune.ranging import range_test
 from framework.tune.searching import grain, largest_fitting
 from framework.tune.suggesting import Curve, suggest
 from framework.tune.trying import Alone, Trials, Tried, all_tried, endless, held_for_strategy
-from framework.types import Callback, exchanges_on_cpu, forward_communicates, weight_copies
+from framework.types import Callback, MapDataset, exchanges_on_cpu, forward_communicates, weight_copies
 
 RESULT, PICTURE = "tune.json", "learning_rate.svg"
 
@@ -51,13 +51,7 @@ def tune_rank(arguments: RankArguments, link: Link) -> None:
     with entered(arguments, link) as entered_rank:
         rank = replace(entered_rank, config=stripped(entered_rank))
         datasets = build.build_datasets(rank.config.data.datasets)
-        train = datasets.train
-        if isinstance(train, IterableDataset):
-            raise ConfigError(
-                f"job=tune deals the train samples anew for every size of batch, and a stream, here a "
-                f"{type(train).__name__}, comes in one order only.\n"
-                "Tune with a data set that has a length: some of the stream's samples in a list will do."
-            )
+        train = dealt_anew(datasets.train)
         samples = dataset_size(train, part="train")
         loader = build_train_loader(rank, train)
         link.pulse.at(Phase.MEETING)
@@ -98,6 +92,17 @@ def stripped(rank: Rank) -> Config:
         checkpoint=replace(config.checkpoint, enabled=False),
         trainer=replace(config.trainer, limit_train_batches=None, profiler=None),
     )
+
+
+def dealt_anew(dataset: MapDataset | IterableDataset[Any]) -> MapDataset:
+    """The dataset, which each size of batch needs dealt in another way. Raises ConfigError for a stream."""
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"job=tune deals the train samples anew for every size of batch, and a stream, here a "
+            f"{type(dataset).__name__}, comes in one order only.\n"
+            "Tune with a data set that has a length: some of the stream's samples in a list will do."
+        )
+    return dataset
 
 
 def _averages(rank: Rank) -> int:

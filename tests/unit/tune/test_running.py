@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
 from framework.config.parse import parse
 from framework.errors import ConfigError
 from framework.session import Rank
-from framework.tune.running import stripped
+from framework.tune.running import dealt_anew, stripped
 from framework.tune.trying import Alone
 from tests.unit.config.raw import raw_config
 
@@ -48,3 +49,14 @@ def test_an_optimizer_without_a_rate_has_none_to_find() -> None:
     with pytest.raises(ConfigError, match=r"builtins\.dict takes no keyword lr"):
         stripped(rank({"optimizer": optimizer}))
     assert stripped(rank({"optimizer": optimizer, "tune.find_lr": False})).tune.find_batch_size
+
+
+class Stream(IterableDataset[int]):
+    """In one order only."""
+
+
+def test_a_stream_cannot_be_dealt_anew() -> None:
+    with pytest.raises(ConfigError, match=r"here a Stream, comes in one order only"):
+        dealt_anew(Stream())
+    samples = [1, 2]
+    assert dealt_anew(samples) is samples
