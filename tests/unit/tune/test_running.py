@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,8 @@ def test_an_optimizer_without_a_rate_has_none_to_find() -> None:
 
 
 class Stream(IterableDataset[int]):
-    """In one order only."""
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
 
 
 def test_a_stream_cannot_be_dealt_anew() -> None:
