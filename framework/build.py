@@ -23,7 +23,16 @@ from framework.errors import ConfigError, DataError, FrameworkError, TargetError
 from framework.optim import Schedule, are_on_cpu, fused_pays
 from framework.run_dir import RunDir
 from framework.targets import check_targets, import_target, is_torchs, requires, takes
-from framework.types import Callback, Datasets, Logger, Strategy, Task, forward_communicates, replicas_differ
+from framework.types import (
+    Callback,
+    Datasets,
+    Logger,
+    Strategy,
+    Task,
+    buffers_differ,
+    forward_communicates,
+    replicas_differ,
+)
 
 __all__ = [
     "build_callbacks",
@@ -180,8 +189,11 @@ def check_precision_fits(precision: Precision, strategy: Strategy) -> None:
 def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
     """Raise ConfigError for a callback with weights of its own where the strategy spreads the model's over ranks.
 
-    And for one that compares replicas, for what its `compares_replicas` says, where they differ.
+    And for one that compares replicas, for what its `compares_replicas` says, where they differ; and for one that
+    averages buffers, unless its keyword `averages_buffers_by` is false, where each rank has its own.
     """
+    if buffers_differ(strategy):
+        _check_no_averaged_buffers(nodes)
     for node in nodes.values() if replicas_differ(strategy) else ():
         comparing = getattr(import_target(node["_target_"]), "compares_replicas", None)
         if comparing is not None:
@@ -199,6 +211,18 @@ def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
                 f"callbacks.{name} keeps a whole copy of the model to evaluate, and strategy="
                 f"{type(strategy).__name__.lower()} leaves no rank with a whole one.\n"
                 f"Leave the callback out (~callbacks.{name}), or use strategy=ddp."
+            )
+
+
+def _check_no_averaged_buffers(nodes: Mapping[str, Node]) -> None:
+    for name, node in nodes.items():
+        keyword = getattr(import_target(node["_target_"]), "averages_buffers_by", None)
+        if keyword is not None and node.get(keyword, True):
+            raise ConfigError(
+                f"callbacks.{name} averages buffers (BatchNorm's statistics) too, and strategy.broadcast_buffers=false "
+                "leaves each process its own: a checkpoint has the first one's average, and a run that is resumed "
+                f"would evaluate with that on all.\nUse callbacks.{name}.{keyword}=false, with which each process "
+                "evaluates with the buffers it has, or strategy.broadcast_buffers=true."
             )
 
 

@@ -103,11 +103,13 @@ def checkpoint_bytes(
     averages: int,
     replicas: int = 1,
     anchors: int = 0,
+    gradients: int = 0,
 ) -> int:
     """About how many bytes a checkpoint of `framework.checkpoint` takes on the disk, its configuration aside.
 
     gpus: of one rank. averages: how many callbacks evaluate with weights of their own. replicas: of how many ranks the
-    weights are kept, as they differ. anchors: how many copies of the trained weights the strategy keeps.
+    weights are kept, as they differ. anchors: how many copies of the trained weights the strategy keeps; gradients: how
+    many copies of the gradients, of each rank.
     """
     weights = model.state_dict()
     copies = {f"average_{number}": _separate(weights) for number in range(averages)}
@@ -121,7 +123,8 @@ def checkpoint_bytes(
         **copies,
     }
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    training = {**own, "strategy": [_separate(trained) for _ in range(anchors)]}
+    kept = [_separate(trained) for _ in range(anchors + world_size * gradients)]
+    training = {**own, "strategy": kept}
     one, three = (saved_bytes([_generators(gpus) for _ in range(ranks)]) for ranks in (1, 3))
     generators = one + (three - one) * (world_size - 1) // 2
     others = (replicas - 1) * saved_bytes(own) if replicas > 1 else 0
@@ -137,6 +140,7 @@ def rough_checkpoint_bytes(
     averages: int,
     replicas: int = 1,
     anchors: int = 0,
+    gradients: int = 0,
 ) -> int:
     """As `checkpoint_bytes`, within some per cent and in milliseconds: for whoever is about to train.
 
@@ -156,7 +160,8 @@ def rough_checkpoint_bytes(
             count = parameter.numel() if is_like_it else tensor.numel()
             of_optimizer += _in_blocks(count * tensor.element_size())
     own = of_optimizer + (averages + 1) * of_weights if averages or replicas > 1 else of_optimizer
-    return (1 + anchors) * of_weights + replicas * own + world_size * _GENERATORS_BYTES + _REST_BYTES
+    kept = (1 + anchors) * of_weights + world_size * gradients * tensor_bytes(given)
+    return kept + replicas * own + world_size * _GENERATORS_BYTES + _REST_BYTES
 
 
 def _kind(parameter: Tensor) -> tuple[int, torch.dtype]:

@@ -20,7 +20,7 @@ from framework.progress import hooks
 from framework.rank_log import logger
 from framework.session import Rank
 from framework.trainer import Trainer
-from framework.types import replicas_differ, weight_copies
+from framework.types import gradients_kept, replicas_differ, weight_copies
 
 
 def check_room(rank: Rank, trainer: Trainer) -> None:
@@ -81,6 +81,7 @@ def _estimated_bytes(rank: Rank, trainer: Trainer) -> int:
         averages=len(hooks(trainer.parts.callbacks.values(), "evaluation_weights")),
         replicas=rank.context.world_size if replicas_differ(rank.strategy) else 1,
         anchors=weight_copies(rank.strategy),
+        gradients=gradients_kept(rank.strategy),
     )
     with torch.random.fork_rng(devices=[]):  # whatever the optimizer draws, training draws the same
         try:

@@ -44,6 +44,7 @@ from framework.types import (
     data_share,
     exchanges_every,
     forward_communicates,
+    gradients_kept,
     num_stages,
     replicas_differ,
     sharding_of,
@@ -91,7 +92,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         "spread": forward_communicates(strategy),
         "exchanges_every": exchanges_every(strategy),
         "spread_over": sharding_of(strategy, world_size=context.world_size).ranks,
-        "batch": _batch(plan),
+        "batch": _batch(plan, accumulate=config.trainer.accumulate_grad_batches),
         "data": data,
         "steps": steps,
         **_sizes(
@@ -106,13 +107,14 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     }
 
 
-def _batch(plan: BatchPlan) -> dict[str, Any]:
+def _batch(plan: BatchPlan, *, accumulate: int) -> dict[str, Any]:
     least, most = plan.global_batch_size // plan.world_size, plan.largest_share
     return {
         "global": plan.global_batch_size,
         "per_rank": {"least": least, "most": most},
         "per_forward": {"least": least // plan.micro_batches, "most": -(-most // plan.micro_batches)},
-        "accumulate_grad_batches": plan.micro_batches,
+        "accumulate_grad_batches": accumulate,
+        "num_microbatches": plan.micro_batches // accumulate,
     }
 
 
@@ -206,11 +208,7 @@ def _sizes(
     notes += _notes_on_stages(strategy, model) if is_cut else _notes_on_spreading(sharding)
     recompute(model, config.trainer.activation_checkpointing)
     return {
-        "model": {
-            "name": type(model).__name__,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "trainable": sum(parameter.numel() for parameter in trainable),
-        },
+        "model": _named(model, trainable),
         "memory": {
             "parameters": -(-parameters // parts),
             "gradients": -(-gradients // parts),
@@ -219,6 +217,7 @@ def _sizes(
             "buffers": buffers,
             "averages": averaging * (parameters + buffers),
             "anchors": weight_copies(strategy) * gradients,
+            "errors": gradients_kept(strategy) * gradients,
         },
         "traffic": _traffic(*around, reduced=reduced, gathered=gathered, every=exchanges_every(strategy)),
         "optimizer": config.optimizer["_target_"].rpartition(".")[2],
@@ -232,6 +231,7 @@ def _sizes(
             averages=averaging,
             replicas=world if replicas_differ(strategy) else 1,
             anchors=weight_copies(strategy),
+            gradients=gradients_kept(strategy),
         ),
     }
 
@@ -247,8 +247,17 @@ def _traffic(sharding: Sharding, world: int, *, reduced: int, gathered: int, eve
     return {"reduced": reduced // every, "ring_per_rank": (within + between) // every}
 
 
+def _named(model: nn.Module, trainable: Iterable[Tensor]) -> dict[str, Any]:
+    counts = {"parameters": _count(model.parameters()), "trainable": _count(trainable)}
+    return {"name": type(model).__name__, **counts}
+
+
+def _count(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() for each in tensors)
+
+
 def _bytes_as(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> int:
-    return tensor_bytes(tensors) if dtype is None else sum(each.numel() for each in tensors) * dtype.itemsize
+    return tensor_bytes(tensors) if dtype is None else _count(tensors) * dtype.itemsize
 
 
 def _notes_on_stages(strategy: Strategy, model: nn.Module) -> list[str]:

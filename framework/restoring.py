@@ -187,11 +187,8 @@ def _take_weights(rank: Rank, parts: Parts, source: Path) -> tuple[dict[str, Any
 
 def _of_this_rank(rank: Rank, training: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a checkpoint as this rank had it; the mean where that can't be, which is told."""
-    saved, context = replicas_saved(training), rank.context
-    if replicas_differ(rank.strategy) and saved == context.world_size:
-        return own_training(training, context)
-    if saved > 1:
-        logger.warning("the checkpoint is of %d ranks with weights of their own: all go on from their mean", saved)
+    if replicas_differ(rank.strategy) and replicas_saved(training) == rank.context.world_size:
+        return own_training(training, rank.context)
     return mean_training(training)
 
 

@@ -95,8 +95,16 @@ def set_deterministic(on: bool, *, benchmark: bool | None) -> None:
     torch.backends.cudnn.benchmark = not on if benchmark is None else benchmark
 
 
-def host_fingerprint() -> tuple[object, ...]:
-    """Of the states of Python's, torch's and NumPy's generators on the host: another after any draw from them."""
+def fingerprint(devices: Sequence[torch.device]) -> tuple[object, ...]:
+    """Of the states of Python's, NumPy's and torch's generators, on the host and these devices: another after any draw.
+
+    Waits for no GPU: CUDA's generator counts on the host what kernels that were queued will draw.
+    """
+    states = (torch.get_device_module(device).get_rng_state(device) for device in _accelerators(devices))
+    return *_host_fingerprint(), *(bytes(state.tolist()) for state in states)
+
+
+def _host_fingerprint() -> tuple[object, ...]:
     numpy = _numpy()
     drawn: tuple[object, ...] = ()
     if numpy is not None:

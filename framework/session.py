@@ -240,20 +240,15 @@ def _prepare_process(config: Config, context: Context) -> None:
 def batch_plan(config: Config, share: DataShare) -> BatchPlan:
     """What one optimizer step takes. Raises ConfigError where there isn't a sample for every pass."""
     data, accumulate = config.data, config.trainer.accumulate_grad_batches
-    at_once = data.batch_size if data.global_batch_size is None else data.global_batch_size // share.world_size
-    if 1 < share.micro_batches > at_once:
-        key = "batch_size" if data.global_batch_size is None else "global_batch_size"
+    if data.global_batch_size is None and data.batch_size < share.micro_batches:
         raise ConfigError(
-            f"data.{key}={getattr(data, key)} gives {at_once} samples to each of {share.world_size} copies of the "
-            f"model, which can't be cut into strategy.num_microbatches={share.micro_batches}.\n"
-            "Use larger batches, or fewer micro-batches."
+            f"data.batch_size={data.batch_size} can't be cut into strategy.num_microbatches={share.micro_batches}, of "
+            f"one sample each at least.\nUse data.batch_size={share.micro_batches} or more, or fewer micro-batches."
         )
-    size = data.global_batch_size
-    if size is None and share.micro_batches > 1:
-        size = data.batch_size * share.world_size * accumulate
     return plan_batches(
         batch_size=data.batch_size,
-        global_batch_size=size,
+        global_batch_size=data.global_batch_size,
         world_size=share.world_size,
-        accumulate=accumulate * share.micro_batches,
+        accumulate=accumulate,
+        cuts=share.micro_batches,
     )

@@ -176,7 +176,9 @@ class Strategy(Protocol):
     One that spreads the weights, so that ranks talk in every forward, says so with `forward_communicates = True`: then
     each rank makes as many forwards as any other, in evaluation too. How may be told in `sharding`, else one copy is
     over all ranks.
-    One that has memory of its own for a second copy of all gradients says so with `copies_gradients = True`.
+    One that has memory of its own for a second copy of all gradients says so with `copies_gradients = True`. Copies
+    that each rank keeps from step to step, and in checkpoints, are counted in `gradients_kept`.
+    One that leaves each rank buffers of its own after the start says so with `buffers_differ = True`.
     One that knows when its rank waits for others may have `tell_waiting(model, waiting)`, which gets the wrapped model
     and a `Waiting`, and gives whether it will tell; else only times of data and callbacks are compared over ranks.
     One that makes process groups of its own in `wrap` names them in `groups`: they get the run's time-outs. One that
@@ -254,6 +256,16 @@ def exchanges_on_cpu(strategy: Strategy) -> bool:
 def copies_gradients(strategy: Strategy) -> bool:
     """Whether it keeps memory for a second copy of all gradients, which are exchanged in it."""
     return bool(getattr(strategy, "copies_gradients", False))
+
+
+def gradients_kept(strategy: Strategy) -> int:
+    """How many copies of all gradients each rank keeps of its own from step to step."""
+    return int(getattr(strategy, "gradients_kept", 0))
+
+
+def buffers_differ(strategy: Strategy) -> bool:
+    """Whether each rank has buffers of its own, in evaluation too, while weights are the same on all."""
+    return bool(getattr(strategy, "buffers_differ", False))
 
 
 def replicas_differ(strategy: Strategy) -> bool:

@@ -25,6 +25,8 @@ class EMAWeightAveraging:
     and kept as it is.
     """
 
+    averages_buffers_by = "use_buffers"
+
     def __init__(
         self,
         decay: float = 0.999,

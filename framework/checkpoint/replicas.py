@@ -7,6 +7,7 @@ other ranks have in their place is the list `replicas`, in the order of ranks.
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from framework.distributed.context import Context
 
 REPLICAS = "replicas"
 _OWN = ("model", "optimizer", "callbacks")
+_log = logging.getLogger("framework")
 
 
 def replicas(own: Mapping[str, Any], context: Context) -> list[dict[str, Any]]:
@@ -49,11 +51,14 @@ def own_training(training: Mapping[str, Any], context: Context) -> dict[str, Any
 
 def mean_training(training: Mapping[str, Any]) -> dict[str, Any]:
     """`training` with the mean over its replicas: of weights, and of what optimizers and callbacks keep in tensors of
-    floating point. Everything else is the first rank's. As it is where all ranks had the same.
+    floating point. Everything else is the first rank's. As it is where all ranks had the same; else that is told in the
+    log.
     """
     rest = {name: value for name, value in training.items() if name != REPLICAS}
-    if replicas_saved(training) == 1:
+    saved = replicas_saved(training)
+    if saved == 1:
         return rest
+    _log.warning("the checkpoint is of %d ranks with weights of their own: all go on from their mean", saved)
     return {**rest, **{name: _mean([training[name], *(each[name] for each in training[REPLICAS])]) for name in _OWN}}
 
 

@@ -25,21 +25,28 @@ class BatchPlan:
         return -(-self.global_batch_size // self.world_size)
 
 
-def plan_batches(*, batch_size: int, global_batch_size: int | None, world_size: int, accumulate: int) -> BatchPlan:
+def plan_batches(
+    *, batch_size: int, global_batch_size: int | None, world_size: int, accumulate: int, cuts: int = 1
+) -> BatchPlan:
     """Decide how many samples one optimizer step takes: `global_batch_size`, else `batch_size` per forward pass.
 
+    cuts: of a model in stages, into how many micro-batches what a copy takes at once is cut; world_size counts copies.
     Raises ConfigError when a full global batch has not a sample for every micro-batch of every rank.
     """
     if global_batch_size is None:
-        return BatchPlan(batch_size * world_size * accumulate, accumulate, world_size)
-    passes = world_size * accumulate
+        return BatchPlan(batch_size * world_size * accumulate, accumulate * cuts, world_size)
+    passes = world_size * accumulate * cuts
     if global_batch_size < passes:
+        factors, fewer = f"{world_size} processes × trainer.accumulate_grad_batches={accumulate}", "processes"
+        if cuts > 1:
+            factors = factors.replace("processes", "copies of the model") + f" × strategy.num_microbatches={cuts}"
+            fewer = "micro-batches, copies"
         raise ConfigError(
             f"data.global_batch_size={global_batch_size} is less than one sample for each of the {passes} forward "
-            f"passes of a step ({world_size} processes × trainer.accumulate_grad_batches={accumulate}).\n"
-            f"Use data.global_batch_size={passes} or more, or fewer processes or accumulation steps."
+            f"passes of a step ({factors}).\n"
+            f"Use data.global_batch_size={passes} or more, or fewer {fewer} or accumulation steps."
         )
-    return BatchPlan(global_batch_size, accumulate, world_size)
+    return BatchPlan(global_batch_size, accumulate * cuts, world_size)
 
 
 def share(count: int, *, rank: int, world_size: int) -> range:

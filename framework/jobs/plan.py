@@ -16,11 +16,15 @@ known, and `notes` says why):
     batch          global; per_rank and per_forward: least, most; accumulate_grad_batches
     data           train, val, test: samples; streams: the parts that are streams, of which nobody knows that; source:
                    "data", "plan.train_samples" or null
+    batch          global; per_rank and per_forward: least, most; accumulate_grad_batches; num_microbatches, into which
+                   strategy=pipeline cuts each of these (1 elsewhere)
+    data           train, val, test: samples; source: "data", "plan.train_samples" or null
     steps          per_epoch, total: optimizer steps; max_epochs, max_steps
     model          name, parameters, trainable
     memory         bytes on each rank: parameters, gradients, buckets (a second copy of gradients, to exchange them),
                    optimizer, buffers, averages, anchors (what a strategy keeps of weights that replicas had in common,
-                   and its momentum); activations aside, and what is gathered of a model that is spread
+                   and its momentum), errors (what it left out of gradients, once it has begun to); activations aside,
+                   and what is gathered of a model that is spread
     traffic        bytes of one optimizer step: reduced (the gradients, all-reduced over all ranks, in the format that
                    is done in; or the step's share of an exchange of weights); ring_per_rank: what each rank sends and
                    receives where that goes around in a ring, 2(W−1)/W of them; where the model is spread, with the

@@ -78,8 +78,8 @@ def _replicas(topology: Topology, spread_over: int | None) -> str:
 def _pace(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Samples, batches and steps."""
     batch, data, steps = plan["batch"], plan["data"], plan["steps"]
-    accumulated = batch["accumulate_grad_batches"]
-    passes = f" in {accumulated} passes of {_range(batch['per_forward'])}" if accumulated > 1 else ""
+    number = batch["accumulate_grad_batches"] * batch["num_microbatches"]
+    passes = f" in {number} passes of {_range(batch['per_forward'])}" if number > 1 else ""
     rows = [("batch", f"{_range(batch['per_rank'])} on each rank{passes}, {batch['global']:,} global")]
     if data["source"] is None:
         samples = "unknown, the data isn't here"

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.distributed.context import Context
-from framework.errors import ConfigError
-from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes, trained
+from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes, check_dense, refused_sparse, trained
 from framework.strategies.buffers import begin_alike, broadcast, buffers_of_ranks, restore_buffers
 from framework.types import Waiting
 
@@ -38,6 +37,7 @@ class Averaged(ABC):
         self._context = context
         self._is_alone = context.world_size == 1
         self._broadcasts_buffers = broadcast_buffers and not self._is_alone
+        self.buffers_differ = not broadcast_buffers and not self._is_alone
         self._cap_bytes = cap_in_bytes(bucket_cap_mb)
         self._buckets: list[Bucket] = []
         self._names: dict[int, str] = {}
@@ -57,10 +57,14 @@ class Averaged(ABC):
 
     @final
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The same module, with rank 0's weights and buffers. Raises ConfigError where no parameter is trained."""
+        """The same module, with rank 0's weights and buffers. Raises ConfigError where no parameter is trained.
+
+        And for an embedding that says that its gradients are sparse.
+        """
         parameters = trained(model, strategy=self.name)
         if self._is_alone:
             return model
+        check_dense(model, strategy=self.name)
         begin_alike(model)
         self.groups = self.make_groups()
         self._buckets = [Bucket(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
@@ -135,10 +139,7 @@ class Averaged(ABC):
         names = [self._names[id(parameter)] for parameter in bucket.sparse()]
         if not names:
             raise error
-        raise ConfigError(
-            f"strategy={self.name} averages dense gradients, and there is a sparse one: {', '.join(names)}.\n"
-            "Make it dense (sparse=False of nn.Embedding), or use strategy=ddp with backend=gloo."
-        ) from error
+        raise refused_sparse(names, strategy=self.name) from error
 
 
 @final

@@ -101,3 +101,23 @@ def trained(model: nn.Module, *, strategy: str, averages: str = "gradients") -> 
             "gradient.\nSet requires_grad on those to train, or use one process: topology.procs_per_node=1."
         )
     return parameters
+
+
+def check_dense(model: nn.Module, *, strategy: str) -> None:
+    """Raise ConfigError for a module to train that says that its gradients are sparse, as torch's embeddings do."""
+    names = [
+        f"{name}.{own}".lstrip(".")
+        for name, module in model.named_modules()
+        if getattr(module, "sparse", False) is True
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
+    if names:
+        raise refused_sparse(names, strategy=strategy)
+
+
+def refused_sparse(names: Iterable[str], *, strategy: str) -> ConfigError:
+    return ConfigError(
+        f"strategy={strategy} averages dense gradients, and there is a sparse one: {', '.join(names)}.\n"
+        "Make it dense (sparse=False of nn.Embedding), or use strategy=ddp with backend=gloo and comm_hook=null."
+    )

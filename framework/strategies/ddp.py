@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.distributed.group import second_group
 from framework.errors import ConfigError, TopologyError
-from framework.strategies.buckets import trained
+from framework.strategies.buckets import check_dense, trained
 from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
 from framework.strategies.hooks import butterfly, find_hook, powersgd_options
 from framework.strategies.powersgd import PowerSGD
@@ -60,6 +61,8 @@ class DDP:
         self._syncs_batchnorm = self.mixes_samples = sync_batchnorm
         self.copies_gradients = not gradient_as_bucket_view
         self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
+        # Shared statistics come out alike on all ranks.
+        self.buffers_differ = context.world_size > 1 and not broadcast_buffers and not sync_batchnorm
         self._options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -74,6 +77,7 @@ class DDP:
         self._powersgd = None
         if options is not None:
             self._powersgd = PowerSGD(options, context=context, settled_after=self._settled_after, cap_mb=bucket_cap_mb)
+        self.gradients_kept = int(self._powersgd is not None and self._powersgd.keeps_errors)
         self.groups: Sequence[dist.ProcessGroup] = ()
         self._comm_hook = find_hook(comm_hook) if isinstance(comm_hook, str) and options is None else None
         # Butterfly and PowerSGD exchange in the midst of backward, SyncBatchNorm of forward too: what a rank computes
@@ -82,15 +86,30 @@ class DDP:
         self._waiting: Waiting | None = None
         self._has_told = True
         self._exchanges = 0
-        self._watched = _NOTHING
+        self._watched = _NOTHING  # around every forward and backward
+        self._told = _NOTHING  # around those that exchange
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise ConfigError for a scaled loss with a hook that goes on with what it has of gradients before."""
+        if self._powersgd is not None and precision is Precision.FP16_MIXED:
+            raise ConfigError(
+                f"trainer.precision={precision.value} scales the loss, by another number at times, and leaves out a "
+                "step whose gradients overflow. strategy.comm_hook=powersgd makes each step's gradients with what it "
+                "kept of those before: after an overflow they would never be finite again.\n"
+                "Use trainer.precision=bf16-mixed, or another strategy.comm_hook."
+            )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Raises ConfigError for a model without parameters to train: there would be nothing to average.
 
-        And where statistics of BatchNorm are to be shared and there is none.
+        And where statistics of BatchNorm are to be shared and there is none, and for an embedding that says that its
+        gradients are sparse with a hook for dense ones.
         """
         trained(model, strategy="ddp")
+        if self._powersgd is not None or self._comm_hook is butterfly:
+            hook = "powersgd" if self._powersgd is not None else "butterfly"
+            check_dense(model, strategy=f"ddp with comm_hook={hook}")
         if self._syncs_batchnorm:
             model = _with_sync_batchnorm(model)
         wrapped = DistributedDataParallel(model, device_ids=self._device_ids(), **self._options)
@@ -103,7 +122,7 @@ class DDP:
         if self._settled_after:
             self._note_order(wrapped)
         if not self._options["find_unused_parameters"]:
-            self._watched = _NamesUnused(wrapped)
+            self._watched = self._told = _NamesUnused(wrapped)
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -114,13 +133,10 @@ class DDP:
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         """ConfigError comes out of it where parameters had no gradient in the step before, and DDP awaited one."""
-        if self._waiting is not None:
-            if not self._has_told:
-                self._waiting.lose_count()
-            self._has_told = False
         if synchronise or not isinstance(model, DistributedDataParallel):
             self._exchanges += 1
-            return self._watched
+            self._has_told = False
+            return self._told
         both = ExitStack()
         both.enter_context(self._watched)
         both.enter_context(model.no_sync())
@@ -129,11 +145,13 @@ class DDP:
     def tell_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
         """A rank waits from where its own gradients are all there; and for rank 0's buffers, before a forward.
 
-        In a backward that gives the model's last parameter no gradient the former isn't known.
+        In a backward that gives the model's last parameter no gradient the former isn't known, which is told at once:
+        the step may be the last that is counted together with those before.
         """
         if not self._knows_waiting or not isinstance(model, DistributedDataParallel):
             return False
         self._waiting = waiting
+        self._told = _LosesCount(self._watched, self._lose_count)
         last = [parameter for parameter in model.module.parameters() if parameter.requires_grad][-1]
         last.register_post_accumulate_grad_hook(self._await_own_gradients)
         if self._broadcasts_buffers and any(True for _ in model.buffers()):
@@ -180,6 +198,11 @@ class DDP:
         assert self._waiting is not None
         self._has_told = True
         torch.autograd.Variable._execution_engine.queue_callback(self._waiting.begin_waiting)
+
+    def _lose_count(self) -> None:
+        if not self._has_told:
+            assert self._waiting is not None
+            self._waiting.lose_count()
 
     def _note_order(self, model: DistributedDataParallel) -> None:
         """Remember the order in which gradients come for the first exchange: one call for each, and none after it."""
@@ -262,6 +285,23 @@ class _NamesUnused:
             "Use strategy=ddp strategy.find_unused_parameters=true where the forward leaves out some at times; "
             "requires_grad=False for what is never trained; or strategy=allreduce, which needs no such setting."
         ) from error
+
+
+@final
+class _LosesCount:
+    """Around what `watched` is around: asks where that is left without an error. Entered anew for every step."""
+
+    def __init__(self, watched: AbstractContextManager[Any], ask: Callable[[], None]) -> None:
+        self._watched = watched
+        self._ask = ask
+
+    def __enter__(self) -> None:
+        self._watched.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._watched.__exit__(kind, error, trace)
+        if kind is None:
+            self._ask()
 
 
 def _check_sync_batchnorm(context: Context) -> None:

@@ -17,6 +17,7 @@ from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.distributed.group import group_of_mine
 from framework.errors import ConfigError, TopologyError
+from framework.strategies.buckets import check_dense
 from framework.strategies.buffers import begin_alike, broadcast, buffers_of_ranks, restore_buffers
 from framework.strategies.formats import Formats
 from framework.strategies.wrapping import AUTO, by_class, by_size, check_classes
@@ -93,7 +94,7 @@ class FSDP:
         """The same module, its parameters now DTensors with rank 0's values: make the optimizer after it.
 
         Raises ConfigError for a class name no module has, and for what torch refuses: parameters without dimensions,
-        and of several types gathered together.
+        of several types gathered together, and of an embedding that says that its gradients are sparse.
         """
         scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
         if scalars:
@@ -101,6 +102,9 @@ class FSDP:
                 f"strategy=fsdp can't spread a parameter without dimensions: {', '.join(scalars)}.\n"
                 "Give it the shape (1,), or use strategy=ddp."
             )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()  # as they are gathered, whatever trainer.channels_last says
+        check_dense(model, strategy="fsdp")
         types = _types(self._chosen(model))
         if self._context.world_size > 1:
             # As DDP does: whatever a model draws from, ranks begin with the same weights.

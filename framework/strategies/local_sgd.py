@@ -21,6 +21,7 @@ from framework.errors import CheckpointError, ConfigError
 from framework.strategies.allreduce import AllReduce
 from framework.strategies.buckets import by_kind, cap_in_bytes, trained
 from framework.strategies.buffers import begin_alike, broadcast
+from framework.types import Waiting
 
 _NAME = "local_sgd"
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -71,6 +72,7 @@ class LocalSGD:
         self._all_reduce = self._new_all_reduce()
         self._groups: list[_Group] = []
         self._steps = 0  # of the optimizer, in all
+        self._waiting: Waiting | None = None
         self.replicas_differ = not self._is_alone
         self.exchanges_every = every_n_steps
         self.copies_gradients = warmup_steps > 0
@@ -112,6 +114,11 @@ class LocalSGD:
             for group in self._groups:
                 group.begin()
         return _NOTHING
+
+    def tell_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
+        """An average is waiting as a whole, and so is each exchange of a warm-up; between averages there is none."""
+        self._waiting = waiting
+        return self._all_reduce.tell_waiting(model, waiting)
 
     def after_update(self, model: nn.Module) -> None:
         """Count the step, and average where it is due. Every rank must call it; but for an average nothing is done."""
@@ -199,10 +206,14 @@ class LocalSGD:
     def _average(self, model: nn.Module) -> None:
         if self._is_idle:
             return
+        if self._waiting is not None:
+            self._waiting.begin_waiting()
         for group, change in self._mean_changes():
             group.move(change, self._rule)
         if self._broadcasts_buffers:
             broadcast(model.buffers())
+        if self._waiting is not None:
+            self._waiting.end_waiting()
 
     @torch.no_grad()
     def _hold_mean(self, buffers: Sequence[Tensor]) -> None:

@@ -15,7 +15,7 @@ from framework.distributed.group import group_of_mine
 from framework.distributed.stages import set_layout
 from framework.errors import ConfigError, TopologyError
 from framework.pulse import Phase
-from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes, trained
+from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes, check_dense, trained
 from framework.strategies.buffers import begin_alike, broadcast
 from framework.strategies.relay import Relay
 from framework.strategies.schedules import Schedule, Schedules
@@ -92,6 +92,8 @@ class Pipeline:
                 "strategy=pipeline puts the stages of a model on several processes, and there is one.\n"
                 "Use topology.procs_per_node=2 or more, or strategy=single."
             )
+        if copies > 1:
+            check_dense(model, strategy="pipeline")
         stages = cut(model, self.num_stages)
         own = range(self._place, self.num_stages, self._places)
         set_layout(model, layout(model, stages, own, writes=self.data_share.rank == 0))

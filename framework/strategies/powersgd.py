@@ -56,6 +56,7 @@ class PowerSGD:
                 f"strategy.comm_hook=powersgd is for processes of one device each, and these have "
                 f"{len(context.devices)}.\nUse topology.gpus_per_process=1 topology.min_gpus_per_process=1."
             )
+        self.keeps_errors = bool(options.get("use_error_feedback", True))
         self._options = dict(options)
         self._context = context
         self._fits = {"options": self._options, "bucket_cap_mb": cap_mb}  # what the sizes of the memories hang on

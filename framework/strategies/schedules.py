@@ -7,22 +7,25 @@ and goes no further, on every rank of the pipeline; and on the rank of the last 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from framework.errors import TargetError
-from framework.seed import host_fingerprint
+from framework.seed import fingerprint
 from framework.strategies.relay import Passed, Relay, Shape, checked_inputs
 from framework.types import Batch, MicroBatch, NumberFormats, StepOutput, Task
 
 Weighed = Callable[[Callable[[Batch], StepOutput], MicroBatch], Tensor]
 """The weighed loss of a micro-batch, given what computes its step's output."""
+
+_KEPT = 2  # schedules: of full windows, and of the short one that ends an epoch
 
 
 class Schedule(Enum):
@@ -31,18 +34,26 @@ class Schedule(Enum):
     INTERLEAVED = "interleaved"
 
 
+class Made(NamedTuple):
+    """A schedule of torch's, and what it calls on this rank."""
+
+    schedule: Any
+    stages: Sequence[_Stage]
+
+
 @final
 class Schedules:
-    """Runs windows. torch's schedules want all micro-batches of one size and a fixed number: one is made for each.
+    """Runs windows. torch's schedules want all micro-batches of one size and a fixed number: one is made for each, and
+    those used last are kept.
 
-    Micro-batches are filled up with their last row, and the window with whole ones; the task sees the real rows only,
-    so the others' gradients are zeros.
+    Micro-batches are filled up on their way, and the window with whole ones. Stages and the task see the real rows
+    only: what fills up has no gradient, and no part in BatchNorm's statistics.
     """
 
     def __init__(self, relay: Relay, kind: Schedule) -> None:
         self._relay = relay
         self._kind = kind
-        self._made: dict[tuple[tuple[Shape, ...], int], Any] = {}
+        self._made: OrderedDict[tuple[tuple[Shape, ...], int], Made] = OrderedDict()
         self._loss: Callable[[Any, Tensor], Tensor] | None = None
 
     def run(
@@ -69,12 +80,13 @@ class Schedules:
                 "Pad them where the dataset makes them."
             )
         shapes = tuple(Shape((most, *each.shape[1:]), each.dtype) for each in inputs[0])
+        real = [here if micro.num_samples else 0 for here, micro in zip(rows, micro_batches, strict=True)]
+        real += [0] * (number - len(real))
 
         def loss(output: Any, position: Tensor) -> Tensor:
             at = int(position)
-            real = at < len(micro_batches) and micro_batches[at].num_samples > 0
-            seen = _first_rows(output, rows[at] if real else 0)
-            if not real:
+            seen = _first_rows(output, real[at])
+            if not real[at]:
                 return sum((each.sum() for each in _tensors(seen)), torch.zeros((), device=self._relay.device))
             with precision.autocast():
                 return weighed(lambda batch: task.training_step(_Output(seen), batch), micro_batches[at])
@@ -82,7 +94,10 @@ class Schedules:
         self._loss = loss
         filled = [tuple(_filled(each, most) for each in tensors) for tensors in inputs]
         filled += filled[-1:] * (number - len(filled))
-        self._step(self._schedule(shapes, number, precision), filled, number=number)
+        made = self._schedule(shapes, number, precision)
+        for stage in made.stages:
+            stage.begin(real)
+        self._step(made.schedule, filled, number=number)
         self._loss = None
 
     def _step(self, schedule: Any, inputs: Sequence[tuple[Tensor, ...]], *, number: int) -> None:
@@ -98,7 +113,7 @@ class Schedules:
 
     def _inputs_of(self, batch: Batch, *, task: Task, precision: NumberFormats) -> tuple[Tensor, ...]:
         """What the task calls the model with."""
-        before = host_fingerprint()
+        before = fingerprint([self._relay.device])
         try:
             with precision.autocast():
                 task.training_step(_Inputs(), batch)
@@ -106,31 +121,35 @@ class Schedules:
             inputs = checked_inputs(taken.inputs)
         else:
             raise TargetError(f"{type(task).__name__}.training_step didn't call the model, which a pipeline awaits.")
-        if before != host_fingerprint():
+        if before != fingerprint([self._relay.device]):
             raise TargetError(
                 f"{type(task).__name__}.training_step draws random numbers before it calls the model. With strategy="
                 "pipeline it runs on several ranks, which would draw different ones: draw in the dataset or the model."
             )
         return inputs
 
-    def _schedule(self, shapes: tuple[Shape, ...], number: int, precision: NumberFormats) -> Any:
+    def _schedule(self, shapes: tuple[Shape, ...], number: int, precision: NumberFormats) -> Made:
         if (shapes, number) not in self._made:
             with precision.autocast():
                 passed = self._relay.shapes(shapes)
-            stages = [self._stage(index, shapes, passed, precision) for index in sorted(self._relay.stages)]
+            own = {index: _Stage(self._relay.stages[index], precision, passed[index]) for index in self._relay.stages}
+            stages = [self._placed(own[index], index, shapes, passed) for index in sorted(own)]
             how: dict[str, Any] = {"n_microbatches": number, "loss_fn": self._loss_now, "scale_grads": False}
             if self._kind is Schedule.INTERLEAVED:
-                made: Any = ScheduleInterleaved1F1B(stages, **how)
+                schedule: Any = ScheduleInterleaved1F1B(stages, **how)
             else:
-                made = (ScheduleGPipe if self._kind is Schedule.GPIPE else Schedule1F1B)(stages[0], **how)
-            self._made[shapes, number] = made
+                schedule = (ScheduleGPipe if self._kind is Schedule.GPIPE else Schedule1F1B)(stages[0], **how)
+            self._made[shapes, number] = Made(schedule, list(own.values()))
+            if len(self._made) > _KEPT:
+                self._made.popitem(last=False)
+        self._made.move_to_end((shapes, number))
         return self._made[shapes, number]
 
-    def _stage(self, index: int, shapes: tuple[Shape, ...], passed: list[Passed], precision: NumberFormats) -> Any:
+    def _placed(self, stage: _Stage, index: int, shapes: tuple[Shape, ...], passed: list[Passed]) -> Any:
         """With its shapes given, so that torch runs nothing to find them."""
         before = shapes if index == 0 else passed[index - 1].shapes
         return PipelineStage(
-            _InPrecision(self._relay.stages[index], precision),
+            stage,
             index,
             self._relay.num_stages,
             self._relay.device,
@@ -145,21 +164,42 @@ class Schedules:
 
 
 @final
-class _InPrecision(nn.Module):
+class _Stage(nn.Module):
     """A stage under the trainer's autocast, entered anew each time: its cache of weights is of one forward.
 
-    What it gives lies in memory as what is received for it does.
+    It computes the real rows of each micro-batch, and what it gives is filled up again; of one without any it computes
+    nothing. What it gives lies in memory as what is received for it does. gives: for a whole micro-batch.
     """
 
-    def __init__(self, stage: nn.Module, precision: NumberFormats) -> None:
+    def __init__(self, stage: nn.Module, precision: NumberFormats, gives: Passed) -> None:
         super().__init__()
         self.stage = stage
         self._autocast: Callable[[], AbstractContextManager[Any]] = precision.autocast
+        self._gives = gives
+        self._rows: Iterator[int] = iter(())
+
+    def begin(self, rows: Iterable[int]) -> None:
+        """A window: how many rows of each micro-batch are real, in the order in which every schedule takes them."""
+        self._rows = iter(rows)
 
     def forward(self, *inputs: Tensor) -> Any:
-        with self._autocast():
-            output = self.stage(*inputs)
-        return output.contiguous() if isinstance(output, Tensor) else tuple(each.contiguous() for each in output)
+        rows, most = next(self._rows), len(inputs[0])
+        if rows == 0:
+            outputs = self._nothing(inputs)
+        else:
+            with self._autocast():
+                output = self.stage(*(_first_rows(each, rows) for each in inputs))
+            outputs = tuple(_with_zeros(each, most).contiguous() for each in _tensors(output))
+        return outputs if self._gives.is_tuple else outputs[0]
+
+    def _nothing(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Zeros, through which a backward comes to the inputs."""
+        device = inputs[0].device
+        way = sum((each.sum() for each in inputs if each.requires_grad), torch.zeros((), device=device))
+        zeros = tuple(shape.zeros(device) for shape in self._gives.shapes)
+        if way.requires_grad:
+            return tuple(each + (0 * way).to(each.dtype) if each.is_floating_point() else each for each in zeros)
+        return tuple(each.requires_grad_(each.is_floating_point()) for each in zeros)
 
 
 class _Taken(BaseException):
@@ -226,6 +266,11 @@ def _tensors(output: Any) -> tuple[Tensor, ...]:
 def _filled(tensor: Tensor, rows: int) -> Tensor:
     lacking = rows - len(tensor)
     return tensor if lacking == 0 else torch.cat([tensor, tensor[-1:].expand(lacking, *tensor.shape[1:])])
+
+
+def _with_zeros(tensor: Tensor, rows: int) -> Tensor:
+    lacking = rows - len(tensor)
+    return tensor if lacking == 0 else torch.cat([tensor, tensor.new_zeros(lacking, *tensor.shape[1:])])
 
 
 def _example(shape: Shape, *, has_gradient: bool) -> Tensor:

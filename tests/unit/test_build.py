@@ -18,15 +18,17 @@ from framework.build import (
     build_scheduler,
     build_strategy,
     build_task,
+    check_callbacks_fit,
 )
 from framework.config.schema import Interval, SchedulerConfig
 from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, TargetError, TopologyError
 from framework.run_dir import RunDir
-from framework.strategies import Single
+from framework.strategies import DDP, AllReduce, Butterfly, Single
 from framework.topology import Topology
 from framework.types import Datasets
 from tests.unit import fake_targets
+from tests.unit.simulated_ranks import cpu_context
 
 FAKES = "tests.unit.fake_targets"
 
@@ -275,3 +277,16 @@ def test_what_is_no_scheduler_is_refused_and_none_never_moves():
         build_scheduler(scheduler(node("torch.nn.Identity")), optimizer, total_steps=1)
     build_scheduler(scheduler(None), optimizer, total_steps=None).after_step()
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("strategy", [DDP, AllReduce, Butterfly])
+def test_averages_of_buffers_that_differ_are_refused(strategy):
+    """A checkpoint would have the first process's alone, and a resumed run would evaluate with that on all."""
+    averaged = {"ema": node("framework.callbacks.EMAWeightAveraging")}
+    weights_alone = {"ema": node("framework.callbacks.EMAWeightAveraging", use_buffers=False)}
+    apart = strategy(context=cpu_context(world_size=2), broadcast_buffers=False)
+    with pytest.raises(ConfigError, match=r"callbacks\.ema averages buffers .*\nUse callbacks\.ema\.use_buffers=false"):
+        check_callbacks_fit(averaged, apart)
+    check_callbacks_fit(weights_alone, apart)
+    check_callbacks_fit(averaged, strategy(context=cpu_context(world_size=2)))
+    check_callbacks_fit(averaged, strategy(context=cpu_context(), broadcast_buffers=False))

@@ -119,6 +119,10 @@ def test_a_rough_size_is_about_that_of_a_real_checkpoint(tmp_path, make, world_s
     assert rough == pytest.approx(real, rel=0.15)
     averaged = rough_checkpoint_bytes(model.state_dict(), make, model.parameters(), world_size=world_size, averages=1)
     assert averaged > rough + 2 * tensor_bytes(model.parameters())
+    left_out = rough_checkpoint_bytes(
+        model.state_dict(), make, model.parameters(), world_size=world_size, averages=0, gradients=1
+    )
+    assert left_out == rough + world_size * tensor_bytes(model.parameters())
 
 
 def test_a_rough_size_counts_what_is_trained_and_what_shares_memory_once():

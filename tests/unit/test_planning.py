@@ -57,6 +57,7 @@ def test_parameters_gradients_and_state_are_those_of_the_real_model():
         "buffers": 0,
         "averages": 0,
         "anchors": 0,
+        "errors": 0,
     }
     assert found["strategy"] == "DDP"
     assert found["optimizer"] == "SGD"
@@ -165,9 +166,18 @@ def test_of_a_model_in_stages_each_rank_has_a_part_and_copies_exchange_theirs():
     assert (cut["memory"]["buckets"], copied["memory"]["buckets"]) == (0, size // 2)
     assert copied["batch"]["per_rank"] == {"least": 24, "most": 24}
     assert copied["batch"]["per_forward"] == {"least": 3, "most": 3}
+    twice = facts(*one, "trainer.accumulate_grad_batches=2", procs=2)["batch"]
+    assert (twice["global"], twice["accumulate_grad_batches"], twice["num_microbatches"]) == (48, 2, 8)
+    assert (copied["batch"]["accumulate_grad_batches"], copied["batch"]["num_microbatches"]) == (1, 8)
     assert any("The model is cut into stages" in note for note in cut["notes"])
-    with pytest.raises(ConfigError, match=r"data\.batch_size=7 gives 7 samples to each of 1 copies"):
+    with pytest.raises(
+        ConfigError, match=r"data\.batch_size=7 can't be cut into strategy\.num_microbatches=8, .*\nUse"
+    ):
         facts(*one[:-1], "data.batch_size=7", procs=2)
+    few = ("data.global_batch_size=40", "trainer.accumulate_grad_batches=3", "strategy.num_stages=2")
+    factors = r"2 copies of the model × trainer\.accumulate_grad_batches=3 × strategy\.num_microbatches=8"
+    with pytest.raises(ConfigError, match=rf"global_batch_size=40 is .* each of the 48 .*\({factors}\)"):
+        facts(*one, *few, procs=4)
     with pytest.raises(TargetError, match="can't cut ToyModel into 2 stages"):
         facts("recipe=toy", "strategy=pipeline", procs=2)
 
@@ -175,6 +185,23 @@ def test_of_a_model_in_stages_each_rank_has_a_part_and_copies_exchange_theirs():
 def test_a_callback_that_a_spread_model_cannot_have_is_refused():
     with pytest.raises(ConfigError, match=r"callbacks\.ema keeps a whole copy of the model"):
         facts("recipe=toy", "strategy=fsdp", "callbacks=ema", procs=2)
+
+
+def test_what_a_hook_keeps_of_gradients_is_counted_for_each_process():
+    """In the first one's checkpoint for all of them, and nowhere where it keeps none."""
+    usual = facts("recipe=digits", "strategy=ddp", procs=4)
+    size = usual["memory"]["gradients"]
+    for hook, errors in (("powersgd", 1), ("{powersgd:{use_error_feedback:false}}", 0), ("bf16", 0)):
+        found = facts("recipe=digits", "strategy=ddp", f"strategy.comm_hook={hook}", procs=4)
+        assert found["memory"] == {**usual["memory"], "errors": errors * size}
+        assert found["checkpoint"] - usual["checkpoint"] == pytest.approx(4 * errors * size, rel=0.03)
+
+
+def test_a_hook_that_an_overflow_would_stay_in_is_refused_with_a_scaled_loss():
+    command = ("recipe=toy", "strategy=ddp", "trainer.precision=16-mixed")
+    assert facts(*command, "strategy.comm_hook=fp16", procs=2)["strategy"] == "DDP"
+    with pytest.raises(ConfigError, match=r"precision=16-mixed scales the loss, .*\nUse trainer\.precision=bf16-mixed"):
+        facts(*command, "strategy.comm_hook=powersgd", procs=2)
 
 
 def test_precision_is_honoured():

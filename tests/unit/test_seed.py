@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import CheckpointError
-from framework.seed import generator_states, mix, restore_generator_states, seed_everything, set_deterministic
+from framework.seed import (
+    fingerprint,
+    generator_states,
+    mix,
+    restore_generator_states,
+    seed_everything,
+    set_deterministic,
+)
 
 CPU = [torch.device("cpu")]
 SEEDS = st.integers(0, 2**32 - 1)
@@ -97,3 +104,25 @@ def test_deterministic_mode_sets_torchs_switches(own_state, on, benchmark, expec
     assert torch.backends.cudnn.deterministic is on
     assert torch.backends.cudnn.benchmark is expected
     assert not on or os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
+
+
+@pytest.mark.parametrize("draws", [random.random, numpy.random.rand, lambda: torch.rand(1)])
+def test_any_draw_is_seen(own_state, draws):
+    before = fingerprint(CPU)
+    assert fingerprint(CPU) == before
+    draws()
+    assert fingerprint(CPU) != before
+
+
+def test_a_draw_on_a_device_of_ones_own_is_seen(monkeypatch):
+    gpu = torch.device("cuda", 1)
+    states = {gpu: torch.zeros(16, dtype=torch.uint8)}
+
+    class Module:
+        get_rng_state = staticmethod(lambda device: states[device].clone())
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: {gpu: Module}[device])
+    before = fingerprint([*CPU, gpu])
+    assert fingerprint([*CPU, gpu]) == before
+    states[gpu][8] += 4
+    assert fingerprint([*CPU, gpu]) != before

@@ -146,6 +146,26 @@ def test_a_whole_checkpoint_is_read_by_a_spread_model(tmp_path: Path) -> None:
     assert_equal(state_of(model, other_made), state_of(plain, made))
 
 
+def test_of_replicas_that_differed_a_spread_model_gets_the_mean_and_it_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_ranks = []
+    for _ in range(2):
+        plain = network()
+        made = torch.optim.Adam(plain.parameters())
+        plain(torch.randn(5, 3)).square().sum().backward()
+        made.step()
+        of_ranks.append({"model": plain.state_dict(), "optimizer": made.state_dict(), "callbacks": {}})
+    state = {"model": of_ranks[0]["model"], "training": {**of_ranks[0], "replicas": of_ranks[1:]}, "generators": []}
+    directory = write(tmp_path, state, step=5, epoch=0, metrics={}, config_text="")
+    model, other_made = spread(steps=1)
+    load_spread(directory, model, other_made)
+    weights = [each["model"]["1.weight"] for each in of_ranks]
+    torch.testing.assert_close(whole(model.state_dict()["1.weight"]), torch.stack(weights).mean(dim=0))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["the checkpoint is of 2 ranks with weights of their own: all go on from their mean"]
+
+
 def test_the_weights_alone_need_no_process_group_and_no_optimizer(tmp_path: Path) -> None:
     model, made = spread()
     directory = save(tmp_path, model, made)

@@ -25,6 +25,7 @@ PLAN: dict[str, Any] = {
         "per_rank": {"least": 12, "most": 13},
         "per_forward": {"least": 6, "most": 7},
         "accumulate_grad_batches": 2,
+        "num_microbatches": 1,
     },
     "data": {"train": 1600, "val": None, "test": 200, "streams": [], "source": "data"},
     "steps": {"per_epoch": 16, "total": 160, "max_epochs": 10, "max_steps": None},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import nn
 
 from framework.errors import ConfigError
 from framework.launch.warm import WarmServer
-from framework.strategies import AllReduce, Butterfly
+from framework.strategies import DDP, FSDP, AllReduce, Butterfly, LocalSGD, Pipeline
 from framework.strategies.buckets import Bucket, by_kind
+from framework.types import Strategy
 from tests.helpers.ranks import left_by_ranks
 from tests.unit.simulated_ranks import cpu_context
 
@@ -44,6 +46,26 @@ def test_what_cannot_be_is_refused(make: type[AllReduce | Butterfly], name: str)
     for wrong in (-1, float("nan")):
         with pytest.raises(ConfigError, match=r"strategy\.bucket_cap_mb=.* must be 0"):
             make(context=cpu_context(), bucket_cap_mb=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("allreduce", AllReduce),
+        ("butterfly", Butterfly),
+        ("local_sgd", partial(LocalSGD, warmup_steps=1)),
+        ("pipeline", partial(Pipeline, num_stages=2)),
+        ("fsdp", FSDP),
+        ("ddp with comm_hook=butterfly", partial(DDP, comm_hook="butterfly")),
+        ("ddp with comm_hook=powersgd", partial(DDP, comm_hook="powersgd")),
+    ],
+)
+def test_an_embedding_that_says_it_makes_sparse_gradients_is_refused_before_a_step(
+    name: str, make: Callable[..., Strategy]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(ConfigError, match=rf"strategy={name} .* there is a sparse one: 1\.weight\.\nMake it dense"):
+        make(context=cpu_context(world_size=4)).wrap(model)
 
 
 def test_tensors_are_laid_together_by_type_and_size() -> None:

@@ -274,3 +274,14 @@ def test_a_whole_tensor_is_spread_as_another_is_without_keeping_it() -> None:
     plain = torch.ones(2)
     assert spread_like(plain, full) is full
     assert whole(plain) is plain
+
+
+def test_weights_whose_channels_lie_last_are_gathered_as_any_others() -> None:
+    """As `trainer.channels_last` lays them; torch refuses to spread them so."""
+    plain = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    model = wrapped(copy.deepcopy(plain))
+    image = torch.randn(2, 2, 6, 6).contiguous(memory_format=torch.channels_last)
+    for each in (plain, model):
+        each(image).square().mean().backward()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), wanted.grad)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from framework.activations import recompute
 from framework.config.schema import Precision
 from framework.errors import ConfigError, FrameworkError, TargetError, TopologyError
 from framework.precision import PrecisionPlugin
@@ -60,6 +61,7 @@ def test_ranks_of_one_pipeline_see_the_same_samples(
         ({"stages_per_rank": 2}, ConfigError, r"schedule=1f1b has one stage on each rank"),
         ({"stages_per_rank": 1, "schedule": "interleaved"}, ConfigError, r"wants 2 or more stages on each rank"),
         ({"num_microbatches": 0}, ConfigError, r"num_microbatches=0 is below 1"),
+        ({"bucket_cap_mb": -1}, ConfigError, r"strategy\.bucket_cap_mb=-1 must be 0"),
         ({"num_microbatches": 3}, ConfigError, r"wants one for each of the 4 ranks"),
         ({"num_microbatches": 6, "schedule": "interleaved"}, ConfigError, r"Use strategy\.num_microbatches=8"),
     ],
@@ -104,7 +106,18 @@ def micro_batches(*sizes: int) -> list[MicroBatch]:
     ]
 
 
-def run(model: nn.Sequential, micros: Sequence[MicroBatch], *, number: int, task: Any = None) -> list[StepOutput]:
+def schedules_of(model: nn.Sequential) -> Schedules:
+    return Schedules(relay_of(model), Schedule.INTERLEAVED)
+
+
+def run(
+    model: nn.Sequential,
+    micros: Sequence[MicroBatch],
+    *,
+    number: int,
+    task: Any = None,
+    precision: Precision = Precision.FP32,
+) -> list[StepOutput]:
     """A window whose micro-batches weigh their samples; what the task gave."""
     seen = []
     total = sum(micro.num_samples for micro in micros)
@@ -113,12 +126,12 @@ def run(model: nn.Sequential, micros: Sequence[MicroBatch], *, number: int, task
         seen.append(output_of(micro.batch))
         return seen[-1].loss * (micro.num_samples / total)
 
-    schedules = Schedules(relay_of(model), Schedule.INTERLEAVED)
-    precision = PrecisionPlugin(Precision.FP32, device=CPU)
+    schedules = schedules_of(model)
+    plugin = PrecisionPlugin(precision, device=CPU)
     for _ in range(2):  # shapes are known in the second
         model.zero_grad()
         seen.clear()
-        schedules.run(micros, number=number, task=task or Squares(), precision=precision, weighed=weighed)
+        schedules.run(micros, number=number, task=task or Squares(), precision=plugin, weighed=weighed)
     return seen
 
 
@@ -137,6 +150,76 @@ def test_uneven_micro_batches_give_the_gradients_of_all_samples(sizes: tuple[int
     Squares().training_step(whole, (inputs, targets)).loss.backward()
     for mine, wanted in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+@pytest.mark.usefixtures("group")
+def test_statistics_are_of_the_real_rows() -> None:
+    """As in one process that takes the micro-batches one after another; the third is filled up, the fourth is empty."""
+
+    def normed() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    micros = micro_batches(3, 3, 2)
+    model, plain = normed(), normed()
+    run(model, micros, number=4)
+    for _ in range(2):
+        plain.zero_grad()
+        for batch, count in micros:
+            (Squares().training_step(plain, batch).loss * (count / 8)).backward()
+    for name, wanted in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], wanted)
+    for mine, each in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, each.grad)
+
+
+@pytest.mark.usefixtures("group", "own_state")
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
+def test_what_is_computed_again_drops_the_same_and_gives_the_same_gradients(precision: Precision) -> None:
+    gradients: list[list[Any]] = []
+    for share, classes in ((0.5, None), (0.5, ["Linear", "Dropout"]), (0.0, None)):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(share), nn.Sequential(nn.Dropout(share), nn.Linear(8, 1)))
+        recompute(model, classes)
+        run(model, micro_batches(3, 2), number=2, precision=precision)
+        gradients.append([each.grad for each in model.parameters()])
+    kept, again, undropped = gradients
+    assert all(map(torch.equal, kept, again))
+    assert not all(map(torch.equal, kept, undropped))
+
+
+@pytest.mark.usefixtures("group")
+def test_schedules_are_kept_for_the_full_window_and_the_short_one() -> None:
+    schedules, plugin = schedules_of(network()), PrecisionPlugin(Precision.FP32, device=CPU)
+    made = []
+    for size in (3, 2, 3, 2, 4, 5, 3):
+        schedules.run(
+            micro_batches(size, size),
+            number=2,
+            task=Squares(),
+            precision=plugin,
+            weighed=lambda output_of, micro: output_of(micro.batch).loss,
+        )
+        made.append(next(reversed(schedules._made.values())))
+        assert len(schedules._made) <= 2
+    assert made[0] is made[2]
+    assert made[1] is made[3]
+    assert made[6] is not made[0]
+
+
+@pytest.mark.usefixtures("group")
+def test_draws_of_the_device_are_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator of a GPU that a task draws from before it calls the model."""
+    asked: list[Any] = []
+
+    def fingerprint(devices: list[Any]) -> int:
+        asked.extend(devices)
+        return len(asked)
+
+    monkeypatch.setattr("framework.strategies.schedules.fingerprint", fingerprint)
+    with pytest.raises(TargetError, match="draws random numbers before it calls the model"):
+        run(network(), micro_batches(2, 2), number=2)
+    assert asked == [CPU, CPU]
 
 
 @pytest.mark.usefixtures("group")
