@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from torch.utils.data import TensorDataset
 
-from framework import Datasets
+from framework import ConfigError, Datasets
 
 IMAGE_SIZE = 28
 LARGEST_PIXEL = 16
+FIRST_LAYERS = {2: (0, 7), 3: (0, 2, 7), 4: (0, 2, 7, 10)}
+"""Of each stage, where ConvNet is cut into so many."""
 
 
 class ConvNet(nn.Module):
@@ -42,6 +44,17 @@ class ConvNet(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(128, num_classes),
         )
+
+    def stages(self, number: int) -> list[nn.Module]:
+        """Runs of layers, each with weights, that strategy=pipeline puts on processes of their own."""
+        if number not in FIRST_LAYERS:
+            raise ConfigError(
+                f"ConvNet can be cut into 2, 3 or 4 stages, and {number} were asked for.\n"
+                "Use strategy.num_stages=4 or less, and a multiple of so many processes."
+            )
+        layers, begins = [*self.features, *self.classifier], FIRST_LAYERS[number]
+        ends = (*begins[1:], len(layers))
+        return [nn.Sequential(*layers[begin:end]) for begin, end in zip(begins, ends, strict=True)]
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
         scores: Tensor = self.classifier(self.features(image_BCHW))

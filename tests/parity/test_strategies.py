@@ -86,6 +86,17 @@ def test_stages_on_several_processes_end_as_layers_on_several_devices_of_one(
     results.assert_same(results.weights(run), wanted, tolerance=1e-6)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_so_do_compiled_stages(train: Train, schedule: str) -> None:
+    """Each by itself. Batches of 20 in 8 micro-batches: some have a row that is no sample."""
+    more = ("trainer.gradient_clip_val=0.5", "recipe=toy_model_parallel", "data.global_batch_size=20")
+    stages = ("strategy=pipeline", "topology=single_node", "topology.procs_per_node=2", "trainer.compile=default")
+    run = train(*COMMAND, *more, *stages, f"strategy.schedule={schedule}")
+    whole = train(*COMMAND, *more, f"topology.gpus_per_process={2 if schedule == '1f1b' else 4}")
+    results.assert_same(results.weights(run), results.weights(whole), tolerance=1e-6)
+
+
 def rounded(dtype: torch.dtype) -> Exchange:
     """Each rank's gradient is rounded and divided, and so is each sum of them, from the first rank on."""
 
@@ -132,7 +143,17 @@ def test_exact_ways_end_as_one_process(train: Train, processes: int, strategy: t
         pytest.param(3, SPREAD, marks=pytest.mark.exhaustive),
         pytest.param(3, ("strategy=butterfly",), marks=pytest.mark.exhaustive),
         pytest.param(3, BUTTERFLY_HOOK, marks=pytest.mark.exhaustive),
-        pytest.param(3, ("strategy=allreduce", "trainer.compile=default"), marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(4 if how is COPIES else 3, (*how, "trainer.compile=default"), marks=pytest.mark.exhaustive)
+            for how in (
+                ("strategy=ddp",),
+                BUTTERFLY_HOOK,
+                ("strategy=allreduce",),
+                ("strategy=butterfly",),
+                SPREAD,
+                COPIES,
+            )
+        ),
     ],
     ids=str,
 )

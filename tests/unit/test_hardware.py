@@ -278,3 +278,6 @@ def test_openmp_threads_spin_only_on_cores_of_their_own(monkeypatch, tmp_path, r
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     monkeypatch.setattr(hardware, "_cpu_quotas", lambda _: [] if quota is None else [quota])
     assert hardware.openmp_environment(tmp_path) == ({"OMP_WAIT_POLICY": "PASSIVE"} if passive else {})
+    # One of several that begin at once counts nobody; what is granted counts.
+    several = hardware.openmp_environment(tmp_path, alone=False)
+    assert several == ({"OMP_WAIT_POLICY": "PASSIVE"} if quota is not None else {})

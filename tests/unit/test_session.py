@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,3 +53,13 @@ def test_the_cores_that_srun_bound_a_rank_to_are_not_divided_again(monkeypatch, 
     assert sharers == (Sharers(2, 1) if shared else Sharers(1, 0))
     engine._keep_to_own_cores(sharers)
     assert kept == [set(range(12, 16)) if shared else set(range(8, 16))]
+
+
+@pytest.mark.parametrize(("device", "keeps"), [("cpu", True), ("cuda:1", False)])
+def test_freed_memory_is_kept_where_the_cpu_computes(monkeypatch, device, keeps):
+    asked: list[bool] = []
+    monkeypatch.setattr(session, "keep_freed_memory", lambda: asked.append(True))
+    monkeypatch.setattr(session, "set_deterministic", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    session._prepare_process(config_of("local"), replace(SECOND_OF_TWO, devices=(torch.device(device),)))
+    assert asked == [True] * keeps

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam
+from torch.optim import SGD, Adam
 
 from framework.checkpoint import CheckpointManager, load
 from framework.checkpoint import manager as manager_module
 from framework.errors import DiskError
+from tests.unit.simulated_ranks import cpu_context
 from tests.unit.small_trainer import make_trainer, manager, samples, saved_steps, settings
 
 pytestmark = pytest.mark.usefixtures("own_state")
@@ -115,3 +117,10 @@ def test_a_save_by_the_clock_comes_with_a_log(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(CheckpointManager, "due_time", lambda _: next(passed) in (1, 3))
     make_trainer(settings(max_steps=9, log_every_n_steps=2), checkpoints=checkpoints).fit()
     assert saved_steps(tmp_path) == [4, 8, 9]
+
+
+def test_a_resumed_run_steps_with_the_kernels_that_it_has_chosen_itself() -> None:
+    """Not with those of the process that saved: it may have had another device, or a model that is spread."""
+    before, after = (make_trainer(optimizer=partial(SGD, lr=0.05, foreach=own)).parts for own in (True, False))
+    after.load_state_dict(before.state_dict(cpu_context()))
+    assert [parts.optimizer.param_groups[0]["foreach"] for parts in (before, after)] == [True, False]
