@@ -26,8 +26,10 @@ Check = Callable[..., None]
 
 TOLERANCE = {"32-true": 1e-6, "bf16-mixed": 1e-3, "16-mixed": 1e-4, "bf16-true": 2e-2, "64-true": 1e-13}
 """Of the greatest weight. What is computed in a short format is rounded anew in each part of a batch."""
-OF_IMAGES = 1e-5  # of sums over pixels
+OF_IMAGES = {"32-true": 1e-3, "64-true": 1e-11}
+"""In 20 steps the network's kinks make much of the order in which pixels were added."""
 ROUNDED = {"ddp fp16": 1e-3, "ddp bf16": 1e-2, "ddp powersgd": 0.2}
+EXACT = ("ddp", "ddp butterfly", "allreduce", "butterfly", "fsdp", "hsdp", "pipeline", "pipelines")
 REFUSED = {"local_sgd", "ddp powersgd", "pipeline", "pipelines"}
 """With 16-mixed, for several processes."""
 
@@ -35,13 +37,13 @@ FEW = (
     Asked("64-true", ("butterfly", "fsdp", "pipeline", "local_sgd")),
     Asked("bf16-mixed", ("pipeline", "local_sgd")),
     Asked("32-true", ("pipeline",), compiles=True),
-    Asked("32-true", ("allreduce", "fsdp", "pipeline"), images=True),
+    Asked("64-true", ("allreduce", "fsdp", "pipeline"), images=True),
 )
 """In one go: each launch costs as much as many of them."""
 CAPTURED = Asked(
     "32-true", ("ddp", "ddp butterfly", "allreduce", "fsdp", "hsdp", "pipelines", "local_sgd"), compiles=True
 )
-ALL = (*map(Asked, HOWS), Asked("32-true", images=True))
+ALL = (*map(Asked, HOWS), Asked("32-true", EXACT, images=True), Asked("64-true", EXACT, images=True))
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def check(warm: WarmServer, tmp_path: Path) -> Check:
 
     def call(asked: Asked, procs: int, left: dict[str, Any]) -> None:
         refused = REFUSED if asked.kind == "16-mixed" and procs > 1 else set()
-        tolerance = OF_IMAGES if asked.images else TOLERANCE[asked.kind]
+        tolerance = (OF_IMAGES if asked.images else TOLERANCE)[asked.kind]
         assert left
         for name, found in left.items():
             assert isinstance(found, str) == (name in refused), (asked, name, found)
