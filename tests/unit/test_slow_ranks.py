@@ -192,11 +192,3 @@ def test_a_named_rank_survives_being_written_down() -> None:
     slow = SlowRank(3, "node1, cuda:3", "data", 0.18, 1, 600, throughout=False)
     assert SlowRank.from_plain(slow.to_plain()) == slow
 
-
-@pytest.mark.parametrize(("extra_s", "is_slow"), [(0.009, False), (0.011, True)])
-def test_a_tenth_of_a_step_is_slow_and_less_is_not(extra_s: float, is_slow: bool) -> None:
-    """Of steps of 0.1 s."""
-    ranks, told = judged(lambda _, rank: {"compute": extra_s} if rank == 1 else {})
-    assert bool(told) is bool(named(ranks)) is is_slow
-    values = tell(ranks, [spent(compute=extra_s * (rank == 1)) for rank in range(4)], step=1000)
-    assert ("skew/slowest_rank" in values) is is_slow

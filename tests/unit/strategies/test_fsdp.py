@@ -17,6 +17,7 @@ from framework.distributed.tensors import is_model_spread, is_spread, spread_lik
 from framework.errors import ConfigError, TopologyError
 from framework.strategies import FSDP
 from framework.topology import Topology
+from framework.types import own_groups
 from tests.unit.simulated_ranks import cpu_context
 
 pytestmark = pytest.mark.usefixtures("group", "own_state")
@@ -285,3 +286,22 @@ def test_weights_whose_channels_lie_last_are_gathered_as_any_others() -> None:
         each(image).square().mean().backward()
     for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(mine.grad), wanted.grad)  # type: ignore[arg-type]
+
+
+def test_buffers_are_shared_where_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before each micro-batch of it."""
+    shared: list[int] = []
+    monkeypatch.setattr("framework.strategies.fsdp.broadcast", lambda buffers: shared.append(len(list(buffers))))
+    strategy, model, counts = FSDP(context=cpu_context(world_size=2)), nn.BatchNorm1d(2), []
+    for synchronise in (False, True, True, False, False, True):
+        strategy.accumulate(model, synchronise=synchronise)
+        counts.append(len(shared))
+    assert counts == [1, 1, 2, 3, 3, 3]
+    assert set(shared) == {3}
+
+
+def test_the_group_that_all_gather_in_is_named_for_its_time_outs() -> None:
+    """Of one copy over all ranks as well, where it may be the default group or another: that is for torch to say."""
+    strategy = FSDP(context=cpu_context())
+    weight: Any = next(strategy.wrap(Block(4)).parameters())
+    assert weight.device_mesh.get_group() in own_groups(strategy)

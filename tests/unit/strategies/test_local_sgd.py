@@ -121,11 +121,13 @@ def test_it_goes_on_with_what_it_kept_and_not_with_that_of_others() -> None:
 def test_how_far_the_next_exchange_is() -> None:
     strategy, model = LocalSGD(context=cpu_context(), every_n_steps=3, warmup_steps=2), nn.Linear(1, 1)
     strategy.wrap(model)
-    found = []
+    found, of_warmup, kept = [], strategy._all_reduce, []
     for _ in range(9):
         found.append(strategy.steps_to_exchange)
+        kept.append(strategy._all_reduce is of_warmup)
         strategy.after_update(model)
     assert found == [1, 1, 3, 2, 1, 3, 2, 1, 3]
+    assert kept == [True] * 2 + [False] * 7  # with its memory for gradients
 
 
 @pytest.mark.multiproc
