@@ -219,7 +219,7 @@ def _train(asked: Asked, folder: Path, context: Context) -> dict[str, Any]:
     how, training = HOWS[asked.kind], Training(network, Small(), samples(70), lr=5.0)
     if asked.images:
         how = How(how.precision, channels_last=True)
-        training = Training(digits_network, Classes(), TensorDataset(*torch.load(folder / IMAGES)), lr=0.05)
+        training = Training(digits_network, Classes(), TensorDataset(*torch.load(folder / IMAGES)), lr=0.01)
     made = {name: make for name, make in strategies(context).items() if name in (asked.names or [name])}
     return _of_all(training, replace(how, compiles=asked.compiles), context, made)
 

@@ -51,7 +51,7 @@ def check(warm: WarmServer, tmp_path: Path) -> Check:
     """Trains on so many ranks and compares."""
 
     def call(asked: Asked, procs: int, left: dict[str, Any]) -> None:
-        refused = REFUSED if asked.kind == "16-mixed" and procs > 1 else set()
+        refused = set() if asked.kind != "16-mixed" else REFUSED if procs > 1 else {"ddp powersgd"}
         tolerance = (OF_IMAGES if asked.images else TOLERANCE)[asked.kind]
         assert left
         for name, found in left.items():
@@ -59,7 +59,7 @@ def check(warm: WarmServer, tmp_path: Path) -> Check:
             if name not in refused:
                 off, moved = found
                 assert off <= max(tolerance, ROUNDED.get(name, 0.0)), (asked, name, found)
-                assert moved > 0.05, (asked, name, found)
+                assert moved > 0.01, (asked, name, found)
 
     def run(procs: int, every: tuple[Asked, ...]) -> None:
         (tmp_path / ASKED).write_text(json.dumps(every))
