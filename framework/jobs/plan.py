@@ -13,12 +13,10 @@ known, and `notes` says why):
     spread         whether copies of the model are spread over ranks; each else has a replica
     spread_over    over how many ranks each copy is
     optimizer      the class of the optimizer
-    batch          global; per_rank and per_forward: least, most; accumulate_grad_batches
-    data           train, val, test: samples; streams: the parts that are streams, of which nobody knows that; source:
-                   "data", "plan.train_samples" or null
     batch          global; per_rank and per_forward: least, most; accumulate_grad_batches; num_microbatches, into which
                    strategy=pipeline cuts each of these (1 elsewhere)
-    data           train, val, test: samples; source: "data", "plan.train_samples" or null
+    data           train, val, test: samples; streams: the parts that are streams, of which nobody knows that; source:
+                   "data", "plan.train_samples" or null
     steps          per_epoch, total: optimizer steps; max_epochs, max_steps
     model          name, parameters, trainable
     memory         bytes on each rank: parameters, gradients, buckets (a second copy of gradients, to exchange them),

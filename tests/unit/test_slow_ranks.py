@@ -191,4 +191,3 @@ def test_the_median_is_of_the_others(own: list[float]) -> None:
 def test_a_named_rank_survives_being_written_down() -> None:
     slow = SlowRank(3, "node1, cuda:3", "data", 0.18, 1, 600, throughout=False)
     assert SlowRank.from_plain(slow.to_plain()) == slow
-
