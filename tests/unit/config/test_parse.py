@@ -155,7 +155,7 @@ OPTIONAL = {
     *("parity.processes", "data.num_workers"),
     *("plan.train_samples", "export.output", "topology.rdzv_endpoint", "checkpoint.every_n_minutes"),
     # have defaults
-    *("checkpoint.asynchronous", "checkpoint.save_last_k", "data.loader", "trainer.cpu_affinity"),
+    *("checkpoint.asynchronous", "checkpoint.save_last_k", "data.loader", "data.stream", "trainer.cpu_affinity"),
     *("trainer.channels_last", "trainer.compile", "trainer.profiler", "trainer.activation_checkpointing"),
     *(key for key in schema_keys() if key.partition(".")[0] in ("preflight", "tune")),
     *("topology.procs_per_node", "topology.gpus_per_process", "scheduler.schedule", "scheduler.monitor"),
