@@ -48,6 +48,7 @@ _RAW: dict[str, Any] = {
         "global_batch_size": None,
         "eval_batch_size": None,
         "loader": "auto",
+        "stream": "shared",
         "num_workers": "auto",
         "shuffle": True,
         "root": None,
