@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from framework import build
+from framework.causes import said
 from framework.config.schema import Config
 from framework.data.batching import BatchPlan
 from framework.data.loader import TrainLoader, dataset_size
@@ -44,6 +45,10 @@ from framework.types import Callback, MapDataset, exchanges_on_cpu, forward_comm
 RESULT, PICTURE = "tune.json", "learning_rate.svg"
 
 _SHOWN_CHARS = 90  # of what an allocator says
+_TOO_LARGE = (
+    "Use a smaller model, trainer.precision=bf16-mixed, trainer.activation_checkpointing=auto, or a strategy that "
+    "spreads the model: strategy=fsdp"
+)
 
 
 def tune_rank(arguments: RankArguments, link: Link) -> None:
@@ -124,7 +129,8 @@ def _tuned(rank: Rank, loader: TrainLoader, *, samples: int, averages: int) -> d
         batch = _largest_batch(rank, loader, dealing, averages=averages)
         plan = dealing.plan(batch["batch_size"])
         overrides |= dealing.overrides(batch["batch_size"])
-        batch |= {"global_batch_size": plan.global_batch_size, "accumulate_grad_batches": plan.micro_batches}
+        made, passes = dealing.made(plan)
+        batch |= {"global_batch_size": made, "accumulate_grad_batches": passes}
     loader = loader.replanned(plan, limit=dealing.whole_steps(plan))
     curve = _together(rank, loader, plan, found=None if batch is None else batch["batch_size"])
     lr = None if curve is None else _rates(rank, curve, plan)
@@ -155,21 +161,41 @@ class _Search:
     noted: list[dict[str, Any]]
 
     def fits(self, size: int) -> bool:
-        """Whether it does on every rank; the same on all of them, which must call it."""
-        context = self.rank.context
-        everyone = all_tried(self.trials.try_size(size), self.group, world_size=context.world_size)
+        """Whether it does on every rank; the same on all of them, which must call it.
+
+        Sizes that a global batch is dealt alike for are one, tried once. Raises RunError for what is raised that isn't
+        about memory, where nothing has fitted and larger sizes were too large; else passes it.
+        """
+        size = self.dealing.pass_size(size)
+        for note in self.noted:
+            if note["batch_size"] == size:
+                return bool(note["fits"])
+        everyone = all_tried(self._tried(size), self.group, world_size=self.rank.context.world_size)
         refusing = next((number for number, each in enumerate(everyone) if each.refusal is not None), None)
         note = self._note(size, everyone, refusing)
         self.noted.append(note)
         _say(self.rank, _trial_line(note))
         return refusing is None
 
+    def _tried(self, size: int) -> Tried:
+        try:
+            return self.trials.try_size(size)
+        except Exception as error:  # of the user's code
+            if not self.noted or any(note["fits"] for note in self.noted):
+                raise
+            last = self.noted[-1]
+            raise RunError(
+                f"Not even a batch of {last['batch_size']} fits: rank {last['refused_by']}: {last['refusal']}\n"
+                f"And with {size} the model or its data raise {said(error)}\n{_TOO_LARGE}"
+            ) from error
+
     def _note(self, size: int, everyone: list[Tried], refusing: int | None) -> dict[str, Any]:
         times = [each.step_s for each in everyone if each.step_s is not None]
         peaks = [each.peak_bytes for each in everyone if each.peak_bytes is not None]
         rate = None
         if refusing is None and times:
-            rate = self.dealing.trial(size).global_batch_size / max(*times, 1e-9)
+            samples, _ = self.dealing.made(self.dealing.trial(size))
+            rate = samples / max(*times, 1e-9)
         return {
             "batch_size": size,
             "fits": refusing is None,
@@ -197,15 +223,13 @@ def _largest_batch(rank: Rank, loader: TrainLoader, dealing: Dealing, *, average
         trials = Trials(alone, dealing, memory, steps=settings.steps_per_trial, held=held)
         barrier(context)
         search = _Search(rank, trials, dealing, group, noted=[])
-        found = largest_fitting(search.fits, start=rank.config.data.batch_size, most=most)
+        # Where a batch that is too large gets a process killed, it isn't begun before smaller ones told what it takes.
+        start, from_below = rank.config.data.batch_size, not memory.is_held
+        found = largest_fitting(search.fits, start=start, most=most, from_below=from_below)
         room = memory.room_bytes
     if found is None:
         last = search.noted[-1]
-        raise RunError(
-            f"Not even a batch of 1 fits: rank {last['refused_by']}: {last['refusal']}\n"
-            "Use a smaller model, trainer.precision=bf16-mixed, trainer.activation_checkpointing=auto, or a strategy "
-            "that spreads the model: strategy=fsdp"
-        )
+        raise RunError(f"Not even a batch of 1 fits: rank {last['refused_by']}: {last['refusal']}\n{_TOO_LARGE}")
     return {
         "batch_size": dealing.pass_size(found),
         "limited_by": limited_by if found == most else "memory",

@@ -72,7 +72,7 @@ class Trials:
     ) -> None:
         self._trainer, self._dealing, self._memory = trainer, dealing, memory
         self._steps, self._held = steps, held or {}
-        self._peaks: dict[int, int] = {}  # of what fitted
+        self._peaks: dict[int, int] = {}  # of what fitted, by the samples of a pass
         for group in trainer.parts.optimizer.param_groups:
             group["lr"] = 0.0
 
@@ -81,9 +81,14 @@ class Trials:
 
         Where memory can't be tried out, what is expected not to fit isn't begun.
         """
-        room, expected = self._memory.room_bytes, self._expected(size)
-        if not self._memory.is_held and room is not None and expected is not None and expected > room:
-            return Tried(f"would take about {amount(expected)} of {amount(room)}")
+        size = self._dealing.pass_size(size)
+        expected = None if self._memory.is_held else self._beyond(size)
+        if expected is not None:
+            return Tried(f"would take about {amount(expected)} of {amount(self._memory.room_bytes or 0)}")
+        return self._measured(size)
+
+    def _measured(self, size: int) -> Tried:
+        room = self._memory.room_bytes
         self._memory.clear()
         refusal, step_s = self._make_steps(size)
         peak = self._memory.peak_bytes()
@@ -122,14 +127,33 @@ class Trials:
             self._trainer.parts.optimizer.zero_grad(set_to_none=True)
         return None, step_s
 
-    def _expected(self, size: int) -> int | None:
-        """The peak, from the two largest sizes that fitted; None before there is one.
+    def _beyond(self, size: int) -> int | None:
+        """The peak that is expected, where that is more than the room; None where it isn't, or nothing is known.
+
+        One measurement doesn't tell how much of it is weights, gradients and the optimizer's state, which no batch
+        makes larger. So where all of it being the samples' would be too much, a second one is made before it is said.
+        """
+        room = self._memory.room_bytes
+        if room is None or not self._peaks or size <= max(self._peaks):
+            return None
+        if len(self._peaks) == 1:
+            (known,) = self._peaks
+            if self._expected(size) <= room:
+                return None
+            # Less is safer; but with a single sample batch normalisation raises an error.
+            another = self._dealing.pass_size(known - 1 if known > 2 else known + 1)
+            if another in (known, size):  # passes of a global batch come in few sizes
+                return None
+            self._measured(another)
+        expected = self._expected(size)
+        return expected if expected > room else None
+
+    def _expected(self, size: int) -> int:
+        """The peak, from the two largest sizes that fitted.
 
         Activations grow as the batch does, and all else doesn't: a line through both, through 0 where there is one.
         """
         known = sorted(self._peaks.items())[-2:]
-        if not known or size <= known[-1][0]:
-            return None
         last_size, last = known[-1]
         if len(known) == 1:
             return last * size // last_size

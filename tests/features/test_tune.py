@@ -30,7 +30,7 @@ def test_a_batch_a_rate_and_a_command_that_trains(train: Train, capfd: pytest.Ca
     found, printed = found_in(run_dir), capfd.readouterr().out
     batch, lr = found["batch_size"], found["lr"]
     assert (batch["batch_size"], batch["limited_by"], batch["global_batch_size"]) == (40, "tune.max_batch_size", 40)
-    assert [trial["batch_size"] for trial in batch["trials"] if trial["fits"]] == [20, 40]
+    assert [trial["batch_size"] for trial in batch["trials"] if trial["fits"]] == [2, 5, 10, 20, 40]
     assert (lr["global_batch_size"], len(lr["points"]) <= 100) == (40, True)
     rate = found["overrides"]["optimizer.lr"]
     assert found["overrides"] == {"data.batch_size": 40, "optimizer.lr": rate}

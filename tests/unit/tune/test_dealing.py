@@ -38,20 +38,39 @@ def test_a_global_batch_keeps_its_size() -> None:
     assert dealing.overrides(10) == {"trainer.accumulate_grad_batches": 5}
 
 
-@given(world=st.integers(1, 8), whole=NUMBERS, size=NUMBERS)
-def test_no_pass_is_larger_than_what_fits(world: int, whole: int, size: int) -> None:
+def test_a_global_batch_of_more_than_the_data() -> None:
+    dealing = Dealing(world_size=2, accumulate=1, global_batch_size=1600, samples=5)
+    assert dealing.most(None) == (3, "data")
+    assert dealing.overrides(3) == {"trainer.accumulate_grad_batches": 1}
+    assert dealing.made(dealing.plan(3)) == (5, 1)
+    # 266 would make one pass of 3 of them.
+    assert (dealing.passes(2), dealing.made(dealing.plan(2))) == (267, (5, 2))
+    assert [dealing.made(dealing.trial(size)) for size in (3, 2)] == [(5, 1), (5, 2)]
+
+
+def test_accumulation_over_more_than_the_data() -> None:
+    dealing = Dealing(world_size=2, accumulate=4, global_batch_size=None, samples=5)
+    assert dealing.most(None) == (1, "data")
+    assert dealing.made(dealing.plan(1)) == (5, 3)
+
+
+@given(world=st.integers(1, 8), whole=NUMBERS, size=NUMBERS, samples=NUMBERS)
+def test_no_pass_is_larger_than_what_fits(world: int, whole: int, size: int, samples: int) -> None:
     assume(whole >= world)
-    dealing = Dealing(world_size=world, accumulate=1, global_batch_size=whole, samples=10_000)
+    dealing = Dealing(world_size=world, accumulate=1, global_batch_size=whole, samples=samples)
+    assert dealing.pass_size(dealing.pass_size(size)) == dealing.pass_size(size)
     try:
         plan = dealing.plan(size)
     except RunError:
         assert dealing.passes(size) * world > whole
         return
-    parts = [part for rank in range(world) for part in micro_batches(plan, global_count=whole, rank=rank)]
-    assert sum(map(len, parts)) == whole
+    count = min(whole, samples)
+    parts = [part for rank in range(world) for part in micro_batches(plan, global_count=count, rank=rank)]
+    assert sum(map(len, parts)) == count
     assert max(map(len, parts)) == dealing.pass_size(size) <= size
     tried = dealing.trial(size)
-    assert max(map(len, micro_batches(tried, global_count=tried.global_batch_size, rank=0))) == dealing.pass_size(size)
+    count = min(tried.global_batch_size, samples)
+    assert max(map(len, micro_batches(tried, global_count=count, rank=0))) == dealing.pass_size(size)
 
 
 def test_parts_that_cannot_be_dealt_are_refused() -> None:

@@ -34,6 +34,29 @@ def test_what_is_found_fits_and_a_grain_more_does_not(limit: int, start: int, mo
     assert len(asked) <= 25
 
 
+@given(limit=st.integers(1, 200_000), start=SIZES, most=SIZES)
+def test_from_below_nothing_is_begun_far_beyond_what_is_known(limit: int, start: int, most: int) -> None:
+    asked: list[int] = []
+
+    def fits(size: int) -> bool:
+        known = max((each for each in asked if each <= limit), default=1.2)
+        assert size <= 2.5 * known
+        asked.append(size)
+        return size <= limit
+
+    found = largest_fitting(fits, start=start, most=most, from_below=True)
+    assert found is not None
+    assert found == most or found <= limit < found + grain(found)
+    assert len(asked) == len(set(asked)) <= 25
+    assert min(start, most) in asked or min(start, most) > limit
+
+
+def test_the_way_up_comes_by_the_start() -> None:
+    asked: list[int] = []
+    assert largest_fitting(lambda size: not asked.append(size), start=20, most=70, from_below=True) == 70  # type: ignore[func-returns-value]
+    assert asked == [2, 5, 10, 20, 40, 70]
+
+
 @given(limits=st.lists(st.integers(1, 5000), min_size=2, max_size=5), start=SIZES)
 def test_several_limits_are_the_least_of_them(limits: list[int], start: int) -> None:
     of_all = largest_fitting(lambda size: all(size <= limit for limit in limits), start=start, most=4096)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from framework.tune.dealing import Dealing
+from framework.tune.searching import largest_fitting
 from framework.tune.trying import Alone, Trials, Tried, all_tried, held_for_strategy
 from tests.unit.simulated_ranks import CPU, cpu_context
 from tests.unit.small_trainer import make_trainer, samples, settings
@@ -52,18 +53,25 @@ class Counting(nn.Linear):
 
 
 def trials(
-    memory: FakeMemory, *, accumulate: int = 1, most: int = 10**6, context: Any = None, **options: Any
+    memory: FakeMemory,
+    *,
+    accumulate: int = 1,
+    most: int = 10**6,
+    context: Any = None,
+    number: int = 400,
+    global_batch_size: int | None = None,
+    **options: Any,
 ) -> tuple[Trials, Counting]:
     model = Counting(memory, most=most)
     trainer = make_trainer(
         settings(accumulate_grad_batches=accumulate),
         model=model,
-        data=samples(400),
+        data=samples(number),
         strategy=Alone(),
         context=cpu_context(1, world_size=WORLD) if context is None else context,
         optimizer=Adam,
     )
-    dealing = Dealing(WORLD, accumulate, None, 400)
+    dealing = Dealing(WORLD, accumulate, global_batch_size, number)
     return Trials(trainer, dealing, memory, steps=options.pop("steps", 2), **options), model
 
 
@@ -110,11 +118,43 @@ def test_what_is_expected_not_to_fit_is_not_begun() -> None:
     assert tried.try_size(200).refusal == "would take about 23.4 KiB of 9.8 KiB"
 
 
-def test_one_measurement_is_taken_to_be_all_of_samples() -> None:
+def test_one_measurement_refuses_nothing() -> None:
+    """It may be of weights and the optimizer's state for the most part."""
     tried, model = trials(FakeMemory(10_000, fixed=4000))
     assert tried.try_size(30).refusal is None
-    assert tried.try_size(60).refusal == "would take about 13.7 KiB of 9.8 KiB"
-    assert set(model.seen) == {30}
+    assert tried.try_size(60).refusal is None
+    assert set(model.seen) == {30, 29, 60}
+
+
+def test_a_second_measurement_is_never_of_one_sample() -> None:
+    tried, model = trials(FakeMemory(10_000, fixed=9000))
+    assert tried.try_size(2).refusal is None
+    assert tried.try_size(8).refusal is None
+    assert set(model.seen) == {2, 3, 8}
+
+
+def test_a_second_measurement_that_is_too_much_refuses() -> None:
+    tried, model = trials(FakeMemory(10_000, per_sample=4000))
+    assert tried.try_size(2).refusal is None
+    assert tried.try_size(5).refusal == "would take about 19.5 KiB of 9.8 KiB"
+    assert set(model.seen) == {2, 3}
+
+
+def test_what_no_batch_makes_larger_takes_no_room_from_it() -> None:
+    tried, _ = trials(FakeMemory(10_000, fixed=6000, per_sample=1), number=10_000)
+
+    def fits(size: int) -> bool:
+        return tried.try_size(size).refusal is None
+
+    found = largest_fitting(fits, start=32, most=5000, from_below=True)
+    assert found is not None
+    assert 3872 <= found <= 4000
+
+
+def test_a_size_is_known_by_the_samples_that_were_in_a_pass() -> None:
+    tried, model = trials(FakeMemory(10_000), global_batch_size=160)
+    assert tried.try_size(72).refusal is None
+    assert (max(model.seen), tried._peaks) == (40, {40: 4000})
 
 
 def test_what_took_too_much_does_not_fit() -> None:
