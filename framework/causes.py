@@ -9,9 +9,9 @@ import torch
 
 
 def said(error: BaseException, *, lines: int = 1) -> str:
-    """Its class and the first lines of its text that aren't empty."""
+    """Its class and the first lines of its text that aren't empty; the class alone where there are none."""
     text = [line for line in str(error).splitlines() if line.strip()]
-    return "\n".join([f"{type(error).__name__}: {''.join(text[:1])}", *text[1:lines]])
+    return "\n".join([": ".join([type(error).__name__, *text[:1]]), *text[1:lines]])
 
 
 def place(error: BaseException) -> str:

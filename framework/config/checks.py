@@ -233,8 +233,13 @@ def _weights_to_use(config: Config) -> Iterator[str]:
         )
     if config.resume is not None and config.job != "train":
         instead = "Leave it out"
-        if config.job in ("parity", "tune"):
+        if config.job == "parity":
             instead = f"To begin with its weights use init_from={config.resume}"
+        elif config.job == "tune":
+            instead = (
+                "Tuning keeps nothing to go on from, so begin anew: leave it out. To begin with the weights of a "
+                f"training use init_from={config.resume}"
+            )
         elif config.job not in ("plan", "preflight"):
             instead = f"Use checkpoint.path={config.resume}"
         yield f"resume can't go with job={config.job}: it goes on with training. {instead}."

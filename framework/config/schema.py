@@ -246,8 +246,8 @@ class TuneConfig:
     max_batch_size: int | None = bounded(at_least=1, default=None)  # of a process; null: what the data give
     steps_per_trial: int = bounded(at_least=2, default=3)  # the first makes the optimizer's state
     margin: float = bounded(at_least=0, at_most=0.9, default=0.1)  # share of the free memory that is left alone
-    min_lr: float = bounded(above=0, default=1e-7)
-    max_lr: float = bounded(above=0, default=10.0)
+    min_lr: float = bounded(at_least=1e-30, at_most=1e6, default=1e-7)
+    max_lr: float = bounded(at_least=1e-30, at_most=1e6, default=10.0)
     num_training: int = bounded(at_least=20, default=100)  # optimizer steps of the range test
     early_stop_threshold: float | None = bounded(above=1, default=4.0)  # times the lowest loss; null: never
 

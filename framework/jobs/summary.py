@@ -45,8 +45,7 @@ def closing_of_training(config: Config, run_dir: RunDir, status: int) -> str:
     if complete_steps(run_dir.checkpoints):
         rows.insert(1, ("checkpoints", f"{path}/checkpoints"))
         rows.append(("resume", f"python -m framework {resume_argument(path)}"))
-    # The folder with the runs of all recipes, to compare them; from where the run is, not from where it was started.
-    rows.append(("look", look(run_dir.path.parents[1])))
+    rows += look_of(run_dir)
     return "\n".join(lines + _rows(rows))
 
 
@@ -80,7 +79,13 @@ def interruption(run_dir: RunDir) -> str:
 
 def interruption_without_trace(_run_dir: RunDir) -> str:
     """The line after Ctrl-C of a job that leaves nothing to go on from."""
-    return "\nInterrupted; every process has ended, and nothing was left. Type the command again."
+    return "\nInterrupted; every process has ended. There is nothing to go on from: type the command again."
+
+
+def look_of(run_dir: RunDir) -> list[tuple[str, str]]:
+    """The row with the command that shows its curves; empty where TensorBoard was told none."""
+    # The folder with the runs of all recipes, to compare them; from where the run is, not from where it was started.
+    return [("look", look(run_dir.path.parents[1]))] if run_dir.tensorboard.is_dir() else []
 
 
 def look(folder: Path) -> str:

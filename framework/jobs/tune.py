@@ -6,11 +6,14 @@ learning_rate.svg and tune.json, with these keys (null: not looked for, or not k
     recipe, processes
     batch_size   batch_size (of one pass of a process), limited_by ("memory", "data" or a key), grain (a batch larger by
                  it was not tried or didn't fit), margin, room_bytes (on rank 0, of a process's steps),
-                 global_batch_size, accumulate_grad_batches; trials, in order: batch_size, fits, refused_by (a rank),
+                 global_batch_size, accumulate_grad_batches, together (whether all processes have made steps with it, as
+                 in a run; before that each has by itself); trials, in order: batch_size, fits, refused_by (a rank),
                  refusal, peak_bytes (the greatest of all ranks), samples_per_s (of all, without any exchange)
-    lr           global_batch_size, stopped (why before the last step), suggestion (null: the loss didn't fall; lr,
-                 begins, minimum), points: lr, loss, smoothed
+    lr           global_batch_size, stopped (why before the last step), suggestion (null: the loss didn't fall, or
+                 was no number; lr, begins, minimum), points: lr, loss, smoothed
     overrides    key → value, as they are typed
+
+It is written once the batch is found, and again after the range test, so that what was found outlives what fails later.
 
 Status 0: all that was looked for is found; 1: it isn't, or a step failed.
 """
@@ -31,12 +34,12 @@ from framework.jobs.choosing import checked_topology
 from framework.jobs.equivalents import commands
 from framework.jobs.request import JobResult, Request
 from framework.jobs.running import Words, run
-from framework.jobs.summary import interruption_without_trace, look, short
+from framework.jobs.summary import interruption_without_trace, look_of, short
 from framework.run_dir import RunDir
 from framework.topology import Topology
 
 _ENTRY = "framework.tune.running:tune_rank"
-_RESULT, _PICTURE = "tune.json", "learning_rate.svg"  # as `running` has them
+_RESULT, _PICTURE = "tune.json", "learning_rate.svg"  # as `findings` has them
 _LIMITS = {
     "memory": "by memory, of which {margin:.0%} is left alone",
     "data": "more would be more than all samples in a step",
@@ -47,7 +50,8 @@ def main(request: Request) -> JobResult:
     """Tune as asked, on any number of processes. Raises FrameworkError for what can't be done as asked."""
     topology = check(request)
     closing = partial(_closing, request=request, topology=topology)
-    done = run(request, entry=_ENTRY, words=Words("Tuning", closing, interruption_without_trace))
+    interrupted = partial(_interruption, request=request, topology=topology)
+    done = run(request, entry=_ENTRY, words=Words("Tuning", closing, interrupted))
     found = None if done.status != 0 or done.run_dir is None else _result(done.run_dir)
     if found is not None and found["lr"] is not None and found["lr"]["suggestion"] is None:
         return replace(done, status=1)
@@ -63,19 +67,30 @@ def check(request: Request) -> Topology:
     return checked_topology(request)
 
 
-def _closing(_config: Config, run_dir: RunDir, status: int, *, request: Request, topology: Topology) -> str:
-    """What was found, and the command that uses it."""
-    path = short(run_dir.path)
+def _closing(_config: Config, run_dir: RunDir, _status: int, *, request: Request, topology: Topology) -> str:
+    """What was found, also before something failed, the command that uses it, and where all lies."""
+    path, found = short(run_dir.path), _result(run_dir)
     rows = [("run", path), ("logs", f"{path}/logs")]
-    found = _result(run_dir) if status == 0 else None
-    if found is None:
-        return "\n".join(["", *(f"  {name:<12} {text}" for name, text in rows)])
-    if found["lr"] is not None:
-        rows += [("plot", f"{path}/{_PICTURE}"), ("look", look(run_dir.path.parents[1]))]
-    lines = ["", *described(found, scheduled=request.config.scheduler.schedule is not None)]
-    if found["overrides"]:
-        lines += ["", "Use:", f"  {command(request, topology, found['overrides'])}"]
+    if (run_dir.path / _PICTURE).exists():
+        rows += [("plot", f"{path}/{_PICTURE}"), *look_of(run_dir)]
+    lines = [] if found is None else _findings(found, request, topology)
     return "\n".join([*lines, "", *(f"  {name:<12} {text}" for name, text in rows)])
+
+
+def _interruption(run_dir: RunDir, *, request: Request, topology: Topology) -> str:
+    """What is said after Ctrl-C."""
+    found = _result(run_dir)
+    if found is None:
+        return interruption_without_trace(run_dir)
+    lines = ["", "Interrupted; every process has ended. This was found before:", *_findings(found, request, topology)]
+    return "\n".join([*lines, "", f"  {'run':<12} {short(run_dir.path)}"])
+
+
+def _findings(found: Mapping[str, Any], request: Request, topology: Topology) -> list[str]:
+    lines = ["", *described(found, scheduled=request.config.scheduler.schedule is not None)]
+    if found["overrides"] and (found["batch_size"] is None or found["batch_size"]["together"]):
+        lines += ["", "Use:", f"  {command(request, topology, found['overrides'])}"]
+    return lines
 
 
 def described(found: Mapping[str, Any], *, scheduled: bool) -> Iterator[str]:
@@ -89,11 +104,13 @@ def described(found: Mapping[str, Any], *, scheduled: bool) -> Iterator[str]:
             f"Largest batch: {batch['batch_size']:,} for each process ({limit.format(**batch)}); "
             f"a step takes {batch['global_batch_size']:,} samples{times}"
         )
+        if not batch["together"]:
+            yield "  Each process has made steps with it by itself; all together haven't yet"
     if lr is None:
         return
     suggestion = lr["suggestion"]
     if suggestion is None:
-        yield "No learning rate: the loss didn't fall. Look at the plot, and try others: tune.min_lr, tune.max_lr"
+        yield _without_rate(lr)
         return
     yield (
         f"Learning rate: {suggestion['lr']:.2g} for steps of {lr['global_batch_size']:,} samples, where the loss falls "
@@ -105,6 +122,20 @@ def described(found: Mapping[str, Any], *, scheduled: bool) -> Iterator[str]:
     )
     if scheduled:
         yield "  Found without the schedule, which begins at it or leads up to it"
+
+
+def _without_rate(lr: Mapping[str, Any]) -> str:
+    """Why there is none, and what to do."""
+    stopped, points = lr["stopped"], lr["points"]
+    if points and points[-1]["loss"] is None:  # no number
+        if len(points) == 1:
+            return f"No learning rate: {stopped}, with the initial weights. Look at the model and the data"
+        return f"No learning rate: {stopped}, and hadn't fallen before. Try lower ones: tune.min_lr"
+    ended = "" if stopped is None else f" ({stopped})"
+    return (
+        f"No learning rate: the loss didn't fall by more than its noise{ended}. Look at the plot, and try a larger "
+        "batch, more steps (tune.num_training), or other rates: tune.min_lr, tune.max_lr"
+    )
 
 
 def command(request: Request, topology: Topology, found: Mapping[str, Any]) -> str:

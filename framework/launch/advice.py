@@ -80,10 +80,12 @@ def _of_signal(first: RankFailure) -> str:
 
 
 def _of_exception(first: RankFailure, *, world_size: int) -> str:
+    if first.expected:  # an error of ours, which says itself what to do
+        return ""
     for pattern, words in _BY_MESSAGE.items():
         if re.search(pattern, str(first.exception)):
             return words
-    if first.expected or not first.lost_peer or world_size == 1:
+    if not first.lost_peer or world_size == 1:
         return ""
     if first.timed_out:
         return (

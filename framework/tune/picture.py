@@ -15,6 +15,8 @@ _CURVE, _CHOSEN, _OTHER = "#2166ac", "#d6604d", "#5aae61"
 _STYLE = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px"
 _NICE = (1, 2, 2.5, 5, 10)
 _LINES = 6  # about so many on the axis of the loss
+_DECADES = 12  # labels on the axis of the rate, at most
+_FAR, _NEAR = 1e300, 1e-290  # losses beyond and differences below can't be reckoned with
 
 
 def draw(points: Sequence[Point], suggestion: Suggestion | None, *, title: str) -> str:
@@ -33,6 +35,7 @@ def draw(points: Sequence[Point], suggestion: Suggestion | None, *, title: str) 
         _line(axes, points),
         "</g>",
         *(_marks(axes, suggestion) if suggestion is not None else ()),
+        *(() if any(math.isfinite(each.loss) for each in points) else (_nothing(axes),)),
         _text(_LEFT + axes.width / 2, _HEIGHT - 14, "learning rate", anchor="middle"),
         f'<g transform="translate(20 {_TOP + axes.height / 2}) rotate(-90)">{_text(0, 0, "loss", anchor="middle")}</g>',
         "</svg>",
@@ -49,13 +52,14 @@ class _Axes:
         self.first, self.last = math.log10(points[0].lr), math.log10(points[-1].lr)
         if self.last <= self.first:
             self.last = self.first + 1
-        known = [point.smoothed for point in points if point.smoothed is not None] or [0.0]
+        known = [_held(point.smoothed) for point in points if point.smoothed is not None] or [0.0]
         lowest = known.index(min(known))
-        self.low = min([known[lowest], *(point.loss for point in points[: lowest + 1] if math.isfinite(point.loss))])
+        single = [_held(point.loss) for point in points[: lowest + 1] if math.isfinite(point.loss)]
+        self.low = min([known[lowest], *single])
         self.high = max(known[: lowest + 1])
         if self.high <= self.low:  # it never falls
             self.high = max(known)
-        spread = (self.high - self.low) or abs(self.low) or 1.0
+        spread = next((each for each in (self.high - self.low, abs(self.low)) if each > _NEAR), 1.0)
         self.low, self.high = self.low - 0.12 * spread, self.high + 0.25 * spread
 
     def x(self, lr: float) -> float:
@@ -66,13 +70,18 @@ class _Axes:
         return max(-_HEIGHT, min(2.0 * _HEIGHT, place))  # what is far beyond is cut off anyway
 
     def decades(self) -> list[float]:
-        return [10.0**power for power in range(math.ceil(self.first - 1e-9), math.floor(self.last + 1e-9) + 1)]
+        powers = range(math.ceil(self.first - 1e-9), math.floor(self.last + 1e-9) + 1)
+        return [10.0**power for power in powers[:: -(-len(powers) // _DECADES) or 1]]
 
     def losses(self) -> list[float]:
         rough = (self.high - self.low) / _LINES
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(nice * power for nice in _NICE if nice * power >= rough * (1 - 1e-9))
         return [number * step for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+
+
+def _held(loss: float) -> float:
+    return max(-_FAR, min(_FAR, loss))
 
 
 def _grid(axes: _Axes) -> Iterator[str]:
@@ -96,6 +105,10 @@ def _line(axes: _Axes, points: Sequence[Point]) -> str:
     known = ((axes.x(each.lr), axes.y(each.smoothed)) for each in points if each.smoothed is not None)
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in known)
     return f'<polyline points="{path}" fill="none" stroke="{_CURVE}" stroke-width="2.5" stroke-linejoin="round"/>'
+
+
+def _nothing(axes: _Axes) -> str:
+    return _text(_LEFT + axes.width / 2, _TOP + axes.height / 2, "no finite loss", anchor="middle", size=16)
 
 
 def _marks(axes: _Axes, suggestion: Suggestion) -> Iterator[str]:

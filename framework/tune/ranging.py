@@ -28,7 +28,8 @@ def range_test(trainer: Trainer, settings: TuneConfig, *, note: Callable[[int], 
     last = settings.num_training - 1
     with closing(endless(trainer.train_loader)) as windows:
         for number, window in enumerate(islice(windows, settings.num_training)):
-            lr = settings.min_lr * (settings.max_lr / settings.min_lr) ** (number / last)
+            done = number / last
+            lr = settings.min_lr ** (1 - done) * settings.max_lr**done  # each factor is finite, whatever their ratio
             for group, ratio in zip(groups, ratios, strict=True):
                 group["lr"] = lr * ratio
             trainer.train_step(window)

@@ -6,10 +6,9 @@ Nothing is kept of what is trained: no checkpoint is written, and callbacks, sch
 from __future__ import annotations
 
 import gc
-import json
-import math
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,17 @@ from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.preflight.wording import amount
 from framework.pulse import Phase
-from framework.run_dir import write_atomically
 from framework.session import Rank, entered, load_model, loading
 from framework.targets import import_target, takes
 from framework.trainer import Trainer
 from framework.tune.dealing import Dealing
+from framework.tune.findings import Findings
 from framework.tune.memory import is_out_of_memory, memory_of
-from framework.tune.picture import draw
 from framework.tune.ranging import range_test
 from framework.tune.searching import grain, largest_fitting
-from framework.tune.suggesting import Curve, suggest
+from framework.tune.suggesting import Curve
 from framework.tune.trying import Alone, Trials, Tried, all_tried, endless, held_for_strategy
 from framework.types import Callback, MapDataset, exchanges_on_cpu, forward_communicates, weight_copies
-
-RESULT, PICTURE = "tune.json", "learning_rate.svg"
 
 _SHOWN_CHARS = 90  # of what an allocator says
 _TOO_LARGE = (
@@ -52,7 +48,9 @@ _TOO_LARGE = (
 
 
 def tune_rank(arguments: RankArguments, link: Link) -> None:
-    """Leaves tune.json in the run directory. Raises FrameworkError, and passes what the user's code raises."""
+    """Leaves tune.json in the run directory, as soon as something is found. Raises FrameworkError, and passes what the
+    user's code raises.
+    """
     with entered(arguments, link) as entered_rank:
         rank = replace(entered_rank, config=stripped(entered_rank))
         datasets = build.build_datasets(rank.config.data.datasets)
@@ -67,11 +65,13 @@ def tune_rank(arguments: RankArguments, link: Link) -> None:
                 process_group(rank.context, backend, rendezvous=arguments.rendezvous, with_cpu=with_cpu)
             )
             link.pulse.at(Phase.BUILDING)
-            result = _tuned(rank, loader, samples=samples, averages=_averages(entered_rank))
-            link.pulse.at(Phase.CLOSING)
             if rank.context.is_main:
-                write_atomically(rank.run_dir.path / RESULT, json.dumps(result, indent=2) + "\n")
-                rank.run_dir.update_run({"results": {"overrides": result["overrides"]}})
+                with suppress(OSError):  # no checkpoint is written: the empty folder would only mislead
+                    rank.run_dir.checkpoints.rmdir()
+            findings = Findings(entered_rank)
+            stack.callback(findings.close)
+            _tune(rank, loader, findings, samples=samples, averages=_averages(entered_rank))
+            link.pulse.at(Phase.CLOSING)
             barrier(rank.context)
 
 
@@ -93,6 +93,7 @@ def stripped(rank: Rank) -> Config:
     return replace(
         config,
         callbacks={},
+        logger={},
         scheduler=replace(config.scheduler, schedule=None, monitor=None),
         checkpoint=replace(config.checkpoint, enabled=False),
         trainer=replace(config.trainer, limit_train_batches=None, profiler=None),
@@ -117,34 +118,25 @@ def _averages(rank: Rank) -> int:
     return sum(hook is not None and hook is not Callback.evaluation_weights for hook in hooks)
 
 
-def _tuned(rank: Rank, loader: TrainLoader, *, samples: int, averages: int) -> dict[str, Any]:
-    """What tune.json says, on every rank."""
+def _tune(rank: Rank, loader: TrainLoader, findings: Findings, *, samples: int, averages: int) -> None:
     settings, config = rank.config.tune, rank.config
     dealing = Dealing(
         rank.data_share.world_size, config.trainer.accumulate_grad_batches, config.data.global_batch_size, samples
     )
-    batch, plan = None, rank.plan
-    overrides: dict[str, float] = {}
+    found, plan = None, rank.plan
     if settings.find_batch_size:
         batch = _largest_batch(rank, loader, dealing, averages=averages)
-        plan = dealing.plan(batch["batch_size"])
-        overrides |= dealing.overrides(batch["batch_size"])
+        found = batch["batch_size"]
+        plan = dealing.plan(found)
         made, passes = dealing.made(plan)
         batch |= {"global_batch_size": made, "accumulate_grad_batches": passes}
+        findings.keep_batch(batch, dealing.overrides(found))
     loader = loader.replanned(plan, limit=dealing.whole_steps(plan))
-    curve = _together(rank, loader, plan, found=None if batch is None else batch["batch_size"])
-    lr = None if curve is None else _rates(rank, curve, plan)
-    if lr is not None and lr["suggestion"] is not None:
+    trainer, curve = _together(rank, loader, plan, findings, found=found)
+    if curve is not None:
         # A key that nothing has set yet has to be added.
-        key = "optimizer.lr" if "lr" in config.optimizer else "+optimizer.lr"
-        overrides[key] = float(f"{lr['suggestion']['lr']:.2g}")
-    return {
-        "recipe": config.recipe,
-        "processes": rank.context.world_size,
-        "batch_size": batch,
-        "lr": lr,
-        "overrides": overrides,
-    }
+        findings.keep_rates(curve, plan, key="optimizer.lr" if "lr" in config.optimizer else "+optimizer.lr")
+        findings.show(curve, plan, trainer)
 
 
 # The batch
@@ -210,7 +202,9 @@ def _largest_batch(rank: Rank, loader: TrainLoader, dealing: Dealing, *, average
     """Raises RunError where not even one sample fits."""
     settings, context, backend = rank.config.tune, rank.context, rank.config.backend
     alone = build_trainer(replace(rank, strategy=Alone()), loader, None)
-    group = side_group(max(backend.init_timeout, backend.timeout)) if context.world_size > 1 else None
+    group = None
+    if context.world_size > 1:  # counted: who hangs in a trial is the one that the others wait for
+        group = side_group(max(backend.init_timeout, backend.timeout), is_counted=True)
     # For the exchange of gradients, and what a strategy keeps of weights.
     copies = int(context.world_size > 1) + weight_copies(rank.strategy)
     held = held_for_strategy(alone.parts.bare_model, copies=copies, averages=averages)
@@ -253,72 +247,52 @@ def _trial_line(note: dict[str, Any]) -> str:
 # All ranks together
 
 
-def _together(rank: Rank, loader: TrainLoader, plan: BatchPlan, *, found: int | None) -> Curve | None:
+def _together(
+    rank: Rank, loader: TrainLoader, plan: BatchPlan, findings: Findings, *, found: int | None
+) -> tuple[Trainer, Curve | None]:
     """Steps of the whole run with the batches that were found: the range test, or a few where none is asked for.
 
     Raises RunError where what fitted each rank by itself doesn't fit now: what the strategy takes has come on top.
     """
     gc.collect()  # of the trials' model
-    config = rank.config
+    config, enough = rank.config, rank.config.tune.steps_per_trial
+
+    def note(step: int) -> None:
+        rank.link.pulse.stepped(step)
+        if step == enough:
+            findings.keep_together()
+
     try:
         trainer = build_trainer(rank, loader, None)
         if config.init_from is not None:
             load_model(rank, trainer.parts.bare_model, Path(config.init_from))
-        if config.tune.find_lr:
-            _say(
-                rank,
-                f"Learning rates from {config.tune.min_lr:g} to {config.tune.max_lr:g}, one for each of "
-                f"{config.tune.num_training} steps of {plan.global_batch_size:,} samples",
-            )
-            return range_test(trainer, config.tune, note=rank.link.pulse.stepped)
-        _make_steps(trainer, config.tune.steps_per_trial)
-        return None
+        if not config.tune.find_lr:
+            _make_steps(trainer, enough, note=note)
+            return trainer, None
+        _say(
+            rank,
+            f"Learning rates from {config.tune.min_lr:g} to {config.tune.max_lr:g}, one for each of "
+            f"{config.tune.num_training} steps of {plan.global_batch_size:,} samples",
+        )
+        return trainer, range_test(trainer, config.tune, note=note)
     except Exception as error:
         if found is None or not is_out_of_memory(error):
             raise
         raise RunError(
-            f"Batches of {found} fit each process by itself, and not with the exchange of all: {error}\n"
+            f"Batches of {found} fit each process by itself, and not with the exchange of all: {said(error)}\n"
             f"Leave more room than tune.margin={config.tune.margin:g}, or set tune.max_batch_size below {found}."
         ) from error
 
 
-def _make_steps(trainer: Trainer, number: int) -> None:
+def _make_steps(trainer: Trainer, number: int, *, note: Callable[[int], None]) -> None:
     windows = endless(trainer.train_loader)
-    for _ in range(number):
+    for step in range(1, number + 1):
         trainer.train_step(next(windows))
-    trainer.context.wait_for_devices()
+        trainer.context.wait_for_devices()
+        note(step)
     windows.close()
-
-
-def _rates(rank: Rank, curve: Curve, plan: BatchPlan) -> dict[str, Any]:
-    """What tune.json says of the test; on rank 0 the picture is drawn and the loggers are told."""
-    suggestion = suggest(curve.points)
-    if rank.context.is_main:
-        title = f"{rank.config.recipe}: {plan.global_batch_size:,} samples a step"
-        write_atomically(rank.run_dir.path / PICTURE, draw(curve.points, suggestion, title=title))
-        _log(rank, curve)
-    return {
-        "global_batch_size": plan.global_batch_size,
-        "stopped": curve.stopped,
-        "suggestion": None if suggestion is None else asdict(suggestion),
-        # JSON has no number that isn't finite.
-        "points": [asdict(each) | {"loss": each.loss if math.isfinite(each.loss) else None} for each in curve.points],
-    }
 
 
 def _say(rank: Rank, text: str) -> None:
     if rank.context.is_main:
         print(text, flush=True)
-
-
-def _log(rank: Rank, curve: Curve) -> None:
-    loggers = build.build_loggers(rank.config.logger, run_dir=rank.run_dir)
-    try:
-        for step, point in enumerate(curve.points, start=1):
-            values = {"tune/lr": point.lr, "tune/loss": point.loss, "tune/smoothed_loss": point.smoothed}
-            shown = {name: value for name, value in values.items() if value is not None}
-            for logger in loggers.values():
-                logger.metrics(shown, step=step, epoch=0)
-    finally:
-        for logger in loggers.values():
-            logger.close()

@@ -100,7 +100,11 @@ def test_an_error_of_another_kind_is_shown_as_usual(train: Train, capfd: pytest.
 
 def test_what_fits_alone_and_not_together_ends_the_run(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 0 waits in the exchange by then; the launcher ends it."""
-    train(*TUNE, "topology.procs_per_node=2", "+model.late=true", "tune.max_batch_size=20", status=1)
-    printed = capfd.readouterr().err
+    run_dir = train(*TUNE, "topology.procs_per_node=2", "+model.late=true", "tune.max_batch_size=20", status=1)
+    out, printed = capfd.readouterr()
+    assert not found_in(run_dir)["batch_size"]["together"]
+    assert "Largest batch: 20" in out
+    assert "Use:" not in out
+    assert "Lower data.batch_size" not in printed
     assert "Batches of 20 fit each process by itself, and not with the exchange of all" in printed
     assert "Leave more room than tune.margin=0.1, or set tune.max_batch_size below 20." in printed

@@ -55,7 +55,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"job": "plan", "resume": "run"}, "resume can't go with job=plan: it goes on with training. Leave it out."),
         ({"job": "preflight", "resume": "run"}, "it goes on with training. Leave it out."),
         ({"job": "parity", "resume": "run"}, "To begin with its weights use init_from=run"),
-        ({"job": "tune", "resume": "run"}, "To begin with its weights use init_from=run"),
+        ({"job": "tune", "resume": "run"}, "Tuning keeps nothing to go on from, so begin anew: leave it out."),
         ({"job": "tune", "tune.find_batch_size": False, "tune.find_lr": False}, "so there is nothing to look for"),
         ({"job": "tune", "tune.min_lr": 10}, "tune.min_lr=10 must be less than tune.max_lr=10."),
         ({"job": "tune", "trainer.overfit_batches": 2}, "trainer.overfit_batches can't go with job=tune"),

@@ -54,6 +54,7 @@ def test_results_are_shown_with_where_everything_lies(run_dir: RunDir) -> None:
     results = {"steps": 1200, "seconds": 3.25, "ended_by": "trainer.max_epochs reached"}
     run_dir.update_run({"results": {**results, "metrics": {"val/loss": 0.123456, "test/accuracy": 1.0}}})
     write_small(run_dir.checkpoints, 1200)
+    run_dir.tensorboard.mkdir()
     path = f"outputs/some/{run_dir.path.name}"
     assert closing_of_training(config(), run_dir, 0).splitlines() == [
         "",
@@ -110,11 +111,17 @@ def test_commands_are_those_for_the_place_they_are_printed_in(
     moved = RunDir(outputs / "some" / run_dir.path.name)
     moved.update_run({"status": "running"})
     write_small(moved.checkpoints, 20)
+    moved.tensorboard.mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     rows = [shlex.split(line) for line in closing_of_training(config(), moved, 1).splitlines()]
     assert ["resume", "python", "-m", "framework", f"resume='{moved.path}'"] in rows
     assert ["look", "tensorboard", "--logdir", str(outputs)] in rows
+
+
+def test_curves_that_tensorboard_was_not_told_are_not_offered(run_dir: RunDir) -> None:
+    run_dir.update_run({"status": "running"})
+    assert "tensorboard" not in closing_of_training(config(), run_dir, 1)
 
 
 def test_an_interruption_before_the_first_checkpoint_says_so(run_dir: RunDir) -> None:

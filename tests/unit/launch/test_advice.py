@@ -49,6 +49,7 @@ def test_what_is_tried_fits_what_happened(first: RankFailure, words: str) -> Non
     "first",
     [
         failure(Kind.EXCEPTION, exception="ValueError: no"),
+        failure(Kind.EXCEPTION, exception="Not even a batch of 1 fits: CUDA out of memory", expected=True),
         failure(Kind.EXCEPTION, exception="could not join the process group", expected=True, lost_peer=True),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -54,6 +55,12 @@ def test_the_curve_and_what_is_suggested() -> None:
         [0.0, 0.0],
         [1e30, 1.0, 1e-30, 1e-30, math.inf],
         [-3.0, -4.0],
+        [1.7e308, -1.7e308, 1.7e308],
+        [1.7e308, 0.0],
+        [1e-313, 1e-313],
+        [1e-317],
+        [1e-313, 2e-314],
+        [1e300, 1e300 * (1 - 1e-16)],
     ],
     ids=str,
 )
@@ -61,4 +68,14 @@ def test_any_losses_can_be_drawn(losses: list[float]) -> None:
     curve = Curve(threshold=None)
     for lr, loss in zip(RATES, losses, strict=False):
         curve.add(lr, loss)
-    assert "loss" in texts(drawn(curve.points))
+    named = texts(drawn(curve.points))
+    assert "loss" in named
+    assert ("no finite loss" in named) is (not math.isfinite(losses[0]))
+
+
+def test_a_wide_range_of_rates_has_labels_side_by_side() -> None:
+    rates = [1e-30, 1e-12, 1e6]
+    picture = drawn([Point(lr, 1.0, 1.0) for lr in rates])
+    places = sorted(float(text.attrib["x"]) for text in picture.iter(f"{SVG}text") if "e-" in (text.text or ""))
+    assert len(places) > 5
+    assert min(after - before for before, after in pairwise(places)) > 50

@@ -42,6 +42,12 @@ def test_rates_grow_evenly_and_groups_keep_their_ratio() -> None:
     assert noted == list(range(1, 12))
 
 
+def test_rates_however_far_apart_are_finite() -> None:
+    curve = range_test(make_trainer(), tune(min_lr=1e-320, max_lr=1e30), note=lambda _: None)
+    powers = [math.log10(point.lr) for point in curve.points[:4]]
+    assert powers == pytest.approx([-320, -285, -250, -215], abs=1e-3)
+
+
 def test_it_goes_on_over_the_ends_of_epochs_and_ends_where_the_loss_is_no_number() -> None:
     curve = range_test(
         make_trainer(), tune(num_training=60, max_lr=1e12, early_stop_threshold=None), note=lambda _: None

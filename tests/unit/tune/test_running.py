@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import IterableDataset
 from framework.config.parse import parse
 from framework.errors import ConfigError, RunError
 from framework.session import Rank
+from framework.tune import running
 from framework.tune.dealing import Dealing
 from framework.tune.running import _Search, dealt_anew, stripped
 from framework.tune.trying import Alone, Tried
@@ -38,7 +40,7 @@ def test_what_watches_keeps_or_ends_a_run_is_left_out() -> None:
     left = stripped(given)
     assert (left.callbacks, left.scheduler.schedule, left.checkpoint.enabled) == ({}, None, False)
     assert left.trainer == replace(given.config.trainer, limit_train_batches=None)
-    assert left.logger == given.config.logger
+    assert left.logger == {}, "each trainer would open its files"
 
 
 def test_a_spread_model_has_no_batch_of_one_rank_and_a_rate() -> None:
@@ -52,6 +54,24 @@ def test_an_optimizer_without_a_rate_has_none_to_find() -> None:
     with pytest.raises(ConfigError, match=r"builtins\.dict takes no keyword lr"):
         stripped(rank({"optimizer": optimizer}))
     assert stripped(rank({"optimizer": optimizer, "tune.find_lr": False})).tune.find_batch_size
+
+
+def test_who_hangs_in_a_trial_is_told_by_the_group_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception):
+        pass
+
+    def side_group(_timeout_s: float, *, is_counted: bool = False) -> None:
+        raise AskedError(is_counted)
+
+    monkeypatch.setattr(running, "build_trainer", lambda *_: None)
+    monkeypatch.setattr(running, "side_group", side_group)
+    two = rank({}, strategy=Alone())
+    vars(two).update(context=SimpleNamespace(world_size=2))
+    for each in fields(Rank):
+        vars(two).setdefault(each.name, None)
+    loader: Any = None
+    with pytest.raises(AskedError, match="True"):
+        running._largest_batch(two, loader, Dealing(2, 1, None, 8), averages=0)
 
 
 class Stream(IterableDataset[int]):
