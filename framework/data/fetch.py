@@ -129,7 +129,7 @@ def preserved_generators() -> Iterator[None]:
             numpy.random.set_state(state)
 
 
-def where(error: Exception) -> str:
+def where(error: BaseException) -> str:
     """The way through the dataset's code to where it raised: such an error is shown without its traceback."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own call
     return "\n".join(f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames)

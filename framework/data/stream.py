@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from framework.seed import mix
 from framework.types import Batch, MicroBatch
 
 _BLOCK = 256  # samples that are passed over at once
+_END = object()
+
+Given = TypeVar("Given")
 
 
 class Place(NamedTuple):
@@ -72,16 +76,31 @@ class Deal:
         return micro_batches(self.plan, global_count=count, rank=self.rank)
 
 
+@final
+class Beginning:
+    """Where a dataset with a state stood before it was first read in this process, for every Reader of it.
+
+    One that keeps its place would go on there after an epoch that was cut; a worker has a fresh one in each epoch.
+    """
+
+    def __init__(self) -> None:
+        self.state: Any = None
+        self.is_known = False
+        self.is_left = False
+        """Whether the dataset stands in the midst of an epoch."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """How a part is read. part: its name, for messages. seed: of what is drawn. limit: samples of an epoch over all
-    ranks at most. in_worker: by a process of its own, ahead.
+    ranks at most. in_worker: by a process of its own, ahead. beginning: of the dataset.
     """
 
     part: str
     seed: int = 0
     limit: int | None = None
     in_worker: bool = False
+    beginning: Beginning = field(default_factory=Beginning, compare=False)
 
 
 class Chunk(NamedTuple):
@@ -104,11 +123,22 @@ class Chunk(NamedTuple):
 class Reader:
     """A dataset's samples from a place on. Generators of the caller are left as they were.
 
-    Raises RunError that names the sample where the dataset raises, DataError where it ends before the place.
+    Raises RunError that names the sample, or the call, where the dataset raises or calls exit(), DataError where it
+    ends before the place.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], place: Place, *, part: str, seed: int, source: int) -> None:
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        place: Place,
+        *,
+        part: str,
+        seed: int,
+        source: int,
+        beginning: Beginning | None = None,
+    ) -> None:
         self._dataset, self._place, self._part = dataset, place, part
+        self._beginning = Beginning() if beginning is None else beginning
         self._key = (seed, "stream", place.epoch, source)
         self._iterator: Iterator[Any] | None = None
         self._has_ended = place.has_ended
@@ -121,18 +151,14 @@ class Reader:
         with preserved_generators():
             while len(taken) < number and not self._has_ended:
                 seed_generators(mix(*self._key, self.position))
-                try:
-                    if self._iterator is None:
-                        self._iterator = self._begun()
-                    taken.append(next(self._iterator))
-                except StopIteration:
-                    self._has_ended = True
-                except Exception as error:
-                    raise RunError(
-                        f"Sample {self.position} of the {self._part} stream, in epoch {self._place.epoch}, raised "
-                        f"{type(error).__name__}: {error}\n{where(error)}"
-                    ) from error
+                if self._iterator is None:
+                    self._iterator = self._begun()
+                named = f"Sample {self.position} of the {self._part} stream, in epoch {self._place.epoch},"
+                sample = _called(partial(next, self._iterator, _END), named)
+                if sample is _END:
+                    self._has_ended, self._beginning.is_left = True, False
                 else:
+                    taken.append(sample)
                     self.position += 1
         return taken
 
@@ -150,15 +176,34 @@ class Reader:
         """Of the dataset, here: a copy. None where it keeps none."""
         if not has_state(self._dataset):
             return None
-        return copy.deepcopy(self._dataset.state_dict())  # type: ignore[attr-defined]
+        return self._state(f"after {self.position} samples of epoch {self._place.epoch}")
+
+    def _state(self, when: str) -> Any:
+        given = _called(self._dataset.state_dict, f"state_dict() of the {self._part} stream, {when},")  # type: ignore[attr-defined]
+        return _called(partial(copy.deepcopy, given), f"A copy of what state_dict() of the {self._part} stream gives")
 
     def _begun(self) -> Iterator[Any]:
+        named, beginning = f"of the {self._part} stream, in epoch {self._place.epoch},", self._beginning
+        if has_state(self._dataset) and not beginning.is_known:
+            beginning.state, beginning.is_known = self._state("before its first sample"), True
         set_epoch = getattr(self._dataset, "set_epoch", None)
         if callable(set_epoch):
-            set_epoch(self._place.epoch)
-        if self._place.state is not None:
-            self._dataset.load_state_dict(self._place.state)  # type: ignore[attr-defined]
-        return iter(self._dataset)
+            _called(partial(set_epoch, self._place.epoch), f"set_epoch() {named}")
+        state = self._place.state
+        if state is None and beginning.is_known and beginning.is_left:
+            state = copy.deepcopy(beginning.state)
+        if state is not None:
+            _called(partial(self._dataset.load_state_dict, state), f"load_state_dict() {named}")  # type: ignore[attr-defined]
+        beginning.is_left = True
+        return _called(partial(iter, self._dataset), f"iter() {named}")
+
+
+def _called(call: Callable[[], Given], named: str) -> Given:
+    """What a call of the dataset's gives. Raises RunError where it raises: a StopIteration would end the epoch."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # a worker that exits would leave nothing to tell what happened
+        raise RunError(f"{named} raised {type(error).__name__}: {error}\n{where(error)}") from error
 
 
 def has_state(dataset: IterableDataset[Any]) -> bool:
@@ -169,7 +214,7 @@ def has_state(dataset: IterableDataset[Any]) -> bool:
 def chunks(dataset: IterableDataset[Any], deal: Deal, place: Place, reading: Reading) -> Generator[Chunk, None, None]:
     """What a rank reads of an epoch from `place` on, window by window, until its stream ends."""
     part, limit = reading.part, reading.limit
-    reader = Reader(dataset, place, part=part, seed=reading.seed, source=deal.source)
+    reader = Reader(dataset, place, part=part, seed=reading.seed, source=deal.source, beginning=reading.beginning)
     at_once, end = deal.reads(deal.plan.global_batch_size), None if limit is None else deal.reads(limit)
     reader.go_to_place()
     while samples := reader.take(at_once if end is None else min(at_once, end - reader.position)):

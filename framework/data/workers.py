@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from framework.data.fetch import Fetch, Request
+from framework.data.fetch import Fetch, Request, where
 from framework.errors import DataError, FrameworkError, RunError
 from framework.types import Batch
 
@@ -68,7 +68,7 @@ class Workers:
 def read_ahead(make: Callable[[], Iterator[Item]]) -> Generator[Item, None, None]:
     """What `make` gives, made by one worker process, some items ahead. It is ended with the generator.
 
-    Raises what a FrameworkError raised there says, as a DataError or a RunError.
+    Raises what a FrameworkError raised there says, as a DataError or a RunError, which is also told of an exit().
     """
     loader: DataLoader[Any] = DataLoader(
         _Made(make),
@@ -110,6 +110,8 @@ class _Made(IterableDataset[Any]):
             yield from self._make()
         except FrameworkError as error:
             yield Failure(str(error), isinstance(error, DataError))
+        except SystemExit as error:  # torch's worker would leave, and the queue with what it was about to give
+            yield Failure(f"What reads the data ahead was left: SystemExit({error.code!r}).\n{where(error)}")
 
 
 @final

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from framework.data.batching import BatchPlan
 from framework.data.stream import Deal, Place, Reader, Reading, chunks, digest, first_batch
 from framework.errors import DataError, RunError
-from tests.unit.streams import Drawing, Parts, Stateful
+from tests.unit.streams import Drawing, Parts, Stateful, sample
 
 BEGIN = Place(0)
 
@@ -110,6 +110,89 @@ def test_an_error_names_the_sample_and_the_line() -> None:
 
     with pytest.raises(RunError, match="Samples 0 to 1 of the train stream don't make a batch"):
         read(Mixed(), deal=alone(4))
+
+
+class Failing(Stateful):
+    """One of its calls fails."""
+
+    def __init__(self, call: str, error: BaseException) -> None:
+        super().__init__([5])
+        self.call, self.error = call, error
+
+    def made(self, call: str) -> None:
+        if call == self.call:
+            raise self.error
+
+    def set_epoch(self, epoch: int) -> None:
+        self.made("set_epoch")
+
+    def state_dict(self) -> dict[str, Any]:
+        self.made("first_state" if self.position == 0 else "state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.made("load_state_dict")
+        super().load_state_dict(state)
+
+    def __iter__(self) -> Any:
+        self.made("iter")
+        return iter(map(self.checked, super().__iter__()))
+
+    def checked(self, given: Any) -> Any:
+        self.made("next" if self.position == 4 else "")
+        return given
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), StopIteration(), SystemExit(3)])
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("set_epoch", r"set_epoch\(\) of the train stream, in epoch 1,"),
+        ("load_state_dict", r"load_state_dict\(\) of the train stream, in epoch 1,"),
+        ("iter", r"iter\(\) of the train stream, in epoch 1,"),
+        ("first_state", r"state_dict\(\) of the train stream, before its first sample,"),
+        ("state_dict", r"state_dict\(\) of the train stream, after 3 samples of epoch 1,"),
+    ],
+)
+def test_an_error_of_another_call_is_not_one_of_a_sample(call: str, said: str, error: BaseException) -> None:
+    """Nor the end of the stream."""
+    with pytest.raises(RunError, match=f"^{said} raised {type(error).__name__}") as caught:
+        read(Failing(call, error), Place(1, 1, {"position": 1}), deal=alone(2))
+    assert "in made: raise self.error" in str(caught.value)
+
+
+def test_a_sample_that_calls_exit_is_named() -> None:
+    with pytest.raises(RunError, match=r"^Sample 3 of the train stream, in epoch 0, raised SystemExit: 3"):
+        read(Failing("next", SystemExit(3)), deal=alone(2))
+
+
+class KeepingItsPlace(Stateful):
+    """Which it sets back at the end only."""
+
+    def __iter__(self) -> Any:
+        self.position, self.begin = self.begin or self.position, 0
+        while self.position < self.lengths[0]:
+            self.position += 1
+            yield sample(0, self.position - 1, self.epoch)
+        self.position = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.begin = state["position"], 0
+
+
+@pytest.mark.parametrize("make", [KeepingItsPlace, Stateful])
+def test_an_epoch_begins_anew_after_one_that_was_cut(make: Any) -> None:
+    """By a limit, or left early, also one that was gone on with."""
+    dataset, reading = make([7]), Reading("train", limit=5)
+    fresh = [rows(list(chunks(make([7]), alone(2), Place(epoch), reading))) for epoch in range(4)]
+    reading = Reading("train", limit=5)
+    state = {"position": 2}
+    assert rows(list(chunks(dataset, alone(2), Place(0, 2, state), reading))) == fresh[0][2:]
+    left = chunks(dataset, alone(2), Place(1), reading)
+    assert rows([next(left)]) == fresh[1][:2]
+    left.close()
+    for epoch in (2, 3):
+        assert rows(list(chunks(dataset, alone(2), Place(epoch), reading))) == fresh[epoch]
 
 
 SAMPLE = {

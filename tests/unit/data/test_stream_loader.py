@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from framework.data.stream import Deal, Reading
 from framework.data.stream_loader import StreamEvalLoader, StreamLoader, evaluation_plan
+from framework.data.workers import read_ahead
 from framework.distributed.context import Context
 from framework.errors import CheckpointError, DataError, RunError
 from tests.unit.simulated_ranks import CPU, RankLeftError, SimulatedRanks, cpu_context
@@ -244,3 +246,14 @@ def test_a_worker_reads_the_same_ahead_and_ends_with_the_epoch() -> None:
         other.load_state_dict([], samples=20)
         with pytest.raises((RunError, DataError), match=r"Sample 5 of the train stream|in epoch 1 it has only 9"):
             list(other.epoch(1, start=20))
+
+
+def test_a_worker_that_is_left_says_where() -> None:
+    def leaves() -> Iterator[int]:
+        yield 1
+        sys.exit("enough")
+
+    found = read_ahead(leaves)
+    assert next(found) == 1
+    with pytest.raises(RunError, match=r"was left: SystemExit\('enough'\)(.|\n)*in leaves: sys.exit"):
+        next(found)
