@@ -59,14 +59,14 @@ def _of_streams(config: Config, parts: list[str], strategy: Strategy) -> Iterato
             "data.shuffle=true can't go with a train part that is a stream: its order is its own. Set "
             "data.shuffle=false, and shuffle in the dataset (its set_epoch(epoch) is called)."
         )
-    if data.loader is LoaderKind.RESIDENT:
+    if "train" in parts and data.loader is LoaderKind.RESIDENT:  # other parts may be streams beside one of known length
         yield (
-            f"data.loader=resident keeps a part in memory, and {', '.join(parts)} is a stream, whose length nobody "
-            "knows. Use data.loader=auto."
+            "data.loader=resident keeps a part in memory, and train is a stream, whose length nobody knows. Use "
+            "data.loader=auto."
         )
-    if (data.num_workers or 0) > 1:
+    if "train" in parts and (data.num_workers or 0) > 1:
         yield (
-            f"data.num_workers={data.num_workers} can't go with a stream ({', '.join(parts)}): several processes would "
+            f"data.num_workers={data.num_workers} can't go with a train part that is a stream: several processes would "
             "read the same samples. Use data.num_workers=1, which has one read ahead, 0, or auto."
         )
     for part in parts:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.config.parse import parse
-from framework.config.schema import Config, StreamSharing
+from framework.config.schema import Config, LoaderKind, StreamSharing
 from framework.data.batching import BatchPlan
 from framework.errors import ConfigError
 from framework.streams import check_streams, train_limit
@@ -44,7 +44,7 @@ def config(*, job: str = "train", **changes: Any) -> Config:
     [
         ({"shuffle": True}, "data.shuffle=true can't go with a train part that is a stream"),
         ({"loader": "resident"}, "data.loader=resident keeps a part in memory, and train is a stream"),
-        ({"num_workers": 2}, "data.num_workers=2 can't go with a stream (train)"),
+        ({"num_workers": 2}, "data.num_workers=2 can't go with a train part that is a stream"),
         ({"limit_train_batches": 0.5}, "trainer.limit_train_batches=0.5 is a share of the train part"),
         ({"overfit_batches": 2}, "trainer.overfit_batches can't go with a stream (train)"),
         ({"job": "parity", "stream": StreamSharing.JOIN}, "data.stream=join can't go with job=parity"),
@@ -67,6 +67,9 @@ def test_what_can_go_with_a_stream_passes() -> None:
     check_streams(config(stream=StreamSharing.STOP), STREAM, AsItIs())
     check_streams(config(shuffle=True), Datasets(samples(4), val=Parts([3])), AsItIs())
     check_streams(config(shuffle=True, num_workers=3), Datasets(samples(4)), AsItIs())
+    beside = Datasets(samples(4), val=Parts([3]))
+    check_streams(config(shuffle=True, num_workers=8), beside, AsItIs())
+    check_streams(config(shuffle=True, loader=LoaderKind.RESIDENT), beside, AsItIs())
 
 
 def test_parts_of_its_own_want_a_strategy_that_can_do_without_and_a_stream() -> None:
