@@ -46,7 +46,7 @@ class Alone:
 class SideExchange:
     """Over gloo. To be opened inside the process group, by every rank, before it is used; for one rank alone too.
 
-    timeout_s: of an exchange. Raises RunError where ranks don't come within it.
+    timeout_s: of an exchange. Raises RunError where ranks don't come within it, RuntimeError where it wasn't opened.
     """
 
     def __init__(self, context: Context, *, timeout_s: float) -> None:
@@ -64,11 +64,12 @@ class SideExchange:
         return () if self._group is None else (self._group,)
 
     def begin(self, row: Sequence[float]) -> Callable[[], Table]:
-        if self._group is None:
+        group = self._opened()
+        if group is None:
             return Alone().begin(row)
         table = torch.zeros(self._context.world_size, len(row), dtype=torch.float64)
         table[self._context.rank] = torch.tensor(row, dtype=torch.float64)
-        work = dist.all_reduce(table, group=self._group, async_op=True)
+        work = dist.all_reduce(table, group=group, async_op=True)
         assert work is not None
 
         def result() -> Table:
@@ -85,8 +86,15 @@ class SideExchange:
         return result
 
     def give(self, value: Any, *, source: int) -> Any:
-        if self._group is None:
+        group = self._opened()
+        if group is None:
             return value
         values = [value if self._context.rank == source else None]
-        dist.broadcast_object_list(values, group=self._group, src=source)
+        dist.broadcast_object_list(values, group=group, src=source)
         return values[0]
+
+    def _opened(self) -> dist.ProcessGroup | None:
+        """The group; None for one rank alone."""
+        if self._group is None and self._context.world_size > 1:
+            raise RuntimeError("This exchange wasn't opened: each rank would take its own numbers for those of all.")
+        return self._group
