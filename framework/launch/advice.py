@@ -10,7 +10,8 @@ _SMALLER_BATCH = "Lower data.batch_size; trainer.accumulate_grad_batches keeps t
 _BY_MESSAGE = {
     r"(CUDA|HIP|accelerator|XPU|MPS).* out of memory|OutOfMemoryError": _SMALLER_BATCH,
     r"DataLoader worker .* (killed by signal|exited unexpectedly)|Unable to (open|allocate) shared memory": "A data "
-    "worker died, of too little memory as a rule: lower data.num_workers, or give the container more /dev/shm.",
+    "worker died, of too little memory as a rule: lower data.num_workers (data.num_workers=0 has none), or give the "
+    "container more /dev/shm.",
     r"device-side assert": "Set CUDA_LAUNCH_BLOCKING=1 in the environment to see which line it was; an index out of "
     "range as a rule.",
     r"Too many open files": "Raise the limit (`ulimit -n`), or lower data.num_workers.",
@@ -23,8 +24,8 @@ _BY_PHASE = {
     "its device, and at the network between it and them. If it is only slow, raise backend.timeout for job=preflight, "
     "backend.init_timeout before training.",
     "building": "It was building the model or reading a checkpoint. If it is only slow, raise backend.init_timeout.",
-    "data": "It was loading data: look at its disk, its share of the files, and data.num_workers. If it is only slow, "
-    "raise backend.timeout.",
+    "data": "It was loading data: look at its disk and its share of the files. Where a worker loads, "
+    "data.num_workers=0 shows the line. If it is only slow, raise backend.timeout.",
     "checkpoint": "It was saving: look at the disk below the run directory. If it is only slow, raise backend.timeout.",
     "evaluate": "It was evaluating: look at validation_step and the data it got. If it is only slow, raise "
     "backend.timeout.",
@@ -37,8 +38,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
     """One or two sentences; empty where the failure says all there is to say."""
     if first.oom:
         return (
-            "Lower data.batch_size or data.num_workers, or give the job more memory; trainer.accumulate_grad_batches "
-            "keeps the global batch."
+            "Lower data.batch_size or data.num_workers (0: none), or give the job more memory; "
+            "trainer.accumulate_grad_batches keeps the global batch."
         )
     match first.kind:
         case Kind.UNREACHABLE:

@@ -28,6 +28,7 @@ def failure(kind: Kind, **facts: Any) -> RankFailure:
         (failure(Kind.EXIT, status=0), "exit()"),
         (failure(Kind.STOPPED), "kill -STOP"),
         (failure(Kind.HUNG, phase="forward"), "raise backend.timeout"),
+        (failure(Kind.HUNG, phase="data"), "data.num_workers=0 shows the line"),
         (failure(Kind.HUNG, phase="forward", step=0), "it is backend.init_timeout that counts"),
         (failure(Kind.HUNG, phase="starting", step=0), "raise backend.init_timeout"),
         (failure(Kind.UNREACHABLE, host=""), "node 0"),
@@ -35,7 +36,7 @@ def failure(kind: Kind, **facts: Any) -> RankFailure:
         (failure(Kind.EXCEPTION, exception="RuntimeError: CUDA error: device-side assert triggered"), "CUDA_LAUNCH"),
         (
             failure(Kind.EXCEPTION, exception="RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed."),
-            "data.num_workers",
+            "data.num_workers=0",
         ),
         (failure(Kind.EXCEPTION, exception=WAITED_IN_VAIN, lost_peer=True, timed_out=True), "different collectives"),
         (failure(Kind.EXCEPTION, exception=LOST_PEER, lost_peer=True), "look at the ends of their logs"),

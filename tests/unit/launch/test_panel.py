@@ -49,8 +49,8 @@ def test_a_hung_rank_is_shown_with_its_stack_and_what_to_try() -> None:
         "  others   rank 0 waited in vain\n"
         "  stack    read at recipes/mine.py:27\n"
         "           fetch at torch/utils/data.py:7\n"
-        "  try      It was loading data: look at its disk, its share of the files, and data.num_workers. If\n"
-        "           it is only slow, raise backend.timeout.\n"
+        "  try      It was loading data: look at its disk and its share of the files. Where a worker loads,\n"
+        "           data.num_workers=0 shows the line. If it is only slow, raise backend.timeout.\n"
         "  log      logs/rank_1.log"
     )
 
