@@ -39,7 +39,7 @@ from framework.limits import first_samples, limited, shortened
 from framework.rank_log import logger, rank_log
 from framework.run_dir import RunDir
 from framework.seed import set_deterministic
-from framework.streams import is_sharded, streams_of, train_limit
+from framework.streams import check_state, is_sharded, streams_of, train_limit
 from framework.types import Datasets, DataShare, MapDataset, Strategy, data_share, forward_communicates
 
 
@@ -110,6 +110,7 @@ def stream_loader(rank: Rank, dataset: IterableDataset[Any]) -> StreamLoader:
         device=rank.context.device,
         exchange=rank.exchange,
         stops_first=config.data.stream is StreamSharing.STOP,
+        check_state=check_state if config.checkpoint.enabled else None,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from framework.checkpoint.plain import check_plain
 from framework.config.parse import raise_mistakes
 from framework.config.schema import Config, DataConfig, LoaderKind, StreamSharing, TrainerConfig
 from framework.data.batching import BatchPlan
@@ -29,6 +31,11 @@ def check_streams(config: Config, datasets: Datasets, strategy: Strategy) -> Non
             "place only at a time. Make one for each."
         )
     raise_mistakes(mistakes)
+
+
+def check_state(state: Any) -> None:
+    """Raise CheckpointError where a checkpoint can't hold what the train stream says of where it stands."""
+    check_plain(state, name="the train stream's state_dict()")
 
 
 def train_limit(settings: TrainerConfig, plan: BatchPlan) -> int | None:

@@ -72,7 +72,8 @@ class Window(NamedTuple):
     """What one rank contributes to one optimizer step: its micro-batches of one global batch.
 
     global_count: samples of the global batch over all ranks and micro-batches; the same on every rank.
-    epoch_end: this is the epoch's last window. indices: of each micro-batch; places in a stream.
+    epoch_end: this is the epoch's last window. indices: of each micro-batch; places in a stream. first_rank: the first
+    one that has a sample of it; None where that is always rank 0.
     """
 
     micro_batches: Iterator[MicroBatch]
@@ -80,6 +81,7 @@ class Window(NamedTuple):
     global_count: int
     epoch_end: bool
     indices: tuple[MicroIndices, ...] = ()
+    first_rank: int | None = None
 
 
 class DataShare(NamedTuple):
@@ -178,7 +180,10 @@ class Strategy(Protocol):
     over all ranks.
     One that has memory of its own for a second copy of all gradients says so with `copies_gradients = True`. Copies
     that each rank keeps from step to step, and in checkpoints, are counted in `gradients_kept`.
-    One that leaves each rank buffers of its own after the start says so with `buffers_differ = True`.
+    One that leaves each rank buffers of its own after the start says so with `buffers_differ = True`. One that gives
+    rank 0's to all has `take_buffers(model, *, source)`, called by every rank after the last backward of a step of
+    which ranks before `source` had no sample (0: also with any other): then all get that rank's, in which the step's
+    statistics are. It gives whether it does so.
     One that knows when its rank waits for others may have `tell_waiting(model, waiting)`, which gets the wrapped model
     and a `Waiting`, and gives whether it will tell; else only times of data and callbacks are compared over ranks.
     One that makes process groups of its own in `wrap` names them in `groups`: they get the run's time-outs. One that

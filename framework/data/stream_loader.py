@@ -9,6 +9,7 @@ stand-in of weight 0, and meets the others in every forward and backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -46,10 +47,10 @@ class _Begun(NamedTuple):
 
 
 class _Dealt(NamedTuple):
-    """The same once all is known. is_over: there is no such window."""
+    """The same once all is known: the samples of each source. is_over: there is no such window."""
 
     chunk: Chunk | None
-    global_count: int
+    counts: Mapping[int, int]
     number: int
     is_over: bool
 
@@ -59,7 +60,7 @@ class StreamLoader:
     """This rank's part of every window of a stream. All ranks make one with the same plan, limit and rule.
 
     exchange: used from `epoch` on. stops_first: an epoch ends where the first rank has nothing left, else where all
-    have.
+    have. check_state: raises for a state of the dataset that can't be saved; None where none is to be.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class StreamLoader:
         device: torch.device,
         exchange: Exchange,
         stops_first: bool = False,
+        check_state: Callable[[Any], object] | None = None,
     ) -> None:
         self._running: Generator[Chunk, None, None] | None = None
         self._dataset = dataset if not deal.is_sharded else shard(dataset, deal, part=reading.part)
         self._deal, self._reading, self._part, self._limit = deal, reading, reading.part, reading.limit
-        self._exchange, self._stops_first = exchange, stops_first
+        self._exchange, self._stops_first, self._check_state = exchange, stops_first, check_state
         self._device = device
         self._copier = SideStream(device) if pins_memory(device) else None
         self._batch: Batch | None = None  # the last one read, to stand in
@@ -101,15 +103,17 @@ class StreamLoader:
 
         Take all micro-batches of a window before the next window; stop after the same window on every rank. Raises
         DataError where there is no sample, and where ranks that should read the same don't; RunError where a sample
-        can't be read.
+        can't be read; and what `check_state` raises.
         """
         place = self._place(epoch, start)
         self._stands = place
         read = self._read(place)
         first, following = self._begin(read), self._begin(read)
         here = self._settle(first, epoch=epoch)
-        if here.is_over:
-            raise no_samples(self._part, epoch=epoch)
+        if here.is_over or (start and here.chunk is None and not place.has_ended):
+            raise self._nothing_at(epoch, start, here.counts)
+        if here.chunk is not None and self._check_state is not None:
+            self._check_state(here.chunk.state)  # now, and not hours later, when it is to be saved
         while not here.is_over:
             after = self._begin(read)
             ahead, following = self._settle(following, epoch=epoch), after
@@ -122,9 +126,11 @@ class StreamLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands after the window that was given last; see `load_state_dict`."""
         shards = self._deal.plan.world_size if self._deal.is_sharded else None
-        place, tells = self._stands, self._deal.is_sharded or self._deal.rank == 0  # of the same, the first rank does
+        place = self._stands
+        tells = not place.has_ended and (self._deal.is_sharded or self._deal.rank == 0)  # of the same, the first does
         return {
             "shards": shards,
+            "stops_first": self._stops_first,
             "shard": self._deal.source,
             "samples": place.samples,
             "has_ended": place.has_ended,
@@ -134,19 +140,23 @@ class StreamLoader:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, samples: int) -> None:
         """Go on where the ranks stood: `states` of each, `samples` of the epoch taken. Every rank must call it.
 
-        Where all read the same, on any number of ranks. Raises CheckpointError where it was other shards.
+        Where all read the same, on any number of ranks. Raises CheckpointError where it was other shards, or an epoch
+        of another end; DataError where one has taken as much as it may, or more.
         """
         self._resumed = None
         if samples == 0:
             return
         shards = self._deal.plan.world_size if self._deal.is_sharded else None
-        found = {state["shards"] for state in states} or {None}
-        if found != {shards}:
-            then = next(iter(found))
+        now = shards, self._stops_first
+        found = {(each["shards"], each.get("stops_first", self._stops_first)) for each in states} or {(None, False)}
+        if found != {now}:
             raise CheckpointError(
-                f"The checkpoint is in the midst of an epoch of {_told(then)}, and this run reads {_told(shards)}.\n"
+                f"The checkpoint is in the midst of an epoch of {_told(*next(iter(found)))}, and this run reads "
+                f"{_told(*now)}.\n"
                 "Resume with as many processes and data.stream as they were, or from a checkpoint of an epoch's end."
             )
+        for each in states if shards else ():
+            self._check_limit(each["samples"], of=replace(self._deal, rank=each["shard"]))
         mine = next((state for state in states if state["shard"] == self._deal.source), None)
         if mine is None:  # all read the same, and what was saved is of a data set that isn't a stream
             self._resumed = Place(0, samples)
@@ -171,12 +181,31 @@ class StreamLoader:
         if start == 0:
             return Place(epoch)
         if self._limit is not None and start >= self._limit:
-            raise DataError(
-                f"Training can't go on at sample {start} of an epoch of at most {self._limit} samples.\n"
-                "trainer.limit_train_batches is smaller than when the checkpoint was made: set it back."
-            )
+            raise _lowered(start, self._limit, what="an epoch of")
         place, self._resumed = self._resumed or Place(epoch, start), None
         return place._replace(epoch=epoch)
+
+    def _check_limit(self, samples: int, *, of: Deal) -> None:
+        """Raise DataError where a rank that has read so many would in a whole epoch have stopped before."""
+        end = None if self._limit is None else of.reads(self._limit)
+        if end and samples >= end:
+            raise _lowered(samples, end, what=f"the part of process {of.rank}, of which an epoch has")
+
+    def _nothing_at(self, epoch: int, start: int, counts: Mapping[int, int]) -> DataError:
+        """Why an epoch can't begin, or can't go on at `start`."""
+        if start:
+            return DataError(
+                f"Training can't go on at sample {start} of the {self._part} stream: in epoch {epoch} a process "
+                "finds no more.\nIt must give the same samples as when the checkpoint was made."
+            )
+        empty = [source for source, count in counts.items() if count == 0]
+        if len(empty) == len(counts):
+            return no_samples(self._part, epoch=epoch)
+        return DataError(
+            f"data.stream=stop ends an epoch with the first part that has nothing left, and in epoch {epoch} what "
+            f"shard(num_shards={len(counts)}, index) of the {self._part} stream gives has no sample for index "
+            f"{', '.join(map(str, empty))}.\nUse data.stream=join, fewer processes, or data in more parts."
+        )
 
     def _begin(self, read: Iterator[Chunk]) -> _Begun:
         """Read what this rank has for a window, and tell the others."""
@@ -201,7 +230,7 @@ class StreamLoader:
         if self._waiting is not None:
             self._waiting.end_waiting()
         number = max(len(self._deal.parts(count, source=source)) for source, count in counts.items()) if total else 0
-        return _Dealt(begun.chunk, total, number, is_over)
+        return _Dealt(begun.chunk, counts, number, is_over)
 
     def _counts(self, rows: Sequence[_Row], *, epoch: int) -> dict[int, int]:
         """Samples of each stream. Raises DataError, on every rank, where ranks have read other things of the same."""
@@ -228,7 +257,10 @@ class StreamLoader:
         filled = (*places, *(range(1) for _ in range(lacking)))
         indices = (torch.arange(each.start, each.stop) for each in filled)
         shown = tuple(map(MicroIndices, indices, (micro.num_samples for micro in micro_batches)))
-        return Window(batches, dealt.number, dealt.global_count, epoch_end, shown)
+        first_rank = None
+        if self._deal.is_sharded:
+            first_rank = min(source for source, count in dealt.counts.items() if count)
+        return Window(batches, dealt.number, sum(dealt.counts.values()), epoch_end, shown, first_rank)
 
 
 @final
@@ -291,5 +323,14 @@ def _is_same(one: _Row, other: _Row) -> bool:
     return one.size == other.size and one.digest == other.digest and near
 
 
-def _told(shards: int | None) -> str:
-    return "a stream that all processes share" if shards is None else f"a stream in {shards} shard(s)"
+def _told(shards: int | None, stops_first: bool) -> str:
+    if shards is None:
+        return "a stream that all processes share"
+    return f"a stream in {shards} shard(s) with data.stream={'stop' if stops_first else 'join'}"
+
+
+def _lowered(samples: int, limit: int, *, what: str) -> DataError:
+    return DataError(
+        f"Training can't go on at sample {samples} of {what} at most {limit} samples.\n"
+        "trainer.limit_train_batches is smaller than when the checkpoint was made: set it back."
+    )

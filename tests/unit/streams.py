@@ -109,6 +109,7 @@ def make_loader(
     batch_size: int = 2,
     accumulate: int = 1,
     stops_first: bool = False,
+    check_state: Callable[[Any], object] | None = None,
     **reading: Any,
 ) -> StreamLoader:
     context = cpu_context() if context is None else context
@@ -122,4 +123,5 @@ def make_loader(
         device=CPU,
         exchange=Alone() if exchange is None else exchange,
         stops_first=stops_first,
+        check_state=check_state,
     )

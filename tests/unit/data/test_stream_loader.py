@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from framework.data.stream_loader import StreamEvalLoader, StreamLoader, evaluat
 from framework.data.workers import read_ahead
 from framework.distributed.context import Context
 from framework.errors import CheckpointError, DataError, RunError
+from framework.streams import check_state
 from tests.unit.simulated_ranks import CPU, RankLeftError, SimulatedRanks, cpu_context
 from tests.unit.streams import Drawing, Parts, SimulatedExchange, Stateful, make_loader, sample
 
@@ -68,8 +70,92 @@ def test_or_the_epoch_ends_where_the_first_has_nothing_left() -> None:
         [([2, 2], 8, False), ([2, 2], 5, True)],
         [([2, 2], 8, False), ([1, 0], 5, True)],
     ]
+    with pytest.raises(DataError, match=r"has no sample for index 1, 2\.\nUse data\.stream=join, fewer processes"):
+        dealt([11, 0, 0], stops_first=True)
     with pytest.raises(DataError, match="The train stream gives no sample in epoch 0"):
-        dealt([11, 0], stops_first=True)
+        dealt([0, 0], stops_first=True)
+
+
+@pytest.mark.parametrize(("lengths", "told"), [((0, 5, 9), [1, 1, 1, 2, 2]), ((3, 0, 5), [0, 0, 2]), ((4, 4), [0, 0])])
+def test_a_window_says_which_rank_is_the_first_that_has_samples(lengths: Sequence[int], told: list[int]) -> None:
+    ranks = SimulatedRanks(len(lengths))
+    make = loaders(ranks, lengths)
+    ends = ranks.run(lambda context: [window.first_rank for window in make(context).epoch(0)])
+    assert ends == [told] * len(lengths)
+    assert {window.first_rank for window in make_loader(Parts(lengths)).epoch(0)} == {None}
+
+
+class Unsaved(Stateful):
+    """Of which a checkpoint can't hold where it stands."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": np.int64(self.position)}
+
+
+def test_a_state_that_cannot_be_saved_is_told_before_the_first_step() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"the train stream's state_dict\(\)\.position a numpy\.int64.*\n.*\n.*item"
+    ):
+        next(make_loader(Unsaved([9]), check_state=check_state).epoch(0))
+    assert len(list(make_loader(Unsaved([9])).epoch(0))) == 5  # where nothing is saved
+    kept = make_loader(Stateful([3]), check_state=check_state)
+    states = [kept.state_dict() for _ in kept.epoch(0)]
+    assert [(each["has_ended"], each["state"]) for each in states] == [(False, {"position": 2}), (True, None)]
+
+
+def resumed(
+    lengths: Sequence[int], *, then: dict[str, Any], now: dict[str, Any], shorter: Sequence[int] | None = None
+) -> list[Any]:
+    """Each rank's windows that are left, after two, or what was raised; `then` and `now` say how the loader is made."""
+    ranks = SimulatedRanks(len(lengths))
+
+    def stand(context: Context) -> Any:
+        loader, samples = make_stateful(ranks, lengths, context, **then), 0
+        for _, window in zip(range(2), loader.epoch(0), strict=False):
+            samples += window.global_count
+        return loader.state_dict(), samples
+
+    stood: Any = ranks.run(stand)
+
+    def go_on(context: Context) -> Any:
+        loader = make_stateful(ranks, lengths if shorter is None else shorter, context, **now)
+        loader.load_state_dict([state for state, _ in stood], samples=stood[0][1])
+        return targets(loader.epoch(0, start=stood[0][1]))
+
+    return ranks.run(go_on)
+
+
+def make_stateful(ranks: SimulatedRanks, lengths: Sequence[int], context: Context, **more: Any) -> StreamLoader:
+    exchange = SimulatedExchange(ranks, context)
+    return make_loader(Stateful(lengths), context, exchange=exchange, is_sharded=True, **more)
+
+
+def test_an_epoch_of_another_end_does_not_go_on() -> None:
+    for then, now in ((False, True), (True, False)):
+        for end in resumed([9, 7], then={"stops_first": then}, now={"stops_first": now}):
+            assert isinstance(end, CheckpointError)
+            rules = ["join", "stop"][then], ["join", "stop"][now]
+            assert "with data.stream={}, and this run reads a stream in 2 shard(s) with data.stream={}".format(
+                *rules
+            ) in (str(end))
+
+
+def test_a_limit_below_what_one_rank_has_read_is_refused_on_all() -> None:
+    """Though over all ranks there are fewer samples than a whole epoch of it would have."""
+    assert [len(end) for end in resumed([9, 1], then={}, now={"limit": 12})] == [1, 1]
+    for end in resumed([9, 1], then={}, now={"limit": 8}):
+        assert isinstance(end, DataError)
+        assert "at sample 4 of the part of process 0, of which an epoch has at most 4 samples" in str(end)
+        assert "set it back" in str(end)
+
+
+def test_a_stream_that_has_become_shorter_is_told() -> None:
+    for end in resumed([9, 7], then={}, now={}, shorter=[4, 4]):
+        assert isinstance(end, DataError)
+        assert "can't go on at sample 8 of the train stream: in epoch 0 a process finds no more" in str(end)
+    first, second = resumed([9, 7], then={}, now={}, shorter=[9, 4])
+    assert isinstance(first, RankLeftError)
+    assert isinstance(second, DataError)
 
 
 def test_a_limit_ends_an_epoch_for_all() -> None:
@@ -195,7 +281,7 @@ def test_a_shared_stream_goes_on_on_any_number_of_ranks_and_shards_do_not() -> N
 
     for end in ranks.run(shards):
         assert isinstance(end, CheckpointError)
-        assert "of a stream in 3 shard(s), and this run reads a stream in 2 shard(s)" in str(end)
+        assert "of a stream in 3 shard(s) with data.stream=join, and this run reads a stream in 2 shard(s)" in str(end)
     with pytest.raises(CheckpointError, match=r"in 2 shard.*reads a stream that all processes share"):
         one.load_state_dict([{"shards": 2, "shard": 0, "samples": 2, "has_ended": False, "state": None}], samples=4)
     cut = make_loader(Parts([18]), limit=4)
