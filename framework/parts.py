@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from framework.checkpoint.replicas import REPLICAS, replicas
 from framework.distributed.context import Context
 from framework.distributed.tensors import is_model_spread, local
+from framework.errors import DataError
 from framework.meter import Meter
 from framework.optim import Schedule, lay_out_state, with_own_kernels
 from framework.precision import PrecisionPlugin
@@ -67,6 +68,25 @@ class Parts:
             for name, buffer in self.bare_model.named_buffers():
                 if name in kept:
                     buffer.copy_(kept[name])
+
+    def take_buffers(self, window: Window, *, begins_epoch: bool) -> None:
+        """Have replicas that keep buffers equal take them, after the window, from the first rank with a sample of it.
+
+        Every rank must call it. Raises DataError, on all, where each keeps its own and the first, whose are saved, has
+        none to fill them with.
+        """
+        source = window.first_rank
+        if source is None:
+            return
+        for take in hooks([self.strategy], "take_buffers"):
+            are_taken = take(self.model, source=source)
+            if source and begins_epoch and not are_taken and any(True for _ in self.bare_model.buffers()):
+                raise DataError(
+                    "strategy.broadcast_buffers=false leaves each process buffers of its own (BatchNorm's statistics), "
+                    "of which the first one's are saved; and the first part of the train stream has no sample, so they "
+                    "would stay as they were.\n"
+                    "Use strategy.broadcast_buffers=true; or have the first part of data.stream=join hold samples."
+                )
 
     def evaluation_weights(self) -> ExitStack:
         """While entered, the bare model holds the weights to evaluate, equal on all ranks. Every rank must call it."""

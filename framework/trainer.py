@@ -148,8 +148,7 @@ class Trainer:
     def train_step(self, window: Window) -> Tensor:
         """One optimizer step over this rank's micro-batches; gives the detached loss of the last one.
 
-        Each micro-batch's mean loss weighs its share of the global batch times W: strategies average gradients over
-        ranks, so the sum is the gradient of the mean over the global batch, however it was dealt.
+        Each mean loss weighs W times its share of the global batch: strategies average gradients over the W ranks.
         """
         parts, mark = self.parts, self._watch.at
         if self._run_window is not None:  # the strategy's own way through forward and backward
@@ -171,6 +170,7 @@ class Trainer:
             if micro.num_samples:
                 self._meter.add(output, step=self.progress.step + 1)
             mark(Phase.DATA)  # of the next micro-batch
+        parts.take_buffers(window, begins_epoch=self.progress.samples == 0)
         self._update()
         return output.loss.detach()
 

@@ -91,6 +91,13 @@ class Averaged(ABC):
         return True
 
     @final
+    def take_buffers(self, model: nn.Module, *, source: int) -> bool:
+        """Give every rank rank `source`'s buffers, where they are kept equal. The first one's come with the step."""
+        if self._broadcasts_buffers and source:
+            self._share_buffers(model, source=source)
+        return self._broadcasts_buffers
+
+    @final
     def before_evaluation(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers (BatchNorm's statistics), which its last forward left different."""
         if self._broadcasts_buffers:
@@ -128,10 +135,11 @@ class Averaged(ABC):
                 work.wait()
             bucket.hand_out()
 
-    def _share_buffers(self, model: nn.Module) -> None:
+    def _share_buffers(self, model: nn.Module, *, source: int = 0) -> None:
         if self._waiting is not None:
             self._waiting.begin_waiting()
-        broadcast(model.buffers())  # read anew: a model may have put others in their places
+        # Read anew: a model may have put others in their places.
+        broadcast(model.buffers(), source=source)
         if self._waiting is not None:
             self._waiting.end_waiting()
 

@@ -17,14 +17,14 @@ _FIRST_CAP_BYTES = 250 << 20  # of what is given to all at the start, as DDP doe
 
 
 @torch.no_grad()
-def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """The first rank's values to all of `group`, by default of the run, in place. Every rank of it must call it.
+def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None, source: int = 0) -> None:
+    """Rank `source`'s values to all of `group`, by default of the run, in place. Every rank of it must call it.
 
     One call for each type and device: a small collective costs about a millisecond over gloo, however small.
     """
     for alike in by_kind(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        dist.broadcast(flat, group=group, group_src=0)
+        dist.broadcast(flat, group=group, group_src=source)
         for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(part.view_as(tensor))
 

@@ -158,6 +158,13 @@ class DDP:
             vars(model)["_sync_buffers"] = partial(_told, model._sync_buffers, waiting)
         return True
 
+    def take_buffers(self, model: nn.Module, *, source: int) -> bool:
+        """Give every rank rank `source`'s buffers, where they are kept equal. The first one's come with the step."""
+        if self._broadcasts_buffers and source:
+            give = partial(broadcast, self.unwrap(model).buffers(), source=source)
+            give() if self._waiting is None else _told(give, self._waiting)
+        return self._broadcasts_buffers
+
     def before_evaluation(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers (BatchNorm's statistics), which its last forward left different."""
         if self._broadcasts_buffers:

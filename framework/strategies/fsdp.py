@@ -135,6 +135,12 @@ class FSDP:
         self._begins_step = synchronise
         return _NOTHING
 
+    def take_buffers(self, model: nn.Module, *, source: int) -> bool:
+        """Give every rank rank `source`'s buffers, where they are kept equal. The first one's come with the step."""
+        if self._broadcasts_buffers and source:
+            broadcast(model.buffers(), source=source)
+        return self._broadcasts_buffers
+
     def before_evaluation(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers, which its last forward left different. Weights are equal: there is one."""
         if self._broadcasts_buffers:

@@ -72,6 +72,7 @@ class LocalSGD:
         self._all_reduce = self._new_all_reduce()
         self._groups: list[_Group] = []
         self._steps = 0  # of the optimizer, in all
+        self._source = 0  # the rank whose buffers all get with an average
         self._waiting: Waiting | None = None
         self.replicas_differ = not self._is_alone
         self.exchanges_every = every_n_steps
@@ -129,12 +130,19 @@ class LocalSGD:
         elif past > 0 and past % self._every == 0:
             self._average(model)
 
+    def take_buffers(self, model: nn.Module, *, source: int) -> bool:
+        """With the next average all get rank `source`'s buffers, where they are kept equal; in a warm-up at once."""
+        if self._steps < self._warmup:
+            return self._all_reduce.take_buffers(model, source=source)
+        self._source = source
+        return self._broadcasts_buffers
+
     def before_evaluation(self, model: nn.Module) -> None:
         """Nothing: `evaluation_weights` makes replicas equal, for as long as they have to be."""
 
     @contextmanager
     def evaluation_weights(self, model: nn.Module) -> Iterator[None]:
-        """While entered, `model` holds the mean over ranks of what it held, and rank 0's buffers; then what it held.
+        """While entered, `model` holds the mean over ranks of what it held, and one rank's buffers; then what it held.
 
         That may be averages of each rank's weights (over steps): their mean is the average of the mean. Takes memory
         for a copy of the trained weights and the buffers. Every rank must call it.
@@ -158,7 +166,7 @@ class LocalSGD:
         Tensors are the live ones. Each rank's own weights are no part of it: `replicas_differ` says that they are kept.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        state: dict[str, Any] = {"steps": self._steps}
+        state: dict[str, Any] = {"steps": self._steps} | ({"buffers_of": self._source} if self._source else {})
         for kind in ("anchor", "momentum"):
             state[kind] = {
                 names[id(weight)]: value
@@ -173,6 +181,8 @@ class LocalSGD:
         Raises CheckpointError where it is of other weights.
         """
         self._steps = state.get("steps", 0)
+        found = state.get("buffers_of", 0)
+        self._source = found if found < self._context.world_size else 0
         if self._steps >= self._warmup:
             self._all_reduce = self._new_all_reduce()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -211,7 +221,7 @@ class LocalSGD:
         for group, change in self._mean_changes():
             group.move(change, self._rule)
         if self._broadcasts_buffers:
-            broadcast(model.buffers())
+            broadcast(model.buffers(), source=self._source)
         if self._waiting is not None:
             self._waiting.end_waiting()
 
@@ -219,7 +229,7 @@ class LocalSGD:
     def _hold_mean(self, buffers: Sequence[Tensor]) -> None:
         for group, change in self._mean_changes() if self._has_begun else ():
             torch._foreach_copy_(group.weights, torch._foreach_add(group.anchor, change))
-        broadcast(buffers)
+        broadcast(buffers, source=self._source)
 
     def _mean_changes(self) -> Iterator[tuple[_Group, list[Tensor]]]:
         """Of each group the mean over ranks of its weights' changes; while one is on its way the next is laid out."""

@@ -19,7 +19,7 @@ from framework.data.stream_loader import StreamEvalLoader, StreamLoader, evaluat
 from framework.distributed.context import Context
 from framework.distributed.exchange import SideExchange
 from framework.distributed.tensors import whole
-from framework.errors import RunError
+from framework.errors import DataError, RunError
 from framework.late_dynamo import late_dynamo
 from framework.launch import heartbeat
 from framework.launch.link import Link
@@ -97,6 +97,61 @@ def uneven_streams(rank: RankArguments, _link: Link) -> None:
         leave(rank, {"steps": steps, "late": _late(context, exchange)})
 
 
+def statistics_of_uneven_streams(rank: RankArguments, _link: Link) -> None:
+    """BatchNorm's statistics where the first rank's stream is empty, or ends before the other's; and what is refused.
+
+    Leaves how many batches they have counted, of each strategy, and what was said.
+    """
+    torch.set_num_threads(1)
+    with late_dynamo(), group(rank) as context:
+        exchange = SideExchange(context, timeout_s=30.0)
+        exchange.open()
+        counted = {}
+        for lengths in ((0, 10), (6, 14)):
+            wanted = _statistics(lengths)
+            for name, strategy in (
+                ("ddp", DDP(context=context)),
+                ("allreduce", AllReduce(context=context)),
+                ("fsdp", FSDP(context=context)),
+                ("local_sgd", LocalSGD(context=context, every_n_steps=2)),
+                ("local_sgd, warm-up", LocalSGD(context=context, every_n_steps=2, warmup_steps=50)),
+            ):
+                trainer = _trainer(context, strategy, exchange, lengths=lengths, model=_normalising())
+                trainer.fit()
+                for key, value in trainer.parts.bare_model.state_dict().items():
+                    if key in wanted:
+                        torch.testing.assert_close(
+                            value, wanted[key], rtol=0.0, atol=1e-6, msg=f"{name} {lengths} {key}"
+                        )
+                counted[f"{name} {lengths}"] = int(trainer.parts.bare_model.state_dict()["0.num_batches_tracked"])
+        apart = [AllReduce(context=context, broadcast_buffers=False) for _ in range(3)]
+        _trainer(context, apart[0], exchange, lengths=(6, 14), model=_normalising()).fit()
+        _trainer(context, apart[1], exchange, lengths=(0, 10)).fit()
+        told = ""
+        try:
+            _trainer(context, apart[2], exchange, lengths=(0, 10), model=_normalising()).fit()
+        except DataError as error:
+            told = str(error)
+        leave(rank, {"counted": counted, "told": told})
+
+
+def _normalising() -> nn.Module:
+    """The statistics are those of the inputs, whatever the weights become."""
+    return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def _statistics(lengths: Sequence[int]) -> dict[str, Tensor]:
+    """The rule in one process: in each step those of the first part that has some left, micro-batch by micro-batch."""
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    for epoch in range(EPOCHS):
+        for begin in range(0, max(lengths), BATCH * ACCUMULATE):
+            part = next(part for part, size in enumerate(lengths) if size > begin)
+            end = min(lengths[part], begin + BATCH * ACCUMULATE)
+            for number in range(begin, end, BATCH):
+                model(torch.stack([sample(part, each, epoch)[0] for each in range(number, number + BATCH)]))
+    return dict(model.named_buffers())
+
+
 def _trainer(
     context: Context,
     strategy: Any,
@@ -104,6 +159,7 @@ def _trainer(
     *,
     dataset: Any = Parts,
     model: nn.Module | None = None,
+    lengths: Sequence[int] = LENGTHS,
     **more: Any,
 ) -> Trainer:
     if model is None:
@@ -122,10 +178,12 @@ def _trainer(
     where: dict[str, Any] = {"device": CPU, "exchange": exchange}
     plan = plan_batches(batch_size=BATCH, global_batch_size=None, world_size=world, accumulate=ACCUMULATE)
     trainer.train_loader = StreamLoader(
-        dataset(LENGTHS), deal=Deal(plan, context.rank, True), reading=Reading("train"), **where
+        dataset(lengths), deal=Deal(plan, context.rank, True), reading=Reading("train"), **where
     )
     deal = Deal(evaluation_plan(2, world_size=world), context.rank, True)
-    trainer.val_loader = StreamEvalLoader(Parts(VAL_LENGTHS), deal=deal, reading=Reading("val"), is_even=True, **where)
+    trainer.val_loader = StreamEvalLoader(
+        Parts(VAL_LENGTHS[:world]), deal=deal, reading=Reading("val"), is_even=True, **where
+    )
     return trainer
 
 

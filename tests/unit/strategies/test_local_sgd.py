@@ -118,6 +118,14 @@ def test_it_goes_on_with_what_it_kept_and_not_with_that_of_others() -> None:
     assert third.state_dict(frozen)["steps"] == 0
 
 
+@pytest.mark.parametrize(("world_size", "kept"), [(3, {"buffers_of": 2}), (2, {})])
+def test_whose_buffers_all_are_to_get_is_kept_for_as_many_ranks(world_size: int, kept: dict[str, int]) -> None:
+    strategy, other = (LocalSGD(context=cpu_context(world_size=size)) for size in (3, world_size))
+    assert strategy.take_buffers(nn.BatchNorm1d(2), source=2)
+    other.load_state_dict(nn.BatchNorm1d(2), strategy.state_dict(nn.BatchNorm1d(2)))
+    assert other.state_dict(nn.BatchNorm1d(2)) == {"steps": 0, "anchor": {}, "momentum": {}, **kept}
+
+
 def test_how_far_the_next_exchange_is() -> None:
     strategy, model = LocalSGD(context=cpu_context(), every_n_steps=3, warmup_steps=2), nn.Linear(1, 1)
     strategy.wrap(model)
