@@ -147,6 +147,7 @@ def test_a_different_file_is_named(port: int, tmp_path: Path) -> None:
         assert ranks[1].stderr() == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [

@@ -120,6 +120,7 @@ def test_a_rank_that_leaves_early_fails_the_run(folder: Path, what: str, cause: 
     assert run_file(folder)["status"] == "failed"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launchers", [("launcher=in_place", "launcher=local")])
 def test_a_launcher_changed_in_the_same_command_starts_its_own_server(folder: Path, launchers: tuple[str, str]) -> None:
     result = run_framework("recipe=trouble", *launchers, "trainer.max_steps=3", "topology.procs_per_node=2", cwd=folder)
@@ -127,6 +128,7 @@ def test_a_launcher_changed_in_the_same_command_starts_its_own_server(folder: Pa
     assert run_file(folder)["status"] == "finished"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "closed", [">&- 2>&- <&-", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (">&-", "2>&-"))]
 )

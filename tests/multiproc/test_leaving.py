@@ -97,6 +97,7 @@ def test_a_rank_that_is_done_and_does_not_leave_is_ended_and_the_run_counts(
     assert_idle(warm)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_done_early_may_wait_for_the_others(
     warm: WarmServer, run_dir: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -356,6 +356,7 @@ def test_leaving_early_in_place_is_a_failure(run_dir: RunDir) -> None:
         in_place.launch(make_plan("exit_at_once", procs=1, run_dir=run_dir, warm=None))
 
 
+@pytest.mark.exhaustive
 def test_local_without_a_server_starts_its_own(run_dir: RunDir) -> None:
     assert local.launch(make_plan("say_hello", procs=2, run_dir=run_dir, warm=None)).status == 0
     assert "hello from rank 1" in run_dir.rank_log(1).read_text()

@@ -113,7 +113,9 @@ def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("strategy=allreduce", "strategy.broadcast_buffers=false", *STOPPING),
+        pytest.param(
+            ("strategy=allreduce", "strategy.broadcast_buffers=false", *STOPPING), marks=pytest.mark.exhaustive
+        ),
         pytest.param(("strategy=ddp", "strategy.comm_hook=butterfly", *AVERAGED), marks=pytest.mark.exhaustive),
         pytest.param(
             ("strategy=ddp", "strategy.comm_hook={powersgd:{start_powerSGD_iter:3,min_compression_rate:1}}", *AVERAGED),
