@@ -124,6 +124,7 @@ def test_ranks_of_other_starters_make_one_run(variables, port: int, tmp_path: Pa
     assert f"rank 1, local rank {1 - node}, world size 2, backend gloo, node {node}" in results.log(run, 1)
 
 
+@pytest.mark.exhaustive
 def test_a_different_argument_is_named_and_nothing_is_run(port: int, tmp_path: Path) -> None:
     environments = [by_hand(rank, world=2, port=port) for rank in range(2)]
     first, second = ended(environments, *TOY, cwd=tmp_path, own={0: ["seed=1"], 1: ["seed=2"]})
