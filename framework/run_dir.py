@@ -219,3 +219,12 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """What a file of JSON holds; None where this machine doesn't see it, or it isn't JSON."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found

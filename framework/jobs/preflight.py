@@ -32,10 +32,8 @@ Status 0: passed; 1: a value was wrong, a limit of `preflight` is exceeded, or a
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
-from typing import Any
 
 from framework.config.schema import Config
 from framework.jobs.preflight_text import render
@@ -43,7 +41,7 @@ from framework.jobs.request import JobResult, Request
 from framework.jobs.running import Words, check, run
 from framework.jobs.summary import interruption_without_trace, short
 from framework.preflight.wording import verdict
-from framework.run_dir import RunDir
+from framework.run_dir import RunDir, read_object
 
 __all__ = ["check", "main"]
 
@@ -55,7 +53,7 @@ _CHECK = re.compile(r"Preflight check (\S+) failed")
 def main(request: Request) -> JobResult:
     """Check as asked, on any number of processes. Raises FrameworkError for what can't be done as asked."""
     done = run(request, entry=_ENTRY, words=Words("Preflight of", _closing, interruption_without_trace))
-    found = None if done.status != 0 or done.run_dir is None else _result(done.run_dir)
+    found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / _RESULT)
     if found is None:
         return done
     if request.config.topology.node_rank > 0 and request.leader is None:  # the table is on the terminal of node 0
@@ -66,7 +64,7 @@ def main(request: Request) -> JobResult:
 def _closing(_config: Config, run_dir: RunDir, status: int) -> str:
     """The table and the verdict, or at which check it ended."""
     path = short(run_dir.path)
-    found = _result(run_dir) if status == 0 else None
+    found = read_object(run_dir.path / _RESULT) if status == 0 else None
     if found is not None:
         return f"{render(found)}\n\n  {path}/{_RESULT}"
     name = _check_that_failed(run_dir)
@@ -76,18 +74,8 @@ def _closing(_config: Config, run_dir: RunDir, status: int) -> str:
 
 def _check_that_failed(run_dir: RunDir) -> str | None:
     """As one of the ranks has said that waited for another, or lost it."""
-    try:
-        report: dict[str, Any] = json.loads(run_dir.failure_file.read_text())
-    except (OSError, ValueError):
+    report = read_object(run_dir.failure_file)
+    if report is None:
         return None
     said = [each["exception"] or "" for each in (report["first"], *report["others"])]
     return next((match[1] for match in map(_CHECK.search, said) if match), None)
-
-
-def _result(run_dir: RunDir) -> dict[str, Any] | None:
-    """None where this machine doesn't see it."""
-    try:
-        found: dict[str, Any] = json.loads((run_dir.path / _RESULT).read_text())
-    except (OSError, ValueError):
-        return None
-    return found

@@ -20,7 +20,6 @@ Status 0: all that was looked for is found; 1: it isn't, or a step failed.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +34,7 @@ from framework.jobs.equivalents import commands
 from framework.jobs.request import JobResult, Request
 from framework.jobs.running import Words, run
 from framework.jobs.summary import interruption_without_trace, look_of, short
-from framework.run_dir import RunDir
+from framework.run_dir import RunDir, read_object
 from framework.topology import Topology
 
 _ENTRY = "framework.tune.running:tune_rank"
@@ -52,7 +51,7 @@ def main(request: Request) -> JobResult:
     closing = partial(_closing, request=request, topology=topology)
     interrupted = partial(_interruption, request=request, topology=topology)
     done = run(request, entry=_ENTRY, words=Words("Tuning", closing, interrupted))
-    found = None if done.status != 0 or done.run_dir is None else _result(done.run_dir)
+    found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / _RESULT)
     if found is not None and found["lr"] is not None and found["lr"]["suggestion"] is None:
         return replace(done, status=1)
     return done
@@ -69,7 +68,7 @@ def check(request: Request) -> Topology:
 
 def _closing(_config: Config, run_dir: RunDir, _status: int, *, request: Request, topology: Topology) -> str:
     """What was found, also before something failed, the command that uses it, and where all lies."""
-    path, found = short(run_dir.path), _result(run_dir)
+    path, found = short(run_dir.path), read_object(run_dir.path / _RESULT)
     rows = [("run", path), ("logs", f"{path}/logs")]
     if (run_dir.path / _PICTURE).exists():
         rows += [("plot", f"{path}/{_PICTURE}"), *look_of(run_dir)]
@@ -79,7 +78,7 @@ def _closing(_config: Config, run_dir: RunDir, _status: int, *, request: Request
 
 def _interruption(run_dir: RunDir, *, request: Request, topology: Topology) -> str:
     """What is said after Ctrl-C."""
-    found = _result(run_dir)
+    found = read_object(run_dir.path / _RESULT)
     if found is None:
         return interruption_without_trace(run_dir)
     lines = ["", "Interrupted; every process has ended. This was found before:", *_findings(found, request, topology)]
@@ -159,12 +158,3 @@ def merged(typed: Sequence[str], found: Mapping[str, Any]) -> tuple[str, ...]:
         before = next((text for text in typed if key_of(text) == name and "=" in text), key)
         texts.append(f"{before.partition('=')[0]}={found[key]}")
     return tuple(texts)
-
-
-def _result(run_dir: RunDir) -> dict[str, Any] | None:
-    """None where this machine doesn't see it."""
-    try:
-        found: dict[str, Any] = json.loads((run_dir.path / _RESULT).read_text())
-    except (OSError, ValueError):
-        return None
-    return found

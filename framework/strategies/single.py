@@ -1,4 +1,4 @@
-"""One process, the model as it is."""
+"""The model as it is."""
 
 from __future__ import annotations
 
@@ -13,16 +13,8 @@ from framework.errors import TopologyError
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-@final
-class Single:
-    """No wrapping and no exchange. Raises TopologyError with more than one process: replicas would drift apart."""
-
-    def __init__(self, *, context: Context) -> None:
-        if context.world_size > 1:
-            raise TopologyError(
-                f"strategy=single is for one process, and there are {context.world_size}.\n"
-                "Use strategy=ddp (or auto), or topology.procs_per_node=1."
-            )
+class AsItIs:
+    """No wrapping and no exchange, however many processes there are: the replicas of several drift apart."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -35,3 +27,15 @@ class Single:
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         return _NOTHING
+
+
+@final
+class Single(AsItIs):
+    """One process. Raises TopologyError with more than one."""
+
+    def __init__(self, *, context: Context) -> None:
+        if context.world_size > 1:
+            raise TopologyError(
+                f"strategy=single is for one process, and there are {context.world_size}.\n"
+                "Use strategy=ddp (or auto), or topology.procs_per_node=1."
+            )

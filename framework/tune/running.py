@@ -29,6 +29,7 @@ from framework.launch.plan import RankArguments
 from framework.preflight.wording import amount
 from framework.pulse import Phase
 from framework.session import Rank, entered, load_model, loading
+from framework.strategies.single import AsItIs
 from framework.targets import import_target, takes
 from framework.trainer import Trainer
 from framework.tune.dealing import Dealing
@@ -37,7 +38,7 @@ from framework.tune.memory import is_out_of_memory, memory_of
 from framework.tune.ranging import range_test
 from framework.tune.searching import grain, largest_fitting
 from framework.tune.suggesting import Curve
-from framework.tune.trying import Alone, Trials, Tried, all_tried, endless, held_for_strategy
+from framework.tune.trying import Trials, Tried, all_tried, endless, held_for_strategy
 from framework.types import Callback, MapDataset, exchanges_on_cpu, forward_communicates, weight_copies
 
 _SHOWN_CHARS = 90  # of what an allocator says
@@ -201,7 +202,7 @@ class _Search:
 def _largest_batch(rank: Rank, loader: TrainLoader, dealing: Dealing, *, averages: int) -> dict[str, Any]:
     """Raises RunError where not even one sample fits."""
     settings, context, backend = rank.config.tune, rank.context, rank.config.backend
-    alone = build_trainer(replace(rank, strategy=Alone()), loader, None)
+    alone = build_trainer(replace(rank, strategy=AsItIs()), loader, None)
     group = None
     if context.world_size > 1:  # counted: who hangs in a trial is the one that the others wait for
         group = side_group(max(backend.init_timeout, backend.timeout), is_counted=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, final
@@ -43,25 +43,8 @@ class Tried:
 
 
 @final
-class Alone:
-    """In the place of the run's strategy: the model as it is, nothing exchanged, however many ranks there are."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def before_evaluation(self, model: nn.Module) -> None:
-        return None
-
-
-@final
 class Trials:
-    """One rank's trials, with a trainer whose strategy is `Alone`. Its weights stay as they are: the rate is 0.
+    """One rank's trials, with a trainer whose strategy is `AsItIs`. Its weights stay as they are: the rate is 0.
 
     steps: of each trial; two at least: the first, in which the optimizer's state is made, isn't measured. held: what
     other parts of a run will take, kept taken during a trial.

@@ -1,4 +1,4 @@
-"""Reading the project's own source: modules, what they import, how long things are."""
+"""Read the project's own source: its modules and what they import."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 ROOT = Path(__file__).resolve().parents[2]
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @final
@@ -31,12 +29,6 @@ class Module:
     def package(self) -> str:
         """What `from .` means in it."""
         return self.name if self.is_package else self.name.rpartition(".")[0]
-
-    def functions(self) -> Iterator[Function]:
-        """Every function and method, nested ones too."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, Function):
-                yield node
 
 
 class Import(NamedTuple):
@@ -97,20 +89,6 @@ def string_literals(module: Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value, node.lineno
-
-
-def num_lines(node: ast.AST) -> int:
-    """From the `def` to the last line; decorators aren't counted."""
-    return (getattr(node, "end_lineno", 0) or 0) - getattr(node, "lineno", 0) + 1
-
-
-def num_parameters(function: Function) -> int:
-    """Parameters a caller may give: `self` and `cls` aren't counted, `*args` and `**kwargs` are one each."""
-    arguments = function.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    starred = [argument for argument in (arguments.vararg, arguments.kwarg) if argument]
-    implied = bool(named) and named[0].arg in ("self", "cls")
-    return len(named) + len(starred) - implied
 
 
 def _absolute(module: Module, node: ast.ImportFrom) -> str:

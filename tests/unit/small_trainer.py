@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from framework.optim import Schedule
 from framework.parts import Parts
 from framework.precision import PrecisionPlugin
 from framework.pulse import Phase
+from framework.strategies.single import AsItIs
 from framework.trainer import Trainer
 from framework.types import (
     DataShare,
@@ -44,22 +44,6 @@ from tests.unit.simulated_ranks import CPU, cpu_context
 
 SIZE, BATCH, STEPS_PER_EPOCH = 22, 4, 6
 """The last batch of an epoch has 2 samples."""
-
-
-class AsItIs:
-    """A strategy that wraps nothing; for several simulated ranks too, whose replicas then differ."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def before_evaluation(self, model: nn.Module) -> None:
-        return None
 
 
 class Squares:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -41,13 +40,7 @@ from tests.unit.small_trainer import (
     weights,
 )
 
-pytestmark = pytest.mark.usefixtures("own_state")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a checkpoint outlives a power cut is tested where it is written; here it would only take time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+pytestmark = pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
 
 
 @pytest.mark.parametrize("at", [3, STEPS_PER_EPOCH, 8])

@@ -13,9 +13,9 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.data.batching import plan_batches
 from framework.limits import first_samples, limited, overfitted, shortened, steps_to_meeting, total_steps, train_windows
+from framework.strategies.single import AsItIs
 from framework.types import Datasets
 from tests.unit.config.raw import raw_config
-from tests.unit.small_trainer import AsItIs
 
 
 def config(**trainer: Any) -> Config:

@@ -14,10 +14,11 @@ from framework.config.parse import parse
 from framework.config.schema import Config, LoaderKind, StreamSharing
 from framework.data.batching import BatchPlan
 from framework.errors import ConfigError
+from framework.strategies.single import AsItIs
 from framework.streams import check_streams, train_limit
 from framework.types import Datasets, MicroBatch, Window
 from tests.unit.config.raw import raw_config
-from tests.unit.small_trainer import AsItIs, make_trainer, samples
+from tests.unit.small_trainer import make_trainer, samples
 from tests.unit.streams import Parts
 
 STREAM = Datasets(Parts([3]), val=samples(4))

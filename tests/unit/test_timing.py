@@ -14,11 +14,12 @@ from framework import timing as timing_module
 from framework import trainer as trainer_module
 from framework.distributed.context import Context
 from framework.slow_ranks import Spent
+from framework.strategies.single import AsItIs
 from framework.timing import Timing
 from framework.trainer import Trainer
 from framework.types import Waiting
 from tests.unit.simulated_ranks import SimulatedRanks, cpu_context
-from tests.unit.small_trainer import AsItIs, Marks, Numbers, make_trainer, settings
+from tests.unit.small_trainer import Marks, Numbers, make_trainer, settings
 
 pytestmark = pytest.mark.usefixtures("own_state")
 SECOND = Spent(steps=10, step=1.0, data=0.1, compute=0.5, waiting=0.4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,7 @@ from tests.unit.small_trainer import (
     weights,
 )
 
-pytestmark = pytest.mark.usefixtures("own_state")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a checkpoint outlives a power cut is tested where it is written; here it would only take time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+pytestmark = pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
 
 
 # What is trained

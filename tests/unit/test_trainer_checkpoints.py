@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,7 @@ from tests.unit.small_trainer import (
     without_speed,
 )
 
-pytestmark = pytest.mark.usefixtures("own_state")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a checkpoint outlives a power cut is tested where it is written; here it would only take time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+pytestmark = pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
 
 
 # Saving
@@ -203,7 +196,7 @@ def test_callbacks_get_their_own_state_back_and_a_new_one_none() -> None:
     assert new.named("on_fit_start")[0].start_step == 4
 
 
-@pytest.mark.usefixtures("own_state")
+@pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
 def test_generators_are_restored_after_everything_that_may_draw() -> None:
     class Draws:
         def on_fit_start(self, info: FitInfo) -> None:

@@ -13,21 +13,22 @@ from torch.utils.data import IterableDataset
 from framework.config.parse import parse
 from framework.errors import ConfigError, RunError
 from framework.session import Rank
+from framework.strategies.single import AsItIs
 from framework.tune import running
 from framework.tune.dealing import Dealing
 from framework.tune.running import _Search, dealt_anew, stripped
-from framework.tune.trying import Alone, Tried
+from framework.tune.trying import Tried
 from tests.unit.config.raw import raw_config
 from tests.unit.simulated_ranks import cpu_context
 
 
-class Spread(Alone):  # type: ignore[misc]
+class Spread(AsItIs):
     forward_communicates = True
 
 
 def rank(changes: dict[str, Any], *, strategy: Any = None) -> Rank:
     made: Any = object.__new__(Rank)
-    vars(made).update(config=parse(raw_config(changes)), strategy=Alone() if strategy is None else strategy)
+    vars(made).update(config=parse(raw_config(changes)), strategy=AsItIs() if strategy is None else strategy)
     found: Rank = made
     return found
 
@@ -65,7 +66,7 @@ def test_who_hangs_in_a_trial_is_told_by_the_group_that_waits_for_it(monkeypatch
 
     monkeypatch.setattr(running, "build_trainer", lambda *_: None)
     monkeypatch.setattr(running, "side_group", side_group)
-    two = rank({}, strategy=Alone())
+    two = rank({}, strategy=AsItIs())
     vars(two).update(context=SimpleNamespace(world_size=2))
     for each in fields(Rank):
         vars(two).setdefault(each.name, None)

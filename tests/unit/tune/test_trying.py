@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
+from framework.strategies.single import AsItIs
 from framework.tune.dealing import Dealing
 from framework.tune.searching import largest_fitting
-from framework.tune.trying import Alone, Trials, Tried, all_tried, held_for_strategy
+from framework.tune.trying import Trials, Tried, all_tried, held_for_strategy
 from tests.unit.simulated_ranks import CPU, cpu_context
 from tests.unit.small_trainer import make_trainer, samples, settings
 
@@ -67,7 +68,7 @@ def trials(
         settings(accumulate_grad_batches=accumulate),
         model=model,
         data=samples(number),
-        strategy=Alone(),
+        strategy=AsItIs(),
         context=cpu_context(1, world_size=WORLD) if context is None else context,
         optimizer=Adam,
     )
