@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 
 import pytest
 import torch
@@ -61,6 +62,21 @@ def test_channels_last_gives_the_same_weights(train):
     plain, changed = (results.weights(train(*steps, f"trainer.channels_last={value}")) for value in ("false", "true"))
     for name, weight in plain.items():
         torch.testing.assert_close(changed[name], weight, rtol=1e-4, atol=1e-5)
+
+
+class WarningsAreErrors:
+    """Makes every warning of a rank's training an error."""
+
+    def on_fit_start(self, info):
+        warnings.simplefilter("error")
+
+
+@pytest.mark.multiproc
+def test_ddp_takes_gradients_with_the_channels_last_as_they_are(train):
+    """DDP warns where a gradient's strides differ from its bucket's: digits have one channel, and many strides fit."""
+    strict = f"+callbacks.strict._target_={__name__}.WarningsAreErrors"
+    pair = ("topology.procs_per_node=2", "strategy=ddp", "checkpoint=none")
+    train("recipe=digits", *SHORT, *pair, "trainer.max_steps=2", "trainer.channels_last=true", strict)
 
 
 @pytest.mark.slow

@@ -138,6 +138,15 @@ def test_digits_are_all_there_once_and_the_same_for_a_seed(own_state):
     assert not torch.equal(labels, tensors(other.train)[1])
 
 
+def test_digits_do_not_depend_on_the_number_of_threads(own_state):
+    made = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        made.append([tensors(part)[0] for part in digits()])
+    for again in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], again, strict=True))
+
+
 def test_digits_in_another_size_and_split(own_state):
     data = digits(size=8, val_size=100, test_size=200)
     assert [len(tensors(part)[0]) for part in data] == [1497, 100, 200]
