@@ -20,6 +20,11 @@ LOSS = "loss"
 _CHUNK = 1024  # scalars packed into one tensor, so that reading rarely doesn't keep a tensor for every step
 
 
+def rank_loss(rank: int) -> str:
+    """Return the name under which `Meter.reduce` gives the mean loss of one rank."""
+    return f"{LOSS}/rank_{rank}"
+
+
 @final
 class Series:
     """The values of one name since they were last read: each a sum over samples, or a mean with its weight."""
@@ -117,23 +122,29 @@ class Meter:
             dtype = torch.float64 if isinstance(total, (int, float)) else None
             self._get(name).add(torch.as_tensor(total, dtype=dtype).detach(), weight=1, count=count, step=step)
 
-    def reduce(self, context: Context, *, extra: Sequence[float] = ()) -> tuple[dict[str, float], list[float]]:
-        """Means over all ranks since the last reduction, and `extra` summed over ranks; one flat reduction for all.
+    def reduce(
+        self, context: Context, *, extra: Sequence[float] = (), with_rank_losses: bool = False
+    ) -> tuple[dict[str, float], list[float]]:
+        """Return means over all ranks since the last reduction, and `extra` summed over ranks; one flat reduction.
 
         Every rank must call it; it waits for the device. A name without samples on any rank is left out.
-        Raises RunError where this rank has names that the others don't.
+        with_rank_losses: also the mean loss of each rank, named by `rank_loss`.
+        Raises RunError if this rank has names that the others don't.
         """
-        names = self._agree(context)
-        device = context.device
-        tail = [*(float(self._get(name).count) for name in names), *extra]
+        by_name = {name: self._get(name) for name in self._agree(context)}
+        if with_rank_losses:  # each a series to which one rank alone contributes
+            for rank in range(context.world_size):
+                by_name[rank_loss(rank)] = self._get(LOSS) if rank == context.rank else Series()
+        names, series, device = list(by_name), list(by_name.values()), context.device
+        tail = [*(float(each.count) for each in series), *extra]
         if context.world_size == 1:
-            numbers = [*self._totals_on_host(names, device), *tail]
+            numbers = [*_totals_on_host(series, device), *tail]
         elif device.type == "cpu":
-            flat = torch.tensor([*self._totals_on_host(names, device), *tail], dtype=torch.float64)
+            flat = torch.tensor([*_totals_on_host(series, device), *tail], dtype=torch.float64)
             numbers = sum_over_ranks(flat, context).tolist()
         else:  # there reading a value would be one more wait than reading the sum
             dtype = torch.float32 if device.type == "mps" else torch.float64
-            sums = [self._get(name).total(device) for name in names]
+            sums = [each.total(device) for each in series]
             flat = torch.cat([*sums, torch.tensor(tail, dtype=dtype, device=device)])
             numbers = sum_over_ranks(flat, context).tolist()
         totals, counts, extras = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names) :]
@@ -161,15 +172,6 @@ class Meter:
     def clear(self) -> None:
         """Begin anew; the names stay agreed."""
         self._series.clear()
-
-    def _totals_on_host(self, names: Sequence[str], device: torch.device) -> list[float]:
-        """The weighted sum of each name; one wait where all are of one type on one device."""
-        series = [self._get(name) for name in names]
-        packed = [] if device.type == "cpu" else [values for each in series for values in each.packed()]
-        if len({(values.dtype, values.device) for values in packed}) != 1:  # which can't be joined as they are
-            return [each.weigh(each.on_host()) for each in series]
-        values = iter(torch.cat(packed).tolist())
-        return [each.weigh(list(itertools.islice(values, len(each)))) for each in series]
 
     def _get(self, name: str) -> Series:
         series = self._series.get(name)
@@ -202,3 +204,12 @@ class Meter:
                 "A task must return the same names on every rank and for every batch."
             )
         return self._agreed
+
+
+def _totals_on_host(series: Sequence[Series], device: torch.device) -> list[float]:
+    """Return the weighted sum of each; one wait if all are of one type on one device."""
+    packed = [] if device.type == "cpu" else [values for each in series for values in each.packed()]
+    if len({(values.dtype, values.device) for values in packed}) != 1:  # which can't be joined as they are
+        return [each.weigh(each.on_host()) for each in series]
+    values = iter(torch.cat(packed).tolist())
+    return [each.weigh(list(itertools.islice(values, len(each)))) for each in series]

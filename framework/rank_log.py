@@ -50,7 +50,12 @@ def rank_log(run_dir: RunDir, context: Context) -> Iterator[None]:
 def warn(text: str) -> None:
     """Write it to this rank's log, and to standard output."""
     logger.warning(text)
-    with suppress(OSError):  # of a standard output that lies on the same disk
+    show(text)
+
+
+def show(text: str) -> None:
+    """Print it; what rank 0 prints is shown on the terminal."""
+    with suppress(OSError):  # of a standard output that lies on a full disk
         print(text, flush=True)
 
 

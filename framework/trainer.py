@@ -24,7 +24,7 @@ from typing import Any, final
 from torch import Tensor
 
 from framework.checkpoint import CheckpointManager
-from framework.config.schema import TrainerConfig
+from framework.config.schema import RankLosses, TrainerConfig
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.stream_loader import StreamEvalLoader, StreamLoader
 from framework.distributed.collectives import gather_to_all
@@ -35,11 +35,12 @@ from framework.evaluator import evaluate
 from framework.finite import bad_loss, check_finite
 from framework.launch.link import Link
 from framework.limits import steps_to_meeting, total_steps
-from framework.meter import LOSS, Meter
+from framework.meter import LOSS, Meter, rank_loss
 from framework.optim import gradient_dropper, gradient_look, stepper
 from framework.parts import Parts
 from framework.progress import Progress, Throughput, flush, hooks
 from framework.pulse import Phase
+from framework.rank_log import logger, show
 from framework.seed import generator_states
 from framework.timing import Timing
 from framework.types import EvalReport, FitInfo, StepReport, Stop, Window
@@ -209,8 +210,13 @@ class Trainer:
         self._watch.apart(Phase.LOGGING)
         by_clock = self.checkpoints is not None and self.checkpoints.due_time()
         extra = [float(self.ending.wish is not None), float(by_clock), *self.timing.row()]
-        values, (wishes, saves, *times) = self._meter.reduce(self.context, extra=extra)
+        with_rank_losses = self.settings.log_rank_losses is not RankLosses.OFF
+        values, (wishes, saves, *times) = self._meter.reduce(
+            self.context, extra=extra, with_rank_losses=with_rank_losses
+        )
         self._save_asked = saves > 0
+        if with_rank_losses and LOSS in values:
+            self._log_rank_losses(values)
         if not math.isfinite(values.get(LOSS, 0.0)):
             raise bad_loss(values[LOSS], step=self._meter.first_nonfinite_step(self.context), epoch=epoch)
         self._meter.clear()
@@ -385,12 +391,22 @@ class Trainer:
                 self.save(epoch=self.last_epoch)
         raise DiskError(f"{failure} What was trained since isn't saved. Make room, then resume the run.")
 
+    def _log_rank_losses(self, values: dict[str, float]) -> None:
+        """Take the ranks' own losses out of `values`; write them to their logs, and to the terminal if asked for."""
+        ranks = range(self.context.world_size)
+        own = [f"{values.pop(rank_loss(rank)):.6g}" if rank_loss(rank) in values else "no samples" for rank in ranks]
+        step, mean, rank = self.progress.step, f"{values[LOSS]:.6g} over all ranks", self.context.rank
+        logger.info("step %d: loss %s on rank %d, %s", step, own[rank], rank, mean)
+        if self.settings.log_rank_losses is RankLosses.TERMINAL and self.context.is_main:
+            each = ", ".join(f"{loss} on rank {rank}" for rank, loss in enumerate(own))
+            show(f"step {step}: loss {each}, {mean}")
+
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
 
     def _tell_loggers(self, values: Mapping[str, float], *, epoch: int) -> None:
-        for logger in self.parts.loggers.values():
-            logger.metrics(values, step=self.progress.step, epoch=epoch)
+        for each in self.parts.loggers.values():
+            each.metrics(values, step=self.progress.step, epoch=epoch)
 
     def _heed_request(self) -> None:
         """Stop on request where all ranks do so after this step; a run that is at its own end simply ends."""

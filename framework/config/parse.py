@@ -153,7 +153,7 @@ def _make_field(field: Field[Any], hint: Any) -> _Field:
 
 def _describe(kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> str:
     if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Enum):
-        return f"one of {', '.join(str(member.value) for member in kinds[0])}"
+        return f"one of {', '.join(_written(kinds[0]))}"
     names = {
         bool: "true or false",
         int: "a whole number",
@@ -251,6 +251,11 @@ class _Reader:
         return _WRONG
 
 
+def _written(kind: type[Enum]) -> list[str]:
+    """The values of an Enum as they are typed."""
+    return [show(member.value) for member in kind]
+
+
 def _convert(value: Any, kinds: Iterable[Any]) -> Any:
     for kind in kinds:
         result = _convert_to(kind, value)
@@ -265,7 +270,7 @@ def _convert_to(kind: Any, value: Any) -> Any:
     if kind is Texts:
         return _texts(value)
     if issubclass(kind, Enum):
-        return next((member for member in kind if type(value) is str and member.value == value), _WRONG)
+        return next((member for member in kind if type(value) is type(member.value) and member.value == value), _WRONG)
     if kind is float and type(value) is int:
         return float(value)
     if kind is str:
@@ -311,7 +316,7 @@ def _hint(field: _Field, value: Any, *, key: str) -> str:
     """What to write instead, where that can be told."""
     kind = field.kinds[0]
     if isinstance(kind, type) and issubclass(kind, Enum):
-        guess = nearest(str(value), [str(member.value) for member in kind])
+        guess = nearest(show(value), _written(kind))
         return did_you_mean(guess and f"{key}={guess}")
     if int in field.kinds and type(value) is float and math.isfinite(value) and value.is_integer():
         return f" Write {key}={int(value)}."

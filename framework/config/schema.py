@@ -103,6 +103,12 @@ class ClipAlgorithm(Enum):
     VALUE = "value"
 
 
+class RankLosses(Enum):
+    OFF = False
+    LOGS = True
+    TERMINAL = "terminal"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     datasets: Node  # gives framework.Datasets(train, val, test)
@@ -148,6 +154,7 @@ class TrainerConfig:
     gradient_clip_val: float | None = bounded(above=0)
     gradient_clip_algorithm: ClipAlgorithm
     log_every_n_steps: int = bounded(at_least=1)
+    log_rank_losses: RankLosses = RankLosses.OFF  # each rank's own mean loss: in its log; terminal: printed, too
     val_check_interval: int | None = bounded(at_least=1)  # optimizer steps; null: at the end of epochs
     check_val_every_n_epoch: int | None = bounded(at_least=1)  # null: not at the end of epochs
     limit_train_batches: int | float | None = bounded(above=0)  # int: batches; float in (0, 1]: that share

@@ -59,7 +59,9 @@ def test_totals_read_at_once_are_those_summed_on_the_device() -> None:
     for device in (torch.device("cpu"), torch.device("cuda")):  # of a GPU packed tensors are read; nothing goes there
         for asked in (names, ["loss"], ["never"]):
             expected = [on_device[names.index(name)] for name in asked]
-            assert meter._totals_on_host(asked, device) == pytest.approx(expected, rel=1e-14, abs=0)
+            assert meter_module._totals_on_host([meter._get(name) for name in asked], device) == pytest.approx(
+                expected, rel=1e-14, abs=0
+            )
 
 
 @pytest.mark.parametrize("worst", [[math.inf, 1.0], [math.inf, -math.inf], [math.nan, 1.0]])

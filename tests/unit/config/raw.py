@@ -74,6 +74,7 @@ _RAW: dict[str, Any] = {
         "gradient_clip_val": None,
         "gradient_clip_algorithm": "norm",
         "log_every_n_steps": 10,
+        "log_rank_losses": False,
         "val_check_interval": None,
         "check_val_every_n_epoch": 1,
         "limit_train_batches": None,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.config.parse import known_keys, node_above, parse, schema_keys, spelled_out
-from framework.config.schema import BackendName, Interval, Precision
+from framework.config.schema import BackendName, Interval, Precision, RankLosses
 from framework.errors import ConfigError
 from tests.unit.config.raw import raw_config
 
@@ -44,6 +44,8 @@ def test_types() -> None:
         ("trainer.fast_dev_run", True, True),
         ("trainer.fast_dev_run", 3, 3),
         ("trainer.benchmark", False, False),
+        ("trainer.log_rank_losses", True, RankLosses.LOGS),
+        ("trainer.log_rank_losses", "terminal", RankLosses.TERMINAL),
         ("checkpoint.save_top_k", -1, -1),
         ("seed", 2**32 - 1, 2**32 - 1),
         ("trainer.gpus", 0, 0),
@@ -83,6 +85,12 @@ def test_values_that_are_taken(key: str, value: object, result: object) -> None:
         ("trainer.limit_val_batches", "half", "must be a whole number or a fraction at least 0, or null"),
         ("trainer.precision", 32, "Did you mean trainer.precision=32-true?"),
         ("backend.name", "ncll", "Did you mean backend.name=nccl?"),
+        (
+            "trainer.log_rank_losses",
+            "Terminal",
+            "must be one of false, true, terminal. Did you mean trainer.log_rank_l",
+        ),
+        ("trainer.log_rank_losses", 1, "must be one of false, true, terminal."),
         ("backend.name", "zzz", "backend.name=zzz: must be one of auto, gloo, nccl, mpi."),
         ("backend.timeout", "-5s", "backend.timeout=-5s: must be a time such as 90s, 30m, 2h or 1d"),
         ("backend.timeout", "soon", "backend.timeout=soon: must be a time"),
@@ -156,7 +164,13 @@ OPTIONAL = {
     *("plan.train_samples", "export.output", "topology.rdzv_endpoint", "checkpoint.every_n_minutes"),
     # have defaults
     *("checkpoint.asynchronous", "checkpoint.save_last_k", "data.loader", "data.stream", "trainer.cpu_affinity"),
-    *("trainer.channels_last", "trainer.compile", "trainer.profiler", "trainer.activation_checkpointing"),
+    *(
+        "trainer.log_rank_losses",
+        "trainer.channels_last",
+        "trainer.compile",
+        "trainer.profiler",
+        "trainer.activation_checkpointing",
+    ),
     *(key for key in schema_keys() if key.partition(".")[0] in ("preflight", "tune")),
     *("topology.procs_per_node", "topology.gpus_per_process", "scheduler.schedule", "scheduler.monitor"),
     *("trainer.gpus", "trainer.max_epochs", "trainer.max_steps", "trainer.gradient_clip_val", "trainer.num_threads"),
