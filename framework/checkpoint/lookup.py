@@ -76,7 +76,7 @@ def find(path: Path) -> Path:
     if path.is_symlink() and not path.exists():
         return _follow_dangling(path)
     if path.is_file():
-        raise CheckpointError(f"{path} is a file. Give the directory of the checkpoint: {path.parent}")
+        raise CheckpointError(_not_a_directory(path))
     if not path.is_dir():
         raise CheckpointError(f"There is no {path}.\n{_what_is_near(path)}")
     path = path.resolve()
@@ -191,6 +191,15 @@ def _follow_dangling(pointer: Path) -> Path:
         return aside.resolve()
     raise CheckpointError(
         f"{pointer} points to {target.name}, which is gone.\n{describe_others(pointer.parent / target.name)}"
+    )
+
+
+def _not_a_directory(file: Path) -> str:
+    if (file.parent / MANIFEST_NAME).is_file():
+        return f"{file} is one file of a checkpoint, which is a directory. Use {file.parent}."
+    return (
+        f"{file} is a file. init_from and checkpoint.path take a checkpoint of this framework, which is a directory:\n"
+        "outputs/RECIPE/RUN for the run's last one, or one of outputs/RECIPE/RUN/checkpoints, such as best."
     )
 
 

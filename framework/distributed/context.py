@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +84,17 @@ def _backend(name: BackendName, *, device: torch.device, shared: bool) -> str:
             "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"
             "Use backend.name=gloo or backend.name=auto."
         )
+    _check_available(backend)
+    return backend
+
+
+def answer_available(arguments: Mapping[str, str]) -> dict[str, str]:
+    """For a parent without torch. Raises RequestError if this torch lacks `arguments["backend"]`."""
+    _check_available(arguments["backend"])
+    return {}
+
+
+def _check_available(backend: str) -> None:
     if not dist.is_backend_available(backend):
         there = ", ".join(b.value for b in BackendName if b is BackendName.AUTO or dist.is_backend_available(b.value))
         raise RequestError(f"backend.name={backend} isn't in this torch, {torch.__version__}. Use one of {there}.")
-    return backend

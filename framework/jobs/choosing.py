@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from framework.checkpoint import find
-from framework.config.schema import InitMethod
-from framework.errors import ConfigError
+from framework.config.schema import BackendName, Config, InitMethod
+from framework.errors import ConfigError, RequestError
 from framework.hardware import count_gpus, resolve_gpus
 from framework.jobs.equivalents import launcher_name
 from framework.jobs.request import Request
+from framework.launch.errand import ask
 from framework.launch.in_place import check_one_process
 from framework.launch.placement import placed_topology
 from framework.topology import Topology, resolve_topology
@@ -23,7 +24,33 @@ def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:
     config = request.config
     if config.init_from is not None and config.resume is None:
         find(Path(config.init_from))
-    launcher = chosen_launcher(request, is_planned=is_planned)
+    topology = _topology(request, is_planned=is_planned)
+    if backend_name(config, topology) is BackendName.MPI:
+        ask(  # few builds of torch have it, and only torch knows
+            request.warm,
+            "framework.distributed.context:answer_available",
+            {"backend": BackendName.MPI.value},
+            timeout_s=config.backend.init_timeout,
+            purpose="look for the backend",
+        )
+    return topology
+
+
+def backend_name(config: Config, topology: Topology) -> BackendName:
+    """Return the backend that the ranks will use, on NVIDIA's GPUs or the CPU. NCCL without GPUs is an error."""
+    name, gpus = config.backend.name, topology.gpus_per_node
+    if name is BackendName.AUTO:
+        return BackendName.NCCL if gpus and not topology.shares_gpus else BackendName.GLOO
+    if name is BackendName.NCCL and gpus == 0:
+        raise RequestError(
+            "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"
+            "Use backend.name=gloo or backend.name=auto."
+        )
+    return name
+
+
+def _topology(request: Request, *, is_planned: bool) -> Topology:
+    config, launcher = request.config, chosen_launcher(request, is_planned=is_planned)
     gpus = config.trainer.gpus
     if request.leader is not None:
         visible = gpus if is_planned and gpus is not None else count_gpus() if gpus != 0 else 0

@@ -44,9 +44,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from framework.config.schema import BackendName, Config, PlanFormat
-from framework.errors import ConfigError, RequestError
-from framework.jobs.choosing import checked_topology, chosen_launcher
+from framework.config.schema import PlanFormat
+from framework.errors import ConfigError
+from framework.jobs.choosing import backend_name, checked_topology, chosen_launcher
 from framework.jobs.equivalents import commands, environment, hidden_gpus
 from framework.jobs.plan_text import render
 from framework.jobs.request import JobResult, Request
@@ -71,7 +71,7 @@ def check(request: Request) -> Topology:
 def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
     """The object described above. What needs torch is asked of a child of the fork server."""
     config = request.config
-    backend = _backend(config, topology)
+    backend = backend_name(config, topology).value
     facts = ask(
         request.warm,
         "framework.planning:answer",
@@ -104,16 +104,3 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
         "commands": commands(request, topology),
         "notes": [*facts["notes"], *hidden_gpus(topology)],
     }
-
-
-def _backend(config: Config, topology: Topology) -> str:
-    """The backend by torch's name, as the ranks will choose it on NVIDIA's GPUs or the CPU."""
-    name, gpus = config.backend.name, topology.gpus_per_node
-    if name is BackendName.AUTO:
-        name = BackendName.NCCL if gpus and not topology.shares_gpus else BackendName.GLOO
-    if name is BackendName.NCCL and gpus == 0:
-        raise RequestError(
-            "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"
-            "Use backend.name=gloo or backend.name=auto."
-        )
-    return str(name.value)

@@ -140,15 +140,21 @@ def test_gpus_where_there_are_none(command, gpus, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# Refused by the ranks, which have torch: once, not by each
+def test_a_file_of_weights_is_no_checkpoint(command, tmp_path):
+    (tmp_path / "backbone.pt").write_bytes(b"weights")
+    answer = command(*SHORT, "init_from=backbone.pt")
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.startswith("backbone.pt is a file. init_from and checkpoint.path take a checkpoint of this")
+    assert "outputs/RECIPE/RUN for the run's last one" in answer.err
+    assert [path.name for path in tmp_path.iterdir()] == ["backbone.pt"]
 
 
-@pytest.mark.multiproc
 @pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has mpi")
-def test_mpi_where_torch_has_none(command):
+def test_mpi_where_torch_has_none(command, tmp_path):
     answer = command(*SHORT, "backend.name=mpi", "topology.procs_per_node=2")
-    assert answer.status == 2
+    assert (answer.status, answer.out) == (2, "")
     assert answer.err == f"backend.name=mpi isn't in this torch, {torch.__version__}. Use one of {backends()}.\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def backends() -> str:
@@ -156,14 +162,18 @@ def backends() -> str:
     return ", ".join(["auto", *there])
 
 
-def test_nccl_where_auto_finds_no_gpus(command, gpus):
+def test_nccl_where_auto_finds_no_gpus(command, gpus, tmp_path):
     gpus(0)
     answer = command(*SHORT, "backend=nccl", "trainer.gpus=auto")
-    assert answer.status == 2
+    assert (answer.status, answer.out) == (2, "")
     assert answer.err == (
         "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"
         "Use backend.name=gloo or backend.name=auto.\n"
     )
+    assert list(tmp_path.iterdir()) == []
+
+
+# Refused by the ranks, which have torch: once, not by each
 
 
 def test_a_strategy_that_is_no_option_and_does_not_exist(command):

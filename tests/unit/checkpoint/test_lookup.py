@@ -74,7 +74,7 @@ def test_what_is_not_there_is_an_error_that_says_what_is(run: Path) -> None:
         find(run / "checkpoints" / "xyz")
     with pytest.raises(CheckpointError, match=r"Did you mean .*/run\?"):
         find(run.parent / "runn")
-    with pytest.raises(CheckpointError, match=r"is a file\. Give the directory of the checkpoint: .*step_00000010"):
+    with pytest.raises(CheckpointError, match=r"one file of a checkpoint, which is .*\. Use .*step_00000010\."):
         find(run / "checkpoints" / "step_00000010" / "model.pt")
 
 
