@@ -111,15 +111,19 @@ class Meter:
 
     def __init__(self) -> None:
         self._series: dict[str, Series] = {}
+        self._counts: dict[str, Series] = {}  # of metrics whose counts are tensors
         self._agreed: list[str] | None = None  # names all ranks have, known after the first reduction
 
     def add(self, output: StepOutput, *, step: int = 0) -> None:
-        """Take in one batch: its loss is a mean and weighs `output.num_samples`, metrics are sums already."""
+        """Add one batch: its loss is a mean and counts by `output.num_samples`, metrics are sums already."""
         samples = output.num_samples
         self._get(LOSS).add(output.loss.detach(), weight=samples, count=samples, step=step)
         for name, (total, count) in output.metrics.items():
             # A plain number would be rounded to torch's default type, alone or together with tensors.
             dtype = torch.float64 if isinstance(total, (int, float)) else None
+            if isinstance(count, Tensor):
+                self._counts.setdefault(name, Series()).add(count.detach(), weight=1, count=0, step=step)
+                count = 0
             self._get(name).add(torch.as_tensor(total, dtype=dtype).detach(), weight=1, count=count, step=step)
 
     def reduce(
@@ -135,8 +139,9 @@ class Meter:
         if with_rank_losses:  # each a series to which one rank alone contributes
             for rank in range(context.world_size):
                 by_name[rank_loss(rank)] = self._get(LOSS) if rank == context.rank else Series()
-        names, series, device = list(by_name), list(by_name.values()), context.device
-        tail = [*(float(each.count) for each in series), *extra]
+        names, sums, device = list(by_name), list(by_name.values()), context.device
+        series = [*sums, *(self._counts.get(name, Series()) for name in names)]
+        tail = [*(float(each.count) for each in sums), *extra]
         if context.world_size == 1:
             numbers = [*_totals_on_host(series, device), *tail]
         elif device.type == "cpu":
@@ -144,11 +149,12 @@ class Meter:
             numbers = sum_over_ranks(flat, context).tolist()
         else:  # there reading a value would be one more wait than reading the sum
             dtype = torch.float32 if device.type == "mps" else torch.float64
-            sums = [each.total(device) for each in series]
-            flat = torch.cat([*sums, torch.tensor(tail, dtype=dtype, device=device)])
+            totals = [each.total(device) for each in series]
+            flat = torch.cat([*totals, torch.tensor(tail, dtype=dtype, device=device)])
             numbers = sum_over_ranks(flat, context).tolist()
-        totals, counts, extras = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names) :]
-        return {n: t / c for n, t, c in zip(names, totals, counts, strict=True) if c}, extras
+        rows = [numbers[begin : begin + len(names)] for begin in range(0, 3 * len(names), len(names) or 1)]
+        means = {name: total / (a + b) for name, total, a, b in zip(names, *rows, strict=True) if a + b}
+        return means, numbers[3 * len(names) :]
 
     def first_nonfinite_step(self, context: Context) -> int | None:
         """The first step whose loss was NaN or infinite on any rank. Every rank must call it, before `clear`."""
@@ -161,7 +167,10 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has added since the last `clear`; waits for the device."""
-        return {name: series.state_dict() for name, series in self._series.items() if series.count}
+        states = {name: series.state_dict() for name, series in self._series.items() if len(series)}
+        for name, counts in self._counts.items():
+            states[name]["count"] += counts.weigh(counts.on_host())
+        return states
 
     def load_state_dicts(self, states: Iterable[Mapping[str, Any]], *, device: torch.device) -> None:
         """Add what several `state_dict` gave; their values go to `device`."""
@@ -172,6 +181,7 @@ class Meter:
     def clear(self) -> None:
         """Begin anew; the names stay agreed."""
         self._series.clear()
+        self._counts.clear()
 
     def _get(self, name: str) -> Series:
         series = self._series.get(name)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Batch = Any
 """What a dataset's samples collate to: a tensor, or a tuple or dict of tensors whose first dimension is the sample."""
 
-SumCount = tuple["Tensor | float", int]
+SumCount = tuple["Tensor | float", "Tensor | int"]
 """A metric as a sum over samples and how many samples are in it, so that adding parts gives the exact whole."""
 
 
@@ -46,7 +46,7 @@ class StepOutput(NamedTuple):
 
     loss: scalar, the *mean* over the batch's samples, with its graph in training.
     num_samples: what the mean is over; the logged and evaluated loss weighs it. Gradients weigh the batch's samples.
-    metrics: name → (sum over samples, count), the same names for every batch; sums may stay on the device.
+    metrics: name → (sum over samples, count), the same names for every batch; tensors may stay on the device.
     """
 
     loss: Tensor

@@ -1,6 +1,7 @@
 """Metrics of one batch as (sum, count): adding those of all batches and ranks gives the metric of the whole, exactly.
 
-The sum stays on the device; nothing here waits for it. Shapes: B samples, C classes, `...` any further dimensions.
+Sums, and counts that depend on the values, stay on the device: nothing here waits for it. Shapes: B samples, C classes,
+`...` any further dimensions.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from framework.errors import ConfigError, DataError
 
 
 class Metric(Protocol):
-    """A metric that `Supervised` computes: any callable of a batch's output and target that gives (sum, count)."""
+    """A metric that `Supervised` computes: any callable that returns (sum, count) for a batch's output and target.
 
-    def __call__(self, output: Any, target: Any, /) -> tuple[Tensor, int]: ...
+    If it has an attribute `ignore_index` that is None, `Supervised` sets it to the `ignore_index` of the loss.
+    """
+
+    def __call__(self, output: Any, target: Any, /) -> tuple[Tensor, int | Tensor]: ...
 
 
 @final
@@ -24,19 +28,25 @@ class Accuracy:
     """Share of targets whose class is among the `top_k` highest scores.
 
     output: scores of shape (B, C, ...), of which only the order counts. target: class indices of shape (B, ...).
+    ignore_index: targets with this value, such as padding, are not counted; None takes the loss's, if it has one.
     """
 
-    def __init__(self, top_k: int = 1) -> None:
+    def __init__(self, top_k: int = 1, ignore_index: int | None = None) -> None:
         if top_k < 1:
             raise ConfigError(f"Accuracy got top_k={top_k}. Use 1 or more.")
         self.top_k = top_k
+        self.ignore_index = ignore_index
 
-    def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, int]:
+    def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, int | Tensor]:
         self._check(output, target)
         if self.top_k == 1:
-            return (output.argmax(dim=1) == target).sum(), target.numel()
-        best = output.topk(self.top_k, dim=1).indices
-        return (best == target.unsqueeze(1)).sum(), target.numel()
+            correct = output.argmax(dim=1) == target
+        else:
+            correct = (output.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(dim=1)
+        if self.ignore_index is None:
+            return correct.sum(), target.numel()
+        counted = target != self.ignore_index
+        return (correct & counted).sum(), counted.sum()
 
     def _check(self, output: Tensor, target: Tensor) -> None:
         if output.ndim < 2 or output.shape[:1] + output.shape[2:] != target.shape or target.is_floating_point():
@@ -51,9 +61,15 @@ class Accuracy:
 
 @final
 class MeanAbsoluteError:
-    """Mean of |output - target| over all elements. Both have the same shape."""
+    """Mean of |output - target| over all elements. Both have the same shape.
 
-    def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, int]:
+    ignore_index: elements whose target has this value are not counted; None takes the loss's, if it has one.
+    """
+
+    def __init__(self, ignore_index: float | None = None) -> None:
+        self.ignore_index = ignore_index
+
+    def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, int | Tensor]:
         if output.shape != target.shape:
             raise DataError(
                 f"MeanAbsoluteError got outputs of shape {tuple(output.shape)} and targets of shape "
@@ -62,4 +78,8 @@ class MeanAbsoluteError:
         difference = (output - target).abs()
         # Sums of half-precision values would stop growing early.
         dtype = torch.promote_types(difference.dtype, torch.float32)
-        return difference.sum(dtype=dtype), difference.numel()
+        if self.ignore_index is None:
+            return difference.sum(dtype=dtype), difference.numel()
+        counted = target != self.ignore_index
+        # Not multiplied: where the output isn't finite, that would be NaN.
+        return difference.where(counted, 0).sum(dtype=dtype), counted.sum()

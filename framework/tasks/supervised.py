@@ -23,10 +23,11 @@ class Supervised:
     whose first dimension is the sample; it is brought to the output's device, so a model may end on another device
     than it begins on. The input may be anything the model takes as its one argument.
 
-    loss: a module or function that gives the mean over the batch's samples as a scalar, as torch's do by default. One
-        that weighs samples (`CrossEntropyLoss(weight=...)`, `ignore_index`) is a mean per micro-batch, and then the
-        numbers do depend on how a global batch is dealt.
+    loss: a module or function that returns the mean over the batch's samples as a scalar, as torch's do by default. One
+        that weighs samples (`CrossEntropyLoss(weight=...)`, `ignore_index`) returns a mean per micro-batch, which then
+        counts by its number of samples: gradients and the reported loss depend on how a global batch is split.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
+        Targets equal to the loss's `ignore_index` are left out of metrics that have no `ignore_index` of their own.
     predictions: from a batch's output to named columns, for `job=predict`; without it the output itself is one.
 
     Raises ConfigError where the loss isn't such a mean, DataError where a batch has another form.
@@ -49,6 +50,9 @@ class Supervised:
         self.metrics: dict[str, Metric] = dict(metrics or {})
         if "loss" in self.metrics:
             raise ConfigError("task.metrics has a metric called 'loss', the name of the loss itself. Choose another.")
+        for metric in self.metrics.values():
+            if getattr(metric, "ignore_index", ...) is None:
+                metric.ignore_index = getattr(loss, "ignore_index", None)  # type: ignore[attr-defined]
         self.predictions = predictions
         self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE)
         self._train_metrics: dict[str, Metric] = self.metrics if train_metrics else {}

@@ -46,6 +46,23 @@ def test_a_loss_weighs_its_samples_and_metrics_are_sums_over_their_own_counts() 
     assert extra == [2.0, 0.5]
 
 
+def test_counts_may_be_tensors_and_survive_a_checkpoint(ranks: Callable[[int], SimulatedRanks]) -> None:
+    """Rank 2 has a plain count, and rank 3 no sample."""
+    counts: list[Any] = [torch.tensor(3), torch.tensor(0), 5]
+
+    def one(context: Context) -> Any:
+        meter, resumed = Meter(), Meter()
+        for _ in range(context.rank + 1 if context.rank < 3 else 0):
+            meter.add(output(1.0, 2, right=(torch.tensor(2), counts[context.rank])))
+        resumed.load_state_dicts([meter.state_dict()], device=torch.device("cpu"))
+        values = [each.reduce(context, extra=[1.0]) for each in (meter, resumed)]
+        meter.clear()
+        return *values, meter.reduce(context)
+
+    expected = {"loss": 1.0, "right": (1 + 2 + 3) * 2 / (3 + 3 * 5)}
+    assert ranks(4).run(one) == [((expected, [4.0]), (expected, [4.0]), ({}, []))] * 4
+
+
 def test_totals_read_at_once_are_those_summed_on_the_device() -> None:
     """Alone and on a CPU values are read and added here; of several GPUs only the sum is read."""
     meter, draw = Meter(), torch.Generator().manual_seed(0)
@@ -136,7 +153,7 @@ def test_adding_waits_for_nothing_and_keeps_no_graph(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Tensor, name, _refuse(name))
     meter = Meter()
     for step in range(3):
-        meter.add(StepOutput(loss, 4, {"correct": (torch.tensor(3), 4)}), step=step)
+        meter.add(StepOutput(loss, 4, {"correct": (torch.tensor(3), torch.tensor(4))}), step=step)
     assert not any(value.requires_grad for series in meter._series.values() for value in series._loose)
 
 

@@ -80,8 +80,25 @@ def test_mean_absolute_error_refuses_to_broadcast():
         MeanAbsoluteError()(torch.zeros(4, 1), torch.zeros(4))
 
 
-@pytest.mark.parametrize("metric", [Accuracy(), Accuracy(top_k=2)])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_accuracy_leaves_ignored_targets_out_of_sum_and_count(top_k):
+    """Also where the ignored value is a class that the model predicts."""
+    for ignored, target in ((-100, [1, -100, 2, 0]), (0, [1, 0, 2, 0])):
+        kept = torch.tensor(target) != ignored
+        expected = Accuracy(top_k)(SCORES[kept], torch.tensor(target)[kept])
+        total, count = Accuracy(top_k, ignore_index=ignored)(SCORES, torch.tensor(target))
+        assert (int(total), int(count)) == (int(expected[0]), expected[1])
+
+
+def test_mean_absolute_error_leaves_ignored_targets_out():
+    output, target = torch.tensor([1.0, torch.inf, 5.0]), torch.tensor([0.0, -1.0, 2.0])
+    total, count = MeanAbsoluteError(ignore_index=-1)(output, target)
+    assert (float(total), int(count)) == (4.0, 2)
+
+
+@pytest.mark.parametrize("metric", [Accuracy(), Accuracy(top_k=2), Accuracy(ignore_index=0)])
 def test_sums_stay_on_the_device(own_state, metric):
     """The meta device has no values: reading one would raise."""
     total, count = metric(torch.zeros(4, 3, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta"))
-    assert (total.device.type, total.shape, count) == ("meta", (), 4)
+    assert (total.device.type, total.shape) == ("meta", ())
+    assert count == 4 if metric.ignore_index is None else count.device.type == "meta"

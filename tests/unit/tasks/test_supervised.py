@@ -27,7 +27,7 @@ def classification():
     return Supervised(loss=nn.CrossEntropyLoss(), metrics={"accuracy": Accuracy()})
 
 
-def summed(output: StepOutput, name: str) -> tuple[torch.Tensor, int]:
+def summed(output: StepOutput, name: str) -> tuple[torch.Tensor, torch.Tensor | int]:
     total, count = output.metrics[name]
     assert isinstance(total, torch.Tensor)
     return total, count
@@ -48,7 +48,26 @@ def test_training_gives_the_mean_loss_with_its_graph_and_no_metrics(classificati
 def test_validation_gives_metrics(classification, model):
     output = classification.validation_step(model, [X, LABELS])
     total, count = summed(output, "accuracy")
-    assert (total.item(), count) == ((model(X).argmax(dim=1) == LABELS).sum().item(), 12)
+    assert (total.item(), int(count)) == ((model(X).argmax(dim=1) == LABELS).sum().item(), 12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric", "ignored"),
+    [
+        (nn.CrossEntropyLoss(), Accuracy(), -100),  # torch's default
+        (nn.CrossEntropyLoss(ignore_index=0), Accuracy(), 0),
+        (nn.CrossEntropyLoss(ignore_index=0), Accuracy(ignore_index=1), 1),
+        (nn.functional.cross_entropy, Accuracy(), None),
+    ],
+)
+def test_metrics_ignore_what_the_loss_ignores(model, loss, metric, ignored):
+    labels = LABELS.clone()
+    labels[:3] = 0 if ignored is None else ignored
+    task = Supervised(loss=loss, metrics={"accuracy": metric})
+    total, count = summed(task.validation_step(model, [X, labels]), "accuracy")
+    kept = torch.ones(12, dtype=torch.bool) if ignored is None else labels != ignored
+    assert int(count) == kept.sum()
+    assert total.item() == (model(X).argmax(dim=1) == labels)[kept].sum()
 
 
 def test_metrics_in_training_only_when_asked_and_without_graph(model):
