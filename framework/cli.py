@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -21,9 +23,10 @@ import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from framework.config.assets import config_dir, import_from_working_dir, user_config_dir
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from framework.launch.warm import WarmServer
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+_SWEEP_FLAGS = ("-m", "--multirun")
 _QUIET = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # as in our config.yaml
 
 
@@ -111,9 +115,8 @@ class _Asked:
 def _read(arguments: list[str], *, means: _Means) -> _Asked:
     """Compose, parse and check; every job of a grid before the first is run. Raises ConfigError."""
     import_from_working_dir()
-    typed = [_spelled_out(text) for text in arguments if _is_override(text)]
     try:
-        return _read_typed(typed, others=[text for text in arguments if not _is_override(text)], means=means)
+        return _read_arguments(arguments, means=means)
     except ConfigError as error:
         own = _own_config()
         if own is None:
@@ -121,7 +124,9 @@ def _read(arguments: list[str], *, means: _Means) -> _Asked:
         raise ConfigError(f"{error}\n{own} was used instead of the framework's own.") from error
 
 
-def _read_typed(typed: list[str], *, others: list[str], means: _Means) -> _Asked:
+def _read_arguments(arguments: list[str], *, means: _Means) -> _Asked:
+    typed = [_spelled_out(text) for text in arguments if _is_override(text)]
+    others = [text for text in arguments if not _is_override(text)]
     sweeps: list[Sweep] = []
 
     def run_at_once(composition: _Composition) -> float | None:
@@ -129,10 +134,11 @@ def _read_typed(typed: list[str], *, others: list[str], means: _Means) -> _Asked
 
         if not sweeps:
             sweeps.append(Sweep())
-        request = _request(composition, ground, means=means)
-        result = sweeps[0].run(request, label=" ".join(request.overrides))
+        request = _request(composition, ground, means=means, arguments=arguments)
+        label = " ".join(request.overrides)
+        result = sweeps[0].run(request, label=label)
         if result.status != 0:
-            raise RunError(f"job {composition.place} failed with exit status {result.status}")
+            raise RunError(f"The job {label} failed with exit status {result.status}.")
         return result.score
 
     typed = with_run_found(
@@ -141,9 +147,15 @@ def _read_typed(typed: list[str], *, others: list[str], means: _Means) -> _Asked
     saved = saved_run(typed)
     before = None if saved is None else _without_typed(saved, run_at_once=run_at_once)
     ground = Ground(saved, without_typed=before, typed=tuple(typed))
-    compositions = _compose([*composable(typed, saved), *others], run_at_once=run_at_once)
+    try:
+        compositions = _compose([*composable(typed, saved), *others], run_at_once=run_at_once)
+    except (FrameworkError, KeyboardInterrupt):
+        if sweeps:
+            sweeps[0].close()
+        raise
     # Composing is all that `--cfg job` needs; the schema is read for what runs.
-    return _Asked([_request(each, ground, means=means) for each in compositions], sweeps[0] if sweeps else None)
+    requests = [_request(each, ground, means=means, arguments=arguments) for each in compositions]
+    return _Asked(requests, sweeps[0] if sweeps else None)
 
 
 def _spelled_out(override: str) -> str:
@@ -160,7 +172,7 @@ def _without_typed(saved: SavedRun, *, run_at_once: Callable[[_Composition], flo
         raise not_composable(saved, error) from error
 
 
-def _request(composition: _Composition, ground: Ground, *, means: _Means) -> Request:
+def _request(composition: _Composition, ground: Ground, *, means: _Means, arguments: Sequence[str]) -> Request:
     from framework.config.checks import check
     from framework.config.parse import parse
     from framework.jobs.request import Request
@@ -171,11 +183,15 @@ def _request(composition: _Composition, ground: Ground, *, means: _Means) -> Req
     config = parse(raw)
     check(config)
     overrides = tuple(text for text in composition.overrides if not names_a_run(text))
+    if composition.place is not None:
+        flags = [text for text in arguments if not _is_override(text) and text not in _SWEEP_FLAGS]
+        arguments = [*flags, *filter(names_a_run, ground.typed), *overrides]
     return Request(
         config=config,
         raw=raw,
         overrides=overrides,
         choices=composition.choices,
+        arguments=tuple(arguments),
         warm=means.warm,
         place=composition.place,
         leader=means.leader,
@@ -207,6 +223,7 @@ def _compose(arguments: list[str], *, run_at_once: Callable[[_Composition], floa
     Raises ConfigError for whatever can't be composed.
     """
     found: list[_Composition] = []
+    run: list[Place] = []
     failures: list[Exception] = []
     sweep_name, stderr = new_name(), sys.stderr
 
@@ -218,6 +235,7 @@ def _compose(arguments: list[str], *, run_at_once: Callable[[_Composition], floa
             failures.append(error)
             return None
         if composition.place is not None and _needs_results(HydraConfig.get().sweeper):
+            run.append(composition.place)
             with redirect_stderr(stderr):
                 return run_at_once(composition)
         found.append(composition)
@@ -226,8 +244,16 @@ def _compose(arguments: list[str], *, run_at_once: Callable[[_Composition], floa
     Plugins.instance().register(UserConfigFirst)
     command = hydra.main(config_path=str(config_dir()), config_name="config", version_base="1.3")(collect)
     try:
-        with TemporaryDirectory() as scratch, _as_command_line(_for_hydra(arguments, scratch=scratch)):
-            command()
+        with TemporaryDirectory() as scratch:
+            try:
+                with (
+                    _plugins_logged(Path(scratch, "sweep.log")),
+                    _as_command_line(_for_hydra(arguments, scratch=scratch)),
+                ):
+                    command()
+            finally:
+                if run:
+                    _move_files(Path(scratch), run[0].folder)
         if failures:
             raise failures[0]
     except BrokenPipeError:  # whoever read what is shown has gone; that says nothing about the configuration
@@ -237,6 +263,41 @@ def _compose(arguments: list[str], *, run_at_once: Callable[[_Composition], floa
             _explain(error, arguments)
         raise
     return found
+
+
+class RefuseOtherLaunchers(Callback):
+    """Called by Hydra before the first job of a sweep, of all launchers: others pickle jobs for processes of theirs."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        if not str(config.hydra.launcher._target_).endswith(".BasicLauncher"):
+            launcher = config.hydra.runtime.choices["hydra/launcher"]
+            sys.exit(  # an exception of a callback would be turned into a warning by Hydra
+                f"hydra/launcher={launcher} can't be used: a sweep runs its jobs one after another. "
+                "Use hydra/launcher=basic; to run jobs at the same time, start a command for each."
+            )
+
+
+@contextmanager
+def _plugins_logged(file: Path) -> Iterator[None]:
+    """Write what Hydra's plugins log, a sweeper's best job for instance, to `file`."""
+    logger = logging.getLogger("hydra_plugins")
+    handler, level = logging.FileHandler(file, delay=True), logger.level
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def _move_files(source: Path, folder: Path) -> None:
+    """Move what a sweeper has written to the sweep's folder, if a job was started in it."""
+    if folder.is_dir():
+        for file in source.iterdir():
+            shutil.move(file, folder)
 
 
 def _composition(config: Any, *, sweep_name: str) -> _Composition:
@@ -284,7 +345,7 @@ def _as_command_line(arguments: list[str]) -> Iterator[None]:
         if end.code == EXIT_WRONG_REQUEST:  # argparse's; it has printed its usage and a line with the mistake
             raise ConfigError(_flag_mistake(printed.getvalue(), arguments)) from None
         if end.code not in (0, None):
-            raise ConfigError(printed.getvalue().strip()) from None
+            raise ConfigError(end.code if isinstance(end.code, str) else printed.getvalue().strip()) from None
         sys.stderr.write(printed.getvalue())
     else:
         sys.stderr.write(printed.getvalue())
@@ -313,14 +374,16 @@ def _no_sweep(leader: Leader) -> ConfigError:
 
 
 def _is_sweep(arguments: Sequence[str]) -> bool:
-    return bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
+    return bool({*_SWEEP_FLAGS, "hydra.mode=MULTIRUN"} & set(arguments))
 
 
 def _for_hydra(arguments: Sequence[str], *, scratch: str) -> list[str]:
     """What is set, then the options, as argparse refuses `a=1 -m b=2`; any files of Hydra's go to `scratch`."""
     overrides = [text for text in arguments if _is_override(text)]
     if _is_sweep(arguments):
-        overrides.append(f"hydra.sweep.dir={scratch}")  # its sweeper writes a file, also where nothing can be composed
+        # Sweepers write files, also where nothing can be composed; those of a sweep that ran are moved to its folder.
+        overrides.append(f"hydra.sweep.dir={scratch}")
+        overrides.append(f"+hydra.callbacks.framework._target_={__name__}.RefuseOtherLaunchers")
     if _own_config() is not None:
         overrides += [f"hydra.run.dir={scratch}", *_QUIET]
     return [*overrides, *(text for text in arguments if not _is_override(text))]

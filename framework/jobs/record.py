@@ -7,7 +7,6 @@ import platform
 import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -23,13 +22,13 @@ _GIT_TIMEOUT_S = 5.0
 _MAX_DIFF_CHARS = 1_000_000
 
 
-def record_start(run_dir: RunDir, topology: Topology) -> None:
-    """Note how the run was started. A resumed run keeps the beginnings before this one under `earlier`."""
+def record_start(run_dir: RunDir, topology: Topology, *, arguments: Sequence[str]) -> None:
+    """Note how the run was started, by a command with `arguments`. A resumed run keeps earlier starts as `earlier`."""
     facts: dict[str, Any] = {
         "status": "running",
         "started": _now(),
         "process": {"pid": os.getpid(), "host": socket.gethostname()},
-        "command": shlex.join(["python", "-m", "framework", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "framework", *arguments]),
         "topology": {**asdict(topology), "world_size": topology.world_size},
         "git": _git(),
         "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},

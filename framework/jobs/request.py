@@ -39,6 +39,7 @@ class Request:
     raw: what `config` was parsed from, resolved plain values: what `config.yaml` gets. Parsing it gives `config` again.
     overrides: what was typed, without `resume`; after what was typed for the run that is resumed, where there is one.
     choices: group → option, for the groups of which one option was chosen.
+    arguments: what starts the same run again as `python -m framework ARGUMENTS`; of a job of a sweep, this job alone.
     warm: the fork server that was started meanwhile, if one was.
     place: None but for a job of a sweep, which then says nothing on the terminal itself.
     leader: in rank 0 of ranks that something else has started: its dealings with the others.
@@ -48,6 +49,7 @@ class Request:
     raw: Mapping[str, Any]
     overrides: tuple[str, ...]
     choices: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
     warm: WarmServer | None = None
     place: Place | None = None
     leader: Leader | None = None

@@ -147,7 +147,7 @@ def _record_start(run_dir: RunDir, request: Request, topology: Topology) -> None
             for file in run_dir.path.glob("failure*.json"):  # of the beginning before; its logs stay
                 file.unlink()
         save_config(run_dir, request)
-        record_start(run_dir, topology)
+        record_start(run_dir, topology, arguments=request.arguments)
     except OSError as error:
         raise RunError(
             f"The run directory {run_dir.path} can't be written: {error.strerror or error}.\n"

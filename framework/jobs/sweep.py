@@ -84,7 +84,9 @@ class Sweep:
             print(f"\n{len(failed)} of {len(finished)} jobs failed: {', '.join(failed)}")
         place = finished[0].request.place
         if place is not None:
-            print(f"\n  look         {look(place.folder)}", flush=True)
+            files = [short(path) for path in sorted(place.folder.glob("*")) if path.is_file()]
+            rows = [*(f"  sweeper      {file}" for file in files), f"  look         {look(place.folder)}"]
+            print("", *rows, sep="\n", flush=True)
         return EXIT_RUN_FAILED if failed else 0
 
 

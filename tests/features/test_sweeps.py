@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -204,8 +205,10 @@ def test_two_sweeps_at_the_same_instant_have_different_folders(sweep, tmp_path, 
 # A sweeper that chooses by results
 
 SWEEPER = """
+import logging
+import pickle
 from pathlib import Path
-from hydra.core.config_store import ConfigStore
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 
@@ -223,6 +226,13 @@ class Mine(Sweeper):
                 value = job._return_value
                 file.write(f"{lr} {job.status.name} {value if isinstance(value, float) else type(value).__name__}\\n")
             lr = "1e30" if number == 0 else 0.002
+        logging.getLogger(__name__).info("Best: 0.002")
+        Path(self.config.hydra.sweep.dir, "optimization_results.yaml").write_text("lr: 0.002\\n")
+
+class Pickling(BasicLauncher):
+    '''As those that start processes of their own.'''
+    def launch(self, job_overrides, initial_job_idx):
+        pickle.dumps(self.task_function)
 """
 
 
@@ -232,8 +242,10 @@ def sweeper(tmp_path) -> Path:
     (tmp_path / "hydra_plugins" / "mine").mkdir(parents=True)
     (tmp_path / "hydra_plugins" / "mine" / "__init__.py").touch()
     (tmp_path / "hydra_plugins" / "mine" / "sweeper.py").write_text(SWEEPER)
-    (tmp_path / "conf" / "hydra" / "sweeper").mkdir(parents=True)
-    (tmp_path / "conf" / "hydra" / "sweeper" / "mine.yaml").write_text("_target_: hydra_plugins.mine.sweeper.Mine\n")
+    for group, name in (("sweeper", "Mine"), ("launcher", "Pickling")):
+        (tmp_path / "conf" / "hydra" / group).mkdir(parents=True)
+        option = tmp_path / "conf" / "hydra" / group / f"{name.lower()}.yaml"
+        option.write_text(f"_target_: hydra_plugins.mine.sweeper.{name}\n")
     return tmp_path
 
 
@@ -251,6 +263,25 @@ def test_a_sweeper_gets_the_monitored_metric_and_sees_failures(sweeper):
     assert told[1][2] == "RunError"
     assert "1 of 3 jobs failed: 1" in result.stdout
     assert [row[1] for row in rows(result.stdout)] == ["optimizer.lr=0.001", "optimizer.lr=1e30", "optimizer.lr=0.002"]
+    # What the sweeper wrote and logged is in the sweep's folder.
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "optimization_results.yaml", "sweep.log"]
+    assert (folder / "optimization_results.yaml").read_text() == "lr: 0.002\n"
+    assert (folder / "sweep.log").read_text().endswith("] Best: 0.002\n")
+    assert f"  sweeper      outputs/multirun/{folder.name}/optimization_results.yaml\n" in result.stdout
+    # Its command runs each job alone.
+    alone = ["recipe=toy", "trainer.gpus=0", "seed=3", *SHORT, "trainer.log_every_n_steps=1", "optimizer.lr=0.002"]
+    assert shlex.split(results.run_file(folder / "2")["command"]) == ["python", "-m", "framework", *alone]
+
+
+def test_a_launcher_with_processes_of_its_own_is_refused(sweeper):
+    command = ("-m", "recipe=toy", "hydra/launcher=pickling", "seed=1,2")
+    result = run_framework(*command, cwd=sweeper, env={"PYTHONPATH": str(sweeper)})
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(
+        "hydra/launcher=pickling can't be used: a sweep runs its jobs one after another. Use"
+    )
+    assert len(result.stderr.splitlines()) == 1
+    assert not (sweeper / "outputs").exists()
 
 
 @pytest.mark.parametrize(

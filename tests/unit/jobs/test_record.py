@@ -45,12 +45,9 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *own, *arguments], check=True, capture_output=True, text=True, timeout=10).stdout
 
 
-def test_a_beginning_tells_command_versions_hardware_and_topology(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_beginning_tells_command_versions_hardware_and_topology(run_dir: RunDir) -> None:
     typed = ["recipe=some", "task.note=two words", "optimizer.lr=1e-3"]
-    monkeypatch.setattr(sys, "argv", ["/some/where/__main__.py", *typed])
-    record_start(run_dir, TOPOLOGY)
+    record_start(run_dir, TOPOLOGY, arguments=typed)
     run = run_dir.read_run()
     assert run["status"] == "running"
     assert shlex.split(run["command"]) == ["python", "-m", "framework", *typed]
@@ -69,7 +66,7 @@ def test_a_beginning_tells_command_versions_hardware_and_topology(
 
 def test_a_package_that_is_missing_is_said_to_be(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "_PACKAGES", ("torch", "no-such-package"))
-    record_start(run_dir, TOPOLOGY)
+    record_start(run_dir, TOPOLOGY, arguments=())
     assert run_dir.read_run()["versions"]["no-such-package"] == "not installed"
 
 
@@ -78,10 +75,10 @@ def test_in_a_repository_revision_and_uncommitted_changes_are_kept(run_dir: RunD
     Path("code.py").write_text("lr = 1\n")
     git("add", "code.py")
     git("commit", "--quiet", "-m", "one")
-    record_start(run_dir, TOPOLOGY)
+    record_start(run_dir, TOPOLOGY, arguments=())
     assert run_dir.read_run()["git"] == {"revision": git("rev-parse", "HEAD").strip(), "diff": ""}
     Path("code.py").write_text("lr = 2\n")
-    record_start(run_dir, TOPOLOGY)
+    record_start(run_dir, TOPOLOGY, arguments=())
     diff = run_dir.read_run()["git"]["diff"]
     assert "-lr = 1\n+lr = 2\n" in diff
 
@@ -93,19 +90,19 @@ def test_bytes_that_are_no_text_and_a_huge_diff_do_no_harm(run_dir: RunDir, monk
     git("add", "code.py")
     git("commit", "--quiet", "-m", "one")
     Path("code.py").write_bytes(b"\xff\xfe latin\n" * 1000)
-    record_start(run_dir, TOPOLOGY)
+    record_start(run_dir, TOPOLOGY, arguments=())
     assert len(run_dir.read_run()["git"]["diff"]) == 200
 
 
 def test_without_git_there_is_none(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    record_start(run_dir, TOPOLOGY)
+    record_start(run_dir, TOPOLOGY, arguments=())
     assert run_dir.read_run()["git"] is None
 
 
 @pytest.mark.parametrize("status", ["finished", "failed", "interrupted", "stopped"])
 def test_an_end_is_added(run_dir: RunDir, status: str) -> None:
-    record_start(run_dir, TOPOLOGY)
+    record_start(run_dir, TOPOLOGY, arguments=())
     started = run_dir.read_run()["started"]
     record_end(run_dir, status=status)
     run = run_dir.read_run()
@@ -113,10 +110,9 @@ def test_an_end_is_added(run_dir: RunDir, status: str) -> None:
     assert datetime.fromisoformat(run["ended"]) >= datetime.fromisoformat(started)
 
 
-def test_a_resumed_run_keeps_the_beginnings_before(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_the_beginnings_before(run_dir: RunDir) -> None:
     for number in range(3):
-        monkeypatch.setattr(sys, "argv", ["framework", f"number={number}"])
-        record_start(run_dir, TOPOLOGY)
+        record_start(run_dir, TOPOLOGY, arguments=[f"number={number}"])
         if number == 0:
             record_end(run_dir, status="interrupted")
     run = run_dir.read_run()
