@@ -13,7 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import Tensor, device, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils.data import IterableDataset
 
 from framework.config.schema import Node, Precision, SchedulerConfig
@@ -134,26 +134,48 @@ def build_optimizer(node: Node, parameters: Iterable[Tensor | dict[str, Any]], *
 def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps: int | None) -> Schedule:
     """The schedule of the learning rate.
 
-    total_steps: how often it will move in the whole run, counted in `settings.interval`; None: nobody knows. Raises
-    ConfigError for a scheduler that must know.
+    Args:
+        total_steps: how often it moves in the whole run, counted in `settings.interval`; None if that isn't known.
+            `settings.total_steps` takes precedence.
+
+    Raises:
+        ConfigError: if the scheduler needs a length and none is known, can't use the one it was given, or is too short.
     """
     key, node = "scheduler.schedule", settings.schedule
     if node is None:
         return Schedule(None, interval=settings.interval, monitor=settings.monitor)
+    takes_length = takes(node, "total_steps") and "total_steps" not in node
+    length: int | None = node.get("total_steps")
     supplied = {}
-    if takes(node, "total_steps") and "total_steps" not in node:
-        if total_steps is not None:
-            supplied["total_steps"] = total_steps
+    if settings.total_steps is not None and not takes_length:
+        is_given = "total_steps" in node
+        reason = f"{key}.total_steps is set too" if is_given else f"{node['_target_']} takes no total_steps"
+        raise ConfigError(f"scheduler.total_steps={settings.total_steps} has no effect: {reason}. Set it to null.")
+    if takes_length:
+        length = total_steps if settings.total_steps is None else settings.total_steps
+        if length is not None:
+            supplied["total_steps"] = length
         elif requires(node, "total_steps"):
             raise ConfigError(
                 f"{node['_target_']} must know when training ends, and that isn't known: trainer.max_steps is null, "
                 "and max_epochs too, or nobody knows how many steps an epoch of a stream has.\n"
-                f"Set trainer.max_steps, or {key}.total_steps."
+                "Set trainer.max_steps, or scheduler.total_steps."
             )
     scheduler = _build(key, node, optimizer, **supplied)
     if not isinstance(scheduler, LRScheduler):
         raise _wrong_result(key, node, scheduler, expected="a torch.optim.lr_scheduler.LRScheduler")
-    return Schedule(scheduler, interval=settings.interval, monitor=settings.monitor)
+    if isinstance(scheduler, OneCycleLR) and total_steps is not None and scheduler.total_steps < total_steps:
+        raise ConfigError(
+            f"{node['_target_']} ends after {scheduler.total_steps} steps and can't go on, and the run has "
+            f"{total_steps}.\nMake its total_steps at least that, or train less."
+        )
+    return Schedule(
+        scheduler,
+        interval=settings.interval,
+        monitor=settings.monitor,
+        total_steps=length,
+        may_stretch=settings.total_steps is not None,
+    )
 
 
 def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: RunDir) -> dict[str, Callback]:

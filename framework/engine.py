@@ -35,7 +35,7 @@ from framework.launch.link import Link
 from framework.launch.plan import RankArguments
 from framework.launch.report import FailureReport
 from framework.launch.stopping import stoppable
-from framework.limits import overfitted, total_steps, train_windows
+from framework.limits import overfitted, steps_per_epoch, total_steps, train_windows
 from framework.parts import Parts
 from framework.precision import PrecisionPlugin
 from framework.preflight.running import before_training
@@ -221,9 +221,7 @@ def build_trainer(
         strategy=rank.strategy,
         precision=precision,
         optimizer=optimizer,
-        schedule=build.build_scheduler(
-            config.scheduler, optimizer, schedule_length(config, train_loader.steps_per_epoch)
-        ),
+        schedule=build.build_scheduler(config.scheduler, optimizer, _schedule_length(rank, train_loader)),
         callbacks=build.build_callbacks(with_profiler(config), context=context, run_dir=rank.run_dir),
         loggers=build.build_loggers(config.logger, run_dir=rank.run_dir) if context.is_main else {},
     )
@@ -249,14 +247,25 @@ def with_profiler(config: Config) -> dict[str, Node]:
     return {**config.callbacks, "profiler": {"_target_": "framework.callbacks.profiler.TorchProfiler"}}
 
 
-def schedule_length(config: Config, steps_per_epoch: int | None) -> int | None:
-    """How often a scheduler of this interval moves in the whole run; None where nobody knows."""
-    steps = total_steps(config.trainer, steps_per_epoch=steps_per_epoch)
-    if config.scheduler.interval is Interval.EPOCH and steps_per_epoch is None:
+def _schedule_length(rank: Rank, train_loader: TrainLoader | StreamLoader) -> int | None:
+    """`schedule_length` of the requested run, also if `trainer.fast_dev_run` takes only its first steps."""
+    if rank.config is rank.requested:
+        return schedule_length(rank.config, train_loader.steps_per_epoch)
+    whole = steps_per_epoch(rank.requested.trainer, rank.plan, size=train_loader.size)
+    return schedule_length(rank.requested, whole)
+
+
+def schedule_length(config: Config, per_epoch: int | None) -> int | None:
+    """Return how often a scheduler of this interval moves in the whole run; None if that isn't known.
+
+    per_epoch: optimizer steps of an epoch, None if unknown.
+    """
+    steps = total_steps(config.trainer, steps_per_epoch=per_epoch)
+    if config.scheduler.interval is Interval.EPOCH and per_epoch is None:
         return config.trainer.max_epochs
-    if steps is None or steps_per_epoch is None or config.scheduler.interval is Interval.STEP:
+    if steps is None or per_epoch is None or config.scheduler.interval is Interval.STEP:
         return steps
-    return -(-steps // steps_per_epoch)
+    return -(-steps // per_epoch)
 
 
 def _checkpoints(rank: Rank) -> CheckpointManager | None:

@@ -14,7 +14,10 @@ from framework.types import Datasets, MapDataset, Strategy, steps_to_exchange
 
 
 def shortened(config: Config) -> Config:
-    """The config with `fast_dev_run=n` spelled out: n batches of every part, no checkpoints, loggers or callbacks."""
+    """Return the config with `fast_dev_run=n` spelled out: n batches of each part, no checkpoints, loggers, callbacks.
+
+    The learning-rate schedule isn't shortened: these are the first steps of the requested run.
+    """
     batches = int(config.trainer.fast_dev_run)
     if batches == 0:
         return config
@@ -32,6 +35,20 @@ def shortened(config: Config) -> Config:
     return replace(
         config, trainer=trainer, checkpoint=replace(config.checkpoint, enabled=False), logger={}, callbacks={}
     )
+
+
+def steps_per_epoch(settings: TrainerConfig, plan: BatchPlan, *, size: int | None) -> int | None:
+    """Return the optimizer steps of an epoch of `size` samples; None if that isn't known.
+
+    A stream (`size` is None) has at most as many as `limit_train_batches` allows.
+    """
+    if size is not None:
+        steps = count_windows(size, global_batch_size=plan.global_batch_size)
+        limit = train_windows(settings, plan, size=size)
+        return steps if limit is None else min(steps, limit)
+    if settings.limit_train_batches is None:
+        return None
+    return math.ceil(int(settings.limit_train_batches) / settings.accumulate_grad_batches)
 
 
 def total_steps(settings: TrainerConfig, *, steps_per_epoch: int | None) -> int | None:

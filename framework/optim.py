@@ -11,14 +11,16 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from framework.config.schema import ClipAlgorithm, Interval, TrainerConfig
 from framework.distributed.tensors import is_spread, whole
 from framework.errors import ConfigError
+from framework.rank_log import logger
 
 TotalNorm = Callable[[Tensor], Tensor]
 
+_LENGTH = "schedule_total_steps"  # beside the scheduler's own state
 _FUSED_PAYS_FROM = 100_000  # numbers in all parameters, on a CPU
 
 
@@ -27,10 +29,24 @@ class Schedule:
     """A scheduler (or none) with when it moves: the trainer calls every `after_` method, and one of them acts.
 
     ReduceLROnPlateau moves after validations, by the metric `monitor`; all others after steps or epochs.
-    Raises ConfigError where the two are mixed.
+
+    Args:
+        total_steps: the length that the scheduler was given, counted in `interval`; None if it takes none.
+        may_stretch: if True, `load_state_dict` accepts the state of a schedule of another length.
+
+    Raises:
+        ConfigError: if `monitor` is set for a scheduler that watches no metric, or missing for one that does.
     """
 
-    def __init__(self, scheduler: LRScheduler | None, *, interval: Interval, monitor: str | None) -> None:
+    def __init__(
+        self,
+        scheduler: LRScheduler | None,
+        *,
+        interval: Interval,
+        monitor: str | None,
+        total_steps: int | None = None,
+        may_stretch: bool = False,
+    ) -> None:
         self._plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
         if self._plateau is not None and monitor is None:
             raise ConfigError("ReduceLROnPlateau watches a metric: set scheduler.monitor, such as val/loss.")
@@ -40,6 +56,9 @@ class Schedule:
             )
         self._scheduler = scheduler
         self._monitor = monitor
+        self._total_steps = total_steps
+        self._may_stretch = may_stretch
+        self._unit = "epochs" if interval is Interval.EPOCH else "steps"
         timed = None if self._plateau is not None else scheduler
         self._each_step = timed if interval is Interval.STEP else None
         self._each_epoch = timed if interval is Interval.EPOCH else None
@@ -63,20 +82,62 @@ class Schedule:
         self._plateau.step(metrics[self._monitor])
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._scheduler is None else self._scheduler.state_dict()
+        if self._scheduler is None:
+            return {}
+        length = {} if self._total_steps is None else {_LENGTH: self._total_steps}
+        return {**self._scheduler.state_dict(), **length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError for a schedule of fixed length that was made for another number of steps."""
+        """Load what `state_dict` returned. The optimizer's own state must have been loaded before.
+
+        Raises:
+            ConfigError: if the state is of a schedule of another length, unless that may and can be stretched.
+        """
         if self._scheduler is None:
             return
-        length = getattr(self._scheduler, "total_steps", None)
-        if "total_steps" in state and state["total_steps"] != length:
-            raise ConfigError(
-                f"{type(self._scheduler).__name__} was made for {state['total_steps']} steps, and the run now has "
-                f"{length}: it can't be prolonged or cut.\nKeep trainer.max_epochs, trainer.max_steps and the batch "
-                "size as they were, or start a new run from these weights with init_from."
-            )
-        self._scheduler.load_state_dict(state)
+        state = dict(state)
+        made_for = state.pop(_LENGTH, state.get("total_steps"))  # earlier versions saved only OneCycleLR's own
+        if self._total_steps is None or made_for in (None, self._total_steps):
+            self._scheduler.load_state_dict(state)
+        elif isinstance(self._scheduler, LambdaLR):
+            self._stretch(self._scheduler, state, made_for=made_for)
+        else:
+            raise ConfigError(self._other_length(made_for))
+
+    def _stretch(self, scheduler: LambdaLR, state: dict[str, Any], *, made_for: int) -> None:
+        """Take the position and the base rates from `state`, and the learning rate from the schedule of this length."""
+        groups = scheduler.optimizer.param_groups
+        factors = [factor(state["last_epoch"]) for factor in scheduler.lr_lambdas]
+        rates = [base * factor for base, factor in zip(state["base_lrs"], factors, strict=True)]
+        change = (
+            f"at {self._unit.removesuffix('s')} {state['last_epoch']} the learning rate changes from "
+            f"{float(groups[0]['lr']):.3g} to {rates[0]:.3g}"
+        )
+        if not self._may_stretch:
+            raise ConfigError(self._other_length(made_for, stretched=change))
+        logger.info("the schedule is stretched from %d to %d %s: %s", made_for, self._total_steps, self._unit, change)
+        scheduler.load_state_dict({**state, "lr_lambdas": [None] * len(rates)})  # callables keep this run's length
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _other_length(self, made_for: int, *, stretched: str | None = None) -> str:
+        """The message that refuses a state of another length. stretched: what stretching does, if it is possible."""
+        ways = []
+        # OneCycleLR raises after its last step.
+        if not isinstance(self._scheduler, OneCycleLR) or made_for > (self._total_steps or 0):
+            end = f", which ends after {made_for} {self._unit}" if made_for < (self._total_steps or 0) else " as it was"
+            ways.append(f"scheduler.total_steps={made_for} keeps the schedule{end}.")
+        if stretched is not None:
+            ways.append(f"scheduler.total_steps={self._total_steps} stretches it: {stretched}.")
+        return "\n".join(
+            [
+                f"The learning-rate schedule was made for {made_for} {self._unit}, and this run has "
+                f"{self._total_steps}. To resume, choose:",
+                *(f"  - {way}" for way in ways),
+                "  - trainer.max_epochs, trainer.max_steps and the batch size as they were.",
+                "  - a new run from these weights, with init_from.",
+            ]
+        )
 
     def set_learning_rate(self, optimizer: Optimizer, value: float, *, before: float | None) -> None:
         """Let the schedule go on from another base learning rate: what it has made of the one before is kept in scale.
@@ -100,7 +161,11 @@ def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, min_fa
     SGDR, https://arxiv.org/abs/1608.03983, without restarts. Raises ConfigError for numbers out of range.
     """
     if not 0 <= warmup_steps < total_steps:
-        raise ConfigError(f"warmup_steps={warmup_steps} must be at least 0 and less than total_steps={total_steps}.")
+        raise ConfigError(
+            f"warmup_steps={warmup_steps} must be at least 0 and less than total_steps={total_steps}.\n"
+            "Shorten the warm-up or train longer. If this run is the beginning of a longer one, set "
+            "scheduler.total_steps to the longer one's steps."
+        )
     if not 0 <= min_factor <= 1:
         raise ConfigError(f"min_factor={min_factor} must be within 0 and 1: it is a share of the learning rate.")
 

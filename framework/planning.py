@@ -22,18 +22,17 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.data.batching import BatchPlan
 from framework.data.loader import check_everyone_gets_one, dataset_size
-from framework.data.sampler import GlobalOrder, windows_per_epoch
 from framework.distributed.context import Context
 from framework.engine import check_monitors, schedule_length
 from framework.errors import DataError, FrameworkError, TargetError
 from framework.footprint import checkpoint_bytes, optimizer_state, tensor_bytes
-from framework.limits import overfitted, shortened, total_steps, train_windows
+from framework.limits import overfitted, shortened, steps_per_epoch, total_steps
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.run_dir import RunDir
 from framework.session import batch_plan
 from framework.strategies.stages import cut
-from framework.streams import check_streams, streams_of, train_limit
+from framework.streams import check_streams, streams_of
 from framework.topology import Topology
 from framework.types import (
     Callback,
@@ -72,7 +71,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     aside. None stands for what can't be known, and a note says why. Raises FrameworkError for what training would
     refuse, and where the model can't be built on the meta device.
     """
-    config = shortened(config)
+    requested, config = config, shortened(config)
     context = Context(topology, 0, 0, 0, devices=(_META,) * topology.span, backend=backend)
     notes: list[str] = []
     build.check_targets(config)
@@ -99,7 +98,9 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
             config,
             context,
             callbacks=callbacks,
-            length=schedule_length(config, _STAND_IN_SIZE if datasets is None else steps["per_epoch"]),
+            length=schedule_length(
+                requested, _STAND_IN_SIZE if datasets is None else _steps(requested, plan, datasets)["per_epoch"]
+            ),
             notes=notes,
             strategy=strategy,
         ),
@@ -163,13 +164,8 @@ def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[s
     limits = {"max_epochs": settings.max_epochs, "max_steps": settings.max_steps}
     if datasets is None:
         return {"per_epoch": None, "total": settings.max_steps if settings.max_epochs is None else None, **limits}
-    if isinstance(datasets.train, IterableDataset):
-        most = train_limit(settings, plan)
-        per_epoch = None if most is None else most // plan.global_batch_size
-        return {"per_epoch": per_epoch, "total": total_steps(settings, steps_per_epoch=per_epoch), **limits}
-    size = len(datasets.train)
-    limit = train_windows(settings, plan, size=size)
-    per_epoch = windows_per_epoch(GlobalOrder(size, seed=config.seed, shuffle=False), plan, limit=limit)
+    size = None if isinstance(datasets.train, IterableDataset) else len(datasets.train)
+    per_epoch = steps_per_epoch(settings, plan, size=size)
     return {"per_epoch": per_epoch, "total": total_steps(settings, steps_per_epoch=per_epoch), **limits}
 
 

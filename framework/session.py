@@ -47,9 +47,12 @@ from framework.types import Datasets, DataShare, MapDataset, Strategy, data_shar
 class Rank:
     """What every step of a rank's life needs to know; all of it known before the process group is made.
 
-    attempt: how often the run was started anew after a failure; then it goes on from its own last checkpoint.
+    Attributes:
+        requested: the configuration as it was requested; `config` is what `trainer.fast_dev_run` leaves of it.
+        attempt: how often the run was restarted after a failure; then it resumes from its own last checkpoint.
     """
 
+    requested: Config
     config: Config
     context: Context
     run_dir: RunDir
@@ -77,7 +80,8 @@ def entered(arguments: RankArguments, link: Link) -> Iterator[Rank]:
     Raises FrameworkError for what can't be done as asked.
     """
     run_dir = RunDir(Path(arguments.run_dir))
-    config = shortened(parse(yaml.safe_load(run_dir.config_file.read_text())))
+    requested = parse(yaml.safe_load(run_dir.config_file.read_text()))
+    config = shortened(requested)
     context = make_context(
         arguments.topology,
         node_rank=arguments.node_rank,
@@ -91,7 +95,7 @@ def entered(arguments: RankArguments, link: Link) -> Iterator[Rank]:
         build.check_callbacks_fit(config.callbacks, strategy)
         build.check_precision_fits(config.trainer.precision, strategy)
         plan = batch_plan(config, data_share(strategy, rank=context.rank, world_size=context.world_size))
-        yield Rank(config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
+        yield Rank(requested, config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
 
 
 def open_for_streams(rank: Rank, datasets: Datasets) -> None:

@@ -179,6 +179,8 @@ def _scheduler(config: Config) -> Iterator[str]:
     if scheduler.schedule is None:
         if scheduler.monitor is not None:
             yield f"scheduler.monitor={scheduler.monitor} is watched by nothing: there is no scheduler.schedule."
+        if scheduler.total_steps is not None:
+            yield f"scheduler.total_steps={scheduler.total_steps} has no effect: there is no scheduler.schedule."
         return
     if scheduler.schedule["_target_"].rpartition(".")[2] != "ReduceLROnPlateau":
         return

@@ -174,7 +174,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    schedule: Node | None  # gets the optimizer, and total_steps where it takes that and wasn't given it
+    schedule: Node | None  # gets the optimizer, and `total_steps` if it takes that keyword and wasn't given it
+    total_steps: int | None = bounded(at_least=1, default=None)  # in `interval`s; null: those of the run
     interval: Interval
     monitor: str | None  # the metric ReduceLROnPlateau watches
 

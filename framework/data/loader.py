@@ -102,6 +102,11 @@ class TrainLoader:
         return len(self)
 
     @property
+    def size(self) -> int:
+        """Samples of the dataset; `limit` doesn't count."""
+        return self._order.size
+
+    @property
     def global_batch_size(self) -> int:
         return self._plan.global_batch_size
 

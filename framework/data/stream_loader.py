@@ -86,6 +86,10 @@ class StreamLoader:
         self._waiting: Waiting | None = None
 
     @property
+    def size(self) -> None:
+        """Unknown: a stream has no length."""
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """At most; None where nobody knows."""
         return None if self._limit is None else -(-self._limit // self.global_batch_size)

@@ -83,7 +83,8 @@ def test_a_limit_of_0_leaves_evaluation_out(train):
 @pytest.mark.parametrize(("value", "steps"), [("true", 1), ("3", 3)])
 def test_fast_dev_run_looks_at_everything_and_leaves_nothing(train, value, steps):
     callbacks = ("callbacks=[early_stopping,ema]", "callbacks.early_stopping.monitor=val/no_such")
-    run_dir = train("recipe=toy", f"trainer.fast_dev_run={value}", "data.eval_batch_size=20", *callbacks)
+    warm_up = ("scheduler=cosine", "scheduler.schedule.warmup_steps=20")  # longer than this run, not than the whole one
+    run_dir = train("recipe=toy", f"trainer.fast_dev_run={value}", "data.eval_batch_size=20", *callbacks, *warm_up)
     found = results.results(run_dir)
     assert found["steps"] == steps
     assert found["metrics"].keys() == {"val/loss", "test/loss"}

@@ -148,7 +148,45 @@ def test_plateau_moves_after_each_validation_without_improvement(train):
 def test_a_schedule_goes_on_where_it_was(train):
     overrides = (*SCHEDULED, "scheduler=cosine")
     whole = train(*overrides)
-    stopped = train(*overrides, "trainer.max_steps=17", "+scheduler.schedule.total_steps=40")
+    stopped = train(*overrides, "trainer.max_steps=17", "scheduler.total_steps=40")
     resumed = train(f"resume={stopped}", "trainer.max_steps=null")
+    assert rates(resumed) == rates(whole)
+    results.assert_same(results.weights(resumed), results.weights(whole))
+
+
+def test_a_schedule_that_another_limit_would_stretch_needs_a_decision(train, capfd):
+    """Half of the run, then all of it: on the old curve to its end and beyond, or on the new one at once."""
+
+    def rate(step, *, total):
+        return LR * (1 + math.cos(math.pi * min(step / total, 1.0))) / 2
+
+    begun = (*SCHEDULED, "scheduler=cosine", "trainer.max_epochs=2")
+    stopped = train(*begun, "trainer.max_steps=15", "scheduler.total_steps=20")
+    begin = [rate(step, total=20) for step in range(15)]
+    for total in (20, 40):
+        run_dir = stopped if total == 40 else train(*begun, "trainer.max_steps=15", "scheduler.total_steps=20")
+        whole = (f"resume={run_dir}", "trainer.max_steps=null", f"trainer.max_epochs={EPOCHS}")
+        train(*whole, "scheduler.total_steps=null", status=2)
+        said = capfd.readouterr().err
+        assert "was made for 20 steps, and this run has 40" in said
+        assert "scheduler.total_steps=20 keeps" in said
+        change = f"at step 15 the learning rate changes from {rate(15, total=20):.3g} to {rate(15, total=40):.3g}"
+        assert f"scheduler.total_steps=40 stretches it: {change}" in said
+        resumed = train(*whole, f"scheduler.total_steps={total}")
+        assert rates(resumed) == pytest.approx([*begin, *(rate(s, total=total) for s in range(15, 40))], abs=1e-15)
+
+
+def test_one_cycle_keeps_its_length_and_cannot_be_stretched(train, capfd):
+    """Its state holds the length."""
+    cycle = (*SCHEDULED, "scheduler=one_cycle")
+    whole, run_dir = train(*cycle), train(*cycle, "trainer.max_steps=17", "scheduler.total_steps=40")
+    train(f"resume={run_dir}", "trainer.max_steps=30", "scheduler.total_steps=30", status=2)
+    said = capfd.readouterr().err
+    assert "was made for 40 steps, and this run has 30" in said
+    assert "scheduler.total_steps=40 keeps" in said
+    assert "stretches" not in said
+    train(f"resume={run_dir}", "trainer.max_steps=null", "trainer.max_epochs=5", status=2)
+    assert "OneCycleLR ends after 40 steps and can't go on, and the run has 50" in capfd.readouterr().err
+    resumed = train(f"resume={run_dir}", "trainer.max_steps=null")
     assert rates(resumed) == rates(whole)
     results.assert_same(results.weights(resumed), results.weights(whole))

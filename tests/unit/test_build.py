@@ -255,6 +255,19 @@ def test_total_steps_are_filled_in_unless_given():
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (node("framework.optim.cosine", total_steps=9), r"scheduler\.schedule\.total_steps is set too"),
+        (node("torch.optim.lr_scheduler.StepLR", step_size=1), "StepLR takes no total_steps"),
+    ],
+)
+def test_a_length_that_no_schedule_gets_is_refused(schedule, said):
+    optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
+    with pytest.raises(ConfigError, match=rf"scheduler\.total_steps=3 has no effect: .*{said}"):
+        build_scheduler(scheduler(schedule, total_steps=3), optimizer, total_steps=9)
+
+
 def test_a_scheduler_without_total_steps_is_not_given_them():
     optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
     settings = scheduler(node("torch.optim.lr_scheduler.StepLR", step_size=1, gamma=0.5), interval=Interval.EPOCH)

@@ -14,7 +14,7 @@ from framework.errors import ConfigError, DataError, TargetError, TopologyError
 from framework.footprint import tensor_bytes
 from framework.topology import Topology
 from recipes.digits import ConvNet
-from tests.conf.test_options import composed
+from tests.conf.test_options import RECIPES, composed
 from tests.unit import fake_targets
 
 FAKES = "tests.unit.fake_targets"
@@ -251,6 +251,16 @@ def test_batches_and_steps(overrides, procs, batch, steps):
         found["batch"]["accumulate_grad_batches"],
     ) == batch
     assert (found["steps"]["per_epoch"], found["steps"]["total"]) == steps
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_debug_run_has_the_schedule_of_the_whole_run(recipe, tmp_path):
+    nowhere = (f"data.root={tmp_path}", "data.mirrors=[]") if recipe.startswith("mnist") else ()
+    chosen = (f"recipe={recipe}", "trainer=debug", "trainer.max_epochs=2", "scheduler=cosine", *nowhere)
+    span = 2 if recipe == "toy_model_parallel" else 1
+    assert facts(*chosen, "scheduler.schedule.warmup_steps=70", gpus=span, span=span)["steps"]["total"] == 1
+    with pytest.raises(ConfigError, match="warmup_steps=50000 must be at least 0 and less than total_steps="):
+        facts(*chosen, "scheduler.schedule.warmup_steps=50000", gpus=span, span=span)
 
 
 def test_a_batch_that_is_not_dealt_evenly_has_two_sizes():

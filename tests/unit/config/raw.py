@@ -93,7 +93,7 @@ _RAW: dict[str, Any] = {
     },
     "strategy": {"_target_": "framework.strategies.auto"},
     "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-    "scheduler": {"schedule": None, "interval": "epoch", "monitor": None},
+    "scheduler": {"schedule": None, "interval": "epoch", "monitor": None, "total_steps": None},
     "checkpoint": {
         "path": None,
         "enabled": True,

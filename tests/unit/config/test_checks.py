@@ -65,6 +65,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"data.global_batch_size": 3, "topology.procs_per_node": 4}, "Use at least 4"),
         ({"trainer.deterministic": True, "trainer.benchmark": True}, "Set trainer.benchmark=null"),
         ({"scheduler.monitor": "val/loss"}, "watched by nothing"),
+        ({"scheduler.total_steps": 9}, "scheduler.total_steps=9 has no effect"),
         ({"scheduler.schedule": PLATEAU}, "Set scheduler.monitor"),
         (
             {"scheduler.schedule": PLATEAU, "scheduler.monitor": "val/loss", "scheduler.interval": "step"},

@@ -173,6 +173,7 @@ OPTIONAL = {
     ),
     *(key for key in schema_keys() if key.partition(".")[0] in ("preflight", "tune")),
     *("topology.procs_per_node", "topology.gpus_per_process", "scheduler.schedule", "scheduler.monitor"),
+    "scheduler.total_steps",
     *("trainer.gpus", "trainer.max_epochs", "trainer.max_steps", "trainer.gradient_clip_val", "trainer.num_threads"),
     *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.limit_train_batches"),
     *("trainer.limit_val_batches", "trainer.limit_test_batches", "trainer.overfit_batches", "trainer.benchmark"),
