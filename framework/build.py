@@ -21,6 +21,7 @@ from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.optim import Schedule, are_on_cpu, fused_pays
+from framework.precision import task_modules
 from framework.run_dir import RunDir
 from framework.targets import check_targets, import_target, is_torchs, requires, takes
 from framework.types import (
@@ -95,7 +96,16 @@ def build_datasets(node: Node) -> Datasets:
 
 
 def build_task(node: Node) -> Task:
+    """Return the task, on the CPU. Raises ConfigError if it has parameters to train, which no optimizer gets."""
     task: Task = _with_methods("task", node, _build("task", node), names=("training_step", "validation_step"))
+    for module in task_modules(task):
+        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if trained:
+            raise ConfigError(
+                f"task: {type(module).__name__} has parameters that require gradients ({', '.join(trained)}), and the "
+                "optimizer trains the model's parameters only.\nMove them to the model, or freeze them with "
+                "requires_grad_(False)."
+            )
     return task
 
 

@@ -217,7 +217,7 @@ def build_trainer(
     optimizer = build.build_optimizer(config.optimizer, model.parameters(), may_fuse=may_fuse)
     parts = Parts(
         model=wrapped,
-        task=build.build_task(config.task),
+        task=precision.convert_task(build.build_task(config.task)),
         strategy=rank.strategy,
         precision=precision,
         optimizer=optimizer,

@@ -36,7 +36,7 @@ def evaluate_rank(arguments: RankArguments, link: Link) -> None:
             metrics = evaluate(
                 model,
                 loader,
-                task=build.build_task(rank.config.task),
+                task=precision.convert_task(build.build_task(rank.config.task)),
                 precision=precision,
                 context=rank.context,
                 prefix=part.value,
@@ -56,6 +56,7 @@ def predict_rank(arguments: RankArguments, link: Link) -> None:
             )
         part = rank.config.predict.part
         with _ready(rank, arguments, part=part) as (model, loader, precision):
+            precision.convert_task(task)
             turns = loader.turns if isinstance(loader, StreamEvalLoader) else None
             mine = _part_file(rank, rank.context.rank)
             save_part(list(_predictions(model, loader, task=task, precision=precision)), mine)

@@ -132,30 +132,34 @@ class Parts:
         return [local(each) for each in (*weights, *kept) if isinstance(each, Tensor)]
 
     def state_dict(self, context: Context) -> dict[str, Any]:
-        """Of strategy, optimizer, schedule, loss scaler and callbacks, and what other ranks have of their own.
+        """Return the state of task, strategy, optimizer, schedule, loss scaler and callbacks, and of other ranks' own.
 
         Every rank must call it.
         """
-        strategy = hooks([self.strategy], "state_dict")
+        strategy, task = hooks([self.strategy], "state_dict"), hooks([self.task], "state_dict")
         state = {
             "strategy": strategy[0](self.model) if strategy else {},
+            "task": task[0]() if task else {},
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "callbacks": {name: hook() for name, hook in self._callback_hooks("state_dict")},
         }
         if replicas_differ(self.strategy):
-            own = {name: state[name] for name in ("optimizer", "callbacks")}
+            own = {name: state[name] for name in ("optimizer", "callbacks", "task")}
             state[REPLICAS] = replicas({"model": self.bare_model.state_dict(), **own}, context)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, once the weights are there; callbacks that are new begin anew.
+        """Load what `state_dict` returned, once the weights are there; new callbacks start from scratch.
 
         Every rank must call it. What a strategy does for it leaves weights and generators as they are.
         """
         for load in hooks([self.strategy], "load_state_dict"):
             load(self.model, state.get("strategy", {}))
+        for load in hooks([self.task], "load_state_dict"):
+            if "task" in state:
+                load(state["task"])
         self.optimizer.load_state_dict(with_own_kernels(state["optimizer"], self.optimizer))
         lay_out_state(self.optimizer)
         self.schedule.load_state_dict(state["schedule"])

@@ -7,8 +7,10 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from framework.config.schema import Precision
+from framework.types import Task
 
 _AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
 _TRUE = {Precision.BF16: torch.bfloat16, Precision.FP64: torch.float64}
@@ -30,6 +32,7 @@ class PrecisionPlugin:
 
     def __init__(self, precision: Precision, *, device: torch.device, channels_last: bool = False) -> None:
         self.dtype = _TRUE.get(precision)
+        self._device = device
         self._memory_format = torch.channels_last if channels_last else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision is Precision.FP16_MIXED)
         short = _AUTOCAST.get(precision)
@@ -51,6 +54,12 @@ class PrecisionPlugin:
                     tensor.data = tensor.data.to(memory_format=self._memory_format)
         return model if self.dtype is None else model.to(dtype=self.dtype)
 
+    def convert_task(self, task: Task) -> Task:
+        """Move the task's modules to the device, with their floats in the true precision's type."""
+        for module in task_modules(task):
+            module.to(device=self._device, dtype=self.dtype)
+        return task
+
     def convert_batch(self, batch: _Tree) -> _Tree:
         """The batch with its float tensors in the true precision's type; integers stay what they are."""
         if self.dtype is None and self._memory_format is None:
@@ -70,3 +79,10 @@ class PrecisionPlugin:
         if isinstance(tree, (tuple, list)):
             return type(tree)(self._convert(value) for value in tree)
         return tree
+
+
+def task_modules(task: Task) -> list[nn.Module]:
+    """Return the task's modules: itself if it is one, else those among its attributes, in lists and dicts too."""
+    if isinstance(task, nn.Module):
+        return [task]
+    return [each for each in tree_leaves(getattr(task, "__dict__", {})) if isinstance(each, nn.Module)]

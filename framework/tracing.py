@@ -92,6 +92,7 @@ def _first_call(
         indices = torch.arange(num_samples) % dataset_size(dataset, part=part)
         loaded = fetch_for(dataset, part=part, seed=0)(Request(indices, epoch=0))
     precision = PrecisionPlugin(config.trainer.precision, device=torch.device("cpu"))
+    precision.convert_task(task)
     batch = precision.convert_batch(loaded)
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 

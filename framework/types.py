@@ -157,7 +157,14 @@ class Sharding:
 
 @runtime_checkable
 class Task(Protocol):
-    """What a step computes. Both methods get the model as the strategy wrapped it and a batch on its device."""
+    """What a step computes. Both methods get the model as the strategy wrapped it and a batch on its device.
+
+    A task may be an `nn.Module`, or have modules as attributes, such as a loss with weights: they are moved to the
+    device (the replica's first one) and converted to the type of `trainer.precision=bf16-true` or `64-true`, and none
+    of their parameters may require gradients. Tensors that aren't in a module stay where they are. If the task has
+    `state_dict` and `load_state_dict`, as every `nn.Module`, checkpoints keep rank 0's state of it: what changes while
+    training must be the same on all ranks. `Supervised` has none: its loss is as configured.
+    """
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput: ...
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput: ...

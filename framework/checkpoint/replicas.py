@@ -1,7 +1,7 @@
 """The part of a checkpoint that is each rank's own, where replicas differ between steps.
 
-The first rank's is where all of it is in any checkpoint: `model`, `optimizer` and `callbacks` of `training`. What the
-other ranks have in their place is the list `replicas`, in the order of ranks.
+The first rank's is where all of it is in any checkpoint: `model`, and in `training` `optimizer`, `callbacks`, `task`.
+What the other ranks have in their place is the list `replicas`, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from framework.distributed.collectives import gather_bytes
 from framework.distributed.context import Context
 
 REPLICAS = "replicas"
-_OWN = ("model", "optimizer", "callbacks")
+_OWN = ("model", "optimizer", "callbacks", "task")
 _log = logging.getLogger("framework")
 
 
 def replicas(own: Mapping[str, Any], context: Context) -> list[dict[str, Any]]:
     """What `own` is on every rank but the first; on others than that an empty list. Every rank must call it.
 
-    own: `model` (a state dict), `optimizer` and `callbacks`, on any device; what is given has its tensors on the CPU.
-    Everything goes to the first rank, over the network. Raises CheckpointError for what a checkpoint can't hold.
+    own: `model` (a state dict), `optimizer`, `callbacks` and `task`, on any device; what is given has its tensors on
+    the CPU. Everything goes to the first rank, over the network. Raises CheckpointError for what a checkpoint can't hold.
     """
     check_plain(own)
     file = io.BytesIO()
@@ -59,7 +59,8 @@ def mean_training(training: Mapping[str, Any]) -> dict[str, Any]:
     if saved == 1:
         return rest
     _log.warning("the checkpoint is of %d ranks with weights of their own: all go on from their mean", saved)
-    return {**rest, **{name: _mean([training[name], *(each[name] for each in training[REPLICAS])]) for name in _OWN}}
+    own = [name for name in _OWN if name in training]
+    return {**rest, **{name: _mean([training[name], *(each[name] for each in training[REPLICAS])]) for name in own}}
 
 
 def _mean(values: Sequence[Any]) -> Any:

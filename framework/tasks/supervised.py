@@ -25,7 +25,8 @@ class Supervised:
 
     loss: a module or function that returns the mean over the batch's samples as a scalar, as torch's do by default. One
         that weighs samples (`CrossEntropyLoss(weight=...)`, `ignore_index`) returns a mean per micro-batch, which then
-        counts by its number of samples: gradients and the reported loss depend on how a global batch is split.
+        counts by its number of samples: gradients and the reported loss depend on how a global batch is split. The
+        tensors of a module move to the output's device and take the type of `trainer.precision=bf16-true` or `64-true`.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
         Targets equal to the loss's `ignore_index` are left out of metrics that have no `ignore_index` of their own.
     predictions: from a batch's output to named columns, for `job=predict`; without it the output itself is one.
@@ -74,6 +75,8 @@ class Supervised:
         output = model(input_)
         if isinstance(output, Tensor) and target.device != output.device:
             target = target.to(output.device, non_blocking=True)
+            if isinstance(self.loss, nn.Module):
+                self.loss.to(output.device)  # which it is on already, after the first step
         loss = self._compute_loss(output, target)
         if not metrics:
             return StepOutput(loss, len(target))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from framework import cli
 from tests.helpers import results
 from tests.helpers.loops import toy_model
 
@@ -75,3 +76,12 @@ def test_clipping_sees_gradients_without_the_scale_of_the_loss(train):
     begun = toy_model().state_dict()
     distance = math.sqrt(sum(float(((moved[name] - begun[name]) ** 2).sum()) for name in begun))
     assert 0.00005 < distance < 0.0002 * 1.01
+
+
+@pytest.mark.parametrize("precision", ["64-true", pytest.param("bf16-true", marks=pytest.mark.exhaustive)])
+def test_a_loss_with_weights_is_of_the_type_of_the_model(train, warm, precision):
+    """In training, and in an evaluation by itself."""
+    ones = "{_target_: torch.ones, size: [5]}"
+    loss = ("task.loss._target_=torch.nn.BCEWithLogitsLoss", f"+task.loss.pos_weight={ones}")
+    run_dir = train("recipe=toy", "logger=none", f"trainer.precision={precision}", "trainer.max_epochs=1", *loss)
+    assert cli.main(["job=eval", f"checkpoint.path={run_dir}"], warm=warm) == 0

@@ -178,6 +178,11 @@ def test_a_task_gets_its_loss():
     assert isinstance(task.loss, nn.MSELoss)
 
 
+def test_a_task_with_parameters_to_train_is_refused():
+    with pytest.raises(ConfigError, match=r"Linear has parameters that require gradients \(weight, bias\)"):
+        build_task(node("FakeTask", loss=node("torch.nn.Linear", in_features=1, out_features=1)))
+
+
 def test_loggers_and_callbacks_are_named_and_keep_their_order():
     run_dir = RunDir(Path("somewhere"))
     loggers = build_loggers({"b": node("FakeLogger", prefix="x"), "a": node("PlainLogger")}, run_dir=run_dir)

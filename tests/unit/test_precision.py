@@ -8,6 +8,7 @@ from torch import nn
 
 from framework.config.schema import Precision
 from framework.precision import PrecisionPlugin
+from framework.tasks import Supervised
 
 CPU = torch.device("cpu")
 
@@ -102,3 +103,41 @@ def test_channels_last_changes_where_numbers_lie_and_not_what_they_are(own_state
     assert torch.equal(batch["image"], plain.convert_batch(wide_BCHW))
     assert torch.equal(batch["label"], torch.arange(4))
     assert batch["mean"].dtype == plain.convert_batch(torch.ones(1)).dtype
+
+
+class OwnLoss(nn.Module):
+    """A task that is a module, with a loss in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = nn.ModuleList([weighted()])
+
+    def training_step(self, model: Any, batch: Any) -> Any: ...
+    def validation_step(self, model: Any, batch: Any) -> Any: ...
+
+
+class Plain:
+    """A task that isn't one."""
+
+    def __init__(self) -> None:
+        self.losses = {"first": [weighted()]}
+
+    training_step = validation_step = OwnLoss.training_step
+
+
+def weighted() -> nn.Module:
+    return nn.CrossEntropyLoss(weight=torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("task", "loss"),
+    [
+        (Supervised(weighted()), lambda task: task.loss),
+        (Supervised(nn.MSELoss(), metrics={"other": weighted()}), lambda task: task.metrics["other"]),
+        (OwnLoss(), lambda task: task.losses[0]),
+        (Plain(), lambda task: task.losses["first"][0]),
+    ],
+)
+def test_the_modules_of_a_task_move_to_the_device_in_the_precisions_type(task, loss):
+    assert PrecisionPlugin(Precision.FP64, device=torch.device("meta")).convert_task(task) is task
+    assert (loss(task).weight.device.type, loss(task).weight.dtype) == ("meta", torch.float64)

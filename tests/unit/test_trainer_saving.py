@@ -15,8 +15,10 @@ from torch.optim import SGD, Adam
 from framework.checkpoint import CheckpointManager, load
 from framework.checkpoint import manager as manager_module
 from framework.errors import DiskError
+from framework.trainer import Trainer
+from framework.types import StepOutput
 from tests.unit.simulated_ranks import cpu_context
-from tests.unit.small_trainer import make_trainer, manager, samples, saved_steps, settings
+from tests.unit.small_trainer import assert_equal, make_trainer, manager, samples, saved_steps, settings, weights
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -124,3 +126,37 @@ def test_a_resumed_run_steps_with_the_kernels_that_it_has_chosen_itself() -> Non
     before, after = (make_trainer(optimizer=partial(SGD, lr=0.05, foreach=own)).parts for own in (True, False))
     after.load_state_dict(before.state_dict(cpu_context()))
     assert [parts.optimizer.param_groups[0]["foreach"] for parts in (before, after)] == [True, False]
+
+
+class Distilled(nn.Module):
+    """A task that draws the model to a slow copy of itself, which the task keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(3, 1).requires_grad_(False)
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, targets = batch
+        output = model(inputs)
+        for slow, fast in zip(self.teacher.parameters(), model.parameters(), strict=True):
+            slow.lerp_(fast.detach(), 0.1)
+        loss = (output.squeeze(1) - targets).square().mean() + (output - self.teacher(inputs)).square().mean()
+        return StepOutput(loss, len(targets))
+
+    validation_step = training_step
+
+
+def test_what_a_task_keeps_is_resumed_exactly(tmp_path: Path) -> None:
+    def made(max_steps: int) -> Trainer:
+        torch.manual_seed(8)
+        return make_trainer(
+            settings(max_steps=max_steps), task=Distilled(), checkpoints=manager(tmp_path, every_n_steps=4)
+        )
+
+    whole, resumed = made(9), made(9)
+    whole.fit()
+    saved = load(tmp_path / "step_00000004", map_location="cpu")
+    resumed.parts.bare_model.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["training"])
+    resumed.fit()
+    assert_equal(weights(resumed), weights(whole))

@@ -118,13 +118,16 @@ def test_a_metric_called_loss_is_refused():
         Supervised(loss=nn.MSELoss(), metrics={"loss": MeanAbsoluteError()})
 
 
-def test_targets_follow_the_output_to_its_device():
+def test_target_and_loss_follow_the_output_to_its_device():
     class EndsElsewhere(nn.Module):
         def forward(self, x):
             return x.to("meta")
 
-    output = Supervised(loss=nn.MSELoss()).training_step(EndsElsewhere(), (X, torch.zeros(12, 6)))
+    loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(6))
+    output = Supervised(loss).training_step(EndsElsewhere(), (X, torch.zeros(12, 6)))
     assert output.loss.device.type == "meta"
+    assert loss.pos_weight is not None
+    assert loss.pos_weight.device.type == "meta"
 
 
 def test_a_step_reads_nothing_from_the_device():
