@@ -26,8 +26,9 @@ _log = logging.getLogger("framework")
 def replicas(own: Mapping[str, Any], context: Context) -> list[dict[str, Any]]:
     """What `own` is on every rank but the first; on others than that an empty list. Every rank must call it.
 
-    own: `model` (a state dict), `optimizer`, `callbacks` and `task`, on any device; what is given has its tensors on
-    the CPU. Everything goes to the first rank, over the network. Raises CheckpointError for what a checkpoint can't hold.
+    own: `model` (a state dict), `optimizer`, `callbacks` and `task`, on any device; what is returned has its tensors
+    on the CPU. Everything goes to the first rank, over the network. Raises CheckpointError for what a checkpoint can't
+    hold.
     """
     check_plain(own)
     file = io.BytesIO()
