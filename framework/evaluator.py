@@ -39,7 +39,8 @@ def evaluate(
             with precision.autocast():
                 output = task.validation_step(model, precision.convert_batch(micro.batch))
             if micro.num_samples and counts:
-                meter.add(output)
+                # A copy: what a compiled model returns, the next batch may overwrite.
+                meter.add(output._replace(loss=output.loss.clone()))
     for module in training:
         module.training = True  # each by itself: a part that was frozen stays so
     values, _ = meter.reduce(context)

@@ -27,6 +27,7 @@ from framework.checkpoint import CheckpointManager
 from framework.config.schema import RankLosses, TrainerConfig
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.stream_loader import StreamEvalLoader, StreamLoader
+from framework.device_usage import DeviceUsage
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.ending import Ending
@@ -87,11 +88,16 @@ class Trainer:
         self._grad_norm: Tensor | None = None
         self._lr = 0.0  # of the last step: schedules move before it is logged
         self._stepped = True  # the optimizer, in this step: a scaler leaves out overflowing ones
+        # A step's outputs lie where the next one's will.
+        self._overwrites_outputs = (
+            settings.compile is not None and settings.compile.uses_cuda_graphs and context.device.type == "cuda"
+        )
         self._may_leave_out = parts.precision.scaler.is_enabled()
         if self._may_leave_out:
             parts.optimizer.register_step_post_hook(self._note_step)
         self._meter = Meter()
         self._throughput = Throughput()
+        self._usage = DeviceUsage(context.devices)
         self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
         self._step: Callable[[], object] = lambda: parts.optimizer.step()
         self._drop_gradients = gradient_dropper(parts.optimizer)
@@ -164,6 +170,8 @@ class Trainer:
             with traceless, parts.strategy.accumulate(parts.model, synchronise=position == window.num_micro_batches):
                 with parts.precision.autocast():
                     output = parts.task.training_step(parts.model, parts.precision.convert_batch(micro.batch))
+                if self._overwrites_outputs:
+                    output = output._replace(loss=output.loss.clone())
                 # Times 1.0 would be the same number at the price of two kernels.
                 loss = output.loss if weight == 1.0 else output.loss * weight
                 self._pulse.at(Phase.BACKWARD)  # which is timed with the forward
@@ -228,7 +236,8 @@ class Trainer:
             values["grad_norm"], self._grad_norm = float(self._grad_norm), None
         values["samples_per_s"] = self._throughput.read()
         timing = self.timing.note(times, step=self.progress.step, loggers=self.parts.loggers.values())
-        self._tell_loggers({f"train/{name}": value for name, value in values.items()} | timing, epoch=epoch)
+        usage = self._usage.read() if self.parts.loggers else {}
+        self._tell_loggers({f"train/{name}": value for name, value in values.items()} | timing | usage, epoch=epoch)
 
     def read_means(self) -> dict[str, float]:
         """For steps made without `fit`: the means over all ranks since the last reading. Every rank must call it."""

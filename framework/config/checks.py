@@ -69,6 +69,16 @@ def _recomputed(config: Config) -> Iterator[str]:
         )
 
 
+def _graphs(config: Config) -> Iterator[str]:
+    mode, accumulate = config.trainer.compile, config.trainer.accumulate_grad_batches
+    if mode is not None and mode.uses_cuda_graphs and accumulate > 1:
+        yield (
+            f"trainer.compile={mode.value} can't go with trainer.accumulate_grad_batches={accumulate}: a micro-batch "
+            "would overwrite the gradients of the one before, which lie in the memory of a CUDA graph. Use "
+            "trainer.compile=default or max-autotune-no-cudagraphs, or trainer.accumulate_grad_batches=1."
+        )
+
+
 def _fast_dev_run(config: Config) -> Iterator[str]:
     if config.trainer.fast_dev_run and config.resume is not None:
         yield (
@@ -291,6 +301,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _shares,
     _few_batches,
     _recomputed,
+    _graphs,
     _fast_dev_run,
     _processes,
     _nodes,

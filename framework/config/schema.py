@@ -93,6 +93,11 @@ class CompileMode(Enum):
     MAX_AUTOTUNE = "max-autotune"
     MAX_AUTOTUNE_NO_CUDAGRAPHS = "max-autotune-no-cudagraphs"
 
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether it captures CUDA graphs on a GPU, whose outputs the next call overwrites."""
+        return self in (CompileMode.REDUCE_OVERHEAD, CompileMode.MAX_AUTOTUNE)
+
 
 class ProfilerName(Enum):
     PYTORCH = "pytorch"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from framework.data.batching import BatchPlan, micro_batches
+from framework.data.device import to_device
 from framework.data.fetch import Request, batch_key
 from framework.data.prefetch import on_device
 from framework.data.rows import Rows, row_bytes
@@ -50,7 +51,7 @@ class RowSource:
         """For each request its indices as they came, and the rows, transformed and on the device."""
         if self._is_there:
             for indices, epoch in requests:
-                there = indices.to(self._device)
+                there = to_device(indices, self._device)
                 yield indices, self._transformed(self.rows.gather(there), there, epoch)
             return
         shown: deque[Request] = deque()  # what is being copied ahead

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -49,7 +49,8 @@ def process_group(
         yield
     except BaseException:
         if rendezvous is None:
-            dist.destroy_process_group()
+            with suppress(RuntimeError):  # a GPU that failed fails here again, which would hide the cause
+                dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
@@ -125,7 +126,7 @@ def backends(context: Context, *, with_cpu: bool) -> str:
 
 def _init(backend: str, context: Context, settings: BackendConfig, *, rendezvous: str | None) -> None:
     # With a device, NCCL connects eagerly and every collective knows its GPU; a replica over several has no single one.
-    one_gpu = context.device.type != "cpu" and len(context.devices) == 1
+    one_gpu = context.device.type != "cpu" and len(context.devices) == 1 and context.backend != "gloo"
     timeout = timedelta(seconds=settings.init_timeout)
     dist.init_process_group(
         backend,

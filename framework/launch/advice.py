@@ -9,11 +9,12 @@ from framework.launch.failure import Kind, RankFailure
 _SMALLER_BATCH = "Lower data.batch_size; trainer.accumulate_grad_batches keeps the global batch."
 _BY_MESSAGE = {
     r"(CUDA|HIP|accelerator|XPU|MPS).* out of memory|OutOfMemoryError": _SMALLER_BATCH,
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory": _SMALLER_BATCH,
     r"DataLoader worker .* (killed by signal|exited unexpectedly)|Unable to (open|allocate) shared memory": "A data "
     "worker died, of too little memory as a rule: lower data.num_workers (data.num_workers=0 has none), or give the "
     "container more /dev/shm.",
-    r"device-side assert": "Set CUDA_LAUNCH_BLOCKING=1 in the environment to see which line it was; an index out of "
-    "range as a rule.",
+    r"device-side assert": "An operation on the GPU was given a value it can't take: an index or class label out of "
+    "range as a rule. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see which line it was.",
     r"Too many open files": "Raise the limit (`ulimit -n`), or lower data.num_workers.",
 }
 _BY_PHASE = {

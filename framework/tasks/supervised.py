@@ -89,7 +89,7 @@ class Supervised:
             raise self._misfit(output, target, reason="they must be the same; broadcasting would compare wrong pairs")
         try:
             loss = self.loss(output, target)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the latter may be of any kernel before
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if type(self.loss).__module__.startswith("torch.nn."):

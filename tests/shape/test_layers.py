@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, set[str]], ...] = (
     ("L2", {"launch", "distributed", "seed"}),
     ("L3", {"rank_log"}),
     ("L3", {"strategies", "data", "tasks", "checkpoint", "loggers", "callbacks", "precision", "optim"}),
-    ("L3", {"progress", "meter", "targets", "stopwatch", "activations"}),
+    ("L3", {"progress", "meter", "targets", "stopwatch", "activations", "device_usage"}),
     ("L3", {"timing"}),
     ("L4", {"evaluator", "finite", "limits", "parts", "predictions", "footprint", "causes", "agreement", "ending"}),
     ("L4", {"streams"}),

@@ -34,6 +34,10 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"trainer.activation_checkpointing": "Block"}, "trainer.activation_checkpointing=[Block]"),
         ({"trainer.activation_checkpointing": []}, "must be auto, null, or a list of class names"),
         ({"trainer.activation_checkpointing": "auto", "trainer.compile": "default"}, "can't go with trainer.compile="),
+        (
+            {"trainer.compile": "reduce-overhead", "trainer.accumulate_grad_batches": 2},
+            "trainer.compile=reduce-overhead can't go with trainer.accumulate_grad_batches=2",
+        ),
         ({"trainer.fast_dev_run": 2, "resume": "run"}, "trainer.fast_dev_run can't go with resume"),
         ({"launcher.name": "in_place", "topology.procs_per_node": 2}, "topology.procs_per_node=2 needs launcher=local"),
         ({"launcher.name": "local", "topology.nnodes": 2}, "topology.nnodes=2 needs launcher=elastic"),

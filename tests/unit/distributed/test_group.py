@@ -57,6 +57,18 @@ def launch(warm: WarmServer, run_dir: RunDir) -> Callable[[str], Outcome]:
     return call
 
 
+def test_a_group_that_fails_again_when_it_is_destroyed_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    destroy = dist.destroy_process_group
+
+    def destroy_and_fail() -> None:
+        destroy()
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(dist, "destroy_process_group", destroy_and_fail)
+    with pytest.raises(ValueError, match="the cause"), process_group(cpu_context(), backend(), rendezvous=None):
+        raise ValueError("the cause")
+
+
 def test_a_group_of_one_meets_nobody_and_works() -> None:
     with process_group(cpu_context(), backend(), rendezvous=None):
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")

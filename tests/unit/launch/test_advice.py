@@ -33,6 +33,10 @@ def failure(kind: Kind, **facts: Any) -> RankFailure:
         (failure(Kind.HUNG, phase="starting", step=0), "raise backend.init_timeout"),
         (failure(Kind.UNREACHABLE, host=""), "node 0"),
         (failure(Kind.EXCEPTION, exception="torch.OutOfMemoryError: CUDA out of memory. Tried"), "data.batch_size"),
+        (
+            failure(Kind.EXCEPTION, exception="RuntimeError: DefaultCPUAllocator: can't allocate memory: you"),
+            "data.batch_size",
+        ),
         (failure(Kind.EXCEPTION, exception="RuntimeError: CUDA error: device-side assert triggered"), "CUDA_LAUNCH"),
         (
             failure(Kind.EXCEPTION, exception="RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed."),
