@@ -67,3 +67,7 @@ def __getattr__(name: str) -> Any:
     if name == "transforms":
         return import_module("framework.data.transforms")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

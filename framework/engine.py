@@ -345,7 +345,7 @@ def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
     if rank.attempt:
         _tell_restart(rank, trainer)
     elif trainer.progress.step:
-        print(f"Going on after {_place(trainer)}", flush=True)
+        print(f"Resuming {_place(trainer)}", flush=True)
     for each in parts.loggers.values():
         each.text("config", rank.run_dir.config_file.read_text())
 
@@ -359,7 +359,7 @@ def _counted(datasets: Datasets) -> str:
 
 def _tell_restart(rank: Rank, trainer: Trainer) -> None:
     """Say in the log and to the loggers that the run was started anew, and why."""
-    place = f"going on after {_place(trainer)}" if trainer.progress.step else "beginning anew"
+    place = f"resuming {_place(trainer)}" if trainer.progress.step else "starting from scratch"
     text = f"Restart {rank.attempt}: {place}\nCause: {_cause_of_restart(rank)}"
     print(text, flush=True)
     for each in trainer.parts.loggers.values():
@@ -376,7 +376,7 @@ def _cause_of_restart(rank: Rank) -> str:
 
 
 def _place(trainer: Trainer) -> str:
-    return f"step {trainer.progress.step:,}, epoch {trainer.progress.epoch}"
+    return f"after step {trainer.progress.step:,}, in epoch {trainer.progress.epoch}"
 
 
 def _named(context: Context) -> str:

@@ -29,6 +29,8 @@ _SHOWN_FROM_TRAINING = {"train/loss": "loss", "train/lr": "lr"}
 class ConsoleLogger:
     """Shows epoch, step, steps per second, time left, the loss and learning rate last logged; a line per evaluation.
 
+    Epochs are counted from 0, as everywhere: the last of 10 is shown as `epoch 9/9`. Steps are optimizer steps done.
+
     There is no drawing thread: `step` keeps the report and looks at the clock (0.1 µs), and draws four times a second
     on a terminal (0.3 ms, a thousandth of the time) or every five seconds elsewhere. Tensors are never read.
     """
@@ -61,7 +63,7 @@ class ConsoleLogger:
         evaluation = of_evaluation(values)
         self._training.update({name: values[name] for name in _SHOWN_FROM_TRAINING if name in values})
         if evaluation:
-            self._print(f"epoch {epoch + 1}  step {step}  {_numbers(evaluation)}")
+            self._print(f"epoch {epoch}  step {step}  {_numbers(evaluation)}")
 
     def text(self, tag: str, text: str) -> None:
         """Nothing: texts are for where they can be looked up."""
@@ -84,7 +86,8 @@ class ConsoleLogger:
         assert self._info is not None
         step, rate = self._current_step(), self._rate()
         total = self._info.total_steps
-        parts = [f"epoch {self._epoch() + 1}" + (f"/{self._info.max_epochs}" if self._info.max_epochs else "")]
+        last = "" if self._info.max_epochs is None else f"/{self._info.max_epochs - 1}"  # both are counted from 0
+        parts = [f"epoch {self._epoch()}{last}"]
         parts.append(f"step {step}" + (f"/{total}" if total else ""))
         if rate:
             parts.append(f"{rate:.4g} steps/s")

@@ -232,7 +232,7 @@ def test_a_run_goes_on_from_the_newest_whole_one(train, run, whole, how, procs):
     for line in lines:
         assert log.count(line) == 1  # printed, too
         assert sum(logged.endswith(f"WARNING {line}") for logged in log) == 1
-    assert log.index(lines[0]) < log.index(lines[1]) < log.index("Going on after step 10, epoch 0")
+    assert log.index(lines[0]) < log.index(lines[1]) < log.index("Resuming after step 10, in epoch 0")
     assert results.saved_steps(run) == [10, 20, 30, 40]  # replaced where training came to their steps again
     assert all(damage(place(run, step)) is None for step in (10, 20, 30, 40))
     tolerance = 0.0 if procs == 1 else 1e-6
@@ -309,6 +309,6 @@ def test_a_restart_goes_on_from_the_newest_whole_one(train, whole, tmp_path):
     line = f"The checkpoint {place(run_dir, 30)} can't be used: training.pt has another checksum"
     assert results.log(run_dir).count(f"WARNING {line}") == 1
     assert results.log(run_dir).count(line) == 2  # and printed
-    assert "Restart 1: going on after step 20" in results.log(run_dir)
+    assert "Restart 1: resuming after step 20" in results.log(run_dir)
     results.assert_same(results.weights(run_dir), results.weights(whole))
     assert results.repeated(run_dir) == {}

@@ -89,7 +89,7 @@ def test_a_disk_that_stays_full_ends_the_run_at_its_end_with_the_last_good_check
 
     (tmp_path / "outputs" / "filler").unlink()
     train(f"resume={run_dir}", "~callbacks.own")
-    assert "Going on after step 10" in results.log(run_dir)
+    assert "Resuming after step 10" in results.log(run_dir)
     assert whole_steps(run_dir) == [50]
     assert list(results.curve(run_dir, "train/loss")) == list(range(1, 51))
     assert [event.step for event in results.events(run_dir).Scalars("train/loss")] == list(range(1, 51))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from framework.checkpoint import complete_steps
 from tests.helpers import results
 from tests.helpers.loops import plain_loop, toy_batches, toy_loss
 
@@ -91,6 +94,21 @@ def test_fast_dev_run_looks_at_everything_and_leaves_nothing(train, value, steps
     assert list((run_dir / "checkpoints").iterdir()) == []
     assert not (run_dir / "metrics.jsonl").exists()
     assert not (run_dir / "tensorboard").exists()
+
+
+def test_epochs_are_counted_from_0_everywhere(train):
+    begun = ("recipe=toy", "logger=[console,jsonl]", "trainer.limit_train_batches=7", "trainer.max_epochs=2")
+    run_dir = train(*begun)
+    log = results.log(run_dir)
+    shown = {int(step): int(epoch) for epoch, step in re.findall(r"^epoch (\d+)  step (\d+)  val/", log, re.MULTILINE)}
+    assert shown == {7: 0, 14: 1}
+    assert shown == {row["step"]: row["epoch"] for row in results.rows(run_dir) if "val/loss" in row}
+    assert "epoch 1/1  step 14/14" in log
+    manifests = complete_steps(run_dir / "checkpoints").values()
+    assert {manifest.step: manifest.epoch for _, manifest in manifests} == shown
+    assert results.results(run_dir)["epochs"] == 2  # done
+    train(f"resume={run_dir}", "trainer.max_epochs=3")
+    assert "Resuming after step 14, in epoch 2\n" in results.log(run_dir)
 
 
 def test_overfitting_trains_and_validates_on_the_same_few_batches_in_order(train):

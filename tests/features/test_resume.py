@@ -272,7 +272,7 @@ def test_an_older_checkpoint_is_gone_on_from_where_the_one_that_was_named_is_dam
     assert "step_00000040" in capfd.readouterr().err
     older = stopped / "checkpoints" / "step_00000040"
     train(f"resume={older}", "trainer.max_steps=null")
-    assert "Going on after step 40" in results.log(stopped)
+    assert "Resuming after step 40" in results.log(stopped)
     results.assert_same(results.weights(stopped), results.weights(whole_run))
     assert results.curve(stopped, "train/loss") == results.curve(whole_run, "train/loss")
     assert results.repeated(stopped) == {}

@@ -69,14 +69,14 @@ def test_every_process_writes_its_part(spread_run):
 )
 def test_it_goes_on_on_other_processes_with_another_strategy(train, whole_run, stopped, overrides):
     resumed = train(f"resume={stopped}", "trainer.max_steps=null", *overrides)
-    assert f"Going on after step {STOPPED}" in results.log(resumed)
+    assert f"Resuming after step {STOPPED}" in results.log(resumed)
     results.assert_same(results.weights(resumed), results.weights(whole_run), tolerance=1e-6)
 
 
 def test_it_goes_on_from_a_run_that_was_whole(train, whole_run):
     stopped = train(*SHORT, "topology.procs_per_node=2", f"trainer.max_steps={STOPPED}")
     resumed = train(f"resume={stopped}", "trainer.max_steps=null", *SPREAD, "topology.procs_per_node=4")
-    assert f"Going on after step {STOPPED}" in results.log(resumed)
+    assert f"Resuming after step {STOPPED}" in results.log(resumed)
     assert read_manifest(find(resumed)).is_sharded
     results.assert_same(results.weights(resumed), results.weights(whole_run), tolerance=1e-6)
 
@@ -105,7 +105,7 @@ def test_a_damaged_part_is_found(train, stopped):
     part.write_bytes(bytes(content))
     resumed = train(f"resume={stopped}", "trainer.max_steps=50", "topology.procs_per_node=2", status=0)
     assert "sharded/__2_0.distcp has another checksum" in results.log(resumed)
-    assert "Going on after step 40" in results.log(resumed)
+    assert "Resuming after step 40" in results.log(resumed)
 
 
 @pytest.mark.exhaustive
@@ -132,7 +132,7 @@ def test_it_stops_on_request_with_a_checkpoint(tmp_path):
         "logger=[jsonl,console]",
     )
     with started_framework(*command, cwd=tmp_path) as started:
-        started.wait_for_output("epoch 1", timeout=60)
+        started.wait_for_output("epoch 0", timeout=60)
         started.process.send_signal(signal.SIGTERM)
         assert started.wait(timeout=60) == 75, started.printed()
         started.assert_all_gone()

@@ -49,7 +49,7 @@ def test_a_run_in_this_process_stops_after_the_step_and_goes_on_bit_for_bit(tmp_
     assert not any(path.name.startswith(".") for path in run_dir.iterdir())
     resumed = run_framework(f"resume={run_dir.relative_to(tmp_path)}", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"Going on after step {PAUSED_AT}, epoch 1" in resumed.stdout
+    assert f"Resuming after step {PAUSED_AT}, in epoch 1" in resumed.stdout
     results.assert_same(results.weights(run_dir), results.weights(whole_run))
     assert results.repeated(run_dir) == {}
     assert results.run_file(run_dir)["status"] == "finished"
@@ -98,7 +98,7 @@ def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path):
     (line,) = [line for line in lines if line.startswith("[1]")]
     resumed = run_framework(line.split()[-1], cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    assert "Going on after step 20" in resumed.stdout
+    assert "Resuming after step 20" in resumed.stdout
 
 
 # A run that was started anew after a failure
@@ -145,7 +145,7 @@ def test_a_restart_goes_on_from_the_runs_last_checkpoint_and_is_shown(train, who
     (run_dir / "failure_attempt_0.json").write_text(json.dumps(CAUSE))
     assert restart(run_dir, attempt=1) is None
     printed = capsys.readouterr().out
-    assert "Restart 1: going on after step 100, epoch 1\nCause: rank 0: killed by SIGSEGV" in printed
+    assert "Restart 1: resuming after step 100, in epoch 1\nCause: rank 0: killed by SIGSEGV" in printed
     results.assert_same(results.weights(run_dir), results.weights(whole_run))
     assert results.repeated(run_dir) == {}
     assert results.curve(run_dir, "restart/attempt") == {100: 1.0}
@@ -165,7 +165,7 @@ def test_a_restart_without_a_checkpoint_begins_anew_and_shows_no_step_twice(trai
         (run_dir / name).write_text(text.replace("enabled: false", "enabled: true"))
     make_older(run_dir)
     assert restart(run_dir, attempt=2) is None
-    assert "Restart 2: beginning anew\nCause: not known" in capsys.readouterr().out
+    assert "Restart 2: starting from scratch\nCause: not known" in capsys.readouterr().out
     results.assert_same(results.weights(run_dir), results.weights(whole_run))
     assert results.repeated(run_dir) == {}
     steps = [event.step for event in results.events(run_dir).Scalars("train/loss")]

@@ -273,7 +273,7 @@ def test_a_run_is_gone_on_with(port: int, tmp_path: Path) -> None:
 def test_the_first_rank_to_fail_is_reported_once(port: int, tmp_path: Path) -> None:
     environments = [by_hand(rank, world=2, port=port) for rank in range(2)]
     with started(environments, *ENDLESS, cwd=tmp_path) as (first, second):
-        first.wait_for_output("epoch 2 ", timeout=DEADLINE_S)
+        first.wait_for_output("epoch 1 ", timeout=DEADLINE_S)
         os.kill(second.process.pid, signal.SIGKILL)
         assert first.wait(timeout=DEADLINE_S) == 1
         (run,) = runs(tmp_path)
@@ -287,7 +287,7 @@ def test_the_death_of_rank_0_is_reported_by_another(port: int, tmp_path: Path) -
     """Its process hosts the store, which goes with it."""
     environments = [by_hand(rank, world=2, port=port) for rank in range(2)]
     with started(environments, *ENDLESS, cwd=tmp_path) as (first, second):
-        first.wait_for_output("epoch 2 ", timeout=DEADLINE_S)
+        first.wait_for_output("epoch 1 ", timeout=DEADLINE_S)
         os.kill(first.process.pid, signal.SIGKILL)
         assert second.wait(timeout=DEADLINE_S) == 1
         assert second.stderr().count("Rank 0 of 2") == 1, second.printed()
@@ -300,7 +300,7 @@ def test_the_death_of_rank_0_is_reported_by_another(port: int, tmp_path: Path) -
 def test_ranks_that_torchrun_starts_anew_go_on_in_the_same_run(tmp_path: Path) -> None:
     command = (*TORCHRUN, "--max-restarts=1", "-m", "framework", *ENDLESS, "trainer.max_steps=2000")
     with started_python(*command, cwd=tmp_path) as torchrun:
-        torchrun.wait_for_output("epoch 3 ", timeout=DEADLINE_S)
+        torchrun.wait_for_output("epoch 2 ", timeout=DEADLINE_S)
         ranks = psutil.Process(torchrun.process.pid).children()
         (victim,) = [process for process in ranks if process.environ().get("RANK") == "1"]
         victim.kill()
@@ -316,7 +316,7 @@ def test_ranks_that_torchrun_starts_anew_go_on_in_the_same_run(tmp_path: Path) -
 def test_sigterm_stops_all_ranks_with_a_checkpoint(port: int, tmp_path: Path) -> None:
     environments = [by_hand(rank, world=2, port=port) for rank in range(2)]
     with started(environments, *ENDLESS, cwd=tmp_path) as (first, second):
-        first.wait_for_output("epoch 2 ", timeout=DEADLINE_S)
+        first.wait_for_output("epoch 1 ", timeout=DEADLINE_S)
         for each in (second, first):  # as schedulers do, one after another
             each.process.terminate()
         assert [each.wait(timeout=DEADLINE_S) for each in (first, second)] == [75, 75], first.printed()

@@ -76,7 +76,7 @@ def test_all_ranks_stop_after_one_step_and_go_on_from_it(
     assert record["results"]["steps"] == results.pointed(run_dir, "last") == step
     assert not (run_dir / "failure.json").exists()
     train(f"resume={run_dir}")
-    assert f"Going on after step {step}" in results.log(run_dir)
+    assert f"Resuming after step {step}" in results.log(run_dir)
     assert results.results(run_dir)["steps"] == 160
     # The order of sums differs between numbers of processes.
     results.assert_same(results.weights(run_dir), results.weights(whole_run), tolerance=0.0 if procs == 1 else 1e-6)

@@ -61,7 +61,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
 ) -> None:
     """Killed after step 10, in mid-epoch; it goes on from step 9."""
     whole, resumed = whole_and_resumed(train, tmp_path, f"topology.procs_per_node={processes}", *overrides)
-    assert "Going on after step 9" in results.log(resumed)
+    assert "Resuming after step 9" in results.log(resumed)
     assert exact.differences(whole, resumed) == []
     assert results.repeated(resumed) == {}
 
@@ -90,7 +90,7 @@ def test_so_it_does_where_the_model_is_spread_over_the_processes(
     averaged = ("trainer.gradient_clip_val=0.5", "callbacks=recorder", f"topology.procs_per_node={processes}")
     whole, resumed = whole_and_resumed(train, tmp_path, *options, *spread, *ADAM, *averaged)
     # What was being written beside step 10 may have been lost.
-    assert "Going on after step 9" in results.log(resumed) or "Going on after step 6" in results.log(resumed)
+    assert "Resuming after step 9" in results.log(resumed) or "Resuming after step 6" in results.log(resumed)
     assert exact.differences(whole, resumed) == []
     assert results.repeated(resumed) == {}
 
@@ -133,7 +133,7 @@ def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option:
 )
 def test_so_it_does_with_other_ways_to_average(train: Train, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     whole, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=3", *overrides)
-    assert "Going on after step 9" in results.log(resumed)
+    assert "Resuming after step 9" in results.log(resumed)
     assert exact.differences(whole, resumed) == []
     assert results.repeated(resumed) == {}
 
@@ -146,7 +146,7 @@ def test_after_the_first_step_the_layout_of_gradients_is_the_one_there_would_be(
     early = ("checkpoint.every_n_steps=1", "callbacks.dies.after=2", "callbacks.dies.saved=1")
     graph = f"+strategy.static_graph={str(static).lower()}"
     whole, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=3", graph, *early)
-    assert "Going on after step 1" in results.log(resumed)
+    assert "Resuming after step 1" in results.log(resumed)
     assert exact.differences(whole, resumed) == []
 
 
@@ -176,7 +176,7 @@ def test_the_moment_does_not_matter(train: Train, tmp_path: Path, where: str) ->
     """Between two micro-batches of step 11, and while step 12 is saved, on a rank that isn't the first."""
     dies = (f"callbacks.dies.where={where}", "callbacks.dies.rank=1")
     whole, resumed = whole_and_resumed(train, tmp_path, "topology.procs_per_node=3", *AVERAGED, *dies)
-    assert "Going on after step 9" in results.log(resumed)
+    assert "Resuming after step 9" in results.log(resumed)
     assert exact.differences(whole, resumed) == []
 
 
@@ -190,7 +190,7 @@ def test_the_newest_unfinished_run_is_found(train: Train, tmp_path: Path, capfd:
     assert f"resume=auto: {killed.relative_to(tmp_path)} (failed; checkpoint of step 9)" in capfd.readouterr().err
     assert list(tmp_path.glob("outputs/*/*")) == [killed]
     assert results.results(killed)["epochs"] == 2
-    assert "Going on after step 9" in results.log(killed)
+    assert "Resuming after step 9" in results.log(killed)
     assert train(*command) != killed
 
 
@@ -245,5 +245,5 @@ def test_so_it_does_where_stages_of_the_model_lie_on_processes_of_their_own(
     stages = ("strategy=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=2", "callbacks=recorder")
     how = ("optimizer=adamw", "scheduler=cosine", "scheduler.interval=step", "trainer.gradient_clip_val=0.5")
     whole, resumed = whole_and_resumed(train, tmp_path, f"topology.procs_per_node={processes}", *stages, *how)
-    assert "Going on after step 9" in results.log(resumed) or "Going on after step 6" in results.log(resumed)
+    assert "Resuming after step 9" in results.log(resumed) or "Resuming after step 6" in results.log(resumed)
     assert exact.differences(whole, resumed) == []

@@ -180,7 +180,7 @@ def test_toys_loss_falls_over_a_resume_as_one_curve(resumed: Ran) -> None:
         shown = [event.step for event in results.events(resumed.run_dir).Scalars(name)]
         assert shown == list(results.curve(resumed.run_dir, name))
     assert "Resuming toy" in resumed.stdout
-    assert "Going on after step 195" in resumed.stdout
+    assert "Resuming after step 195" in resumed.stdout
 
 
 def test_a_resumed_run_remembers_its_beginnings(resumed: Ran) -> None:

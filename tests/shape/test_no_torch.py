@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import framework
+import framework.checkpoint
+import framework.strategies
 from tests.helpers.command import run_framework, run_python
 from tests.helpers.source import modules_in
 
@@ -81,6 +84,15 @@ def test_importing_the_parent_side_leaves_torch_out(tripwire: Path) -> None:
     result = run_python("-c", f"import {', '.join(PARENT_SIDE)}")
     assert noted(tripwire) == ""
     assert result.returncode == 0, result.stderr
+
+
+def test_dir_lists_the_public_names_and_imports_no_torch(tripwire: Path) -> None:
+    program = "import framework; print(*dir(framework))"
+    assert run_python("-c", program).stdout.split() == sorted(framework.__all__)
+    assert noted(tripwire) == ""
+    for module in (framework, framework.checkpoint, framework.strategies):
+        assert dir(module) == sorted(module.__all__)
+        assert all(hasattr(module, name) for name in dir(module))
 
 
 @pytest.mark.parametrize(

@@ -67,13 +67,13 @@ def test_on_a_pipe_there_is_a_line_every_few_seconds_and_one_each_evaluation(
             {"train/loss": 1.0 / step, "train/lr": 0.1, "train/grad_norm": 3.0}, step=step, epoch=(step - 1) // 10
         )
     assert capsys.readouterr().out.splitlines() == [
-        "epoch 1/10  step 10/100  2 steps/s  ETA 0:00:45  loss 0.1111 lr 0.1",
-        "epoch 2/10  step 20/100  2 steps/s  ETA 0:00:40  loss 0.05263 lr 0.1",
+        "epoch 0/9  step 10/100  2 steps/s  ETA 0:00:45  loss 0.1111 lr 0.1",
+        "epoch 1/9  step 20/100  2 steps/s  ETA 0:00:40  loss 0.05263 lr 0.1",
     ]
     logger.metrics({"val/loss": 0.25, "val/accuracy": 0.9712345}, step=25, epoch=2)
-    assert capsys.readouterr().out == "epoch 3  step 25  val/loss 0.25 val/accuracy 0.9712\n"
+    assert capsys.readouterr().out == "epoch 2  step 25  val/loss 0.25 val/accuracy 0.9712\n"
     logger.close()
-    line = "epoch 3/10  step 25/100  2 steps/s  ETA 0:00:38  loss 0.04 lr 0.1\n"
+    line = "epoch 2/9  step 25/100  2 steps/s  ETA 0:00:38  loss 0.04 lr 0.1\n"
     assert capsys.readouterr().out == line
     logger.close()
     assert capsys.readouterr().out == ""
@@ -82,9 +82,9 @@ def test_on_a_pipe_there_is_a_line_every_few_seconds_and_one_each_evaluation(
 @pytest.mark.parametrize(
     ("keywords", "line"),
     [
-        ({"max_epochs": None}, "epoch 5  step 44/100  4 steps/s  ETA 0:00:14"),
-        ({"total_steps": None, "max_epochs": None}, "epoch 5  step 44  4 steps/s"),
-        ({"start_step": 40}, "epoch 5/10  step 44/100  0.3636 steps/s"),
+        ({"max_epochs": None}, "epoch 4  step 44/100  4 steps/s  ETA 0:00:14"),
+        ({"total_steps": None, "max_epochs": None}, "epoch 4  step 44  4 steps/s"),
+        ({"start_step": 40}, "epoch 4/9  step 44/100  0.3636 steps/s"),
     ],
 )
 def test_runs_by_steps_or_without_end_and_resumed_ones(
@@ -102,7 +102,7 @@ def test_runs_by_steps_or_without_end_and_resumed_ones(
 
 def test_a_resumed_run_shows_where_it_stands_before_its_first_step() -> None:
     logger = started(start_step=40)
-    assert logger.line() == "epoch 5/10  step 40/100"
+    assert logger.line() == "epoch 4/9  step 40/100"
     logger.close()
 
 
@@ -112,7 +112,7 @@ def test_without_training_only_evaluations_are_shown(capsys: pytest.CaptureFixtu
     logger.metrics({"train/loss": 1.0}, step=1, epoch=0)
     logger.metrics({"test/accuracy": 0.5, "test/loss": float("nan")}, step=30, epoch=2)
     logger.close()
-    assert capsys.readouterr().out == "epoch 3  step 30  test/accuracy 0.5 test/loss nan\n"
+    assert capsys.readouterr().out == "epoch 2  step 30  test/accuracy 0.5 test/loss nan\n"
 
 
 PROGRAM = """
@@ -172,11 +172,11 @@ def test_on_a_terminal_one_line_is_drawn_anew() -> None:
     assert "\x1b[?25l" in text, "the cursor is hidden"
     assert "\x1b[?25h" in text, "and shown again"
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
-    assert re.search(r"━+ +epoch 4/4  step 400/400  \S+ steps/s  ETA 0:00:00  loss 0.0025 lr 0.5", plain)
+    assert re.search(r"━+ +epoch 3/3  step 400/400  \S+ steps/s  ETA 0:00:00  loss 0.0025 lr 0.5", plain)
     assert plain.index("said in between") < plain.index("after")
 
 
 def test_a_terminal_that_cannot_redraw_gets_plain_lines() -> None:
     text = run_on_a_terminal(term="dumb")
     assert "\x1b[" not in text
-    assert "epoch 4  step 400  val/accuracy 0.875" in text
+    assert "epoch 3  step 400  val/accuracy 0.875" in text
