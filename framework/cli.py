@@ -10,6 +10,7 @@ import importlib
 import io
 import logging
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from framework.jobs.saved_run import (
 )
 from framework.launch.environment import without_launch_arguments
 from framework.run_dir import new_name
+from framework.versions import installed_versions
 
 if TYPE_CHECKING:
     from framework.jobs.request import JobResult, Place, Request
@@ -53,6 +55,29 @@ _SWEEP_FLAGS = ("-m", "--multirun")
 _QUIET = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # as in our config.yaml
 
 
+# Hydra's script completes a command or `python FILE.py`, not `python -m framework`. For any other `python …`, Bash
+# completes names of files.
+_BASH_COMPLETION = {
+    "install=bash": r"""
+_framework_completion() {
+    local command=("${COMP_WORDS[0]}") line=${COMP_LINE:0:COMP_POINT} pattern='^[^ ]+ +(.*)$'
+    if [[ ${command##*/} == python* ]]; then
+        command+=(-m framework)
+        pattern='^[^ ]+ +-m +framework +(.*)$'
+    fi
+    [[ $line =~ $pattern ]] || return
+    local word=${line##* }
+    local found=$(COMP_LINE="framework ${BASH_REMATCH[1]}" "${command[@]}" -sc query=bash 2> /dev/null)
+    COMPREPLY=($(compgen -W "$found" -- "$word"))
+    if [[ $COMP_WORDBREAKS == *=* && $word == *=* ]]; then # what Bash replaces begins after the `=`
+        COMPREPLY=("${COMPREPLY[@]#"${word%=*}="}")
+    fi
+}
+complete -o nospace -o bashdefault -o default -F _framework_completion framework python python3""",
+    "uninstall=bash": "complete -r framework python python3; unset -f _framework_completion",
+}
+
+
 def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None, leader: Leader | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; gives the exit status.
 
@@ -61,6 +86,10 @@ def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None, l
     traceback is printed and the next run starts.
     """
     arguments = without_launch_arguments(sys.argv[1:] if argv is None else argv)
+    answer = _own_answer(arguments)
+    if answer is not None:
+        print(answer)
+        return 0
     try:
         if leader is not None and _is_sweep(arguments):
             raise _no_sweep(leader)
@@ -81,6 +110,17 @@ def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None, l
         return error.exit_status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _own_answer(arguments: Sequence[str]) -> str | None:
+    """What is printed where Hydra's own answer wouldn't do; None for everything else."""
+    if "--version" in arguments:
+        version = installed_versions(("framework", "torch", "hydra-core"))
+        others = [f"{name} {version[name]}" for name in ("torch", "hydra-core")]
+        return f"framework {version['framework']} ({', '.join([f'Python {platform.python_version()}', *others])})"
+    if {"-sc", "--shell-completion"} & set(arguments):
+        return next((_BASH_COMPLETION[text] for text in arguments if text in _BASH_COMPLETION), None)
+    return None
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,7 @@ from framework.errors import ConfigError, RunError
 from framework.jobs.request import JobResult, Request
 from framework.run_dir import RunDir, create_run_dir
 from tests.helpers.command import run_framework, run_python
+from tests.helpers.source import ROOT
 from tests.unit.checkpoint.states import write_small
 
 
@@ -405,7 +409,6 @@ ANSWERS = [
     ["--cfg", "job"],
     ["--cfg", "job", "--resolve", "recipe=toy"],
     ["--info", "defaults"],
-    ["--version"],
 ]
 
 
@@ -431,14 +434,41 @@ def test_cfg_job_is_the_configuration(tmp_path: Path) -> None:
     assert "hydra" not in shown
 
 
-def test_shell_completion(tmp_path: Path) -> None:
-    env = {"COMP_LINE": "framework recipe=toy_"}
-    result = run_framework("-sc", "query=bash", cwd=tmp_path, env=env)
-    assert (result.returncode, result.stdout.strip()) == (0, "recipe=toy_model_parallel")
+COMPLETE = """
+framework() { "$PYTHON" -m framework "$@"; }
+eval "$(framework -sc install=bash)"
+complete_line() {
+    COMP_LINE=$1 COMP_POINT=${#1} COMP_WORDS=($1) COMPREPLY=()
+    _framework_completion
+    echo "${COMPREPLY[*]}"
+}
+complete_line "framework trainer.max_ep"
+complete_line "$PYTHON -m framework recipe=toy model=toy_"
+complete_line "$PYTHON -m http.server recipe=toy_"
+eval "$(framework -sc uninstall=bash)"
+complete -p framework python
+"""
+
+
+def test_bash_completes_the_command_in_both_forms(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    command = ["bash", "--norc", "-c", COMPLETE]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    # Without the `=`, at which Bash begins a word of its own.
+    assert result.stdout.splitlines() == ["trainer.max_epochs=", "toy_model_parallel", ""]
+    assert result.stderr.count("no completion specification") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_the_frameworks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    version = metadata.version
+    others = f"Python {platform.python_version()}, torch {version('torch')}, hydra-core {version('hydra-core')}"
+    assert capsys.readouterr().out == f"framework {version('framework')} ({others})\n"
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--cfg", "job"], ["trainer.gpsu=2"], ["+trainer.gpsu=2"]], ids=" ".join
+    "arguments", [["--version"], ["--help"], ["--cfg", "job"], ["trainer.gpsu=2"], ["+trainer.gpsu=2"]], ids=" ".join
 )
 def test_torch_stays_out(tmp_path: Path, arguments: list[str]) -> None:
     code = (
