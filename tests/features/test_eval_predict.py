@@ -60,7 +60,7 @@ def evaluate(command, trained) -> Callable[..., dict[str, float]]:
         assert command("job=eval", "path.outputs=evaluations", *overrides) == (0, "")
         assert set(trained.parent.iterdir()) <= before
         newest = max(Path("evaluations/toy").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        metrics: dict[str, float] = results.results(newest)["metrics"]
+        metrics: dict[str, float] = results.metrics(newest)
         return metrics
 
     return run
@@ -173,8 +173,8 @@ def test_a_sweep_of_evaluations(command, trained, tmp_path):
     assert command("-m", "job=eval", *overrides) == (0, "")
     (folder,) = tmp_path.glob("evaluations/multirun/*")
     weights = results.weights(trained)
-    assert results.results(folder / "0")["metrics"] == close(plain(weights, "val"))
-    assert results.results(folder / "1")["metrics"] == close(plain(weights, "test"))
+    assert results.metrics(folder / "0") == close(plain(weights, "val"))
+    assert results.metrics(folder / "1") == close(plain(weights, "test"))
 
 
 # Predict
