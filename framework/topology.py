@@ -152,21 +152,56 @@ def _procs_for(span: int, *, gpus: int, given: bool, least: int) -> int:
 
 
 def _span_for(procs: int, *, gpus: int, least: int) -> int:
-    fitting = _listed([d for d in divisors(gpus) if gpus // d >= least])
-    sharing = _sharing(max(least, -(-gpus // procs)))
-    if gpus % procs:
+    """GPUs for each of `procs` processes. A refusal offers `least` for each, which suits every model."""
+    most = gpus // least
+    fewer = f"topology.procs_per_node={most}" + (f" trainer.gpus={most * least}" if gpus % least else "")
+    if procs * least > gpus:
         raise TopologyError(
-            f"topology.procs_per_node={procs} doesn't divide trainer.gpus={gpus}. Use one of {fitting}.\n"
-            f"For processes that share GPUs: {sharing}; "
+            f"topology.procs_per_node={procs} needs {procs * least} GPUs, as topology.min_gpus_per_process={least}, "
+            f"but trainer.gpus={gpus}.\n"
+            f"Use {fewer}, or let processes share GPUs: {_sharing(least)}; "
             f"for processes on the CPU: trainer.gpus=0 topology.procs_per_node={procs}"
         )
-    if gpus // procs < least:
+    if gpus % procs:
+        fitting = _listed([d for d in divisors(gpus) if gpus // d >= least])
         raise TopologyError(
-            f"topology.procs_per_node={procs} leaves {gpus // procs} of trainer.gpus={gpus} to each process, and the "
-            f"model needs topology.min_gpus_per_process={least}. Use one of {fitting}, or share them: {sharing}"
+            f"topology.procs_per_node={procs} doesn't divide trainer.gpus={gpus}.\n"
+            f"Use trainer.gpus={procs * least}, or {fewer}; "
+            f"where the model takes any number of devices, one of {fitting} processes."
         )
     return gpus // procs
 
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+_SPREADING = {
+    "FSDP": "strategy=fsdp gathers the weights of processes",
+    "Pipeline": "strategy=pipeline sends between processes",
+}
+
+
+def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> None:
+    """Raise TopologyError where the processes or their backend aren't what a strategy of ours needs.
+
+    strategy: the name of its class, so that the command can ask without torch, before it starts any process.
+    """
+    if strategy == "Single" and topology.world_size > 1:
+        fewer_gpus = f" trainer.gpus={topology.span}" if topology.gpus_per_node else ""
+        raise TopologyError(
+            f"strategy=single is for one process, and there are {topology.world_size}.\n"
+            f"Use strategy=ddp (or auto), or topology.nnodes=1 topology.procs_per_node=1{fewer_gpus}."
+        )
+    does = _SPREADING.get(strategy)
+    if does is not None and topology.span > 1:
+        raise TopologyError(
+            f"{does} of one device each, and these have {topology.span}.\n"
+            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
+        )
+    if does is not None and topology.gpus_per_node and backend == "gloo":
+        nccl = "backend=nccl"
+        if topology.shares_gpus:
+            own = "topology.share_gpus=false topology.procs_per_node=auto topology.gpus_per_process=auto"
+            nccl = f"a GPU for each process, {own} backend=auto"
+        raise TopologyError(f"{does} from GPU to GPU, which backend=gloo can't.\nUse {nccl}, or trainer.gpus=0.")

@@ -127,8 +127,8 @@ def _sharing(config: Config) -> Iterator[str]:
         return
     if config.topology.gpus_per_process is None:
         yield (
-            "topology.share_gpus=true needs topology.gpus_per_process: say how many GPUs each process uses, "
-            "topology.gpus_per_process=1 for instance."
+            "topology.share_gpus=true needs topology.gpus_per_process, the number of GPUs that each process uses. "
+            "Use topology.gpus_per_process=1, or more for a model that takes `devices`."
         )
     if config.backend.name is BackendName.NCCL:
         yield (

@@ -13,7 +13,7 @@ from framework.jobs.request import Request
 from framework.launch.errand import ask
 from framework.launch.in_place import check_one_process
 from framework.launch.placement import placed_topology
-from framework.topology import Topology, resolve_topology
+from framework.topology import Topology, check_strategy_fits, resolve_topology
 
 
 def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:
@@ -25,7 +25,11 @@ def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:
     if config.init_from is not None and config.resume is None:
         find(Path(config.init_from))
     topology = _topology(request, is_planned=is_planned)
-    if backend_name(config, topology) is BackendName.MPI:
+    backend = backend_name(config, topology)
+    module, _, strategy = config.strategy["_target_"].rpartition(".")
+    if module == "framework.strategies":
+        check_strategy_fits(strategy, topology, backend=backend.value)
+    if backend is BackendName.MPI:
         ask(  # few builds of torch have it, and only torch knows
             request.warm,
             "framework.distributed.context:answer_available",

@@ -21,6 +21,7 @@ from framework.strategies.buckets import check_dense
 from framework.strategies.buffers import begin_alike, broadcast, buffers_of_ranks, restore_buffers
 from framework.strategies.formats import Formats
 from framework.strategies.wrapping import AUTO, by_class, by_size, check_classes
+from framework.topology import check_strategy_fits
 from framework.types import Sharding
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -61,7 +62,7 @@ class FSDP:
         cpu_offload: bool = False,
         data_parallel_shard_degree: int | str | None = None,
     ) -> None:
-        _check_devices(context)
+        check_strategy_fits("FSDP", context.topology, backend=context.backend)
         check_classes(wrap, key="strategy.wrap")
         if min_num_params < 1:
             raise ConfigError(f"strategy.min_num_params={min_num_params} is below 1.")
@@ -180,19 +181,6 @@ class FSDP:
             mesh = DeviceMesh.from_group([alike, one_copy], kind, ranks, mesh_dim_names=("replicate", "shard"))
         self.groups = mesh.get_all_groups()
         return mesh
-
-
-def _check_devices(context: Context) -> None:
-    if len(context.devices) > 1:
-        raise TopologyError(
-            f"strategy=fsdp spreads the model over processes of one device each, and these have "
-            f"{len(context.devices)}.\nUse topology.gpus_per_process=1 topology.min_gpus_per_process=1."
-        )
-    if context.topology.gpus_per_node and context.backend == "gloo":
-        raise TopologyError(
-            "strategy=fsdp gathers weights from GPU to GPU, which backend=gloo can't.\n"
-            "Use backend=nccl with a GPU for each process (topology.share_gpus=false), or trainer.gpus=0."
-        )
 
 
 def _degree(given: int | str | None, context: Context) -> int:

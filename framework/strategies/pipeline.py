@@ -20,6 +20,7 @@ from framework.strategies.buffers import begin_alike, broadcast
 from framework.strategies.relay import Relay
 from framework.strategies.schedules import Schedule, Schedules
 from framework.strategies.stages import cut, keep, layout
+from framework.topology import check_strategy_fits
 from framework.types import Batch, DataShare, MicroBatch, NumberFormats, Sharding, StepOutput, Task, Window
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -59,7 +60,7 @@ class Pipeline:
         num_microbatches: int | None = None,
         bucket_cap_mb: float = 25,
     ) -> None:
-        _check_devices(context)
+        check_strategy_fits("Pipeline", context.topology, backend=context.backend)
         self._schedule = _known(schedule)
         each = _per_rank(stages_per_rank, self._schedule)
         self.num_stages = each * context.world_size if num_stages is None else num_stages
@@ -193,19 +194,6 @@ class Pipeline:
             broadcast(model.buffers(), group=self._peers)
 
 
-def _check_devices(context: Context) -> None:
-    if len(context.devices) > 1:
-        raise TopologyError(
-            f"strategy=pipeline puts stages on processes of one device each, and these have {len(context.devices)}.\n"
-            "Use topology=single_node, or topology.gpus_per_process=1 topology.min_gpus_per_process=1."
-        )
-    if context.topology.gpus_per_node and context.backend == "gloo":
-        raise TopologyError(
-            "strategy=pipeline sends from GPU to GPU, which backend=gloo can't.\n"
-            "Use backend=nccl with a GPU for each process (topology.share_gpus=false), or trainer.gpus=0."
-        )
-
-
 def _known(name: str) -> Schedule:
     try:
         return Schedule(name)
@@ -242,9 +230,10 @@ def _ranks_of_one(num_stages: int, *, each: int, context: Context) -> int:
             "stages."
         )
     if context.world_size > 1 and context.world_size % ranks:
+        gpus = f" trainer.gpus={ranks}" if context.topology.gpus_per_node else ""
         raise TopologyError(
             f"strategy.num_stages={num_stages} takes {ranks} processes for one pipeline, and {context.world_size} "
-            f"aren't a multiple of that.\nUse topology.procs_per_node={ranks} or a multiple, or other stages."
+            f"aren't a multiple of that.\nUse topology.procs_per_node={ranks}{gpus}, or other stages."
         )
     return ranks
 

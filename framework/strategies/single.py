@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import nn
 
 from framework.distributed.context import Context
-from framework.errors import TopologyError
+from framework.topology import check_strategy_fits
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
@@ -34,8 +34,4 @@ class Single(AsItIs):
     """One process. Raises TopologyError with more than one."""
 
     def __init__(self, *, context: Context) -> None:
-        if context.world_size > 1:
-            raise TopologyError(
-                f"strategy=single is for one process, and there are {context.world_size}.\n"
-                "Use strategy=ddp (or auto), or topology.procs_per_node=1."
-            )
+        check_strategy_fits("Single", context.topology, backend=context.backend)

@@ -14,6 +14,7 @@ Here, through the command: what this page doesn't have is
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -84,7 +85,15 @@ def gpus(monkeypatch) -> Callable[[int], None]:
         (("trainer.gpus=9",), "trainer.gpus=9, but this machine has 8 GPUs.\nUse trainer.gpus=8 or trainer.gpus=auto."),
         (
             ("topology.procs_per_node=3", "trainer.gpus=8"),
-            "topology.procs_per_node=3 doesn't divide trainer.gpus=8. Use one of 1, 2, 4, 8.",
+            "topology.procs_per_node=3 doesn't divide trainer.gpus=8.\nUse trainer.gpus=3, or topology.",
+        ),
+        (
+            ("strategy=pipeline", "topology.procs_per_node=2", "topology=model_parallel"),
+            "strategy=pipeline sends between processes of one device each, and these have 2.\nUse topology.gpus_per_process=1",
+        ),
+        (
+            ("strategy=single", "topology.procs_per_node=2"),
+            "strategy=single is for one process, and there are 2.\nUse strategy=ddp (or auto), or",
         ),
         (("topology.node_rank=1",), "topology.node_rank=1 is out of range: with topology.nnodes=1 it is 0."),
         (
@@ -127,6 +136,57 @@ def test_a_wrong_request_is_refused_before_anything_is_made(command, gpus, tmp_p
     assert (answer.status, answer.out) == (2, "")
     assert len(answer.err.splitlines()) <= 3
     assert list(tmp_path.iterdir()) == []
+
+
+ALWAYS = (
+    "recipe=toy trainer.gpus=8 topology.procs_per_node=3",
+    "recipe=toy_model_parallel trainer.gpus=5 topology.procs_per_node=2",
+    "recipe=toy_model_parallel trainer.gpus=0 topology.procs_per_node=2 strategy=pipeline",
+)
+REFUSED = (
+    *ALWAYS,
+    "recipe=toy trainer.gpus=2 topology.procs_per_node=3",
+    "recipe=toy trainer.gpus=4 topology.procs_per_node=2",
+    "recipe=toy trainer.gpus=2 strategy=single",
+    "recipe=toy trainer.gpus=2 topology.share_gpus=true",
+    "recipe=toy trainer.gpus=0 backend=nccl",
+    "recipe=toy checkpoint.monitor=loss",
+    "recipe=toy_model_parallel trainer.gpus=1",
+    "recipe=toy_model_parallel trainer.gpus=8 topology.procs_per_node=8",
+    "recipe=toy_model_parallel trainer.gpus=4 topology.procs_per_node=4 topology.gpus_per_process=2",
+    "recipe=toy_model_parallel trainer.gpus=0 topology=single_node",
+    "recipe=digits trainer.gpus=4 strategy=fsdp backend=gloo",
+    "recipe=digits trainer.gpus=2 topology.procs_per_node=4 strategy=pipeline topology.share_gpus=true "
+    "topology.gpus_per_process=1",
+    "recipe=digits trainer.gpus=4 strategy=pipeline strategy.num_stages=3",
+    "recipe=digits trainer.gpus=4 strategy=pipeline data.batch_size=8",
+    "recipe=digits trainer.gpus=4 strategy=pipeline trainer.precision=16-mixed",
+    "recipe=digits trainer.gpus=4 data.global_batch_size=3",
+)
+"""What `job=plan` refuses, in each of the ways that depend on several keys."""
+OVERRIDES = re.compile(r"(?:(?:[a-z_]+\.)*[a-z_]+=[\w\[\]/-]+ ?)+")
+
+
+def hints(text: str) -> list[list[str]]:
+    """What an error says to use: the overrides that belong together."""
+    advice = re.split(r"\b(?:Use|Set|Give|Did you mean) ", text, maxsplit=1)[1]
+    return [found.split() for found in OVERRIDES.findall(advice)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(text.split(), id=text, marks=[] if text in ALWAYS else pytest.mark.exhaustive) for text in REFUSED],
+)
+def test_what_a_refusal_says_to_use_is_accepted_by_plan(command, overrides):
+    refused = command("job=plan", *overrides)
+    assert refused.status == 2
+    ways = hints(refused.err)
+    assert ways, refused.err
+    for way in ways:
+        replaced = {text.partition("=")[0] for text in way}
+        kept = [text for text in overrides if text.partition("=")[0] not in replaced]
+        answer = command("job=plan", *kept, *way)
+        assert answer.status == 0, f"{refused.err}\ntyped: {way}\n{answer.err}"
 
 
 def test_gpus_where_there_are_none(command, gpus, tmp_path):

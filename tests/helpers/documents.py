@@ -15,6 +15,9 @@ from tests.helpers.source import ROOT
 PLACEHOLDER = re.compile(r"\.\.\.|…|\$\w+|\b(?:RUN|CHECKPOINT|FOLDER)\b")
 """What stands for a name that only the reader, or a script, knows: `resume=outputs/digits/...`, `init_from=RUN`."""
 
+ONLY_ANSWERS = {"--help", "--hydra-help", "--cfg", "--info"}
+"""Options with which nothing is run."""
+
 _COMMAND = re.compile(r"(?:python -m framework|make train ARGS=|torchrun [^`\n]*?-m framework)[^`\n]*")
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _OUTPUT = re.compile(r"^```text\n.*?^```", re.MULTILINE | re.DOTALL)
@@ -91,3 +94,11 @@ def shown_files(text: str) -> dict[str, str]:
     Hydra wants its own comment, `# @package`, to be the very first.
     """
     return {match[1]: block for block in _FENCE.findall(text) if (match := _FILE_NAME.match(block))}
+
+
+def write_shown_files(folder: Path) -> None:
+    """Write the files that the documentation shows to a working directory, as a reader would make them."""
+    for file in documents():
+        for name, content in shown_files(file.read_text()).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(content)

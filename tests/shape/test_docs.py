@@ -17,23 +17,26 @@ from framework.config.saved import save_config
 from framework.jobs.request import JobResult, Request
 from framework.run_dir import create_run_dir
 from framework.targets import check_targets
-from tests.helpers.command import run_framework
-from tests.helpers.documents import Command, commands, documents, make_targets, shown_files
+from tests.helpers.documents import (
+    ONLY_ANSWERS,
+    Command,
+    commands,
+    documents,
+    make_targets,
+    shown_files,
+    write_shown_files,
+)
 from tests.helpers.source import ROOT
 
 ALL = [command for file in documents() for command in commands(file.read_text(), place=file.name)]
 DIFFERENT = list({tuple(command.arguments): command for command in reversed(ALL)}.values())[::-1]
 """What several pages show is tried once."""
-ONLY_ANSWERS = {"--help", "--hydra-help", "--cfg", "--info"}
 
 
 @pytest.fixture
 def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the files that the documentation shows, as a reader would have made them."""
-    for file in documents():
-        for name, content in shown_files(file.read_text()).items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(content)
+    write_shown_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -100,15 +103,6 @@ def test_a_placeholder_stands_for_the_value_of_a_key(command: Command) -> None:
 def test_make_targets_exist(file: Path) -> None:
     known = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert make_targets(file.read_text()) - known == set()
-
-
-@pytest.mark.multiproc
-def test_the_recipe_shown_in_the_readme_trains(shown: Path) -> None:
-    recipes = [Path(name).stem for name in shown_files((ROOT / "README.md").read_text()) if "conf/recipe/" in name]
-    assert recipes
-    for recipe in recipes:
-        result = run_framework(f"recipe={recipe}", "trainer.gpus=0", "trainer.fast_dev_run=true", cwd=shown)
-        assert result.returncode == 0, result.stderr
 
 
 def test_commands_are_found_as_they_are_written() -> None:

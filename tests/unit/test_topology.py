@@ -32,7 +32,8 @@ def asked(
 
 SHARE = r"topology\.share_gpus=true topology\.gpus_per_process=(\d+)"
 FEWER = r"Use trainer\.gpus=(\d+)"
-ONE_OF = r"topology\.(\w+)=\d+ (?:doesn't|leaves).* Use one of ([\d, ]*\d)"
+ONE_OF = r"(?s)topology\.(\w+)=\d+ doesn't divide.*one of ([\d, ]*\d)"
+PROCS = r"topology\.procs_per_node=(\d+)(?: trainer\.gpus=(\d+))?(?:, or let|;)"
 
 
 @given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 4), gpus=st.integers(0, 24))
@@ -118,15 +119,17 @@ def test_without_gpus_processes_own_the_cpu_as_often_as_the_model_needs():
 @pytest.mark.parametrize(
     ("settings", "gpus", "message"),
     [
-        ((3, None, 1), 8, "topology.procs_per_node=3 doesn't divide trainer.gpus=8. Use one of 1, 2, 4, 8."),
-        ((3, None, 2), 8, "Use one of 1, 2, 4."),
+        ((3, None, 1), 8, "topology.procs_per_node=3 doesn't divide trainer.gpus=8.\nUse trainer.gpus=3, or topology."),
+        ((3, None, 1), 8, "takes any number of devices, one of 1, 2, 4, 8 processes."),
+        ((3, None, 2), 8, "Use trainer.gpus=6, or topology.procs_per_node=4; "),
+        ((2, None, 2), 5, "Use trainer.gpus=4, or topology.procs_per_node=2 trainer.gpus=4; "),
         ((None, 3, 1), 8, "topology.gpus_per_process=3 doesn't divide trainer.gpus=8. Use one of 1, 2, 4, 8."),
         ((2, 3, 1), 8, "Use trainer.gpus=6, or leave one of the two out (auto)."),
         ((4, 3, 1), 8, "or let processes share GPUs: topology.share_gpus=true."),
-        ((16, None, 1), 8, "For processes that share GPUs: topology.share_gpus=true topology.gpus_per_process=1; "),
-        ((8, None, 2), 8, "or share them: topology.share_gpus=true topology.gpus_per_process=2"),
+        ((16, None, 1), 8, "or let processes share GPUs: topology.share_gpus=true topology.gpus_per_process=1; "),
+        ((8, None, 2), 8, "Use topology.procs_per_node=4, or let processes share GPUs: topology.share_gpus=true "),
         ((None, 1, 2), 8, "topology.gpus_per_process=1 is less than the model needs"),
-        ((8, None, 2), 8, "leaves 1 of trainer.gpus=8 to each process"),
+        ((8, None, 2), 8, "topology.procs_per_node=8 needs 16 GPUs, as topology.min_gpus_per_process=2, but"),
         ((None, None, 2), 5, "Use trainer.gpus=4 or 6, or topology.procs_per_node=1"),
         ((None, None, 2), 1, "Use trainer.gpus=2 or a multiple of it, or trainer.gpus=0"),
         ((None, None, 2), 1, "or use a GPU more than once: topology.share_gpus=true topology.gpus_per_process=2"),
@@ -164,6 +167,8 @@ def test_every_refusal_names_a_way_out_that_works(procs, span, least, gpus, shar
             resolve_topology(asked(procs, int(offered), least, share_gpus=True), gpus=gpus)
         for offered in re.findall(FEWER, str(error)):
             resolve_topology(asked(procs, span, least, share_gpus=share), gpus=int(offered))
+        for fewer, of in re.findall(PROCS, str(error)):
+            resolve_topology(asked(int(fewer), span, least, share_gpus=share), gpus=int(of or gpus))
         for key, offered in re.findall(ONE_OF, str(error)):
             for number in map(int, offered.split(", ")):
                 by_procs = key == "procs_per_node"
@@ -179,7 +184,7 @@ def test_refusals_do_name_ways_out():
             resolve_topology(asked(procs, span, least), gpus=gpus)
         except TopologyError as error:
             said.append(str(error))
-    assert [way for way in (SHARE, FEWER, ONE_OF) if not any(re.search(way, text) for text in said)] == []
+    assert [way for way in (SHARE, FEWER, PROCS, ONE_OF) if not any(re.search(way, text) for text in said)] == []
 
 
 def test_places_that_do_not_exist_are_refused():
