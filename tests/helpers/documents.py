@@ -21,6 +21,7 @@ ONLY_ANSWERS = {"--help", "--hydra-help", "--cfg", "--info"}
 _COMMAND = re.compile(r"(?:python -m framework|make train ARGS=|torchrun [^`\n]*?-m framework)[^`\n]*")
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _OUTPUT = re.compile(r"^```text\n.*?^```", re.MULTILINE | re.DOTALL)
+_TEXT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FILE_NAME = re.compile(r"^(?:# @package \S+\n)?# ((?:conf|recipes)/[\w/]+\.(?:yaml|py))\n")
 
@@ -102,3 +103,9 @@ def write_shown_files(folder: Path) -> None:
         for name, content in shown_files(file.read_text()).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(content)
+
+
+def shown_text(file: Path, *, begins: str) -> str:
+    """What a page shows of what is printed: the one block marked as `text` that begins so."""
+    (text,) = (block for block in _TEXT.findall(file.read_text()) if block.startswith(begins))
+    return str(text)
