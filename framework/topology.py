@@ -176,10 +176,7 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-_SPREADING = {
-    "FSDP": "strategy=fsdp gathers the weights of processes",
-    "Pipeline": "strategy=pipeline sends between processes",
-}
+_SPREADING = {"FSDP": "fsdp", "Pipeline": "pipeline"}  # the model, over processes: class → strategy=
 
 
 def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> None:
@@ -193,15 +190,19 @@ def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> N
             f"strategy=single is for one process, and there are {topology.world_size}.\n"
             f"Use strategy=ddp (or auto), or topology.nnodes=1 topology.procs_per_node=1{fewer_gpus}."
         )
-    does = _SPREADING.get(strategy)
-    if does is not None and topology.span > 1:
+    if strategy not in _SPREADING:
+        return
+    if topology.span > 1:
         raise TopologyError(
-            f"{does} of one device each, and these have {topology.span}.\n"
+            f"strategy={_SPREADING[strategy]} needs processes of one device each, and these have {topology.span}.\n"
             "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
         )
-    if does is not None and topology.gpus_per_node and backend == "gloo":
+    if topology.gpus_per_node and backend == "gloo":
         nccl = "backend=nccl"
         if topology.shares_gpus:
             own = "topology.share_gpus=false topology.procs_per_node=auto topology.gpus_per_process=auto"
             nccl = f"a GPU for each process, {own} backend=auto"
-        raise TopologyError(f"{does} from GPU to GPU, which backend=gloo can't.\nUse {nccl}, or trainer.gpus=0.")
+        raise TopologyError(
+            f"strategy={_SPREADING[strategy]} sends from GPU to GPU, which backend=gloo can't.\n"
+            f"Use {nccl}, or trainer.gpus=0."
+        )

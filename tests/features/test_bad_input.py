@@ -89,7 +89,7 @@ def gpus(monkeypatch) -> Callable[[int], None]:
         ),
         (
             ("strategy=pipeline", "topology.procs_per_node=2", "topology=model_parallel"),
-            "strategy=pipeline sends between processes of one device each, and these have 2.\nUse topology.gpus_per_process=1",
+            "strategy=pipeline needs processes of one device each, and these have 2.\nUse topology.gpus_per_process=1",
         ),
         (
             ("strategy=single", "topology.procs_per_node=2"),
