@@ -185,10 +185,11 @@ def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> N
     strategy: the name of its class, so that the command can ask without torch, before it starts any process.
     """
     if strategy == "Single" and topology.world_size > 1:
-        fewer_gpus = f" trainer.gpus={topology.span}" if topology.gpus_per_node else ""
+        one = "topology.nnodes=1 " if topology.nnodes > 1 else ""
+        one += "topology.procs_per_node=1" + (f" trainer.gpus={topology.span}" if topology.gpus_per_node else "")
         raise TopologyError(
             f"strategy=single is for one process, and there are {topology.world_size}.\n"
-            f"Use strategy=ddp (or auto), or topology.nnodes=1 topology.procs_per_node=1{fewer_gpus}."
+            f"Use strategy=ddp (or auto), or {one}."
         )
     if strategy not in _SPREADING:
         return

@@ -81,7 +81,7 @@ def test_one_process_may_evaluate_and_not_train() -> None:
 def test_devices_that_cannot_be_are_refused() -> None:
     context = cpu_context(world_size=2)
     with pytest.raises(TopologyError, match="one device each, and these have 2"):
-        Pipeline(context=replace(context, devices=(CPU, CPU)))
+        Pipeline(context=replace(context, topology=replace(context.topology, span=2)))
     with pytest.raises(TopologyError, match="backend=gloo can't"):
         Pipeline(context=replace(context, topology=replace(context.topology, gpus_per_node=2)))
 
