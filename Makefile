@@ -3,9 +3,12 @@
 #   make train ARGS="recipe=toy trainer.max_epochs=3"    overrides for the run
 #   make test ARGS="tests/unit -k sampler"               arguments for pytest; test-all takes them, too
 #   make install PYTHON=python3.12                       the interpreter .venv is made with
+#   make gpu PYTHON=python3 WHEELS=wheels                on a GPU machine: installs nothing, see docs/gpu.md
 
 PYTHON ?= python3
 ARGS ?=
+WHEELS ?= wheels
+PYTHON_VERSION ?= 3.12
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,13 +16,16 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test test-all lint check format wheel pictures clean
+.PHONY: help install train test test-all gpu gpu-test gpu-wheels lint check format wheel pictures clean
 
 help:
 	@echo "make install   make $(VENV) and install the project and its tools in it"
 	@echo "make train     train the default recipe; ARGS=\"recipe=toy trainer.gpus=0\" passes overrides"
 	@echo "make test      run the tests; ARGS=\"tests/unit\" passes arguments to pytest"
 	@echo "make test-all  run all of them: further variants, too, which make test leaves out"
+	@echo "make gpu       prove a GPU machine in nine minutes: tests, then benchmarks, to benchmarks/GPU.md"
+	@echo "make gpu-test  the tests of tests/gpu alone, with $(VENV)"
+	@echo "make gpu-wheels  what make gpu needs where there is no network; PYTHON_VERSION=3.12 WHEELS=wheels"
 	@echo "make lint      style and format (ruff)"
 	@echo "make check     types (mypy)"
 	@echo "make format    put the code in format and mend what ruff can mend"
@@ -55,6 +61,24 @@ test: install
 
 test-all: install
 	"$(BIN)/python" -m pytest --numprocesses=2 --dist=loadfile --exhaustive $(ARGS)
+
+# With the interpreter that PYTHON names, which has torch; what else is missing comes from WHEELS.
+gpu:
+	"$(PYTHON)" -m benchmarks.prove_gpu --wheels "$(WHEELS)" $(ARGS)
+
+gpu-test: install
+	"$(BIN)/python" -m pytest tests/gpu -m gpu $(ARGS)
+
+# manylinux tags are matched exactly, so the usual ones are named. What is only offered as source is built first.
+gpu-wheels:
+	rm -rf "$(WHEELS)"
+	"$(PYTHON)" -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir "$(WHEELS)" \
+	  "$$(grep ^antlr4 benchmarks/gpu_wheels.txt)"
+	"$(PYTHON)" -m pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: \
+	  --implementation cp --python-version "$(PYTHON_VERSION)" \
+	  $(foreach n,39 34 31 28 27 24 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 \
+	  --find-links "$(WHEELS)" --dest "$(WHEELS)" --requirement benchmarks/gpu_wheels.txt
+	@du -sh "$(WHEELS)"
 
 lint: install
 	"$(BIN)/ruff" check .

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import pty
 import signal
@@ -147,10 +148,15 @@ def run(
 
 
 def take_turns(
-    contestants: Sequence[Contestant], rounds: int, measure: Callable[[Contestant], Mapping[str, float]]
+    contestants: Sequence[Contestant],
+    rounds: int,
+    measure: Callable[[Contestant], Mapping[str, float]],
+    *,
+    until: float = math.inf,
 ) -> dict[str, Contest]:
     """Let each run once a round, in an order that is rotated; gives a contest for each figure of `measure`.
 
+    until: of `time.monotonic`; after the first round none is begun that would last longer than that.
     One whose package is missing is left out, and so is one that has failed, from then on and with all its figures.
     """
     absent = {
@@ -159,7 +165,11 @@ def take_turns(
         if each.needs is not None and importlib.util.find_spec(each.needs) is None
     }
     contests: dict[str, Contest] = {}
+    round_s = 0.0
     for number in range(rounds):
+        began = time.monotonic()
+        if number and began + round_s > until:
+            break
         first = number % len(contestants)
         for each in (*contestants[first:], *contestants[:first]):
             if each.name in absent:
@@ -174,6 +184,7 @@ def take_turns(
             print(f"  round {number + 1} of {rounds}: {each.name}: {shown}", file=sys.stderr, flush=True)
             for key, value in figures.items():
                 contests.setdefault(key, Contest()).figures.setdefault(each.name, []).append(value)
+        round_s = time.monotonic() - began
     for contest in contests.values():
         contest.absent = absent
         contest.figures = {name: values for name, values in contest.figures.items() if name not in absent}

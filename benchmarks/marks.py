@@ -108,22 +108,6 @@ class Hold:
 
 
 @final
-class Until:
-    """Reports when a run of ours first reached a validation accuracy, and ends it."""
-
-    def __init__(self, accuracy: float) -> None:
-        self._accuracy = accuracy
-
-    def on_validation_end(self, now: EvalReport) -> Stop | None:
-        from framework.types import Stop
-
-        if now.metrics["val/accuracy"] < self._accuracy:
-            return None
-        report(reached=time.time(), epochs=now.epoch + 1)
-        return Stop(f"{self._accuracy:.0%} of the validation images are right.")
-
-
-@final
 class Curve:
     """Reports a run's validation accuracies, each with the seconds of training until then, without validation's."""
 
@@ -144,3 +128,36 @@ class Curve:
 
     def on_fit_end(self) -> None:
         report(curve=self._curve, seconds=self._seconds)
+
+
+@final
+class Milestones:
+    """Reports when validation first reached two accuracies, and stops at the second.
+
+    command: on the wall clock; training: seconds of training until then, without validation's.
+    """
+
+    def __init__(self, low: float, high: float) -> None:
+        self._accuracies = (low, high)
+        self._found: dict[str, dict[str, float]] = {"command": {}, "training": {}}
+        self._seconds = self._since = 0.0
+
+    def on_fit_start(self, _: FitInfo) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_step_end(self, _: StepReport) -> None:
+        now = time.perf_counter()
+        self._seconds, self._since = self._seconds + now - self._since, now
+
+    def on_validation_end(self, now: EvalReport) -> Stop | None:
+        from framework.types import Stop
+
+        for accuracy in self._accuracies:
+            if now.metrics["val/accuracy"] >= accuracy:
+                self._found["command"].setdefault(f"{accuracy:.0%}", time.time())
+                self._found["training"].setdefault(f"{accuracy:.0%}", self._seconds)
+        self._since = time.perf_counter()
+        return Stop("Both accuracies were reached.") if len(self._found["command"]) == 2 else None
+
+    def on_fit_end(self) -> None:
+        report(**self._found)

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.marks import Stopwatch, report
+from benchmarks.marks import Stopwatch
 from benchmarks.peers.work import Work, endless, loader, make, parser
-
-
-def accuracy(model: nn.Module, work: Work, device: str) -> float:
-    assert work.val is not None
-    model.eval()
-    right = total = 0
-    with torch.no_grad():
-        for inputs, targets in DataLoader(work.val, batch_size=256):
-            outputs = model(inputs.to(device)).argmax(dim=1)
-            right += int((outputs == targets.to(device)).sum())
-            total += len(targets)
-    model.train()
-    return right / total
 
 
 def train(model: nn.Module, work: Work, batches: object, *, steps: int, tick: object, device: str) -> None:
@@ -44,8 +29,8 @@ def train(model: nn.Module, work: Work, batches: object, *, steps: int, tick: ob
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--ready", action="store_true", help="make all batches before the first step")
-    arguments.add_argument("--until", type=float, default=None, help="validation accuracy, looked at after each epoch")
+    arguments.add_argument("--ready", action="store_true", help="have all batches on the device before the first step")
+    arguments.add_argument("--compile", default=None, help="mode of torch.compile")
     asked = arguments.parse_args()
     work = make(asked)
     options = {}
@@ -54,18 +39,14 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
         options["sampler"] = DistributedSampler(work.train)  # type: ignore[arg-type,var-annotated]
+    if asked.compile is not None:
+        model.compile(mode=asked.compile)
     batches = loader(work, asked, **options)
-    if asked.until is not None:
-        epochs = 0
-        while accuracy(model, work, asked.device) < asked.until:
-            train(model, work, batches, steps=len(batches), tick=int, device=asked.device)
-            epochs += 1
-        report(reached=time.time(), epochs=epochs)
-        return
     source: object = batches
     if asked.ready:
         chosen = endless(batches)
-        source = [next(chosen) for _ in range(asked.warm_up + asked.steps)]
+        made = (next(chosen) for _ in range(asked.warm_up + asked.steps))
+        source = [(inputs.to(asked.device), targets.to(asked.device)) for inputs, targets in made]
     stopwatch = Stopwatch(
         asked.warm_up, asked.steps, synchronize=None if asked.device == "cpu" else torch.cuda.synchronize
     )

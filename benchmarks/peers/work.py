@@ -15,19 +15,18 @@ HELD_OUT = 5000
 
 
 class Work(NamedTuple):
-    """loss: of outputs and targets. val: None for the toy."""
+    """loss: of outputs and targets."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: nn.Module
     train: Dataset[Any]
-    val: Dataset[Any] | None
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every loop takes."""
     result = argparse.ArgumentParser(description=description)
-    result.add_argument("--work", choices=("toy", "mnist"), default="toy")
+    result.add_argument("--work", choices=("toy", "mnist", "digits"), default="toy")
     result.add_argument("--batch", type=int, default=20)
     result.add_argument("--warm-up", type=int, default=1)
     result.add_argument("--steps", type=int, default=10)
@@ -35,7 +34,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result.add_argument("--processes", type=int, default=1, help="as many as there are of this one")
     result.add_argument("--workers", type=int, default=0, help="of the DataLoader")
     result.add_argument("--device", default="cpu")
-    result.add_argument("--fused", action="store_true", help="the optimizer's fused form, for MNIST")
+    result.add_argument("--fused", action="store_true", help="the optimizer's fused form, for MNIST and digits")
     result.add_argument("--root", default="data", help="MNIST's files, unpacked, as torchvision has them")
     return result
 
@@ -44,7 +43,7 @@ def make(asked: argparse.Namespace) -> Work:
     """Model, data and optimizer, seeded."""
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
-    return _toy(asked) if asked.work == "toy" else _mnist(asked)
+    return {"toy": _toy, "mnist": _mnist, "digits": _digits}[asked.work](asked)
 
 
 def _toy(asked: argparse.Namespace) -> Work:
@@ -53,27 +52,33 @@ def _toy(asked: argparse.Namespace) -> Work:
     samples = (asked.warm_up + asked.steps) * asked.batch * asked.processes
     train = toy_regression(num_samples=samples, val_fraction=0, test_fraction=0).train
     model = ToyModel()
-    return Work(model, torch.optim.SGD(model.parameters(), lr=0.001), nn.MSELoss(), train, None)  # type: ignore[arg-type]
+    return Work(model, torch.optim.SGD(model.parameters(), lr=0.001), nn.MSELoss(), train)  # type: ignore[arg-type]
 
 
 def _mnist(asked: argparse.Namespace) -> Work:
     from torchvision.datasets import MNIST
     from torchvision.transforms import Compose, Normalize, ToTensor
 
-    from recipes.digits import ConvNet
-
     # The same images are held out as by recipe=mnist.
     data = MNIST(asked.root, transform=Compose([ToTensor(), Normalize(MNIST_MEAN, MNIST_STD)]))
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
+    return _network(asked, Subset(data, order[HELD_OUT:]))
+
+
+def _digits(asked: argparse.Namespace) -> Work:
+    from recipes.digits import digits
+
+    return _network(asked, digits().train)  # type: ignore[arg-type]
+
+
+def _network(asked: argparse.Namespace, train: Dataset[Any]) -> Work:
+    from recipes.digits import ConvNet
+
     model = ConvNet()
+    if asked.device == "cuda":
+        model.cuda()  # before the optimizer: a fused one asks where the weights are
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5, fused=asked.fused or None)
-    return Work(
-        model,
-        optimizer,
-        nn.CrossEntropyLoss(),
-        Subset(data, order[HELD_OUT:]),
-        Subset(data, order[:HELD_OUT]),
-    )
+    return Work(model, optimizer, nn.CrossEntropyLoss(), train)
 
 
 def loader(work: Work, asked: argparse.Namespace, **options: Any) -> DataLoader[Any]:

@@ -38,7 +38,7 @@ class EMAWeightAveraging:
             raise ConfigError(f"EMAWeightAveraging: decay={decay} is not between 0 and 1.")
         if update_every_n_steps < 1:
             raise ConfigError(f"EMAWeightAveraging: update_every_n_steps={update_every_n_steps} is below 1.")
-        self._decay = decay
+        self._average = get_ema_multi_avg_fn(decay)
         self._every = update_every_n_steps
         self._first_index = update_starting_at_step or 0
         self._use_buffers = use_buffers
@@ -49,8 +49,7 @@ class EMAWeightAveraging:
 
     def on_fit_start(self, info: FitInfo) -> None:
         self._model = info.model
-        ema = get_ema_multi_avg_fn(self._decay)
-        self._averaged = AveragedModel(info.model, multi_avg_fn=ema, use_buffers=self._use_buffers)
+        self._averaged = AveragedModel(info.model, multi_avg_fn=self._average, use_buffers=self._use_buffers)
         self._averaged.requires_grad_(False)
         if self._loaded is not None:
             self._restore(self._averaged, self._loaded)
@@ -61,7 +60,7 @@ class EMAWeightAveraging:
         if index >= self._first_index and index % self._every == 0:
             assert self._averaged is not None
             assert self._model is not None
-            self._averaged.update_parameters(self._model)
+            self._update(self._averaged, self._model)
 
     @contextmanager
     def evaluation_weights(self, model: nn.Module) -> Iterator[None]:
@@ -109,6 +108,24 @@ class EMAWeightAveraging:
                 f"The average in the checkpoint doesn't fit the model.\n{error}\n"
                 f"Resume with the model the run was started with."
             ) from error
+
+    @torch.no_grad()
+    def _update(self, averaged: AveragedModel, model: nn.Module) -> None:
+        """Do what `averaged.update_parameters` does, which copies its count to a GPU each time and waits for that."""
+        if self._num_averaged() == 0:
+            averaged.update_parameters(model)
+            return
+        pairs = list(zip(self._tensors(averaged.module), self._tensors(model), strict=True))
+        floats = [(own.detach(), new.detach()) for own, new in pairs if own.is_floating_point() or own.is_complex()]
+        others = [(own, new) for own, new in pairs if not (own.is_floating_point() or own.is_complex())]
+        for alike in (floats, others):
+            if alike:
+                own, new = map(list, zip(*alike, strict=True))
+                self._average(own, new, averaged.n_averaged)
+        if not self._use_buffers:
+            for buffer, current in zip(averaged.module.buffers(), model.buffers(), strict=True):
+                buffer.copy_(current)
+        averaged.n_averaged += 1
 
     def _num_averaged(self) -> int:
         # Kept on the CPU, so this waits for no device.

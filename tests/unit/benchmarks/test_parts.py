@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from benchmarks import marks, memory, mnist_fast, scale, start_up, steps
-from benchmarks.contest import Contestant, run
+from benchmarks import marks, memory, mnist_fast, on_gpu, scale, start_up, steps
+from benchmarks.contest import Contest, Contestant, run
 from framework.types import EvalReport
 from tests.helpers.command import run_framework
 
@@ -95,3 +95,12 @@ def test_both_recipes_are_validated_at_their_end() -> None:
         images = settings["plan"]["train_samples"]
         steps_an_epoch = -(-images // settings["data"]["batch_size"])
         assert steps_an_epoch * settings["trainer"]["max_epochs"] % interval == 0
+
+
+@pytest.mark.slow
+def test_loops_for_the_gpu_run_on_the_cpu() -> None:
+    place = on_gpu.Place("cpu", None)
+    for each in on_gpu.network(place).contestants[:2]:
+        assert on_gpu.step_time(each)["wall"] > 0
+    (row, *_) = on_gpu.milestones(place).rows({"command 98%": Contest({"ours": [7.25]})})
+    assert row.ours == "7.2 s"

@@ -1,0 +1,72 @@
+"""Each test runs on a GPU, and without one as a stand-in on the CPU, so that no time on a GPU is lost to a typo.
+
+What only a GPU can show is asserted where `gpus` is 1. The stand-ins are `exhaustive`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from framework import cli
+from framework.launch.warm import WarmServer
+from tests.helpers.requirements import missing
+
+
+def need_gpus(number: int) -> None:
+    """Skip the test where torch sees fewer; fail it where FRAMEWORK_TEST_REQUIRE has `gpu`."""
+    import torch
+
+    seen = torch.cuda.device_count()
+    if seen < number:
+        missing("gpu", f"needs {number} GPU(s), and torch {torch.__version__} sees {seen}")
+
+
+@pytest.fixture(autouse=True)
+def _settings_may_change(own_state: None) -> None:
+    """The command puts the working directory on sys.path, as `python -m` does."""
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(1, id="gpu", marks=pytest.mark.gpu),
+        pytest.param(0, id="cpu", marks=pytest.mark.exhaustive),
+    ],
+)
+def gpus(request: pytest.FixtureRequest) -> int:
+    """For `trainer.gpus`."""
+    number: int = request.param
+    need_gpus(number)
+    if number:
+        import torch
+
+        torch.cuda.mem_get_info(0)  # opens the GPU here, so that no test is blamed for what that leaves
+    return number
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(2, id="gpu", marks=pytest.mark.gpu),
+        pytest.param(0, id="cpu", marks=pytest.mark.exhaustive),
+    ],
+)
+def two_gpus(request: pytest.FixtureRequest) -> int:
+    """For `trainer.gpus` of two processes."""
+    number: int = request.param
+    need_gpus(number)
+    return number
+
+
+@pytest.fixture
+def command(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a command in `tmp_path` that makes no run directory; gives its exit status."""
+
+    def run(*overrides: str) -> int:
+        monkeypatch.chdir(tmp_path)
+        return cli.main(list(overrides), warm=warm)
+
+    return run
