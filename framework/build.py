@@ -258,12 +258,18 @@ def _check_no_averaged_buffers(nodes: Mapping[str, Node]) -> None:
             )
 
 
-def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir) -> dict[str, Logger]:
-    """The loggers by name, in the config's order. Call it on rank 0 only: they open files."""
+def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir, redraws: bool = True) -> dict[str, Logger]:
+    """The loggers by name, in the config's order. Call it on rank 0 only: they open files.
+
+    Those that take `run_dir` or `redraws` get them; what the config sets counts more. redraws: a line on the terminal
+    may be redrawn, as it can't under a debugger.
+    """
+    known = {"run_dir": run_dir, "redraws": redraws}
     loggers: dict[str, Logger] = {}
     for name, node in nodes.items():
         key = f"logger.{name}"
-        built = _build(key, node, **({"run_dir": run_dir} if takes(node, "run_dir") else {}))
+        supplied = {keyword: known[keyword] for keyword in known.keys() - node.keys() if takes(node, keyword)}
+        built = _build(key, node, **supplied)
         loggers[name] = _with_methods(key, node, built, names=("metrics", "text", "close"))
     return loggers
 

@@ -15,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -226,6 +226,9 @@ def _request(composition: _Composition, ground: Ground, *, means: _Means, argume
     if composition.place is not None:
         flags = [text for text in arguments if not _is_override(text) and text not in _SWEEP_FLAGS]
         arguments = [*flags, *filter(names_a_run, ground.typed), *overrides]
+    place, home = composition.place, ground.home
+    if place is not None and home is not None:
+        place = replace(place, folder=home / config.job / place.folder.name)
     return Request(
         config=config,
         raw=raw,
@@ -233,8 +236,9 @@ def _request(composition: _Composition, ground: Ground, *, means: _Means, argume
         choices=composition.choices,
         arguments=tuple(arguments),
         warm=means.warm,
-        place=composition.place,
+        place=place,
         leader=means.leader,
+        home=home,
     )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset
 
 from framework import build
 from framework.activations import recompute
-from framework.checkpoint import CheckpointManager
-from framework.checkpoint.format import BEST, step_of
+from framework.checkpoint import CheckpointManager, find
+from framework.checkpoint.format import BEST
 from framework.checkpoint.whole import damage
 from framework.config.schema import Config, Interval, Node
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
@@ -36,6 +36,7 @@ from framework.launch.plan import RankArguments
 from framework.launch.report import FailureReport
 from framework.launch.stopping import stoppable
 from framework.limits import overfitted, steps_per_epoch, total_steps, train_windows
+from framework.misfit import misfit
 from framework.parts import Parts
 from framework.precision import PrecisionPlugin
 from framework.preflight.running import before_training
@@ -129,14 +130,20 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader | StreamLoade
             trainer.fit()
         seconds = time.perf_counter() - started
         rank.link.pulse.at(Phase.EVALUATE)
-        test = _test(rank, trainer, None if trainer.ending.was_stopped else test_loader)
+        test_metrics, tested = _test(rank, trainer, None if trainer.ending.was_stopped else test_loader)
         rank.link.pulse.at(Phase.CLOSING)
         if rank.context.is_main:
-            _report(rank, trainer, test=test, seconds=seconds)
+            metrics = {**trainer.val_metrics, **test_metrics}
+            _report(rank, trainer, metrics=metrics, tested=tested, seconds=seconds)
         return EXIT_STOPPED if trainer.ending.was_stopped else None
-    except BaseException:
+    except BaseException as error:
         if trainer.checkpoints is not None:
             trainer.checkpoints.abandon()
+        # A debugger gets the error itself.
+        if rank.link.is_watched and trainer.progress.step == trainer.start_step:
+            explained = misfit(error, trainer.parts.bare_model, rank.config)
+            if explained is not None:
+                raise explained from error
         raise
     finally:
         _close(trainer, (train_loader, val_loader, test_loader), failing=sys.exc_info()[1])
@@ -222,7 +229,9 @@ def build_trainer(
         optimizer=optimizer,
         schedule=build.build_scheduler(config.scheduler, optimizer, _schedule_length(rank, train_loader)),
         callbacks=build.build_callbacks(with_profiler(config), context=context, run_dir=rank.run_dir),
-        loggers=build.build_loggers(config.logger, run_dir=rank.run_dir) if context.is_main else {},
+        loggers=build.build_loggers(config.logger, run_dir=rank.run_dir, redraws=rank.link.is_watched)
+        if context.is_main
+        else {},
     )
     seed_everything(config.seed, rank=context.rank)
     return Trainer(
@@ -270,6 +279,7 @@ def schedule_length(config: Config, per_epoch: int | None) -> int | None:
 def _checkpoints(rank: Rank) -> CheckpointManager | None:
     if not rank.config.checkpoint.enabled:
         return None
+    rank.run_dir.checkpoints.mkdir(exist_ok=True)
     return CheckpointManager(
         rank.config.checkpoint,
         rank.run_dir.checkpoints,
@@ -290,18 +300,13 @@ def _together(rank: Rank) -> Together | None:
     return Together(group, holds_own=num_stages(rank.strategy) is not None)
 
 
-def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | None) -> dict[str, Any] | None:
-    """Evaluate the test part with the best weights, else with the last ones. Every rank must call it.
-
-    Returns:
-        `step` of the weights and `metrics`, for the results; None without a test part.
-    """
+def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | None) -> tuple[dict[str, float], str]:
+    """Metrics of the test part, with the weights that validation found best, else with the last ones; and which."""
     if loader is None:
-        return None
-    step: int | None = trainer.progress.step
+        return {}, ""
     best = _best_checkpoint(rank, trainer)
     if best is not None:
-        step = step_of(load_model(rank, trainer.parts.bare_model, best).name)
+        load_model(rank, trainer.parts.bare_model, best)
     with nullcontext() if best is not None else trainer.parts.evaluation_weights():
         metrics = evaluate(
             trainer.parts.bare_model,
@@ -314,7 +319,7 @@ def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | 
     if not _is_reported(rank, trainer):
         for each in trainer.parts.loggers.values():
             each.metrics(metrics, step=trainer.progress.step, epoch=trainer.last_epoch)
-    return _at(step, metrics)
+    return metrics, "the last weights" if best is None else find(best).name
 
 
 def _best_checkpoint(rank: Rank, trainer: Trainer) -> Path | None:
@@ -332,7 +337,7 @@ def _best_checkpoint(rank: Rank, trainer: Trainer) -> Path | None:
 def _is_reported(rank: Rank, trainer: Trainer) -> bool:
     """Whether the test of this step is in the results, and so in the logs, already: the run had come to its end."""
     results = rank.run_dir.read_run().get("results", {})
-    return results.get("test") is not None and results.get("steps") == trainer.progress.step
+    return bool(results.get("tested")) and results.get("steps") == trainer.progress.step
 
 
 def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
@@ -387,18 +392,9 @@ def _named(context: Context) -> str:
     return ", ".join(dict.fromkeys(str(device) for device in context.devices))
 
 
-def _at(step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
-    return {"step": step, "metrics": dict(metrics)}
-
-
-def _report(rank: Rank, trainer: Trainer, *, test: dict[str, Any] | None, seconds: float) -> None:
-    """Write the results to `run.json`, where the parent reads them for the closing summary.
-
-    `steps` and `epochs` count what was done. `best` (the best validation), `last` (the last validation) and `test` have
-    the step of their weights.
-    """
+def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], tested: str, seconds: float) -> None:
+    """Leave the results in `run.json`, where the parent reads them for the closing summary."""
     progress = trainer.progress
-    best = None if trainer.checkpoints is None else trainer.checkpoints.best
     max_epochs = rank.config.trainer.max_epochs
     reached = "max_epochs" if max_epochs is not None and progress.epoch >= max_epochs else "max_steps"
     ended_by = trainer.ending.reason or f"trainer.{reached} reached"
@@ -409,10 +405,9 @@ def _report(rank: Rank, trainer: Trainer, *, test: dict[str, Any] | None, second
         "epochs": progress.epoch,
         "seconds": seconds,
         "ended_by": ended_by,
-        "score": None if best is None else best.metrics[str(rank.config.checkpoint.monitor)],
-        "best": None if best is None else _at(best.step, best.metrics),
-        "last": None if trainer.val_step is None else _at(trainer.val_step, trainer.val_metrics),
-        "test": test,
+        "metrics": metrics,
+        "score": None if trainer.checkpoints is None else trainer.checkpoints.best_score,
+        "tested": tested,
         "slow_ranks": [each.to_plain() for each in trainer.timing.slow_ranks()],
     }
     rank.run_dir.update_run({"results": results})

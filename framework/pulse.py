@@ -96,6 +96,11 @@ class Pulse:
         """Say that optimizer step `step`, counted from 1, is done."""
         self._cells[_STEP] = step
 
+    @property
+    def step(self) -> int:
+        """The last step that `stepped` was given, 0 before the first."""
+        return self._cells[_STEP]
+
     def beat(self, collectives: int) -> None:
         """Say that the process runs, and how many collectives it has begun."""
         self._cells[_COLLECTIVES] = collectives

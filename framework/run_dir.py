@@ -7,8 +7,9 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -93,19 +94,39 @@ class RunDir:
         write_atomically(self.run_file, json.dumps({**known, **facts}, indent=2) + "\n")
 
 
+@contextmanager
+def new_run_dir(parent: Path, *, name: str | None = None) -> Iterator[RunDir]:
+    """Create a run directory; remove it, and the parents that were made for it, if RequestError leaves the block."""
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    try:
+        run_dir = create_run_dir(parent, name=name)
+        try:
+            yield run_dir
+        except RequestError:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+            raise
+    except RequestError:
+        for folder in missing:
+            with suppress(OSError):  # another run is in it
+                folder.rmdir()
+        raise
+
+
 def create_run_dir(parent: Path, *, name: str | None = None) -> RunDir:
-    """Make `parent/<date>_<time>_<4 hex>`, or `parent/name`, and its sub-folders; no other process can get the same.
+    """Create `parent/<date>_<time>_<4 hex>`, or `parent/name`, for this process alone.
 
     Raises RequestError where the place can't be written, or `name` is taken.
     """
     try:
-        parent.mkdir(parents=True, exist_ok=True)
         path = _make_exclusive(parent) if name is None else parent / name
         if name is not None:
-            path.mkdir()
+            path.mkdir(parents=True)
         run_dir = RunDir(path.resolve())
-        run_dir.logs.mkdir()
-        run_dir.checkpoints.mkdir()
+        try:
+            run_dir.logs.mkdir()
+        except OSError:
+            path.rmdir()
+            raise
     except OSError as error:
         raise RequestError(
             f"The run directory can't be made under {parent}: {error.strerror or error}.\n"
@@ -200,7 +221,7 @@ def _make_exclusive(parent: Path) -> Path:
     for _ in range(_ATTEMPTS):
         path = parent / new_name()
         try:
-            path.mkdir()
+            path.mkdir(parents=True)
         except FileExistsError:
             continue
         return path

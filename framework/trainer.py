@@ -73,8 +73,7 @@ class Trainer:
         self.checkpoints = checkpoints
         self.progress = Progress()
         self.start_step = 0
-        self.val_metrics: dict[str, float] = {}  # of the last validation, after step `val_step`
-        self.val_step: int | None = None
+        self.val_metrics: dict[str, float] = {}
         self.ending = Ending(link, context=context)
         self.restore_generators: Callable[[], object] | None = None  # called once all that may draw numbers is made
         self.timing = Timing(link.pulse, context=context, every=settings.log_every_n_steps)
@@ -85,6 +84,7 @@ class Trainer:
         self._after_first_step = after_first_step
         self._saved_step: int | None = None
         self._save_asked = False  # by the clock
+        self._evaluated_step: int | None = None
         self._grad_norm: Tensor | None = None
         self._lr = 0.0  # of the last step: schedules move before it is logged
         self._stepped = True  # the optimizer, in this step: a scaler leaves out overflowing ones
@@ -262,7 +262,7 @@ class Trainer:
                 context=self.context,
                 prefix="val",
             )
-        self.val_step = self.progress.step
+        self._evaluated_step = self.progress.step
         self._tell_loggers(self.val_metrics, epoch=epoch)
         self.parts.schedule.after_validation(self.val_metrics)
         report = EvalReport("val", self.progress.step, epoch, self.val_metrics)
@@ -283,7 +283,7 @@ class Trainer:
         check_finite(self._parameters, self._meter, step=self.progress.step, epoch=epoch, context=self.context)
         began = time.perf_counter()
         flush(self.parts.loggers.values())
-        fresh = self.val_step == self.progress.step
+        fresh = self._evaluated_step == self.progress.step
         self.checkpoints.save(
             self.state_dict(),
             step=self.progress.step,
@@ -302,8 +302,7 @@ class Trainer:
         """
         training = self.parts.state_dict(self.context)
         weights = self.parts.add_weights(training)
-        training |= {"progress": self.progress.state_dict()}
-        training |= {"val_metrics": dict(self.val_metrics), "val_step": self.val_step}
+        training |= {"progress": self.progress.state_dict(), "val_metrics": dict(self.val_metrics)}
         mine = (generator_states(self.context.devices), self._meter.state_dict(), self.ending.wish)
         of_ranks = gather_to_all((*mine, self.train_loader.state_dict()), self.context)
         generators, training["meters"], wishes, streams = map(list, zip(*of_ranks, strict=True))
@@ -321,7 +320,7 @@ class Trainer:
         self.parts.load_state_dict(training)
         self.progress.load_state_dict(training["progress"])
         self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)
-        self.val_metrics, self.val_step = dict(training.get("val_metrics", {})), training.get("val_step")
+        self.val_metrics = dict(training.get("val_metrics", {}))
         meters = training.get("meters", [])
         if len(meters) == world_size:
             meters = [meters[rank]]
@@ -372,7 +371,7 @@ class Trainer:
     def _save_due(self, epoch: int, *, epoch_end: bool) -> bool:
         if self.checkpoints is None:
             return False
-        ranked = self.checkpoints.monitor is not None and self.val_step == self.progress.step
+        ranked = self.checkpoints.monitor is not None and self._evaluated_step == self.progress.step
         by_epoch = epoch_end and self.checkpoints.due_epoch(epoch)
         return ranked or by_epoch or self._save_asked or self.checkpoints.due_step(self.progress.step)
 

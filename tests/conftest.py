@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from framework.errors import EXIT_WRONG_REQUEST
 from tests.helpers import choice, guards
 
 if TYPE_CHECKING:
@@ -94,6 +95,11 @@ def warm() -> Iterator[WarmServer]:
     server.close()
 
 
+def run_dirs(folder: Path) -> set[Path]:
+    """The directories of all jobs that were run in a folder, also of those that have only begun."""
+    return {logs.parent for logs in folder.glob("outputs/**/logs")}
+
+
 @pytest.fixture
 def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Runs the command in `tmp_path` with ranks of the session's fork server; gives the run directory.
@@ -104,11 +110,14 @@ def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(*overrides: str, status: int = 0) -> Path:
         monkeypatch.chdir(tmp_path)
-        before = set(tmp_path.glob("outputs/*/*"))
+        before = run_dirs(tmp_path)
         assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
         named = {text.removeprefix("resume=") for text in overrides if text.startswith("resume=")}
         resumed = before if "auto" in named else set(map(Path, named))
-        (run_dir,) = set(tmp_path.glob("outputs/*/*")) - before or resumed
+        if status == EXIT_WRONG_REQUEST:
+            assert run_dirs(tmp_path) == before, "a refused request leaves nothing"
+            return next(iter(resumed), tmp_path)
+        (run_dir,) = run_dirs(tmp_path) - before or resumed
         return run_dir
 
     return run
@@ -125,7 +134,7 @@ def train_once(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Ca
             patch.chdir(folder)
             patch.setattr(sys, "path", list(sys.path))
             assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
-        (run_dir,) = folder.glob("outputs/*/*")
+        (run_dir,) = run_dirs(folder)
         return run_dir
 
     return run

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import yaml
 
 from framework.config import schema
+from framework.config.assets import job_names
 from framework.config.schema import Config
 from framework.config.suggest import nearest
 from framework.errors import ConfigError
@@ -87,7 +88,7 @@ def run_of(path: str | Path) -> RunDir:
     if not given.exists() and not given.is_symlink():  # a `last` whose checkpoint is gone stands for the run, too
         raise ConfigError(f"resume={path}: there is no such directory.{_hint(given)}")
     for place in (given, *given.parents):
-        if _is_run(place):
+        if is_run(place):
             return RunDir(place)
     raise ConfigError(
         f"resume={path}: this is no run directory, for it has no config.yaml and overrides.yaml.{_hint(given)}"
@@ -109,6 +110,10 @@ def load_saved(path: str | Path) -> Saved:
                 f"Go on from the run's last checkpoint with {resume_argument(run_dir.path)}"
             )
     raw, overrides = _saved_in(run_dir)
+    if isinstance(raw, dict) and raw.get("job", "train") != "train":
+        raise ConfigError(
+            f"resume={path}: this is the directory of a job={raw['job']}. Only a training can be resumed."
+        )
     are_texts = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
     if not isinstance(raw, dict) or not are_texts:
         raise ConfigError(
@@ -124,7 +129,7 @@ def newest_unfinished(folder: Path) -> RunDir | None:
     Whether it is still under way somewhere isn't asked: `locked` refuses it then.
     """
     places = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []  # names begin with the time
-    return next((RunDir(place) for place in places if _is_run(place) and _is_unfinished(RunDir(place))), None)
+    return next((RunDir(place) for place in places if is_run(place) and _is_unfinished(RunDir(place))), None)
 
 
 def load_checkpoint(directory: Path) -> Saved:
@@ -136,7 +141,7 @@ def load_checkpoint(directory: Path) -> Saved:
     if not isinstance(raw, dict):
         raise ConfigError(f"{directory / 'config.yaml'} must hold a mapping. It was changed; restore it.")
     run_dir = RunDir(directory.parent.parent)
-    typed = _saved_in(run_dir)[1] if _is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
+    typed = _saved_in(run_dir)[1] if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
     return Saved(run_dir=run_dir, raw=raw, overrides=tuple(typed))
 
 
@@ -226,8 +231,8 @@ def _saved_in(run_dir: RunDir) -> tuple[Any, Any]:
     return (before.get("config"), before.get("overrides")) if isinstance(before, dict) else (None, None)
 
 
-def _is_run(place: Path) -> bool:
-    # A folder of YAML may have a config.yaml; both files are in a run only.
+def is_run(place: Path) -> bool:
+    """Return whether `place` is a run directory: a folder of YAML may have a config.yaml, but not both files."""
     return RunDir(place).config_file.is_file() and RunDir(place).overrides_file.is_file()
 
 
@@ -257,7 +262,8 @@ def _hint(given: Path) -> str:
     place = next(parent for parent in (given, *given.parents) if parent.is_dir())
     if place == place.parent:
         return ""
-    found = [file.parent for pattern in ("*/overrides.yaml", "*/*/overrides.yaml") for file in place.glob(pattern)]
+    files = [file for pattern in ("*/overrides.yaml", "*/*/overrides.yaml") for file in place.glob(pattern)]
+    found = [file.parent for file in files if file.parent.parent.name not in job_names()]  # trainings
     if not found:
         return ""
     if place == given:

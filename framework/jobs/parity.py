@@ -68,7 +68,7 @@ class Setting:
 def main(request: Request) -> JobResult:
     """Compare, print and write the answer. Raises FrameworkError for what can't be compared as asked."""
     setting = check_setting(request)
-    folder = Path(request.config.path.outputs, request.config.recipe, f"{new_name()}_parity")
+    folder = Path(request.config.path.outputs, request.config.recipe, "parity", new_name())
     runs = {  # several first: more can be wrong with it
         "many": Place(folder / "processes", setting.processes),
         "one": Place(folder / "processes", 1),

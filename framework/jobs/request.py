@@ -43,6 +43,7 @@ class Request:
     warm: the fork server that was started meanwhile, if one was.
     place: None but for a job of a sweep, which then says nothing on the terminal itself.
     leader: in rank 0 of ranks that something else has started: its dealings with the others.
+    home: the run whose checkpoint is used, where the directory of an evaluation belongs; None for `path.outputs`.
     """
 
     config: Config
@@ -53,3 +54,4 @@ class Request:
     warm: WarmServer | None = None
     place: Place | None = None
     leader: Leader | None = None
+    home: Path | None = None

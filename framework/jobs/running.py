@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from framework.config.saved import keep_before, put_back, run_of, save_config
 from framework.config.schema import Config
-from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RunError
+from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError, RunError
 from framework.jobs.choosing import checked_topology, chosen_launcher
 from framework.jobs.nodes import limits, nodes_together
 from framework.jobs.record import record_end, record_start
@@ -21,7 +22,8 @@ from framework.launch.elastic import Company
 from framework.launch.offer import Offer, make_visible
 from framework.launch.panel import render
 from framework.launch.plan import LaunchPlan, Outcome
-from framework.run_dir import RunDir, create_run_dir, locked
+from framework.launch.report import FailureReport
+from framework.run_dir import RunDir, locked, new_run_dir
 from framework.topology import Topology
 
 _STATUS = {0: "finished", EXIT_STOPPED: "stopped"}
@@ -46,7 +48,8 @@ def check(request: Request) -> Topology:
 def run(request: Request, *, entry: str, words: Words) -> JobResult:
     """Run `entry` ("module:function") in every rank of the topology asked for, in a run directory.
 
-    Raises FrameworkError for what can't be done as asked, KeyboardInterrupt on Ctrl-C; no rank is left in any case.
+    A request that is refused leaves no new run directory, even if only the ranks can see what is wrong. Raises
+    FrameworkError for what can't be done as asked, KeyboardInterrupt on Ctrl-C; no rank is left in any case.
     """
     topology = check(request)
     if request.leader is not None:
@@ -54,8 +57,7 @@ def run(request: Request, *, entry: str, words: Words) -> JobResult:
     with nodes_together(request, topology) as company:
         if company is not None and company.offer is not None:
             return _join(request, company, company.offer)
-        run_dir = _run_dir(request)
-        with locked(run_dir):
+        with _run_dir(request) as run_dir, locked(run_dir):
             _record_start(run_dir, request, topology)
             plan = _plan(request, topology, run_dir, entry=entry, company=company)
             launch = importlib.import_module(f"framework.launch.{chosen_launcher(request)}").launch
@@ -115,11 +117,19 @@ def _run(request: Request, plan: LaunchPlan, *, launch: Callable[[LaunchPlan], O
         print(announcement(words.doing, config.recipe, plan.topology, run_dir), flush=True)
     outcome = _launch(plan, launch=launch, interrupted=words.interrupted)
     if outcome.failure is not None:
+        if _is_refusal(outcome.failure):
+            raise RequestError(render(outcome.failure))
         print(render(outcome.failure), file=sys.stderr, flush=True)
     if outcome.status != EXIT_WRONG_REQUEST and not quiet:
         print(words.closing(config, run_dir, outcome.status), flush=True)
     results: dict[str, Any] = run_dir.read_run().get("results", {})
     return JobResult(outcome.status, run_dir, score=results.get("score"))
+
+
+def _is_refusal(report: FailureReport) -> bool:
+    """Return whether the request was found to be wrong before any optimizer step."""
+    is_wrong = report.first.exit_status == EXIT_WRONG_REQUEST and report.attempt == 0
+    return is_wrong and not any(failure.step for failure in (report.first, *report.others))
 
 
 def _launch(
@@ -164,10 +174,12 @@ def _record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any
         print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
 
 
-def _run_dir(request: Request) -> RunDir:
+def _run_dir(request: Request) -> AbstractContextManager[RunDir]:
+    """The run to resume, or a new one: of a training below its recipe, of another job in a folder named by the job."""
     config, place = request.config, request.place
     if config.resume is not None:
-        return run_of(config.resume)
+        return nullcontext(run_of(config.resume))
     if place is not None:
-        return create_run_dir(place.folder, name=str(place.number))
-    return create_run_dir(Path(config.path.outputs) / config.recipe)
+        return new_run_dir(place.folder, name=str(place.number))
+    parent = request.home or Path(config.path.outputs, config.recipe)
+    return new_run_dir(parent if config.job == "train" else parent / config.job)

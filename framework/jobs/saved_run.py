@@ -21,6 +21,7 @@ from framework.config.saved import (
     apply_changes,
     apply_typed,
     completed,
+    is_run,
     key_of,
     load_checkpoint,
     load_saved,
@@ -172,6 +173,16 @@ class Ground:
         if not is_resumed:
             raw["init_from"] = None
         return raw
+
+    @property
+    def home(self) -> Path | None:
+        """The run whose checkpoint is used; None if that lies outside of any run, or `path.outputs` is typed."""
+        if self.found is None or self.found.key != _CHECKPOINT:
+            return None
+        if {"path", "path.outputs"} & {key_of(text) for text in self.typed}:
+            return None
+        run_dir = self.found.saved.run_dir.path
+        return run_dir if is_run(run_dir) else None
 
 
 def _unsaved(composed: Mapping[str, Any]) -> dict[str, Any]:

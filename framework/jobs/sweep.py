@@ -83,7 +83,7 @@ class Sweep:
         if failed:
             print(f"\n{len(failed)} of {len(finished)} jobs failed: {', '.join(failed)}")
         place = finished[0].request.place
-        if place is not None:
+        if place is not None and place.folder.is_dir():  # not if every job was refused
             files = [short(path) for path in sorted(place.folder.glob("*")) if path.is_file()]
             rows = [*(f"  sweeper      {file}" for file in files), f"  look         {look(place.folder)}"]
             print("", *rows, sep="\n", flush=True)
@@ -114,8 +114,8 @@ def table(finished: Sequence[Finished]) -> str:
     """One row a job, the columns aligned."""
     labels = distinguishing([job.request.overrides for job in finished])
     monitors = {job.request.config.checkpoint.monitor for job in finished}
-    score = next(iter(monitors)) if len(monitors) == 1 else None
-    rows = [("job", "overrides", "status", f"best {score}" if score else "best", "s")]
+    score = next(iter(monitors)) if len(monitors) == 1 else "monitored"
+    rows = [("job", "overrides", "status", score or "monitored", "s")]
     for job, label in zip(finished, labels, strict=True):
         rows.append((_name(job), label, _status(job), _score(job), f"{job.seconds:.1f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -33,7 +33,7 @@ from framework.jobs.choosing import checked_topology
 from framework.jobs.equivalents import commands
 from framework.jobs.request import JobResult, Request
 from framework.jobs.running import Words, run
-from framework.jobs.summary import interruption_without_trace, look_of, short
+from framework.jobs.summary import interruption_without_trace, look, short
 from framework.run_dir import RunDir, read_object
 from framework.topology import Topology
 
@@ -71,7 +71,9 @@ def _closing(_config: Config, run_dir: RunDir, _status: int, *, request: Request
     path, found = short(run_dir.path), read_object(run_dir.path / _RESULT)
     rows = [("run", path), ("logs", f"{path}/logs")]
     if (run_dir.path / _PICTURE).exists():
-        rows += [("plot", f"{path}/{_PICTURE}"), *look_of(run_dir)]
+        rows.append(("plot", f"{path}/{_PICTURE}"))
+    if run_dir.tensorboard.is_dir():
+        rows.append(("look", look(run_dir.path)))
     lines = [] if found is None else _findings(found, request, topology)
     return "\n".join([*lines, "", *(f"  {name:<12} {text}" for name, text in rows)])
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import traceback
+from bdb import BdbQuit
 
-from framework.errors import RunError, TopologyError
+from framework.errors import RequestError, RunError, TopologyError
 from framework.launch.link import Link
 from framework.launch.plan import LaunchPlan, Outcome, RankArguments
 from framework.launch.stopping import interrupting
@@ -23,10 +25,14 @@ def check_one_process(topology: Topology) -> None:
 
 
 def launch(plan: LaunchPlan) -> Outcome:
-    """Run the only rank here. What it raises passes through, but that SystemExit becomes RunError: leaving is no end.
+    """Run the only rank in this process.
 
-    Raises TopologyError for more than one rank, KeyboardInterrupt on Ctrl-C and on the other signals that ask to stop,
-    where they aren't heeded by training.
+    What it raises passes through, with three exceptions. SystemExit becomes RunError: leaving is no end. Quitting the
+    debugger becomes KeyboardInterrupt. A RequestError after the first step is printed, and is the run's end: that run
+    has a directory to keep.
+
+    Raises TopologyError for more than one rank, KeyboardInterrupt on Ctrl-C, and on the other signals that ask to stop
+    if training can't stop on request.
     """
     check_one_process(plan.topology)
     module, _, name = plan.entry.partition(":")
@@ -35,6 +41,13 @@ def launch(plan: LaunchPlan) -> Outcome:
     try:
         with interrupting():
             status = getattr(importlib.import_module(module), name)(arguments, Link(pulse))
+    except BdbQuit:
+        raise KeyboardInterrupt from None
+    except RequestError as error:
+        if pulse.step == 0:
+            raise
+        print(error, file=sys.stderr, flush=True)
+        return Outcome(error.exit_status)
     except SystemExit as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise RunError(

@@ -24,6 +24,11 @@ class Link:
     pulse: Pulse
     open_board: Callable[[], Board] | None = None
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a launcher watches the rank. If not, it runs in the command's own process (`launcher=in_place`)."""
+        return self.open_board is not None
+
 
 def environment_board(attempt: int) -> Board:
     """The board in the store that the environment names by MASTER_ADDR and MASTER_PORT, as torchrun does."""

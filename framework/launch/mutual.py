@@ -233,19 +233,23 @@ class MutualWatch:
             attempt=self._attempt,
             is_last=True,
         )
-        return reporter.report(list(self._gone.values()), cause=cause)
+        report = reporter.report(list(self._gone.values()), cause=cause)
+        if self._exchange is None:
+            with suppress(StoreGoneError):
+                self._ask(lambda: self._board.publish(report.to_plain()))
+        return report
 
     def _shows(self, report: FailureReport) -> bool:
         """Node 0's report is shown there; another node shows only its own, of its side of a cut."""
         return self._watch.node == 0 or report.node == self._watch.node
 
     def _is_told(self) -> bool:
-        """Whether there is a report of this failure already: in its file, or on the board from node 0's disk."""
+        """Whether there is a report of this failure already: in its file, or on the board."""
         nodes = {0, self._watch.node}
         if any(self._run_dir.failure_of(node=node, attempt=self._attempt, is_last=True).exists() for node in nodes):
             return True
         try:
-            return self._exchange is not None and self._ask(self._board.report) is not None
+            return self._ask(self._board.report) is not None
         except StoreGoneError:
             return False
 

@@ -320,8 +320,7 @@ def make_visible(run_dir: RunDir, offer: Offer) -> None:
     with suppress(FileNotFoundError):
         if run_dir.config_file.read_text() == offer.config:
             return
-    for folder in (run_dir.logs, run_dir.checkpoints):
-        folder.mkdir(parents=True, exist_ok=True)
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
     write_atomically(run_dir.overrides_file, offer.overrides)
     write_atomically(run_dir.config_file, offer.config)
 

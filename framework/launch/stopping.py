@@ -88,23 +88,22 @@ class StopRequest:
 def stoppable(link: Link) -> Iterator[None]:
     """While this is entered, who watches may ask this rank to stop, and the stop signals are such a request.
 
-    They ask through whoever watches. A rank that nobody watches (`link.open_board` is None) heeds them itself, and
-    Ctrl-C ends it at once with KeyboardInterrupt when it was asked to stop before. A signal that is ignored stays so,
-    handlers are put back, and outside of the main thread there are none.
+    They ask through whoever watches. A rank that nobody watches handles them itself, except Ctrl-C, which stays
+    Python's KeyboardInterrupt: the process may be at a debugger's prompt. A signal that is ignored stays so, handlers
+    are put back, and outside of the main thread there are none.
     """
-    pulse, is_watched = link.pulse, link.open_board is not None
+    pulse, is_watched = link.pulse, link.is_watched
+    numbers = [number for number in STOP_SIGNALS if is_watched or number != signal.SIGINT]
 
     def request(number: int, _frame: FrameType | None) -> None:
         if is_watched:
             pulse.wish_to_stop(number)
         elif not pulse.asked_to_stop:
             pulse.ask_to_stop(number)
-            text = f"{came_by(number)}: saving after this step, then stopping. Ctrl-C again ends at once.\n"
+            text = f"{came_by(number)}: saving after this step, then stopping. Ctrl-C ends at once.\n"
             os.write(2, text.encode())  # a handler must not print: it may have interrupted a print
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
 
-    with _handled(STOP_SIGNALS, request):
+    with _handled(numbers, request):
         pulse.be_stoppable(True)
         try:
             yield

@@ -33,9 +33,12 @@ class ConsoleLogger:
 
     There is no drawing thread: `step` keeps the report and looks at the clock (0.1 µs), and draws four times a second
     on a terminal (0.3 ms, a thousandth of the time) or every five seconds elsewhere. Tensors are never read.
+
+    redraws: false for plain lines on a terminal, too, which leave a debugger's prompt and the cursor alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, redraws: bool = True) -> None:
+        self._redraws = redraws
         self._out: Any = sys.stdout  # a Tee in a rank that was forked: no TextIO for the type checker
         self._live: Live | None = None
         self._info: FitInfo | None = None
@@ -50,7 +53,7 @@ class ConsoleLogger:
         self._info = info
         self._drawn_step = info.start_step
         self._history.append((monotonic(), info.start_step))
-        self._live = _start_live(self)
+        self._live = _start_live(self) if self._redraws else None
         self._interval_s = _REDRAW_S if self._live else _PLAIN_LINE_S
         self._next_draw_s = monotonic() + self._interval_s
 

@@ -105,7 +105,7 @@ class Supervised:
     def _misfit(self, output: Any, target: Tensor, *, reason: str) -> DataError:
         return DataError(
             f"The model's output doesn't fit task.loss ({type(self.loss).__name__}): {reason}\n"
-            f"  output: {_describe(output)}\n  target: {_describe(target)}\n"
+            f"  output: {describe(output)}\n  target: {describe(target)}\n"
             "Choose another model or loss, or change what data.datasets gives."
         )
 
@@ -120,17 +120,18 @@ def split_batch(batch: Batch) -> tuple[Any, Tensor]:
         input_, target = batch
     else:
         raise DataError(
-            f"Supervised got a batch that is {_describe(batch)}.\nThe dataset must give samples (input, target) or "
+            f"Supervised got a batch that is {describe(batch)}.\nThe dataset must give samples (input, target) or "
             "{'input': ..., 'target': ...}. For any other form write a task with training_step and validation_step."
         )
     if not isinstance(target, Tensor) or target.ndim == 0:
         raise DataError(
-            f"Supervised got a target that is {_describe(target)}. It must be a tensor of one row per sample."
+            f"Supervised got a target that is {describe(target)}. It must be a tensor of one row per sample."
         )
     return input_, target
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """Say what a batch, or a part of one, is: shape and type of a tensor, keys or length of a container."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,6 @@ def tune_rank(arguments: RankArguments, link: Link) -> None:
                 process_group(rank.context, backend, rendezvous=arguments.rendezvous, with_cpu=with_cpu)
             )
             link.pulse.at(Phase.BUILDING)
-            if rank.context.is_main:
-                with suppress(OSError):  # no checkpoint is written: the empty folder would only mislead
-                    rank.run_dir.checkpoints.rmdir()
             findings = Findings(entered_rank)
             stack.callback(findings.close)
             _tune(rank, loader, findings, samples=samples, averages=_averages(entered_rank))

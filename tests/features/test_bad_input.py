@@ -233,12 +233,14 @@ def test_nccl_where_auto_finds_no_gpus(command, gpus, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# Refused by the ranks, which have torch: once, not by each
+# Refused by the ranks, which have torch: once, not by each, and nothing is left
 
 
-def test_a_strategy_that_is_no_option_and_does_not_exist(command):
-    answer = command(*SHORT, "strategy._target_=framework.strategies.ddpp")
-    assert answer.status == 2
+@pytest.mark.parametrize("how", [(), ("launcher=in_place",), ("topology.procs_per_node=2",), ("-m", "seed=1,2")])
+def test_a_strategy_that_is_no_option_and_does_not_exist(command, tmp_path, own_state, how):
+    answer = command(*SHORT, "strategy._target_=framework.strategies.ddpp", *how)
+    assert answer.status == (1 if "-m" in how else 2)
+    assert list(tmp_path.iterdir()) == []
     assert "strategy._target_=framework.strategies.ddpp" in answer.err
     assert "Did you mean framework.strategies.ddp?" in answer.err
 
@@ -462,6 +464,30 @@ def test_a_sample_that_raises_in_one_of_two_processes_is_one_answer(command, tmp
     assert answer.err.count("ValueError: broken picture") == 1, answer.err
 
 
+@pytest.mark.multiproc
+def test_a_model_that_cannot_take_the_data_names_both_and_the_shape(command, tmp_path):
+    answer = command(*SHORT, "model=cnn", "topology.procs_per_node=2")
+    assert answer.status == 1
+    lines = answer.err.splitlines()
+    assert lines[0].startswith(
+        "The model can't take the data: RuntimeError on the first batch: Expected 3D (unbatched)"
+    )
+    assert re.fullmatch(r"  model: recipes\.digits\.ConvNet, at \S+/recipes/\w+\.py:\d+", lines[1])
+    assert lines[2:4] == ["  input: a tensor of shape (20, 10), float32", "  data:  recipes.toy.toy_regression"]
+    assert "failed with the same error" in answer.err or "failed alike" in answer.err
+    (run_dir,) = tmp_path.glob("outputs/toy/*")
+    assert "Traceback" in results.log(run_dir, 0)
+
+
+def test_a_models_error_after_the_first_step_keeps_its_traceback(train, tmp_path, capfd):
+    (tmp_path / "own.py").write_text(OWN)
+    train(*SHORT, "model._target_=own.Late", "trainer.limit_val_batches=0", "checkpoint.monitor=null", status=1)
+    printed = capfd.readouterr().err
+    assert "can't take the data" not in printed
+    assert "in forward" in printed
+    assert "shapes cannot be multiplied" in printed
+
+
 def test_output_that_does_not_fit_the_loss_names_both_shapes(command, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     answer = command(*SHORT, "model._target_=own.Narrow")
@@ -487,6 +513,14 @@ class Narrow(nn.Module):
         super().__init__()
         self.layer = nn.Linear(10, 4)
     def forward(self, x): return self.layer(x)
+class Late(Narrow):
+    """Its third batch has another shape."""
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(10, 5), 0
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x if self.calls < 3 else x[:, :7])
 class Nan:
     """The loss is NaN from one step on."""
     def __init__(self, step): self.step, self.steps = step, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,14 +54,14 @@ def command(warm, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str]
 
 @pytest.fixture
 def evaluate(command, trained) -> Callable[..., dict[str, float]]:
-    """The metrics of an evaluation, which lie in a run directory of its own beside that of the training."""
+    """The metrics of an evaluation in a folder of the user's choice."""
 
     def run(*overrides: str) -> dict[str, float]:
-        before = set(trained.parent.iterdir()) | set(Path.cwd().glob("outputs/toy/*"))
+        before = set(trained.rglob("*"))
         assert command("job=eval", "path.outputs=evaluations", *overrides) == (0, "")
-        assert set(trained.parent.iterdir()) <= before
-        newest = max(Path("evaluations/toy").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        metrics: dict[str, float] = results.metrics(newest)
+        assert set(trained.rglob("*")) == before
+        newest = max(Path("evaluations/toy/eval").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        metrics: dict[str, float] = results.results(newest)["metrics"]
         return metrics
 
     return run
@@ -126,7 +127,7 @@ def test_what_is_typed_is_applied_and_what_was_saved_stays(evaluate, trained, tm
     """5 batches of 4 samples; the saved configuration has what today's defaults don't."""
     found = evaluate(f"checkpoint.path={trained}", "trainer.limit_test_batches=2", "data.batch_size=7")
     assert found == close(plain(results.weights(trained), "test", samples=8))
-    (run_dir,) = tmp_path.glob("evaluations/toy/*")
+    (run_dir,) = tmp_path.glob("evaluations/toy/eval/*")
     saved = yaml.safe_load((trained / "config.yaml").read_text())
     used = yaml.safe_load((run_dir / "config.yaml").read_text())
     changed = {
@@ -148,7 +149,7 @@ def test_what_follows_a_typed_key_follows_it(command, train, tmp_path):
     run_dir = train("recipe=toy", "data=rooted", "data.root=one", "trainer.max_steps=1", "logger=none")
     status, said = command("job=eval", f"checkpoint.path={run_dir}", "data.root=two", "path.outputs=evaluations")
     assert (status, said) == (0, "")
-    (evaluation,) = tmp_path.glob("evaluations/toy/*")
+    (evaluation,) = tmp_path.glob("evaluations/toy/eval/*")
     used = yaml.safe_load((evaluation / "config.yaml").read_text())
     assert (used["data"]["root"], used["data"]["datasets"]["root"]) == ("two", "two")
     assert (tmp_path / "asked_for").read_text().split() == ["one", "two"]
@@ -168,13 +169,52 @@ def points(root):
 """
 
 
+def test_evaluations_lie_in_the_run_that_they_evaluate(command, trained, tmp_path):
+    """And are no runs to resume: neither the newest unfinished one, nor by their names."""
+    run = Path(shutil.copytree(trained, tmp_path / "outputs" / "toy" / trained.name, symlinks=True))
+    before = {path.name for path in run.iterdir()}
+    for path in (run, run / "checkpoints" / "best"):
+        assert command("job=eval", f"checkpoint.path={path}") == (0, "")
+    assert command("job=predict", f"checkpoint.path={run}/last", "predict.output=mine.csv") == (0, "")
+    assert list(run.parent.iterdir()) == [run]
+    assert {path.name for path in run.iterdir()} - before == {"eval", "predict"}
+    folders = [*(run / "eval").iterdir(), *(run / "predict").iterdir()]
+    assert len(folders) == 3
+    for folder in folders:
+        assert {path.name for path in folder.iterdir()} == {"config.yaml", "overrides.yaml", "run.json", "logs"}
+    status, said = command(f"resume={folders[0]}")
+    assert (status, said) == (
+        2,
+        f"resume={folders[0]}: this is the directory of a job=eval. Only a training can be resumed.\n",
+    )
+    record = results.run_file(run)
+    (run / "run.json").write_text(json.dumps(record | {"status": "failed"}))
+    status, said = command("recipe=toy", "resume=auto", "trainer.max_epochs=3")
+    assert status == 0
+    assert said.startswith(f"resume=auto: outputs/toy/{run.name} (failed; checkpoint of step ")
+
+
+def test_a_run_that_cannot_be_written_is_evaluated_elsewhere(command, trained, tmp_path):
+    run = Path(shutil.copytree(trained, tmp_path / "outputs" / "toy" / trained.name, symlinks=True))
+    (run / "eval").write_text("in the way, as root may write everywhere\n")
+    status, said = command("job=eval", f"checkpoint.path={run}")
+    assert (status, said) == (
+        2,
+        f"The run directory can't be made under {run}/eval: Not a directory.\n"
+        "Choose a folder that can be written with path.outputs=FOLDER.\n",
+    )
+    assert command("job=eval", f"checkpoint.path={run}", "path.outputs=elsewhere") == (0, "")
+    assert len(list(tmp_path.glob("elsewhere/toy/eval/*/run.json"))) == 1
+
+
 def test_a_sweep_of_evaluations(command, trained, tmp_path):
-    overrides = ("path.outputs=evaluations", f"checkpoint.path={trained}", "eval.part=val,test")
-    assert command("-m", "job=eval", *overrides) == (0, "")
-    (folder,) = tmp_path.glob("evaluations/multirun/*")
+    run = Path(shutil.copytree(trained, tmp_path / "copied", symlinks=True))
+    assert command("-m", "job=eval", f"checkpoint.path={run}", "eval.part=val,test") == (0, "")
+    (folder,) = run.glob("eval/*")
+    assert not Path("outputs").exists()
     weights = results.weights(trained)
-    assert results.metrics(folder / "0") == close(plain(weights, "val"))
-    assert results.metrics(folder / "1") == close(plain(weights, "test"))
+    assert results.results(folder / "0")["metrics"] == close(plain(weights, "val"))
+    assert results.results(folder / "1")["metrics"] == close(plain(weights, "test"))
 
 
 # Predict
@@ -291,7 +331,7 @@ def test_a_part_that_is_not_there(command, trained, tmp_path, job):
         2,
         "trainer.limit_test_batches=0 leaves nothing of the test part. Set trainer.limit_test_batches=null.\n",
     )
-    assert not (tmp_path / "predictions.csv").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_task_that_can_not_predict(command, trained, tmp_path):

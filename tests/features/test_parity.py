@@ -90,9 +90,9 @@ def compared(warm, tmp_path, monkeypatch, capfd, own_state) -> Compared:
     monkeypatch.chdir(tmp_path)
 
     def run(*overrides: str) -> tuple[int, dict[str, Any], str]:
-        before = set(tmp_path.glob("outputs/*/*"))
+        before = set(tmp_path.glob("outputs/*/parity/*"))
         status = cli.main(["job=parity", "trainer.gpus=0", *overrides], warm=warm)
-        (folder,) = set(tmp_path.glob("outputs/*/*")) - before
+        (folder,) = set(tmp_path.glob("outputs/*/parity/*")) - before
         assert list(folder.rglob("*.pt")) == []
         printed = capfd.readouterr()
         assert printed.err == ""

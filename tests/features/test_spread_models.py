@@ -83,9 +83,10 @@ def test_it_goes_on_from_a_run_that_was_whole(train, whole_run):
 
 @pytest.mark.parametrize("procs", [1, 2])
 def test_its_weights_are_evaluated_as_any_others(train, spread_run, procs):
-    evaluated = train("job=eval", "eval.part=val", f"checkpoint.path={spread_run}", f"topology.procs_per_node={procs}")
+    typed = ("eval.part=val", f"topology.procs_per_node={procs}", "path.outputs=outputs")
+    evaluated = train("job=eval", f"checkpoint.path={spread_run}", *typed)
     loss = toy_loss(results.weights(spread_run), part="val")
-    assert results.metrics(evaluated)["val/loss"] == pytest.approx(loss, rel=1e-6)
+    assert results.results(evaluated)["metrics"]["val/loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_a_new_run_begins_with_its_weights(train, spread_run):

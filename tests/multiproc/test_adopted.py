@@ -175,6 +175,15 @@ def test_what_rank_0_only_answers_ends_the_others_in_silence(port: int, tmp_path
     assert "max_epochs" in first[1]
 
 
+def test_what_only_the_ranks_can_refuse_is_said_once_and_leaves_nothing(port: int, tmp_path: Path) -> None:
+    environments = [by_hand(rank, world=2, port=port) for rank in range(2)]
+    first, second = ended(environments, *TOY, "strategy._target_=framework.strategies.ddpp", cwd=tmp_path)
+    assert (first[0], second[0]) == (2, 2)
+    assert "Did you mean framework.strategies.ddp?" in first[2]
+    assert second[2] == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.exhaustive
 def test_another_launcher_that_is_typed_begins_a_run_of_its_own(port: int, tmp_path: Path) -> None:
     environ = by_hand(1, world=2, port=port)

@@ -174,7 +174,7 @@ def test_a_slow_link_between_hosts_is_named(tmp_path: Path, starting: Callable[.
         assert statuses == ([1, 0, 0] if starting is of_kubernetes else [1, 1, 1]), all_started[0].printed()
         for each in all_started:
             each.assert_all_gone()
-        (run_dir,) = tmp_path.glob("outputs/toy/*")
+        (run_dir,) = tmp_path.glob("outputs/toy/preflight/*")
         found = found_in(run_dir)
         assert (found["slowest_link"]["ranks"], found["slowest_link"]["stands_out"]) == ([1, 2], True)
         assert [each["check"] for each in found["failures"]] == ["link bandwidth"]

@@ -356,6 +356,7 @@ class TestResume:
     def test_it_can_be_resumed_again(self, requests: list[Request], run_dir: RunDir) -> None:
         assert cli.main([f"resume={run_dir.path}", "trainer.max_epochs=9"]) == 0
         save_config(run_dir, requests.pop())
+        run_dir.checkpoints.mkdir()
         assert cli.main([f"resume={run_dir.checkpoints}", "recipe=toy"]) == 0
         (request,) = requests
         assert request.config.trainer.max_epochs == 9

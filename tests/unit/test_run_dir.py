@@ -20,7 +20,7 @@ import pytest
 
 from framework import run_dir as run_dir_module
 from framework.errors import RequestError
-from framework.run_dir import RunDir, create_run_dir, locked, write_atomically
+from framework.run_dir import RunDir, create_run_dir, locked, new_run_dir, write_atomically
 
 # Makes one directory as soon as the file `go` is there, with names of which only 16 are possible in a second.
 _ONE_OF_MANY = """
@@ -42,7 +42,7 @@ def test_the_layout_is_the_same_for_every_run(tmp_path: Path) -> None:
     assert abs((datetime.now() - datetime.strptime(time, "%Y-%m-%d_%H-%M-%S")).total_seconds()) < 60
     assert len(token) == 4
     assert int(token, 16) >= 0
-    assert sorted(path.name for path in run_dir.path.iterdir()) == ["checkpoints", "logs"]
+    assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs"]
     assert run_dir.rank_log(3) == run_dir.logs / "rank_3.log"
     named = (
         run_dir.config_file,
@@ -125,6 +125,26 @@ def test_when_every_name_is_taken_it_says_so(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RequestError, match="were all taken"):
         create_run_dir(tmp_path / "some")
     assert (taken / "mine").exists()
+
+
+def test_a_refused_run_leaves_nothing_and_no_other_run_goes_with_it(tmp_path: Path) -> None:
+    def refuse(parent: Path, *, beside: bool = False) -> None:
+        with new_run_dir(parent) as run_dir:
+            run_dir.rank_log(0).write_text("refused")
+            if beside:
+                create_run_dir(parent, name="other")
+            raise RequestError("refused")
+
+    with pytest.raises(RequestError):
+        refuse(tmp_path / "outputs" / "some" / "eval")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RequestError):
+        refuse(tmp_path / "outputs" / "some", beside=True)
+    assert [path.name for path in (tmp_path / "outputs" / "some").iterdir()] == ["other"]
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RequestError):
+        refuse(tmp_path / "mine")
+    assert list(tmp_path.glob("mine/*")) == []
 
 
 @pytest.mark.parametrize("in_the_way", ["outputs", "outputs/some"])

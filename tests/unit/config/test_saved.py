@@ -56,7 +56,7 @@ def test_the_recipe_is_named_once(run_dir: RunDir) -> None:
 def test_the_checkpoints_stand_for_the_run(run_dir: RunDir) -> None:
     save_config(run_dir, Request(raw_config()))
     step = run_dir.checkpoints / "step_00000001"
-    step.mkdir()
+    step.mkdir(parents=True)
     for pointer in ("last", "best"):
         (run_dir.checkpoints / pointer).symlink_to(step.name)
     for last in (run_dir.path, run_dir.checkpoints, run_dir.checkpoints / "last"):
@@ -67,6 +67,7 @@ def test_the_checkpoints_stand_for_the_run(run_dir: RunDir) -> None:
 
 def test_something_else_in_a_run_is_refused(run_dir: RunDir) -> None:
     save_config(run_dir, Request(raw_config()))
+    run_dir.checkpoints.mkdir()
     (run_dir.checkpoints / "file").touch()
     for place in (run_dir.logs, run_dir.config_file, run_dir.checkpoints / "file"):
         with pytest.raises(ConfigError, match="neither a run directory nor one of its checkpoints") as caught:
