@@ -39,15 +39,16 @@ class Phase(IntEnum):
     STARTING = 0  # reading the configuration, building the data
     MEETING = 1  # waiting for the other ranks, to form the process group
     PREFLIGHT = 2  # checking what they exchange, where that is asked for
-    BUILDING = 3  # model, optimizer, restoring a checkpoint
-    DATA = 4
-    FORWARD = 5
-    BACKWARD = 6  # with the exchange of gradients
-    OPTIMIZER = 7
-    LOGGING = 8
-    EVALUATE = 9
-    CHECKPOINT = 10
-    CLOSING = 11
+    COLLECTIVES = 3  # showing them: job=collectives
+    BUILDING = 4  # model, optimizer, restoring a checkpoint
+    DATA = 5
+    FORWARD = 6
+    BACKWARD = 7  # with the exchange of gradients
+    OPTIMIZER = 8
+    LOGGING = 9
+    EVALUATE = 10
+    CHECKPOINT = 11
+    CLOSING = 12
 
     @property
     def label(self) -> str:

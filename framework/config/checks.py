@@ -14,6 +14,7 @@ from framework.config.suggest import did_you_mean, nearest
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "overfit_batches")
 _ONE_NODE = ("in_place", "local")
+_SHOWN_BACKENDS = (BackendName.GLOO.value, BackendName.NCCL.value)
 
 
 def check(config: Config) -> None:
@@ -252,7 +253,7 @@ def _weights_to_use(config: Config) -> Iterator[str]:
                 "Tuning keeps nothing to go on from, so begin anew: leave it out. To begin with the weights of a "
                 f"training use init_from={config.resume}"
             )
-        elif config.job not in ("plan", "preflight"):
+        elif config.job not in ("plan", "preflight", "collectives"):
             instead = f"Use checkpoint.path={config.resume}"
         yield f"resume can't go with job={config.job}: it goes on with training. {instead}."
 
@@ -269,6 +270,31 @@ def _pipeline(config: Config) -> Iterator[str]:
         yield (
             "strategy=pipeline can't go with job=parity: it compares what whole models compute for each sample, and no "
             "process has one. Use strategy=ddp, whose weights a pipeline's are equal to."
+        )
+
+
+def _collectives(config: Config) -> Iterator[str]:
+    settings = config.collectives
+    for name in settings.backends or ():
+        if name not in _SHOWN_BACKENDS:
+            guess = nearest(name, _SHOWN_BACKENDS)
+            yield (
+                f"collectives.backends names {name}: each must be one of {', '.join(_SHOWN_BACKENDS)}."
+                f"{did_you_mean(guess)}"
+            )
+    if settings.backends == ():
+        yield "collectives.backends=[] shows nothing. Use null for the run's backend, or [gloo] for instance."
+    if config.job != "collectives":
+        return
+    if settings.delay >= config.backend.timeout:
+        yield (
+            f"collectives.delay={settings.delay:g} s must be less than backend.timeout={config.backend.timeout:g} s, "
+            "after which the receiver gives up."
+        )
+    if BackendName.NCCL.value in (settings.backends or ()) and config.trainer.gpus == 0:
+        yield (
+            "collectives.backends names nccl, which needs GPUs, and trainer.gpus=0 uses none. "
+            "Use collectives.backends=[gloo]."
         )
 
 
@@ -317,5 +343,6 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _monitors,
     _weights_to_use,
     _pipeline,
+    _collectives,
     _tuned,
 )

@@ -251,6 +251,14 @@ class PreflightConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectivesConfig:
+    """Of job=collectives."""
+
+    backends: Texts | None = None  # gloo, nccl: shown side by side; null: the run's own backend
+    delay: Duration = Duration(1.0)  # how late the sender of isend/irecv is
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneConfig:
     """Of job=tune. Names are Lightning's, where its Tuner has one."""
 
@@ -297,6 +305,7 @@ class Config:
     parity: ParityConfig
     # May be written as true or false, too: then that is its key `enabled`.
     preflight: PreflightConfig = field(default=PreflightConfig(), metadata={"switch": True})
+    collectives: CollectivesConfig = CollectivesConfig()
     tune: TuneConfig = TuneConfig()
     export: ExportConfig
     path: PathConfig

@@ -33,7 +33,10 @@ SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 class Swap(NamedTuple):
-    """One round of one rank: it sends the parts `sent` to `partner` and gets `kept` of it, both as (first, end)."""
+    """One round of one rank on the way there: it sends the parts `sent` to `partner`, and receives and adds `kept`.
+
+    Both as (first, end); equal for nothing. On the way back it sends `kept`, finished, and receives `sent`.
+    """
 
     partner: int
     sent: tuple[int, int]
@@ -52,6 +55,30 @@ def halvings(rank: int, num_ranks: int) -> Iterator[Swap]:
         kept, sent = (upper, lower) if rank & distance else (lower, upper)
         yield Swap(rank ^ distance, sent, kept)
         distance //= 2
+
+
+def inner_ranks(num_ranks: int) -> int:
+    """Return the largest power of two in the number of ranks: as many swap halves, and there are as many parts."""
+    return 1 << (num_ranks.bit_length() - 1)
+
+
+def rounds(rank: int, num_ranks: int) -> Iterator[Swap | None]:
+    """Yield the rounds of the way there, as many for every rank; None for one that this rank sits out.
+
+    The rounds of the way back are the same in reverse.
+    """
+    inner = inner_ranks(num_ranks)
+    everything, nothing = (0, inner), (0, 0)
+    if inner < num_ranks:
+        if rank >= inner:
+            yield Swap(rank - inner, sent=everything, kept=nothing)
+        else:
+            outer = rank + inner
+            yield Swap(outer, sent=nothing, kept=everything) if outer < num_ranks else None
+    if rank < inner:
+        yield from halvings(rank, inner)
+    else:
+        yield from [None] * (inner.bit_length() - 1)
 
 
 @torch.no_grad()
@@ -83,7 +110,7 @@ class _Butterfly:
     def __init__(self, flat: Tensor, *, is_mean: bool, group: dist.ProcessGroup | None) -> None:
         self.flat, self.group = flat, group
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.inner = 1 << (self.world_size.bit_length() - 1)  # the largest power of two in it
+        self.inner = inner_ranks(self.world_size)
         self.is_mean = is_mean
         self.limit = _limit(group)
 
@@ -92,24 +119,16 @@ class _Butterfly:
         divides_first = self.is_mean and self.flat.dtype is torch.float16
         if divides_first:
             self.flat.div_(self.world_size)
-        if self.rank >= self.inner:
-            within = self.rank - self.inner
-            self._exchange(within, sent=self.flat)
-            self._exchange(within, received=self.flat)
-            return
-        outer = self.rank + self.inner
-        is_doubled = outer < self.world_size
-        if is_doubled:
-            self._add_from(outer, self.flat)
-        swaps = list(halvings(self.rank, self.inner))
+        swaps = [swap for swap in rounds(self.rank, self.world_size) if swap is not None]
         for swap in swaps:
-            self._add_from(swap.partner, self._parts(swap.kept), sent=self._parts(swap.sent))
-        if self.is_mean and not divides_first:
+            kept = self._parts(swap.kept)
+            received = torch.empty_like(kept)
+            self._exchange(swap.partner, sent=self._parts(swap.sent), received=received)
+            kept.add_(received)
+        if self.is_mean and not divides_first and self.rank < self.inner:
             self._parts((self.rank, self.rank + 1)).div_(self.world_size)
         for swap in reversed(swaps):
             self._exchange(swap.partner, sent=self._parts(swap.kept), received=self._parts(swap.sent))
-        if is_doubled:
-            self._exchange(outer, sent=self.flat)
 
     def _parts(self, ends: tuple[int, int]) -> Tensor:
         """The values of these parts; parts are as equal as can be, and some are empty where there are fewer values."""
@@ -117,16 +136,11 @@ class _Butterfly:
         first, end = (number * size // self.inner for number in ends)
         return self.flat[first:end]
 
-    def _add_from(self, partner: int, values: Tensor, *, sent: Tensor | None = None) -> None:
-        received = torch.empty_like(values)
-        self._exchange(partner, sent=sent, received=received)
-        values.add_(received)
-
-    def _exchange(self, partner: int, *, sent: Tensor | None = None, received: Tensor | None = None) -> None:
-        """Both at once, so that neither rank waits for the other to receive; nothing is sent where there is nothing."""
+    def _exchange(self, partner: int, *, sent: Tensor, received: Tensor) -> None:
+        """Do both at once, so that neither rank waits for the other to receive; leave out what has no values."""
         given = ((dist.isend, sent), (dist.irecv, received))
         # As many values on the other side: it leaves the same out.
-        present = [(how, tensor) for how, tensor in given if tensor is not None and tensor.numel()]
+        present = [(how, tensor) for how, tensor in given if tensor.numel()]
         posted = [dist.P2POp(how, tensor, partner, self.group) for how, tensor in present]
         for work in dist.batch_isend_irecv(posted) if posted else ():
             if self.limit is None:

@@ -24,6 +24,8 @@ _BY_PHASE = {
     "preflight": "It was checking what it exchanges with the others: the last lines of its log name the check. Look at "
     "its device, and at the network between it and them. If it is only slow, raise backend.timeout for job=preflight, "
     "backend.init_timeout before training.",
+    "collectives": "The last line of its log names the exchange. Look at the network between it and the others. If it "
+    "is only slow, raise backend.timeout.",
     "building": "It was building the model or reading a checkpoint. If it is only slow, raise backend.init_timeout.",
     "data": "It was loading data: look at its disk and its share of the files. Where a worker loads, "
     "data.num_workers=0 shows the line. If it is only slow, raise backend.timeout.",

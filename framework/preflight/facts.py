@@ -34,7 +34,7 @@ def facts(config: Config, context: Context, run_dir: RunDir) -> dict[str, Any]:
         "node": context.node_rank,
         "host": socket.gethostname(),
         "local_rank": context.local_rank,
-        "devices": [_device(device) for device in dict.fromkeys(context.devices)],
+        "devices": [device_name(device) for device in dict.fromkeys(context.devices)],
         "driver": _driver(context.device),
         "versions": _versions(context.device),
         "cores": cpu_count(),
@@ -42,7 +42,7 @@ def facts(config: Config, context: Context, run_dir: RunDir) -> dict[str, Any]:
         "free_disk_bytes": free_bytes(run_dir.path),
         "free_shm_bytes": free_bytes(_SHM),
         "data_root": data_root(config.data.root),
-        "interconnect": _interconnect() if context.local_rank == 0 else None,
+        "interconnect": interconnect() if context.local_rank == 0 else None,
         "room_bytes": _room(context),
     }
 
@@ -64,7 +64,8 @@ def data_root(root: str | None) -> dict[str, str] | None:
     return {"path": str(path), "state": "there" if readable else "not readable" if path.exists() else "missing"}
 
 
-def _device(device: torch.device) -> dict[str, str]:
+def device_name(device: torch.device) -> dict[str, str]:
+    """Return `device` and `name` as a person reads them."""
     name = _processor() if device.type == "cpu" else _accelerator(device)
     return {"device": str(device), "name": name}
 
@@ -107,8 +108,8 @@ def _versions(device: torch.device) -> dict[str, str]:
     return found
 
 
-def _interconnect() -> str | None:
-    """What `nvidia-smi topo -m` prints; None without that program, or where it doesn't answer."""
+def interconnect() -> str | None:
+    """Return what `nvidia-smi topo -m` prints; None without that program, or if it doesn't answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

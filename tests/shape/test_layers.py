@@ -49,7 +49,7 @@ LAYERS: tuple[tuple[str, set[str]], ...] = (
     ("L5", {"build"}),
     ("L6", {"session"}),
     ("L6", {"restoring", "headroom", "preflight"}),
-    ("L6", {"engine", "inference"}),
+    ("L6", {"engine", "inference", "collectives_demo"}),
     ("L6", {"planning", "tracing", "parity", "tune"}),
     ("L6", {"onnx_file"}),
     ("L6", {"exporting"}),

@@ -29,6 +29,7 @@ _RAW: dict[str, Any] = {
         "min_free_disk": None,
         "min_shm": None,
     },
+    "collectives": {"backends": None, "delay": "1s"},
     "tune": {
         "find_batch_size": True,
         "find_lr": True,

@@ -60,6 +60,17 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"job": "preflight", "resume": "run"}, "it goes on with training. Leave it out."),
         ({"job": "parity", "resume": "run"}, "To begin with its weights use init_from=run"),
         ({"job": "tune", "resume": "run"}, "Tuning keeps nothing to go on from, so begin anew: leave it out."),
+        ({"job": "collectives", "resume": "run"}, "it goes on with training. Leave it out."),
+        ({"collectives.backends": ["gloo", "ncll"]}, "must be one of gloo, nccl. Did you mean nccl?"),
+        ({"collectives.backends": []}, "Use null for the run's backend"),
+        (
+            {"job": "collectives", "collectives.delay": "10m"},
+            "collectives.delay=600 s must be less than backend.timeout",
+        ),
+        (
+            {"job": "collectives", "collectives.backends": ["nccl"], "trainer.gpus": 0},
+            "Use collectives.backends=[gloo]",
+        ),
         ({"job": "tune", "tune.find_batch_size": False, "tune.find_lr": False}, "so there is nothing to look for"),
         ({"job": "tune", "tune.min_lr": 10}, "tune.min_lr=10 must be less than tune.max_lr=10."),
         ({"job": "tune", "trainer.overfit_batches": 2}, "trainer.overfit_batches can't go with job=tune"),

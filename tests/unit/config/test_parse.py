@@ -171,7 +171,7 @@ OPTIONAL = {
         "trainer.profiler",
         "trainer.activation_checkpointing",
     ),
-    *(key for key in schema_keys() if key.partition(".")[0] in ("preflight", "tune")),
+    *(key for key in schema_keys() if key.partition(".")[0] in ("preflight", "collectives", "tune")),
     *("topology.procs_per_node", "topology.gpus_per_process", "scheduler.schedule", "scheduler.monitor"),
     "scheduler.total_steps",
     *("trainer.gpus", "trainer.max_epochs", "trainer.max_steps", "trainer.gradient_clip_val", "trainer.num_threads"),

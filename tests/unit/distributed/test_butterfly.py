@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.distributed.butterfly import halvings
+from framework.distributed.butterfly import halvings, rounds
 from framework.launch.warm import WarmServer
 from tests.helpers.ranks import left_by_ranks
 
@@ -25,6 +25,20 @@ def test_partners_swap_what_the_other_keeps_until_each_has_one_part(num_ranks: i
             assert sorted((swap.sent, swap.kept)) == [(held[0], sum(held) // 2), (sum(held) // 2, held[1])]
             held = swap.kept
         assert held == (rank, rank + 1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 6, 7, 12])
+def test_whoever_sends_has_a_partner_who_receives_in_the_same_round(num_ranks: int) -> None:
+    by_rank = [list(rounds(rank, num_ranks)) for rank in range(num_ranks)]
+    (number,) = {len(each) for each in by_rank}
+    inner = 1 << (num_ranks.bit_length() - 1)
+    assert number == inner.bit_length() - 1 + (inner < num_ranks)
+    for rank, swaps in enumerate(by_rank):
+        for place, swap in enumerate(swaps):
+            if swap is not None:
+                assert by_rank[swap.partner][place] == (rank, swap.kept, swap.sent)
+    alone = [rank for rank, swaps in enumerate(by_rank) if swaps and swaps[0] is None]
+    assert alone == list(range(num_ranks - inner, inner) if inner < num_ranks else [])
 
 
 @pytest.mark.multiproc
