@@ -16,19 +16,20 @@ from torch.optim import Optimizer
 from framework.checkpoint.replicas import REPLICAS, replicas
 from framework.distributed.context import Context
 from framework.distributed.tensors import is_model_spread, local
-from framework.errors import DataError
+from framework.errors import ConfigError, DataError
 from framework.meter import Meter
 from framework.optim import Schedule, lay_out_state, with_own_kernels
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.pulse import Phase
 from framework.seed import generator_states, restore_generator_states
+from framework.strategies.trained import described_change
 from framework.types import Callback, Logger, Strategy, Task, Window, replicas_differ
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts:
-    """What a run is made of. `model` is as the strategy wrapped it."""
+    """What a run is made of. `model` is as the strategy wrapped it: another one after a `rewrap`."""
 
     model: nn.Module
     task: Task
@@ -55,6 +56,26 @@ class Parts:
             return loss
 
         return run_window
+
+    def rewrap(self, changed: Mapping[str, bool]) -> None:
+        """Have the strategy rebuild what it made for the parameters that were trained before.
+
+        changed: name → whether it is trained now. Raises ConfigError for a strategy that can't, and where nothing is
+        left to train; what the strategy raises passes.
+        """
+        rewrap = hooks([self.strategy], "rewrap")
+        if not rewrap:
+            raise ConfigError(
+                f"requires_grad of parameters has changed after the start ({described_change(changed)}), and "
+                f"strategy {type(self.strategy).__name__} has no method `rewrap` to follow that.\n"
+                "Set requires_grad when the model is made, or write that method: see framework.Strategy."
+            )
+        self.model = rewrap[0](self.model, changed=changed)
+        if not any(parameter.requires_grad for parameter in self.bare_model.parameters()):
+            raise ConfigError(
+                f"No parameter is left to train ({described_change(changed)}).\n"
+                "Leave one trained, or end training: a callback returns framework.Stop(reason)."
+            )
 
     @contextmanager
     def traceless(self, context: Context) -> Iterator[None]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -28,8 +28,9 @@ from framework.config.schema import RankLosses, TrainerConfig
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.stream_loader import StreamEvalLoader, StreamLoader
 from framework.device_usage import DeviceUsage
-from framework.distributed.collectives import gather_to_all
+from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.distributed.context import Context
+from framework.drift import check_equal, digest_of
 from framework.ending import Ending
 from framework.errors import DiskError
 from framework.evaluator import evaluate
@@ -43,8 +44,10 @@ from framework.progress import Progress, Throughput, flush, hooks
 from framework.pulse import Phase
 from framework.rank_log import logger, show
 from framework.seed import generator_states
+from framework.strategies.trained import described_change
 from framework.timing import Timing
-from framework.types import EvalReport, FitInfo, StepReport, Stop, Window
+from framework.trainable import Trainable
+from framework.types import EvalReport, FitInfo, StepReport, Stop, Window, num_stages
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
@@ -98,7 +101,8 @@ class Trainer:
         self._meter = Meter()
         self._throughput = Throughput()
         self._usage = DeviceUsage(context.devices)
-        self._parameters = [p for p in parts.bare_model.parameters() if p.requires_grad]
+        self._trainable = Trainable(parts.bare_model)
+        self._saved_trainable: Sequence[str] | None = None  # names of those trained, in the checkpoint resumed from
         self._step: Callable[[], object] = lambda: parts.optimizer.step()
         self._drop_gradients = gradient_dropper(parts.optimizer)
         self._after_update = hooks([parts.strategy], "after_update")
@@ -118,6 +122,8 @@ class Trainer:
         self.start_step = self.progress.step
         parts, settings, progress = self.parts, self.settings, self.progress
         observe_step = self._bind()
+        if self._saved_trainable is not None:
+            self._restore_trainable(self._saved_trainable)
         if self.restore_generators is not None:
             self.restore_generators()
         if self.checkpoints is not None:
@@ -157,6 +163,8 @@ class Trainer:
 
         Each mean loss weighs W times its share of the global batch: strategies average gradients over the W ranks.
         """
+        if self._trainable.has_changed():
+            self._follow_trainable()
         parts, mark = self.parts, self._watch.at
         if self._run_window is not None:  # the strategy's own way through forward and backward
             loss = self._run_window(window, step=self.progress.step + 1)
@@ -183,6 +191,26 @@ class Trainer:
         self._update()
         return output.loss.detach()
 
+    def _follow_trainable(self) -> None:
+        """Rebuild what depends on which parameters are trained: a model or callback has changed `requires_grad`."""
+        self._watch.apart(Phase.BUILDING)
+        parts, checkpoints, before = self.parts, self.checkpoints, self.parts.model
+        if checkpoints is not None:
+            checkpoints.before_update()  # a strategy may change weights
+        changed = self._trainable.update()
+        parts.rewrap(changed)
+        if self.settings.compile is not None and parts.model is not before:
+            parts.model.compile(mode=self.settings.compile.value)
+        if checkpoints is not None:
+            checkpoints.watch(parts.changed_by_updates())
+        logger.info("trained parameters after step %d: %s", self.progress.step, described_change(changed))
+
+    def _restore_trainable(self, names: Sequence[str]) -> None:
+        """Train what was trained when the checkpoint was made, whatever model and callbacks begin with."""
+        self._trainable.restore(names)
+        if self._trainable.has_changed():
+            self._follow_trainable()
+
     def _mark(self, phase: Phase) -> None:
         """For a strategy that runs windows itself. Backward is timed with the forward."""
         (self._pulse if phase is Phase.BACKWARD else self._watch).at(phase)
@@ -194,7 +222,7 @@ class Trainer:
         scaler = parts.precision.scaler
         if settings.gradient_clip_val is not None or (self.progress.step + 1) % settings.log_every_n_steps == 0:
             scaler.unscale_(parts.optimizer)
-            self._grad_norm = self._look_at_gradients(self._parameters)
+            self._grad_norm = self._look_at_gradients(self._trainable.parameters)
         if self.checkpoints is not None:
             self.checkpoints.before_update()
         self._lr = parts.optimizer.param_groups[0]["lr"]
@@ -217,11 +245,15 @@ class Trainer:
         """
         self._watch.apart(Phase.LOGGING)
         by_clock = self.checkpoints is not None and self.checkpoints.due_time()
-        extra = [float(self.ending.wish is not None), float(by_clock), *self.timing.row()]
+        here = [self.ending.wish is not None, by_clock, self._trainable.has_changed()]
+        extra = [*map(float, here), *self.timing.row()]
         with_rank_losses = self.settings.log_rank_losses is not RankLosses.OFF
-        values, (wishes, saves, *times) = self._meter.reduce(
+        values, (wishes, saves, changes, *times) = self._meter.reduce(
             self.context, extra=extra, with_rank_losses=with_rank_losses
         )
+        if changes:  # on some ranks: all take part, so that they learn of a difference
+            self._follow_trainable()
+            self._watch.apart(Phase.LOGGING)
         self._save_asked = saves > 0
         if with_rank_losses and LOSS in values:
             self._log_rank_losses(values)
@@ -280,7 +312,12 @@ class Trainer:
         if self.checkpoints is None:
             return
         self._watch.apart(Phase.CHECKPOINT)
-        check_finite(self._parameters, self._meter, step=self.progress.step, epoch=epoch, context=self.context)
+        # What is saved has to be of the parameters that are trained from here on.
+        if any_over_ranks(self._trainable.has_changed(), self.context):
+            self._follow_trainable()
+            self._watch.apart(Phase.CHECKPOINT)
+        step, trained = self.progress.step, self._trainable.parameters
+        check_finite(trained, self._meter, step=step, epoch=epoch, context=self.context)
         began = time.perf_counter()
         flush(self.parts.loggers.values())
         fresh = self._evaluated_step == self.progress.step
@@ -297,15 +334,23 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything a later run needs to go on from here. Every rank must call it; the same on every rank.
 
+        Raises RunError, on every rank, where ranks that should have the same weights don't.
+
         `model` holds the weights to evaluate; where a callback averages them, those to train on are in `training`.
         Where the model is spread over ranks there is `sharded` in its place, of which each rank has its part.
         """
         training = self.parts.state_dict(self.context)
         weights = self.parts.add_weights(training)
         training |= {"progress": self.progress.state_dict(), "val_metrics": dict(self.val_metrics)}
+        strategy, model = self.parts.strategy, self.parts.bare_model
+        digest = digest_of(model, strategy, self.context)
+        # The first rank has them all, except where each has some stages.
+        trained = self._trainable.names if self.context.is_main or num_stages(strategy) is not None else []
         mine = (generator_states(self.context.devices), self._meter.state_dict(), self.ending.wish)
-        of_ranks = gather_to_all((*mine, self.train_loader.state_dict()), self.context)
-        generators, training["meters"], wishes, streams = map(list, zip(*of_ranks, strict=True))
+        of_ranks = gather_to_all((*mine, self.train_loader.state_dict(), digest, trained), self.context)
+        generators, training["meters"], wishes, streams, digests, names = map(list, zip(*of_ranks, strict=True))
+        check_equal(digests, model, self.context, step=self.progress.step)
+        training["trainable"] = sorted({name for each in names for name in each})
         training["streams"] = [each for each in streams if each is not None]
         training["global_batch_size"] = self.train_loader.global_batch_size
         training["stop"] = {"reason": self.ending.reason, "wishes": wishes}
@@ -317,6 +362,9 @@ class Trainer:
         What had yet to be logged on another number of ranks goes to the first.
         """
         rank, world_size = self.context.rank, self.context.world_size
+        if "trainable" in training:  # no older checkpoint has it
+            self._saved_trainable = training["trainable"]
+            self._restore_trainable(training["trainable"])
         self.parts.load_state_dict(training)
         self.progress.load_state_dict(training["progress"])
         self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)

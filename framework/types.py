@@ -187,6 +187,9 @@ class Strategy(Protocol):
     over all ranks.
     One that has memory of its own for a second copy of all gradients says so with `copies_gradients = True`. Copies
     that each rank keeps from step to step, and in checkpoints, are counted in `gradients_kept`.
+    One that allows `requires_grad` of parameters to change after the start has `rewrap(model, *, changed)`, which every
+    rank on which it has changed calls before its next step. It gets the wrapped model and name → whether it is trained
+    now, rebuilds what it made for the parameters trained before, and gives the module to call in training from here on.
     One that leaves each rank buffers of its own after the start says so with `buffers_differ = True`. One that gives
     rank 0's to all has `take_buffers(model, *, source)`, called by every rank after the last backward of a step of
     which ranks before `source` had no sample (0: also with any other): then all get that rank's, in which the step's
@@ -208,6 +211,9 @@ class Strategy(Protocol):
     DataShare; `run_window(model, window, *, task, precision, add, mark)`, which does forward and backward of all
     micro-batches, calls `add` with what the task gave for each and gives the last loss, detached; and
     `total_norm(norm)`, which makes of the norm of this rank's part that of all. Its `wrap` gets the model on the CPU.
+
+    One that spreads the weights may say in `part` which part of a copy this rank has, so that ranks with the same one
+    are compared with each checkpoint.
     """
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -278,6 +284,12 @@ def gradients_kept(strategy: Strategy) -> int:
 def buffers_differ(strategy: Strategy) -> bool:
     """Whether each rank has buffers of its own, in evaluation too, while weights are the same on all."""
     return bool(getattr(strategy, "buffers_differ", False))
+
+
+def part_of(strategy: Strategy) -> int | None:
+    """Which part of a copy of the model this rank has, 0 where it has all of it; None where that isn't known."""
+    part: int | None = getattr(strategy, "part", None if forward_communicates(strategy) else 0)
+    return part
 
 
 def replicas_differ(strategy: Strategy) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from framework.checkpoint.format import BEST, LAST, step_name, step_of
 from framework.checkpoint.lookup import complete_steps
 from framework.checkpoint.room import require_room
-from framework.checkpoint.snapshot import KeptBuffers, Snapshot, bytes_of, fingerprint, take
+from framework.checkpoint.snapshot import KeptBuffers, Snapshot, bytes_of, fingerprints, take
 from framework.checkpoint.store import WriteShards, check_state, clean, disk_errors, mend_pointer, point, remove, write
 from framework.config.schema import CheckpointConfig, Mode
 from framework.config.suggest import did_you_mean, nearest
@@ -187,7 +187,7 @@ class CheckpointManager:
         is seen here only.
         """
         if self._settings.enabled and self._settings.asynchronous and (self._is_writer or self._together is not None):
-            self._watched, self._marks = list(late), [fingerprint(each) for each in late]
+            self._watched, self._marks = list(late), fingerprints(late)
 
     def go_on_from(self, step: int, *, damaged: Collection[int] = ()) -> None:
         """Training goes on from the checkpoint of `step`: what it is the best of are those up to there that are whole.
@@ -226,8 +226,7 @@ class CheckpointManager:
         self._thread.shutdown(wait=True)
 
     def _check_marks(self) -> None:
-        pairs = zip(self._watched, self._marks, strict=True)
-        if any(fingerprint(each) != mark for each, mark in pairs):
+        if fingerprints(self._watched) != self._marks:
             self._copies_at_once = True
         self._watched, self._marks = [], []
 

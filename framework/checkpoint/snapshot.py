@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any, final
 
@@ -84,18 +84,22 @@ def take(state: Any, *, late: Collection[Tensor], buffers: KeptBuffers) -> Snaps
     return Snapshot(copying.of(state, name=""), copying)
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """The sum of its bytes taken as whole numbers; one change leaves it as it was once in four billion times.
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """Of each tensor the sum of its bytes taken as 64-bit numbers; waits for the device once.
 
-    Waits for the device.
+    One changed number always changes it. Several changes cancel out once in 2**64 times.
     """
+    sums = [_sum_of_bits(tensor) for tensor in tensors]
+    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     raw = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
-    if raw.storage_offset() % 4:
+    if raw.storage_offset() % 8:
         raw = raw.clone()
-    words = raw.numel() // 4 * 4
-    numbers = raw[:words].view(torch.int32).sum(dtype=torch.int64) + raw[words:].sum(dtype=torch.int64)
-    return int(numbers)
+    words = raw.numel() // 8 * 8
+    return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)
 
 
 def bytes_of(state: Any) -> int:

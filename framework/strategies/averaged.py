@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.distributed.context import Context
-from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes, check_dense, refused_sparse, trained
+from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes
 from framework.strategies.buffers import begin_alike, broadcast, buffers_of_ranks, restore_buffers
+from framework.strategies.trained import check_dense, check_same_change, refused_sparse, trained
 from framework.types import Waiting
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -27,7 +28,7 @@ class Averaged(ABC):
     first forward of a step; false leaves each rank its own after the start.
 
     A gradient that some ranks lack counts as zeros there; one that all lack stays None, so that the optimizer leaves
-    its parameter alone. Which parameters are trained is decided when the model is wrapped.
+    its parameter alone.
     """
 
     copies_gradients = True
@@ -61,16 +62,29 @@ class Averaged(ABC):
 
         And for an embedding that says that its gradients are sparse.
         """
-        parameters = trained(model, strategy=self.name)
+        self.lay_out(model)
         if self._is_alone:
             return model
-        check_dense(model, strategy=self.name)
         begin_alike(model)
         self.groups = self.make_groups()
-        self._buckets = [Bucket(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
         self._has_buffers = any(True for _ in model.buffers())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         return model
+
+    @final
+    def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
+        """The same module: from here on the gradients of the parameters that are trained now are averaged."""
+        check_same_change(changed, self._context)
+        self.lay_out(model)
+        return model
+
+    @final
+    def lay_out(self, model: nn.Module) -> None:
+        """Make the buckets for the parameters that are trained. Raises ConfigError as `wrap`."""
+        parameters = trained(model, strategy=self.name)
+        if not self._is_alone:
+            check_dense(model, strategy=self.name)
+            self._buckets = [Bucket(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
 
     @final
     def unwrap(self, model: nn.Module) -> nn.Module:

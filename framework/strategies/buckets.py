@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.errors import ConfigError
 
@@ -90,34 +90,3 @@ class Bucket:
     def sparse(self) -> list[Tensor]:
         """Parameters whose gradient here is sparse."""
         return [each for each in self.parameters if each.grad is not None and each.grad.layout != torch.strided]
-
-
-def trained(model: nn.Module, *, strategy: str, averages: str = "gradients") -> list[nn.Parameter]:
-    """The parameters to train. Raises ConfigError where there are none, as `strategy` has nothing to average then."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ConfigError(
-            f"strategy={strategy} averages {averages}, but no parameter of {type(model).__name__} requires a "
-            "gradient.\nSet requires_grad on those to train, or use one process: topology.procs_per_node=1."
-        )
-    return parameters
-
-
-def check_dense(model: nn.Module, *, strategy: str) -> None:
-    """Raise ConfigError for a module to train that says that its gradients are sparse, as torch's embeddings do."""
-    names = [
-        f"{name}.{own}".lstrip(".")
-        for name, module in model.named_modules()
-        if getattr(module, "sparse", False) is True
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad
-    ]
-    if names:
-        raise refused_sparse(names, strategy=strategy)
-
-
-def refused_sparse(names: Iterable[str], *, strategy: str) -> ConfigError:
-    return ConfigError(
-        f"strategy={strategy} averages dense gradients, and there is a sparse one: {', '.join(names)}.\n"
-        "Make it dense (sparse=False of nn.Embedding), or use strategy=ddp with backend=gloo and comm_hook=null."
-    )

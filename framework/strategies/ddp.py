@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.distributed.group import second_group
 from framework.errors import ConfigError, TopologyError
-from framework.strategies.buckets import check_dense, trained
 from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
 from framework.strategies.hooks import butterfly, find_hook, powersgd_options
 from framework.strategies.powersgd import PowerSGD
+from framework.strategies.trained import check_dense, check_same_change, trained
 from framework.types import Waiting
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -89,6 +90,7 @@ class DDP:
         self._watched = _NOTHING  # around every forward and backward
         self._told = _NOTHING  # around those that exchange
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
+        self._hooks: dict[str, RemovableHandle] = {}  # on parameters
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss with a hook that goes on with what it has of gradients before."""
@@ -106,16 +108,33 @@ class DDP:
         And where statistics of BatchNorm are to be shared and there is none, and for an embedding that says that its
         gradients are sparse with a hook for dense ones.
         """
+        if self._syncs_batchnorm:
+            model = _with_sync_batchnorm(model)
+        return self._wrapped(model)
+
+    def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
+        """Another DistributedDataParallel around the same model. PowerSGD starts from scratch, in other buckets."""
+        check_same_change(changed, self._context)
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        vars(model).pop("_sync_buffers", None)  # with it nothing would free the old one and its buckets
+        # Replicas are equal, and some buffers may be each rank's own.
+        wrapped = self._wrapped(self.unwrap(model), init_sync=False)
+        if self._waiting is not None:
+            self.tell_waiting(wrapped, self._waiting)
+        return wrapped
+
+    def _wrapped(self, model: nn.Module, *, init_sync: bool = True) -> nn.Module:
         trained(model, strategy="ddp")
         if self._powersgd is not None or self._comm_hook is butterfly:
             hook = "powersgd" if self._powersgd is not None else "butterfly"
             check_dense(model, strategy=f"ddp with comm_hook={hook}")
-        if self._syncs_batchnorm:
-            model = _with_sync_batchnorm(model)
-        wrapped = DistributedDataParallel(model, device_ids=self._device_ids(), **self._options)
+        self._exchanges, self._order = 0, []
+        wrapped = DistributedDataParallel(model, device_ids=self._device_ids(), init_sync=init_sync, **self._options)
         if self._comm_hook is not None:
-            # See Butterfly about its group.
-            self.groups = [second_group()] if self._comm_hook is butterfly else ()
+            if self._comm_hook is butterfly and not self.groups:
+                self.groups = [second_group()]  # see Butterfly
             wrapped.register_comm_hook(next(iter(self.groups), None), self._comm_hook)
         if self._powersgd is not None:
             self._powersgd.register(wrapped)
@@ -153,7 +172,7 @@ class DDP:
         self._waiting = waiting
         self._told = _LosesCount(self._watched, self._lose_count)
         last = [parameter for parameter in model.module.parameters() if parameter.requires_grad][-1]
-        last.register_post_accumulate_grad_hook(self._await_own_gradients)
+        self._hooks["waiting"] = last.register_post_accumulate_grad_hook(self._await_own_gradients)
         if self._broadcasts_buffers and any(True for _ in model.buffers()):
             vars(model)["_sync_buffers"] = partial(_told, model._sync_buffers, waiting)
         return True
@@ -217,13 +236,12 @@ class DDP:
         def note(name: str, _: Tensor) -> None:
             if model.require_backward_grad_sync:
                 self._order.append(name)
-                handles.pop(name).remove()
+                self._hooks.pop(f"order of {name}").remove()
 
-        handles = {
-            name: parameter.register_post_accumulate_grad_hook(partial(note, name))
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad
-        }
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(partial(note, name))
+                self._hooks[f"order of {name}"] = hook
 
     def _device_ids(self) -> list[int] | None:
         """Only for a replica that is one GPU: DDP refuses it for a CPU replica and one over several devices."""

@@ -17,9 +17,9 @@ from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.distributed.group import group_of_mine
 from framework.errors import ConfigError, TopologyError
-from framework.strategies.buckets import check_dense
 from framework.strategies.buffers import begin_alike, broadcast, buffers_of_ranks, restore_buffers
 from framework.strategies.formats import Formats
+from framework.strategies.trained import check_dense, check_same_change
 from framework.strategies.wrapping import AUTO, by_class, by_size, check_classes
 from framework.topology import check_strategy_fits
 from framework.types import Sharding
@@ -83,7 +83,9 @@ class FSDP:
             reduce_dtype=self._formats.reduce_dtype,
             is_on_cpu=cpu_offload,
         )
+        self.part = context.rank % self._degree
         self.groups: Sequence[dist.ProcessGroup] = ()
+        self._units: list[nn.Module] = []  # that are gathered by themselves, children before their parents
         self._synchronises = True
         self._begins_step = True  # the next forward is the first of a step
 
@@ -106,7 +108,8 @@ class FSDP:
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # as they are gathered, whatever trainer.channels_last says
         check_dense(model, strategy="fsdp")
-        types = _types(self._chosen(model))
+        self._units = self._chosen(model)
+        types = _types(self._units)
         if self._context.world_size > 1:
             # As DDP does: whatever a model draws from, ranks begin with the same weights.
             begin_alike(model)
@@ -120,6 +123,13 @@ class FSDP:
                 offload_policy=self._offload,
             )
         model.register_forward_hook(_reshard_without_backward)
+        return model
+
+    def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
+        """The same module: torch reads `requires_grad` in every step. Raises ConfigError for what `wrap` refuses."""
+        check_same_change(changed, self._context)
+        check_dense(model, strategy="fsdp")
+        _types(self._units)
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:

@@ -19,8 +19,9 @@ from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.errors import CheckpointError, ConfigError
 from framework.strategies.allreduce import AllReduce
-from framework.strategies.buckets import by_kind, cap_in_bytes, trained
+from framework.strategies.buckets import by_kind, cap_in_bytes
 from framework.strategies.buffers import begin_alike, broadcast
+from framework.strategies.trained import check_same_change, trained
 from framework.types import Waiting
 
 _NAME = "local_sgd"
@@ -96,12 +97,36 @@ class LocalSGD:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The same module, with rank 0's weights and buffers. Raises ConfigError where no parameter is trained."""
-        parameters = trained(model, strategy=_NAME, averages="weights")
-        self._groups = [_Group(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
+        self._groups = self._new_groups(model)
         if self._warmup:
             return self._all_reduce.wrap(model)
         if not self._is_alone:
             begin_alike(model)
+        return model
+
+    def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
+        """The same module. All take the mean of their weights first, so that those that are frozen now are equal.
+
+        The outer momentum of weights that are trained before and after stays.
+        """
+        check_same_change(changed, self._context)
+        has_begun = self._has_begun and not self._is_idle
+        if has_begun:
+            self._average(model)
+        momentum = {
+            id(weight): value
+            for group in self._groups
+            for weight, value in zip(group.weights, group.momentum, strict=False)
+        }
+        self._groups = self._new_groups(model)
+        if self._steps < self._warmup:
+            self._all_reduce.lay_out(model)
+        for group in self._groups if has_begun else ():
+            group.begin()
+            if momentum:
+                group.momentum = [
+                    momentum.get(id(weight), torch.zeros_like(weight, requires_grad=False)) for weight in group.weights
+                ]
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -206,6 +231,10 @@ class LocalSGD:
     def _has_begun(self) -> bool:
         """Whether replicas may differ since some weights that all had."""
         return bool(self._groups[0].anchor)
+
+    def _new_groups(self, model: nn.Module) -> list[_Group]:
+        parameters = trained(model, strategy=_NAME, averages="weights")
+        return [_Group(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
 
     def _new_all_reduce(self) -> AllReduce:
         made = AllReduce(context=self._context, **self._options)

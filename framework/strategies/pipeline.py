@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -15,11 +15,12 @@ from framework.distributed.group import group_of_mine
 from framework.distributed.stages import set_layout
 from framework.errors import ConfigError, TopologyError
 from framework.pulse import Phase
-from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes, check_dense, trained
+from framework.strategies.buckets import Bucket, by_kind, cap_in_bytes
 from framework.strategies.buffers import begin_alike, broadcast
 from framework.strategies.relay import Relay
 from framework.strategies.schedules import Schedule, Schedules
 from framework.strategies.stages import cut, keep, layout
+from framework.strategies.trained import check_dense, check_same_change, trained
 from framework.topology import check_strategy_fits
 from framework.types import Batch, DataShare, MicroBatch, NumberFormats, Sharding, StepOutput, Task, Window
 
@@ -70,6 +71,7 @@ class Pipeline:
         self._cuts = _enough(cuts, self._schedule, ranks=self._places)
         self._context = context
         self._place, copy = divmod(context.rank, copies)
+        self.part = self._place
         self.data_share = DataShare(copy, copies, cuts if context.world_size > 1 else 1)
         self.copies_gradients = copies > 1
         self.sharding = Sharding(self._places if context.world_size > 1 else 1)
@@ -108,12 +110,29 @@ class Pipeline:
             self._peers = group_of_mine([range(begin, begin + copies) for begin in begins], context)
             self.groups.append(self._peers)
             begin_alike(model, group=self._peers)
-            parameters = trained(model, strategy="pipeline")
-            self._buckets = [Bucket(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
+            self._lay_out(model)
         self._relay = Relay(model, mine, num_stages=self.num_stages, group=self._line, device=context.device)
         self._schedules = Schedules(self._relay, self._schedule)
         model.forward = self._relay.forward
         model.compile = self._relay.compile  # type: ignore[method-assign]
+        return model
+
+    def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
+        """The same module. Only ranks whose stages have a parameter that changed call it.
+
+        Raises ConfigError for a stage without a parameter to train: no backward would come through it.
+        """
+        assert self._relay is not None
+        for index, stage in self._relay.stages.items():
+            if not any(parameter.requires_grad for parameter in stage.parameters()):
+                raise ConfigError(
+                    f"Stage {index} of {self.num_stages} has no parameter left to train, which strategy=pipeline needs "
+                    "in each.\nLeave one trained, or use fewer stages (strategy.num_stages) or another strategy."
+                )
+        if self._peers is not None:
+            check_same_change(changed, self._context, group=self._peers)
+            check_dense(model, strategy="pipeline")
+            self._lay_out(model)
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -166,6 +185,10 @@ class Pipeline:
         square = norm.to(device=self._context.device, dtype=dtype).square()
         dist.all_reduce(square, group=self._line)
         return square.sqrt().to(norm.dtype)
+
+    def _lay_out(self, model: nn.Module) -> None:
+        parameters = trained(model, strategy="pipeline")
+        self._buckets = [Bucket(group) for group in by_kind(parameters, cap_bytes=self._cap_bytes)]
 
     def _average(self) -> None:
         """The mean over copies in the place of every gradient."""

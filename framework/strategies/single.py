@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -20,6 +21,9 @@ class AsItIs:
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
         return model
 
     def before_evaluation(self, model: nn.Module) -> None:

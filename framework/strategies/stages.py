@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from framework.distributed.stages import StageLayout
 from framework.errors import ConfigError, TargetError
-
-_SHOWN = 4
+from framework.strategies.trained import some
 
 
 def cut(model: nn.Module, number: int) -> list[nn.Module]:
@@ -85,7 +84,7 @@ def _check(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     plain = [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if plain:
         raise ConfigError(
-            f"strategy=pipeline keeps tensors apart, and the state of {name} has something else: {_some(plain)}."
+            f"strategy=pipeline keeps tensors apart, and the state of {name} has something else: {some(plain)}."
         )
     known = {id(tensor) for tensor in _tensors(model)}
     within = {id(module) for module in model.modules()}
@@ -108,7 +107,7 @@ def _check(model: nn.Module, stages: Sequence[nn.Module]) -> None:
             places.setdefault(id(tensor), []).append(index)
     lost = [key for key, each in (*model.named_parameters(), *model.named_buffers()) if id(each) not in places]
     if lost:
-        raise TargetError(f"No stage of {name} has {_some(lost)}. Each parameter and buffer must be in one.")
+        raise TargetError(f"No stage of {name} has {some(lost)}. Each parameter and buffer must be in one.")
     shared = {key: places[id(each)] for key, each in model.named_parameters() if len(places[id(each)]) > 1}
     if shared:
         told = "; ".join(f"{key} in {', '.join(map(str, indices))}" for key, indices in shared.items())
@@ -144,11 +143,6 @@ def _even(children: Sequence[nn.Module], number: int) -> list[Sequence[nn.Module
                 better[end] = min(ways)
         best = better
     return [children[begin:end] for begin, end in itertools.pairwise(best[count][1])]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _listed(stages: Sequence[object]) -> str:

@@ -79,6 +79,21 @@ class Forgetful:
         self.before_evaluation = ddp.before_evaluation
 
 
+class Unfreezes:
+    """Begins with two layers frozen, trains one of them from step 3 on and the other one from step 10 on."""
+
+    def on_fit_start(self, info):
+        self.model = info.model
+        self.model.first.requires_grad_(False)
+        self.model.middle.requires_grad_(False)
+
+    def on_train_step_end(self, report):
+        if report.step == 2:
+            self.model.middle.requires_grad_(True)
+        if report.step == 9:
+            self.model.first.requires_grad_(True)
+
+
 class Dies:
     """Kills its rank once: after a step, in the forward of a later micro-batch of the next one, or while it saves.
 

@@ -25,6 +25,7 @@ AVERAGED = (*ADAM, "trainer.gradient_clip_val=0.5", "callbacks=[recorder,ema]", 
 MOMENTUM = ("optimizer=sgd_momentum", "scheduler=plateau", "scheduler.schedule.patience=0", "data.num_workers=2")
 APART = ("strategy=local_sgd", "strategy.every_n_steps=4")
 DILOCO = ("strategy.outer_lr=0.7", "strategy.outer_momentum=0.9", "strategy.nesterov=true")
+UNFREEZES = "+callbacks.unfreezes._target_=recipes.exact.Unfreezes"
 STOPPING = (*MOMENTUM, "callbacks=[recorder,early_stopping]", "callbacks.early_stopping.patience=9")
 
 
@@ -122,6 +123,10 @@ def test_so_it_does_with_other_ways_of_ddp(train: Train, tmp_path: Path, option:
             marks=pytest.mark.exhaustive,
         ),
         (*APART, *DILOCO, *AVERAGED),
+        ("strategy=ddp", UNFREEZES, *AVERAGED),
+        pytest.param(("strategy=butterfly", UNFREEZES, *AVERAGED), marks=pytest.mark.exhaustive),
+        pytest.param((*APART, *DILOCO, UNFREEZES, *AVERAGED), marks=pytest.mark.exhaustive),
+        pytest.param((*APART, UNFREEZES, "strategy.warmup_steps=6", *AVERAGED), marks=pytest.mark.exhaustive),
         pytest.param((*APART, "strategy.broadcast_buffers=false", *STOPPING), marks=pytest.mark.exhaustive),
         pytest.param((*APART, *DILOCO, "strategy.warmup_steps=9", *ADAM), marks=pytest.mark.exhaustive),
         pytest.param((*APART, *DILOCO, "strategy.warmup_steps=11", *ADAM), marks=pytest.mark.exhaustive),

@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, set[str]], ...] = (
             "ending",
         },
     ),
-    ("L4", {"streams"}),
+    ("L4", {"streams", "drift", "trainable"}),
     ("L4", {"trainer"}),
     ("L5", {"build"}),
     ("L6", {"session"}),
