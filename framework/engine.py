@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from framework.checkpoint import CheckpointManager, find
 from framework.checkpoint.format import BEST
 from framework.checkpoint.whole import damage
 from framework.config.schema import Config, Interval, Node
+from framework.config.suggest import did_you_mean, nearest
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
 from framework.data.sampler import GlobalOrder
 from framework.data.stream_loader import StreamEvalLoader, StreamLoader
@@ -86,6 +87,9 @@ def run_rank(arguments: RankArguments, link: Link) -> int | None:
         datasets = overfitted(datasets, rank.config.trainer, rank.plan)
         check_monitors(rank.config, datasets)
         train_loader = _train_loader(rank, datasets.train)
+        unvalidated = check_validation(rank.config, datasets, steps_per_epoch=train_loader.steps_per_epoch)
+        if unvalidated is not None and rank.context.is_main:
+            _warn(unvalidated)
         link.pulse.at(Phase.MEETING)
         on_cpu = exchanges_on_cpu(rank.strategy)
         with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu):
@@ -99,16 +103,55 @@ def check_monitors(config: Config, datasets: Datasets) -> None:
     """Raise ConfigError for a metric that is watched and never known."""
     if datasets.val is not None:
         return
+    for key, metric in _monitored(config).items():
+        raise ConfigError(
+            f"{key}={metric} is never known: data.datasets gives no validation part.\n"
+            f"Give it one, or leave out what watches it ({key}=null for a checkpoint)."
+        )
+
+
+def check_validation(config: Config, datasets: Datasets, *, steps_per_epoch: int | None) -> str | None:
+    """Return a warning if training ends before the end of the epoch after which validation is first due.
+
+    Raises ConfigError if `trainer.val_check_interval` itself is above the steps of the run.
+    """
+    settings, steps = config.trainer, total_steps(config.trainer, steps_per_epoch=steps_per_epoch)
+    if datasets.val is None or settings.limit_val_batches == 0 or steps is None:
+        return None
+    interval, every = settings.val_check_interval, settings.check_val_every_n_epoch
+    if interval is not None and interval > steps:
+        raise ConfigError(
+            f"trainer.val_check_interval={interval}: training ends after {steps} steps, so nothing would be "
+            f"validated.\nUse {steps} or less, or trainer.limit_val_batches=0 to train without validation."
+        )
+    if interval is not None or every is None or steps_per_epoch is None or isinstance(datasets.train, IterableDataset):
+        return None  # a stream's epochs may be shorter
+    if every * steps_per_epoch <= steps:
+        return None
+    unknown = "".join(f" {key}={metric} is never known." for key, metric in _monitored(config).items())
+    return (
+        f"Nothing will be validated: training ends after {steps} steps, and the first validation is due after "
+        f"{every * steps_per_epoch}.{unknown} Use trainer.val_check_interval={steps} to validate at the end."
+    )
+
+
+def check_metrics(config: Config, metrics: Sequence[str]) -> None:
+    """Raise ConfigError for a metric that is watched and isn't one of those that validation gives."""
+    for key, metric in _monitored(config).items():
+        if metric not in metrics:
+            raise ConfigError(
+                f"{key}={metric}: validation gives no such metric. Use one of {', '.join(metrics)}."
+                f"{did_you_mean(nearest(metric, metrics))}"
+            )
+
+
+def _monitored(config: Config) -> dict[str, str]:
+    """Return the validation metrics that are watched, by the keys that name them."""
     watched = {"scheduler.monitor": config.scheduler.monitor}
     if config.checkpoint.enabled:
         watched["checkpoint.monitor"] = config.checkpoint.monitor
     watched |= {f"callbacks.{name}.monitor": node.get("monitor") for name, node in config.callbacks.items()}
-    for key, metric in watched.items():
-        if metric is not None:
-            raise ConfigError(
-                f"{key}={metric} is never known: data.datasets gives no validation part.\n"
-                f"Give it one, or leave out what watches it ({key}=null for a checkpoint)."
-            )
+    return {key: metric for key, metric in watched.items() if metric is not None}
 
 
 def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader | StreamLoader) -> int | None:
@@ -125,6 +168,8 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader | StreamLoade
             _introduce(rank, trainer, datasets)
         if rank.config.trainer.cpu_affinity:
             _keep_to_own_cores(core_sharers(rank.config, rank.context))
+        if names := trainer.sanity_check():
+            check_metrics(rank.config, names)
         started = time.perf_counter()
         with _heeding_requests(rank, trainer):
             trainer.fit()

@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from framework.data.loader import EvalLoader
+from framework.data.stream_loader import StreamEvalLoader
 from framework.distributed.context import Context
 from framework.distributed.stages import gives_output
 from framework.distributed.tensors import is_model_spread
-from framework.meter import Meter
+from framework.meter import Meter, check_output
 from framework.precision import PrecisionPlugin
 from framework.types import MicroBatch, Task
 
@@ -31,20 +33,42 @@ def evaluate(
     A batch of `num_samples` 0 is a stand-in, whose results are left out, and so are those of a rank that hasn't the
     model's output. Afterwards every module is in the mode it was in.
     """
+    meter = _measured(model, batches, task=task, precision=precision)
+    values, _ = meter.reduce(context)
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def sanity_check(
+    model: nn.Module,
+    loader: EvalLoader | StreamEvalLoader,
+    *,
+    num_batches: int,
+    task: Task,
+    precision: PrecisionPlugin,
+    context: Context,
+) -> list[str]:
+    """Evaluate each rank's first batches as `evaluate` does, and return the metrics' names. Every rank must call it."""
+    meter = _measured(model, loader.first(num_batches), task=task, precision=precision)
+    meter.reduce(context)
+    return meter.names
+
+
+def _measured(model: nn.Module, batches: Iterable[MicroBatch], *, task: Task, precision: PrecisionPlugin) -> Meter:
     meter, counts = Meter(), gives_output(model)
     training = [module for module in model.modules() if module.training]
     model.eval()
     with _without_gradients(model):
-        for micro in batches:
+        for position, micro in enumerate(batches):
             with precision.autocast():
                 output = task.validation_step(model, precision.convert_batch(micro.batch))
+            if position == 0:
+                check_output(output, task, "validation_step")
             if micro.num_samples and counts:
                 # A copy: what a compiled model returns, the next batch may overwrite.
                 meter.add(output._replace(loss=output.loss.clone()))
     for module in training:
         module.training = True  # each by itself: a part that was frozen stays so
-    values, _ = meter.reduce(context)
-    return {f"{prefix}/{name}": value for name, value in values.items()}
+    return meter
 
 
 def _without_gradients(model: nn.Module) -> AbstractContextManager[None]:

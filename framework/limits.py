@@ -31,6 +31,7 @@ def shortened(config: Config) -> Config:
         log_every_n_steps=1,
         val_check_interval=None,
         check_val_every_n_epoch=1,
+        num_sanity_val_steps=0,
     )
     return replace(
         config, trainer=trainer, checkpoint=replace(config.checkpoint, enabled=False), logger={}, callbacks={}

@@ -6,15 +6,17 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from numbers import Integral, Real
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
 from framework.distributed.collectives import gather_to_all, sum_over_ranks
 from framework.distributed.context import Context
-from framework.errors import RunError
-from framework.types import StepOutput
+from framework.errors import RunError, TargetError
+from framework.tasks.supervised import describe
+from framework.types import StepOutput, Task
 
 LOSS = "loss"
 _CHUNK = 1024  # scalars packed into one tensor, so that reading rarely doesn't keep a tensor for every step
@@ -156,6 +158,11 @@ class Meter:
         means = {name: total / (a + b) for name, total, a, b in zip(names, *rows, strict=True) if a + b}
         return means, numbers[3 * len(names) :]
 
+    @property
+    def names(self) -> list[str]:
+        """The names that all ranks have; known after the first reduction."""
+        return self._agreed or []
+
     def first_nonfinite_step(self, context: Context) -> int | None:
         """The first step whose loss was NaN or infinite on any rank. Every rank must call it, before `clear`."""
         steps = [step for step in gather_to_all(self._get(LOSS).first_nonfinite(), context) if step is not None]
@@ -223,3 +230,37 @@ def _totals_on_host(series: Sequence[Series], device: torch.device) -> list[floa
         return [each.weigh(each.on_host()) for each in series]
     values = iter(torch.cat(packed).tolist())
     return [each.weigh(list(itertools.islice(values, len(each)))) for each in series]
+
+
+def check_output(output: Any, task: Task, method: str) -> None:
+    """Raise TargetError unless `output`, which the task's method returned, is what a Meter adds; reads no tensor."""
+    returned = f"{type(task).__name__}.{method} returned"
+    if not isinstance(output, StepOutput):
+        raise TargetError(
+            f"{returned} {describe(output)}. It must return framework.StepOutput(loss, num_samples, metrics), whose "
+            "metrics may be left out."
+        )
+    loss, num_samples, metrics = cast("tuple[Any, Any, Any]", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TargetError(
+            f"{returned} a loss that is {describe(loss)}. It must be a tensor of one number: the mean over the batch's "
+            "samples."
+        )
+    if not isinstance(num_samples, Integral):
+        raise TargetError(
+            f"{returned} a num_samples that is {describe(num_samples)}. It must be an int: how many samples the loss "
+            "is the mean of."
+        )
+    if not isinstance(metrics, Mapping):
+        raise TargetError(f"{returned} metrics that are {describe(metrics)}. They must be a dict.")
+    for name, pair in metrics.items():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
+            raise TargetError(
+                f"{returned} the metric {name!r} as {describe(pair)}. It must be a pair (sum over samples, count) of "
+                "numbers or one-element tensors, which adds up over batches and processes: for a mean m of n samples, "
+                "(m * n, n)."
+            )
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from framework.checkpoint.replicas import REPLICAS, replicas
 from framework.distributed.context import Context
 from framework.distributed.tensors import is_model_spread, local
 from framework.errors import ConfigError, DataError
-from framework.meter import Meter
+from framework.meter import Meter, check_output
 from framework.optim import Schedule, lay_out_state, with_own_kernels
 from framework.precision import PrecisionPlugin
 from framework.progress import hooks
 from framework.pulse import Phase
 from framework.seed import generator_states, restore_generator_states
 from framework.strategies.trained import described_change
-from framework.types import Callback, Logger, Strategy, Task, Window, replicas_differ
+from framework.types import Callback, Logger, StepOutput, Strategy, Task, Window, replicas_differ
 
 
 @dataclass
@@ -50,8 +49,16 @@ class Parts:
         if run is None:
             return None
 
+        is_checked = False
+
         def run_window(window: Window, *, step: int) -> Tensor:
-            add = partial(meter.add, step=step)
+            def add(output: StepOutput) -> None:
+                nonlocal is_checked
+                if not is_checked:
+                    check_output(output, self.task, "training_step")
+                    is_checked = True
+                meter.add(output, step=step)
+
             loss: Tensor = run(self.model, window, task=self.task, precision=self.precision, add=add, mark=mark)
             return loss
 

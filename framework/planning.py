@@ -23,7 +23,7 @@ from framework.config.schema import Config
 from framework.data.batching import BatchPlan
 from framework.data.loader import check_everyone_gets_one, dataset_size
 from framework.distributed.context import Context
-from framework.engine import check_monitors, schedule_length
+from framework.engine import check_monitors, check_validation, schedule_length
 from framework.errors import DataError, FrameworkError, TargetError
 from framework.footprint import checkpoint_bytes, optimizer_state, tensor_bytes
 from framework.limits import overfitted, shortened, steps_per_epoch, total_steps
@@ -82,6 +82,9 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     plan = batch_plan(config, share)
     datasets, data = _data(config, plan, notes, strategy=strategy)
     steps = _steps(config, plan, datasets)
+    if datasets is not None:
+        unvalidated = check_validation(config, datasets, steps_per_epoch=steps["per_epoch"])
+        notes += [] if unvalidated is None else [unvalidated]
     build.build_task(config.task)
     # Nothing is written: there will be no run.
     nowhere = RunDir(Path(config.path.outputs))

@@ -11,15 +11,24 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from framework.errors import ConfigError
+from framework.errors import ConfigError, TargetError
 from framework.output_file import put
+from framework.tasks.supervised import describe
 
 Columns = dict[str, Tensor]
 """Name → values of some samples: shape (n,) or (n, k) or more, on the CPU."""
 
 
 def columns_of(prediction: Tensor | Mapping[str, Tensor], *, num_samples: int) -> Columns:
-    """What a task's `predict_step` gave for a batch, as columns. Raises ConfigError where it isn't one row a sample."""
+    """Return what a task's `predict_step` returned for a batch as columns.
+
+    Raises TargetError if it isn't a tensor or a dict, ConfigError if it hasn't one row for each sample.
+    """
+    if not isinstance(prediction, (Tensor, Mapping)):
+        raise TargetError(
+            f"The task's predict_step returned {describe(prediction)}. It must return a tensor, or a dict of tensors, "
+            "whose first dimension is the sample."
+        )
     named: dict[str, Any] = {"output": prediction} if isinstance(prediction, Tensor) else dict(prediction)
     for name, values in named.items():
         if not isinstance(values, Tensor) or values.ndim == 0 or len(values) != num_samples:

@@ -16,11 +16,13 @@ rank is doing is marked in its pulse, 0.1 µs each time, so that who watches can
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from framework.checkpoint import CheckpointManager
@@ -33,11 +35,11 @@ from framework.distributed.context import Context
 from framework.drift import check_equal, digest_of
 from framework.ending import Ending
 from framework.errors import DiskError
-from framework.evaluator import evaluate
+from framework.evaluator import evaluate, sanity_check
 from framework.finite import bad_loss, check_finite
 from framework.launch.link import Link
 from framework.limits import steps_to_meeting, total_steps
-from framework.meter import LOSS, Meter, rank_loss
+from framework.meter import LOSS, Meter, check_output, rank_loss
 from framework.optim import gradient_dropper, gradient_look, stepper
 from framework.parts import Parts
 from framework.progress import Progress, Throughput, flush, hooks
@@ -114,6 +116,28 @@ class Trainer:
         """The epoch of the last step done, from 0."""
         return max(self.progress.epoch - int(self.progress.samples == 0), 0)
 
+    def sanity_check(self) -> list[str]:
+        """Run the first validation batches, so that what fails there fails at once; return the metrics' names.
+
+        Nothing is logged, and weights, buffers and generators stay as they are. Empty if there is nothing to validate,
+        and in a resumed run. Every rank must call it.
+        """
+        number, settings = self.settings.num_sanity_val_steps, self.settings
+        is_never_due = settings.val_check_interval is None and settings.check_val_every_n_epoch is None
+        if self.val_loader is None or is_never_due or number == 0 or self.progress.step > 0:
+            return []
+        self._pulse.at(Phase.EVALUATE)
+        with self.parts.traceless(self.context), _uncompiled():
+            names = sanity_check(
+                self.parts.bare_model,
+                self.val_loader,
+                num_batches=number,
+                task=self.parts.task,
+                precision=self.parts.precision,
+                context=self.context,
+            )
+        return [f"val/{name}" for name in names]
+
     def fit(self) -> None:
         """Train from where `progress` stands until the limits of the settings or an agreed stop, and save that.
 
@@ -178,6 +202,8 @@ class Trainer:
             with traceless, parts.strategy.accumulate(parts.model, synchronise=position == window.num_micro_batches):
                 with parts.precision.autocast():
                     output = parts.task.training_step(parts.model, parts.precision.convert_batch(micro.batch))
+                if self.progress.step == self.start_step:
+                    check_output(output, parts.task, "training_step")
                 if self._overwrites_outputs:
                     output = output._replace(loss=output.loss.clone())
                 # Times 1.0 would be the same number at the price of two kernels.
@@ -471,3 +497,11 @@ class Trainer:
         if not self._done():
             meets_in = steps_to_meeting(self.parts.strategy, self.settings, step=self.progress.step)
             self.ending.heed_request(self.progress.step, meets_in=meets_in)
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """While entered, compiled code runs as it was written: batches of another size would make training's dynamic."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing has been compiled, and importing it takes seconds
+        return _NOTHING
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager

@@ -213,6 +213,25 @@ def _checkpoint(config: Config) -> Iterator[str]:
         )
 
 
+def _validation(config: Config) -> Iterator[str]:
+    """Of what is known without the data; the engine counts the steps of an epoch."""
+    trainer = config.trainer
+    if config.job not in ("train", "plan") or trainer.fast_dev_run or trainer.limit_val_batches == 0:
+        return
+    interval, every = trainer.val_check_interval, trainer.check_val_every_n_epoch
+    way_out = "or trainer.limit_val_batches=0 to train without validation."
+    if interval is not None and trainer.max_steps is not None and interval > trainer.max_steps:
+        yield (
+            f"trainer.val_check_interval={interval} is above trainer.max_steps={trainer.max_steps}, so nothing would "
+            f"be validated. Use {trainer.max_steps} or less, {way_out}"
+        )
+    if interval is None and every is not None and trainer.max_epochs is not None and every > trainer.max_epochs:
+        yield (
+            f"trainer.check_val_every_n_epoch={every} is above trainer.max_epochs={trainer.max_epochs}, so nothing "
+            f"would be validated. Use {trainer.max_epochs} or less, {way_out}"
+        )
+
+
 def _monitors(config: Config) -> Iterator[str]:
     monitors = {"scheduler.monitor": config.scheduler.monitor}
     if config.checkpoint.enabled:
@@ -340,6 +359,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _deterministic,
     _scheduler,
     _checkpoint,
+    _validation,
     _monitors,
     _weights_to_use,
     _pipeline,

@@ -162,6 +162,7 @@ class TrainerConfig:
     log_rank_losses: RankLosses = RankLosses.OFF  # each rank's own mean loss: in its log; terminal: printed, too
     val_check_interval: int | None = bounded(at_least=1)  # optimizer steps; null: at the end of epochs
     check_val_every_n_epoch: int | None = bounded(at_least=1)  # null: not at the end of epochs
+    num_sanity_val_steps: int = bounded(at_least=0, default=1)  # validation batches of each process before training
     limit_train_batches: int | float | None = bounded(above=0)  # int: batches; float in (0, 1]: that share
     limit_val_batches: int | float | None = bounded(at_least=0)
     limit_test_batches: int | float | None = bounded(at_least=0)

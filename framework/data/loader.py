@@ -193,8 +193,13 @@ class EvalLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        requests = (Request(micro.indices, epoch=0) for micro in self._batches)
-        for micro, batch in zip(self._batches, self._source.batches(requests), strict=True):
+        return self.first(len(self._batches))
+
+    def first(self, number: int) -> Iterator[MicroBatch]:
+        """Return this rank's first `number` batches, or all if it has fewer."""
+        batches = self._batches[:number]
+        requests = (Request(micro.indices, epoch=0) for micro in batches)
+        for micro, batch in zip(batches, self._source.batches(requests), strict=True):
             yield MicroBatch(batch, micro.num_samples)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, final
 
 import torch
@@ -291,8 +292,13 @@ class StreamEvalLoader:
         self._loader = StreamLoader(dataset, deal=deal, reading=reading, device=device, exchange=exchange)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for window in self._loader.epoch(0):
+        return self.first(None)
+
+    def first(self, number: int | None) -> Iterator[MicroBatch]:
+        """Return this rank's batches of the first `number` windows, None for all. Every rank must iterate."""
+        for window in islice(self._loader.epoch(0), number):
             yield from (micro for micro in window.micro_batches if micro.num_samples or self._is_even)
+        self._loader.close()
 
     def close(self) -> None:
         self._loader.close()

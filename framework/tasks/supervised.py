@@ -131,11 +131,11 @@ def split_batch(batch: Batch) -> tuple[Any, Tensor]:
 
 
 def describe(value: Any) -> str:
-    """Say what a batch, or a part of one, is: shape and type of a tensor, keys or length of a container."""
+    """Return what a value is, for messages: its type, and its shape or keys."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
         return f"a mapping with the keys {list(value)}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -493,7 +493,7 @@ def test_output_that_does_not_fit_the_loss_names_both_shapes(command, tmp_path):
     answer = command(*SHORT, "model._target_=own.Narrow")
     assert answer.status == 2
     assert "The model's output doesn't fit task.loss (MSELoss)" in answer.err
-    assert "output: a tensor of shape (20, 4), float32\n  target: a tensor of shape (20, 5), float32\n" in answer.err
+    assert "output: a tensor of shape (200, 4), float32\n  target: a tensor of shape (200, 5), float32\n" in answer.err
 
 
 BAD_DATA = ("data.datasets._target_=own.pictures", "~data.datasets.num_samples", "~data.datasets.seed")

@@ -131,3 +131,13 @@ def test_overfitting_trains_and_validates_on_the_same_few_batches_in_order(train
 def test_validation_happens_when_it_should(train, overrides, steps):
     run_dir = train(*SHORT, "trainer.limit_train_batches=10", "trainer.max_epochs=5", *overrides)
     assert [row["step"] for row in results.rows(run_dir) if "val/loss" in row] == steps
+
+
+def test_a_run_that_never_validates_says_so(train, capsys):
+    run_dir = train("recipe=toy", "trainer.max_steps=5")
+    assert (
+        "Nothing will be validated: training ends after 5 steps, and the first validation is due after 80. "
+        "checkpoint.monitor=val/loss is never known. Use trainer.val_check_interval=5 to validate at the end."
+    ) in (run_dir / "logs" / "rank_0.log").read_text()
+    train("recipe=toy", "trainer.max_epochs=1", "trainer.val_check_interval=81", status=2)
+    assert "trainer.val_check_interval=81: training ends after 80 steps" in capsys.readouterr().err

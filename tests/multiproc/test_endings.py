@@ -54,7 +54,7 @@ YAML = """# @package _global_
 model: {_target_: torch.nn.Linear, in_features: 4, out_features: 1}
 data: {datasets: {_target_: recipes.trouble.samples, pause_s: 0}, batch_size: 4, num_workers: 0}
 task: {_target_: recipes.trouble.Trouble, what: nothing, rank: 0}
-trainer: {gpus: 0}
+trainer: {gpus: 0, num_sanity_val_steps: 0}  # its steps are counted
 optimizer: {lr: 1.0e-6}
 """
 

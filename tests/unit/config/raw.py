@@ -78,6 +78,7 @@ _RAW: dict[str, Any] = {
         "log_rank_losses": False,
         "val_check_interval": None,
         "check_val_every_n_epoch": 1,
+        "num_sanity_val_steps": 1,
         "limit_train_batches": None,
         "limit_val_batches": None,
         "limit_test_batches": None,

@@ -92,6 +92,8 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"checkpoint.monitor": "val/"}, "checkpoint.monitor=val/: must be a validation metric"),
         ({"checkpoint.monitor": "val/loss", "trainer.limit_val_batches": 0}, "switches validation off"),
         ({"checkpoint.monitor": "val/loss", "trainer.check_val_every_n_epoch": None}, "switch validation off"),
+        ({"trainer.max_steps": 10, "trainer.val_check_interval": 11}, "is above trainer.max_steps=10"),
+        ({"trainer.max_epochs": 2, "trainer.check_val_every_n_epoch": 3}, "is above trainer.max_epochs=2"),
     ],
 )
 def test_what_does_not_go_together(changes: dict[str, Any], said: str) -> None:
@@ -106,6 +108,8 @@ def test_what_does_not_go_together(changes: dict[str, Any], said: str) -> None:
     [
         {},
         {"trainer.max_epochs": None, "trainer.max_steps": 3},
+        {"trainer.max_steps": 10, "trainer.val_check_interval": 10, "trainer.check_val_every_n_epoch": 100},
+        {"trainer.max_steps": 10, "trainer.val_check_interval": 11, "trainer.limit_val_batches": 0},
         {"trainer.max_epochs": None, "trainer.fast_dev_run": True},
         {"trainer.limit_train_batches": 1.0, "trainer.limit_val_batches": 0},
         {"scheduler.schedule": PLATEAU, "scheduler.monitor": "val/loss"},

@@ -166,6 +166,7 @@ OPTIONAL = {
     *("checkpoint.asynchronous", "checkpoint.save_last_k", "data.loader", "data.stream", "trainer.cpu_affinity"),
     *(
         "trainer.log_rank_losses",
+        "trainer.num_sanity_val_steps",
         "trainer.channels_last",
         "trainer.compile",
         "trainer.profiler",
