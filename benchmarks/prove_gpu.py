@@ -34,7 +34,7 @@ SECONDS = 540.0
 PARTS = ("tests", "benchmarks")
 _SHARES = {"tests": 0.62, "benchmarks": 1.0}  # of the seconds that are left
 _FACTS = """
-import json, os, platform, torch
+import importlib.metadata as metadata, json, os, platform, torch
 found = {"torch": torch.__version__, "Python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
 found |= {"CUDA of torch": torch.version.cuda, "GPUs": torch.cuda.device_count()}
 for index in range(torch.cuda.device_count()):
@@ -45,6 +45,11 @@ try:
     found["driver"] = pynvml.nvmlSystemGetDriverVersion()
 except Exception as error:
     found["driver"] = f"none ({error})"
+for name in ("torchvision", "numpy", "scikit-learn", "tensorboard", "lightning", "accelerate"):
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        found[name] = "missing"
 print(json.dumps(found))
 """
 _OUTCOME = re.compile(r"(tests/gpu/\S+?::.+?) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?(?: +\[ *\d+%\])?")
@@ -70,7 +75,7 @@ def main() -> int:
     asked = _arguments()
     ends = time.monotonic() + asked.seconds
     with tempfile.TemporaryDirectory(prefix="prove_gpu_") as site:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "1000"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "240"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), site, os.environ.get("PYTHONPATH")]))
         installed = install_missing(asked.wheels, Path(site))
         read = subprocess.run(
@@ -105,8 +110,8 @@ def install_missing(wheels: Path | None, site: Path) -> list[str]:
 
 def head(facts: Mapping[str, object], installed: list[str]) -> list[str]:
     """What is said before anything is run."""
-    found = "no GPU: this report proves nothing of one" if not facts["GPUs"] else "on a GPU"
-    lines = [f"# What was run {found}", ""]
+    title = "What was run on a GPU" if facts["GPUs"] else "No GPU was there: nothing below was run on one"
+    lines = [f"# {title}", ""]
     lines += [f"`make gpu`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     return [*lines, f"- from wheels: {', '.join(installed) or 'nothing'}"]
@@ -130,7 +135,9 @@ def tests(report: Report, environment: Mapping[str, str], *, limit_s: float, has
             report.add(f"| {name.removeprefix('tests/gpu/')} | {told} | {now - began:.1f} |")
             counts[result] = counts.get(result, 0) + 1
             began = now
-        is_after |= re.fullmatch(r"=+ (ERRORS|FAILURES) =+", line) is not None
+        heading = re.fullmatch(r"=+ (.+) =+", line)
+        if heading is not None:
+            is_after = heading[1] in ("ERRORS", "FAILURES", "short test summary info")
         if is_after or (not counts and "rror" in line):
             failures.append(line)
     told = ", ".join(f"{number} {result.lower()}" for result, number in counts.items()) or "no test was run"
