@@ -83,7 +83,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "framework")
     result = run_python(*torchrun, *SHOWN, "trainer.gpus=0", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    (run_dir,) = tmp_path.glob("outputs/toy/*")
+    (run_dir,) = tmp_path.glob("outputs/toy/collectives/*")
     assert_right(found_in(run_dir), 2)
     assert result.stdout.count("Who each rank is") == 1
 
