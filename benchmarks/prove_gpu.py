@@ -121,7 +121,9 @@ def tests(report: Report, environment: Mapping[str, str], *, limit_s: float, has
     """A line for each test of tests/gpu, then what pytest said of failures; whether all is well."""
     report.add("", "## tests/gpu", "", "| test | outcome | seconds |", "|---|---|---|")
     chosen = ["-m", "gpu"] if has_gpu else ["--exhaustive"]
-    command = ["-m", "pytest", "tests/gpu", *chosen, "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+    # Warnings of versions that nobody here has chosen are shown, and fail nothing.
+    options = ["-v", "--tb=short", "--color=no", "-p", "no:cacheprovider", "-W", "default"]
+    command = ["-m", "pytest", "tests/gpu", *chosen, *options]
     counts: dict[str, int] = {}
     failures: list[str] = []
     is_after = False
