@@ -139,6 +139,7 @@ class _Composition:
     overrides: tuple[str, ...]
     choices: Mapping[str, str]
     place: Place | None
+    folders: tuple[Path, ...]  # that options come from
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,13 @@ def _request(composition: _Composition, ground: Ground, *, means: _Means, argume
     if means.leader is not None and composition.place is not None:
         raise _no_sweep(means.leader)
     raw = ground.configuration(composition.raw, swept=composition.place is not None)
-    config = parse(raw)
+    try:
+        config = parse(raw)
+    except ConfigError:
+        from framework.config.explain import raise_misplaced
+
+        raise_misplaced(composition.choices, composition.folders)
+        raise
     check(config)
     overrides = tuple(text for text in composition.overrides if not names_a_run(text))
     if composition.place is not None:
@@ -355,7 +362,9 @@ def _composition(config: Any, *, sweep_name: str) -> _Composition:
     place = None
     if settings.mode is RunMode.MULTIRUN:
         place = Place(Path(raw["path"]["outputs"], "multirun", sweep_name), number=settings.job.num)
-    return _Composition(raw=raw, overrides=tuple(settings.overrides.task), choices=choices, place=place)
+    folders = tuple(Path(source.path) for source in settings.runtime.config_sources if source.schema == "file")
+    overrides = tuple(settings.overrides.task)
+    return _Composition(raw=raw, overrides=overrides, choices=choices, place=place, folders=folders)
 
 
 def _needs_results(sweeper: Any) -> bool:

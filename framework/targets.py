@@ -6,8 +6,10 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
@@ -40,6 +42,7 @@ SCHEDULE = Supplied(positional=1, defaults=("total_steps",))
 LOGGER = Supplied(keywords=("run_dir",))
 CALLBACK = Supplied(keywords=("context", "run_dir"))
 PLAIN = Supplied()
+_GROUPS = ("model", "task", "strategy", "optimizer")  # whose options are one node
 
 _NUMERIC_WORDS = frozenset(
     {"int", "float", "None", "NoneType", "Optional", "Union", "Tensor", "torch", "typing", "types"}
@@ -195,6 +198,9 @@ class _Call:
     def _unknown(self, name: str, allowed: list[str]) -> str:
         guess = nearest(name, allowed)
         hint = did_you_mean(guess and f"{self.key}.{guess}")
+        if guess is None:
+            whole = f" (in a recipe, all of them with `override /{self.key}: null`)" if self.key in _GROUPS else ""
+            hint = f" If it is another target's, remove it with ~{self.key}.{name}{whole}."
         return f"{self.key}.{name}: {self.node['_target_']} has no such keyword.{hint} It takes {_listed(allowed)}."
 
 
@@ -218,10 +224,21 @@ def _import_module(path: str, *, within: ModuleType | None) -> ModuleType:
 
 def _no_such(path: str, *, within: Any) -> str:
     parent, _, name = path.rpartition(".")
+    hidden = _hidden(name, within)
+    if hidden is not None:
+        return f"{hidden} can't be found, because {within.__file__} hides it. Remove or rename that file."
     guess = nearest(name, _names_in(within))
     if not parent:
         return f"there is no module {name}.{did_you_mean(guess)}"
     return f"there is no {name} in {parent}.{did_you_mean(guess and f'{parent}.{guess}')}"
+
+
+def _hidden(name: str, package: Any) -> Path | None:
+    """The module `name` in another folder of the name of `package`, which hides it by being a file or having one."""
+    if not isinstance(package, ModuleType) or package.__file__ is None or "." in package.__name__:
+        return None
+    places = [Path(folder, package.__name__, name) for folder in sys.path]
+    return next((path for place in places for path in (place.with_suffix(".py"), place) if path.exists()), None)
 
 
 def _names_in(parent: Any) -> list[str]:

@@ -6,6 +6,7 @@ every mistake in it is named. Where nothing typed is wrong, a file is, and what 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,43 @@ def explain(error: Exception, *, config_dir: Path, typed: Sequence[str], sweep: 
     raise ConfigError(_shortened(error)) from error
 
 
+def raise_misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> None:
+    """Raise ConfigError where the package line of a chosen option's file puts its keys in a wrong place.
+
+    choices: group → option. folders: those that options are looked for in, the first counts.
+    """
+    raise_mistakes(list(_misplaced(choices, folders)))
+
+
+def _misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> Iterator[str]:
+    for group, option in choices.items():
+        files = (folder / group / f"{option}.yaml" for folder in folders)
+        file = next((file for file in files if file.is_file()), None)
+        if file is None:
+            continue
+        text = file.read_text(encoding="utf-8")
+        package = _package(text)
+        if group == "recipe":
+            if package != "_global_":
+                yield (
+                    f"{file}: the first line must be `# @package _global_`, so that its keys are those of the "
+                    f"whole configuration and not put below `{group}`."
+                )
+        elif package not in (None, "_group_", group) and re.search("^_target_:", text, flags=re.MULTILINE):
+            yield f"{file}: remove the line `# @package {package}`, so that its keys are put below `{group}`."
+
+
+def _package(text: str) -> str | None:
+    """What follows `# @package` in a file's header, as Hydra finds it; None where there is no such line."""
+    for line in filter(None, map(str.strip, text.splitlines())):
+        header = re.match(r"#+\s*@(\S+)\s+(.+)", line)
+        if header is None:
+            return None
+        if header[1] == "package":
+            return header[2]
+    return None
+
+
 def _unreadable(text: str) -> str:
     key, equals, _ = text.partition("=")
     if not equals:
@@ -72,6 +110,11 @@ def _typed_mistakes(overrides: Sequence[Override], *, config_dir: Path, sweep: b
             mistakes += wrong
             if not wrong and each.input_line and not each.is_sweep_override() and not each.is_delete():
                 chosen.append(each.input_line)
+        # Such files may make composing fail, and what else is found follows from them.
+        named = dict(text.split("=", 1) for text in chosen)
+        folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
+        if misplaced := list(_misplaced(named, folders)):
+            return [*mistakes, *misplaced]
         config = compose("config", overrides=chosen)
         raw: Any = OmegaConf.to_container(config, resolve=False)
     keys = known_keys(raw)

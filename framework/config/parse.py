@@ -15,7 +15,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from framework.config.schema import Config, Duration, Node, Texts
+from framework.config.schema import PRECISION_ALIASES, Config, Duration, Node, Precision, Texts
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
@@ -212,6 +212,8 @@ class _Reader:
             return self._wrong(f"{key}={show(value)}: must be {field.allowed}.{hint}")
         if field.section is not None:
             return self.read_section(field.section, value, path=f"{key}.")
+        if field.many_nodes and "_target_" in value:
+            return self._wrong(f"{key}._target_={show(value['_target_'])}: needs a name above it: {key}.NAME._target_")
         if field.many_nodes:
             nodes = {name: self._read_node(node, key=f"{key}.{name}", removable=True) for name, node in value.items()}
             return _WRONG if any(node is _WRONG for node in nodes.values()) else nodes
@@ -317,6 +319,8 @@ def _hint(field: _Field, value: Any, *, key: str) -> str:
     kind = field.kinds[0]
     if isinstance(kind, type) and issubclass(kind, Enum):
         guess = nearest(show(value), _written(kind))
+        if kind is Precision and str(value) in PRECISION_ALIASES:
+            guess = PRECISION_ALIASES[str(value)].value
         return did_you_mean(guess and f"{key}={guess}")
     if int in field.kinds and type(value) is float and math.isfinite(value) and value.is_integer():
         return f" Write {key}={int(value)}."

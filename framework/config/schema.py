@@ -59,6 +59,17 @@ class Precision(Enum):
     FP64 = "64-true"
 
 
+PRECISION_ALIASES = {
+    "16": Precision.FP16_MIXED,
+    "fp16": Precision.FP16_MIXED,
+    "bf16": Precision.BF16_MIXED,  # as in Lightning, not bf16-true
+    "fp32": Precision.FP32,
+    "fp64": Precision.FP64,
+    "double": Precision.FP64,
+}
+"""Other names of a precision, which are suggested rather than taken."""
+
+
 class Interval(Enum):
     STEP = "step"
     EPOCH = "epoch"

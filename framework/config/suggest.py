@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
 _CUTOFF = 0.6
+_CUTOFF_ELSEWHERE = 0.8  # for a name in another section than the one that was given
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
@@ -23,12 +24,24 @@ def nearest_key(given: str, allowed: Iterable[str]) -> str | None:
 
     `trainer.gpsu`, `optimizer_lr` and `gpus` find `trainer.gpus`, `optimizer.lr` and `trainer.gpus`.
     """
+    allowed = list(allowed)
+    parent = given.rpartition(".")[0]
     # Not the keys above it: what is wrong lies below them.
     scored = [
-        (key == given, _likeness(given, key), -len(key), key) for key in allowed if not given.startswith(f"{key}.")
+        (key == given, _likeness(given, key), -len(key), key)
+        for key in allowed
+        if not given.startswith(f"{key}.") and (parent not in allowed or _may_be_moved(given, key))
     ]
     best = max(scored, default=None)
     return best[3] if best is not None and (best[0] or best[1] >= _CUTOFF) else None
+
+
+def _may_be_moved(given: str, key: str) -> bool:
+    """Whether `key` is in the section of `given`, which exists, or has nearly the same name in another one."""
+    parent, _, last = given.rpartition(".")
+    key_parent, _, key_last = key.rpartition(".")
+    last, key_last = _fold(last), _fold(key_last)
+    return key_parent == parent or last in key_last.split("_") or _ratio(last, key_last) >= _CUTOFF_ELSEWHERE
 
 
 def did_you_mean(name: str | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.helpers import results
@@ -150,6 +152,28 @@ def test_mistakes_in_what_is_plugged_in(train, folder, capsys, overrides, parts)
     printed = refused(train, capsys, *overrides)
     assert [part for part in parts if part not in printed] == []
     assert not (folder / "group_was_made").exists()
+
+
+def test_a_package_that_hides_the_frameworks_recipes_is_named(train, folder, capsys):
+    (folder / "recipes" / "__init__.py").touch()
+    train("recipe=toy", status=2)
+    printed = capsys.readouterr().err
+    assert f"recipes/toy.py can't be found, because {folder}/recipes/__init__.py hides it." in printed
+
+
+def test_another_target_under_an_options_keywords(train, folder, capsys):
+    other = ("optimizer._target_=torch.optim.Adagrad", "trainer.max_steps=1")
+    (folder / "conf" / "recipe" / "own.yaml").write_text(
+        YAML.replace("override /optimizer: adam", "override /optimizer: null").replace(
+            "optimizer: {", "optimizer: {_target_: torch.optim.Adagrad, "
+        )
+    )
+    train("recipe=own", "trainer.max_steps=1")
+    capsys.readouterr()
+    printed = refused(train, capsys, *other)
+    removals = re.findall(r"remove it with (~optimizer\.\w+) \(in a recipe, .* `override /optimizer: null`", printed)
+    assert removals
+    train("recipe=line", *other, *removals)
 
 
 @pytest.mark.multiproc

@@ -169,6 +169,9 @@ def test_nothing_of_hydra_is_left(requests: list[Request], monkeypatch: pytest.M
         (["-m", "optimizer=sgd,admm"], "optimizer=admm: optimizer has no such option. Did you mean optimizer=adam?"),
         (["-m", "seed=1,-2"], "seed=-2: must be"),
         (["seed=-1"], "seed=-1: must be a whole number"),
+        (["trainer.precision=bf16"], "Did you mean trainer.precision=bf16-mixed?"),
+        (["+data.sampler=x"], "data.sampler=x: there is no such key. data has datasets, "),
+        (["+callbacks._target_=a.B"], "needs a name above it: callbacks.NAME._target_"),
         (["job=tain"], "Did you mean job=train?"),
         (["trainer.max_epochs=null"], "both null"),
         (["resume="], "must be one run directory"),
@@ -248,6 +251,27 @@ class TestOwnFolder:
     ) -> None:
         (folder / "conf" / "recipe" / "mine.yaml").write_text(TOY + content)
         assert said in refused(capsys, "recipe=mine")
+
+    @pytest.mark.parametrize("header", ["", "# Mine.\n# @package _global_\n", "# @package _global\n"])
+    def test_a_recipe_without_its_package_line(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], header: str
+    ) -> None:
+        file = folder / "conf" / "recipe" / "mine.yaml"
+        said = f"{file}: the first line must be `# @package _global_`"
+        file.write_text(
+            header + TOY.partition("\n")[2]
+        )  # with a `defaults` list Hydra fails, with keys alone the parser
+        assert refused(capsys, "recipe=mine").startswith(said)
+        file.write_text(header + "trainer:\n  max_epochs: 3\n")
+        assert refused(capsys, "recipe=mine").startswith(said)
+
+    def test_an_option_with_the_package_line_of_a_recipe(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (folder / "conf" / "optimizer").mkdir()
+        file = folder / "conf" / "optimizer" / "mine.yaml"
+        file.write_text("# @package _global_\n_target_: torch.optim.Adam\nlr: 0.1\n")
+        assert f"{file}: remove the line `# @package _global_`" in refused(capsys, "recipe=toy", "optimizer=mine")
 
     def test_a_switch_in_a_recipe(
         self, requests: list[Request], folder: Path, capsys: pytest.CaptureFixture[str]
