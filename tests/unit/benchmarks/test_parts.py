@@ -102,5 +102,7 @@ def test_loops_for_the_gpu_run_on_the_cpu() -> None:
     place = on_gpu.Place("cpu", None)
     for each in on_gpu.network(place).contestants[:2]:
         assert on_gpu.step_time(each)["wall"] > 0
-    (row, *_) = on_gpu.milestones(place).rows({"command 98%": Contest({"ours": [7.25]})})
+    milestones = on_gpu.milestones(place)
+    assert milestones.measure(milestones.contestants[0])["is_done"]
+    (row, *_) = milestones.rows({"command 98%": Contest({"ours": [7.25]})})
     assert row.ours == "7.2 s"
