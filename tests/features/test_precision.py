@@ -81,7 +81,7 @@ def test_clipping_sees_gradients_without_the_scale_of_the_loss(train):
 @pytest.mark.parametrize("precision", ["64-true", pytest.param("bf16-true", marks=pytest.mark.exhaustive)])
 def test_a_loss_with_weights_is_of_the_type_of_the_model(train, warm, precision):
     """In training, and in an evaluation by itself."""
-    ones = "{_target_: torch.ones, size: [5]}"
-    loss = ("task.loss._target_=torch.nn.BCEWithLogitsLoss", f"+task.loss.pos_weight={ones}")
-    run_dir = train("recipe=toy", "logger=none", f"trainer.precision={precision}", "trainer.max_epochs=1", *loss)
+    loss = "+task.loss.weight={_target_: torch.ones, size: [10]}"
+    short = ("trainer.max_steps=1", "trainer.val_check_interval=1", "trainer.limit_val_batches=1")
+    run_dir = train("recipe=digits", "logger=none", f"trainer.precision={precision}", *short, loss)
     assert cli.main(["job=eval", f"checkpoint.path={run_dir}"], warm=warm) == 0
