@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import hydra
+import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -29,7 +30,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from framework.config.assets import config_dir, import_from_working_dir, user_config_dir
+from framework.config.assets import config_dir, import_from_working_dir, option_file, user_config_dir
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
 from framework.jobs.saved_run import (
     Ground,
@@ -240,13 +241,29 @@ def _request(composition: _Composition, ground: Ground, *, means: _Means, argume
         config=config,
         raw=raw,
         overrides=overrides,
-        choices=composition.choices,
+        replaced=_replaced(composition),
         arguments=tuple(arguments),
         warm=means.warm,
         place=place,
         leader=means.leader,
         home=home,
     )
+
+
+def _replaced(composition: _Composition) -> dict[str, str]:
+    """Return each choice of an option (model=toy) that differs from the recipe's own → the recipe's (cnn)."""
+    file = option_file("recipe", composition.choices.get("recipe", ""), folders=composition.folders)
+    if file is None:
+        return {}
+    recipe = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    pairs = (pair for entry in recipe.get("defaults", []) if isinstance(entry, dict) for pair in entry.items())
+    own = {group.removeprefix("override ").lstrip("/"): option for group, option in pairs}
+    chosen = composition.choices
+    return {
+        f"{group}={chosen[group]}": option
+        for group, option in own.items()
+        if group in chosen and chosen[group] != option
+    }
 
 
 def _run(request: Request) -> int:

@@ -21,6 +21,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from framework.config.assets import option_file
 from framework.config.parse import known_keys, node_above, raise_mistakes
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
@@ -60,8 +61,7 @@ def raise_misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> None
 
 def _misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> Iterator[str]:
     for group, option in choices.items():
-        files = (folder / group / f"{option}.yaml" for folder in folders)
-        file = next((file for file in files if file.is_file()), None)
+        file = option_file(group, option, folders=folders)
         if file is None:
             continue
         text = file.read_text(encoding="utf-8")

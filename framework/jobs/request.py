@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ class Request:
 
     raw: what `config` was parsed from, resolved plain values: what `config.yaml` gets. Parsing it gives `config` again.
     overrides: what was typed, without `resume`; after what was typed for the run that is resumed, where there is one.
-    choices: group → option, for the groups of which one option was chosen.
+    replaced: a choice of an option, such as model=toy → the option that the recipe has in its place.
     arguments: what starts the same run again as `python -m framework ARGUMENTS`; of a job of a sweep, this job alone.
     warm: the fork server that was started meanwhile, if one was.
     place: None but for a job of a sweep, which then says nothing on the terminal itself.
@@ -49,7 +49,7 @@ class Request:
     config: Config
     raw: Mapping[str, Any]
     overrides: tuple[str, ...]
-    choices: Mapping[str, str]
+    replaced: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     warm: WarmServer | None = None
     place: Place | None = None

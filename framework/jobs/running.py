@@ -114,7 +114,7 @@ def _run(request: Request, plan: LaunchPlan, *, launch: Callable[[LaunchPlan], O
     config, run_dir = request.config, plan.run_dir
     quiet = request.place is not None
     if not quiet:
-        print(announcement(words.doing, config.recipe, plan.topology, run_dir), flush=True)
+        print(announcement(words.doing, config.recipe, plan.topology, run_dir, replaced=request.replaced), flush=True)
     outcome = _launch(plan, launch=launch, interrupted=words.interrupted)
     if outcome.failure is not None:
         if _is_refusal(outcome.failure):

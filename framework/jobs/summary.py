@@ -17,11 +17,15 @@ from framework.slow_ranks import SlowRank
 from framework.topology import Topology
 
 
-def announcement(doing: str, recipe: str, topology: Topology, run_dir: RunDir) -> str:
-    """Two lines: what starts where."""
+def announcement(
+    doing: str, recipe: str, topology: Topology, run_dir: RunDir, *, replaced: Mapping[str, str] | None = None
+) -> str:
+    """Return two lines: what starts, with the options that replace the recipe's own, and its directory."""
     processes = _counted(topology.world_size, "process", "processes")
     devices = "CPU" if topology.gpus_per_node == 0 else _counted(topology.gpus_per_node, "GPU", "GPUs")
-    return f"{doing} {recipe}: {processes}, {devices}\n{short(run_dir.path)}"
+    others = [f"{choice} instead of {option}" for choice, option in (replaced or {}).items()]
+    name = f"{recipe} ({', '.join(others)})" if others else recipe
+    return f"{doing} {name}: {processes}, {devices}\n{short(run_dir.path)}"
 
 
 def closing_of_training(config: Config, run_dir: RunDir, status: int) -> str:

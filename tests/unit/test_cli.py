@@ -69,7 +69,7 @@ def test_a_job_is_handed_the_configuration(requests: list[Request]) -> None:
     assert request.config.model["extra"] == 1
     assert request.raw["trainer"]["gpus"] == 0
     assert request.overrides == ("recipe=toy", "trainer.gpus=0", "+model.extra=1")
-    assert request.choices["optimizer"] == "sgd"
+    assert request.replaced == {}
     assert request.warm is warm
 
 
@@ -298,11 +298,11 @@ class TestSweep:
         self, requests: list[Request], capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.main(["-m", "recipe=toy", "seed=1,2", "optimizer=sgd,adam"]) == 0
-        assert [(each.config.seed, each.choices["optimizer"]) for each in requests] == [
-            (1, "sgd"),
-            (1, "adam"),
-            (2, "sgd"),
-            (2, "adam"),
+        assert [(each.config.seed, each.replaced) for each in requests] == [
+            (1, {}),
+            (1, {"optimizer=adam": "sgd"}),
+            (2, {}),
+            (2, {"optimizer=adam": "sgd"}),
         ]
         assert requests[0].overrides == ("recipe=toy", "seed=1", "optimizer=sgd")
         assert "[3] seed=2 optimizer=adam  finished" in capsys.readouterr().out

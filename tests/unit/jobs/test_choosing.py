@@ -27,7 +27,7 @@ TORCHRUN = {
 
 def request(changes: dict[str, Any], *, leader: Leader | None = None) -> Request:
     raw = raw_config(changes)
-    return Request(parse(raw), raw, overrides=(), choices={}, leader=leader)
+    return Request(parse(raw), raw, overrides=(), leader=leader)
 
 
 @pytest.fixture

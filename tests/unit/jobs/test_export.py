@@ -19,7 +19,7 @@ from tests.conf.test_options import composed
 def request(*overrides: str, checkpoint: Path | None = None) -> Request:
     raw: dict[str, Any] = composed("recipe=toy", "job=export", *overrides)
     raw["checkpoint"]["path"] = None if checkpoint is None else str(checkpoint)
-    return Request(config=parse(raw), raw=raw, overrides=overrides, choices={})
+    return Request(config=parse(raw), raw=raw, overrides=overrides)
 
 
 @pytest.fixture

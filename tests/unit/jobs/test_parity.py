@@ -21,7 +21,7 @@ CPU = {"job": "parity", "trainer.gpus": 0}
 
 def request(changes: dict[str, Any], **others: Any) -> Request:
     raw = raw_config({**CPU, **changes})
-    return Request(parse(raw), raw, overrides=(), choices={}, **others)
+    return Request(parse(raw), raw, overrides=(), **others)
 
 
 @pytest.fixture

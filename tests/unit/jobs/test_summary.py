@@ -42,6 +42,12 @@ def test_what_starts_where_is_announced(run_dir: RunDir, topology: Topology, tex
     assert announcement("Training", "some", topology, run_dir) == expected
 
 
+def test_options_that_replace_the_recipes_own_are_announced(run_dir: RunDir) -> None:
+    replaced = {"model=toy": "cnn", "optimizer=adam": "sgd"}
+    line, _ = announcement("Training", "some", Topology(1, 1, 0, 1), run_dir, replaced=replaced).splitlines()
+    assert line == "Training some (model=toy instead of cnn, optimizer=adam instead of sgd): 1 process, CPU"
+
+
 def test_a_place_outside_of_the_working_directory_is_shown_whole(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ Act = Callable[[Request], JobResult]
 def request(number: int, *, folder: Path = Path("outputs/multirun/x"), monitor: str | None = "val/loss") -> Request:
     raw = raw_config({"seed": number, "checkpoint.monitor": monitor})
     overrides = ("recipe=some", f"seed={number}")
-    return Request(parse(raw), raw, overrides, choices={}, place=Place(folder, number))
+    return Request(parse(raw), raw, overrides, place=Place(folder, number))
 
 
 @pytest.fixture

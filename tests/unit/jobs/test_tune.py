@@ -39,7 +39,7 @@ LR = {
 def asked(*overrides: str, starter: str | None = None) -> Request:
     raw = raw_config()
     leader: Any = None if starter is None else SimpleNamespace(place=SimpleNamespace(starter=starter))
-    return replace(Request(config=parse(raw), raw=raw, overrides=overrides, choices={}), leader=leader)
+    return replace(Request(config=parse(raw), raw=raw, overrides=overrides), leader=leader)
 
 
 @pytest.mark.parametrize(
