@@ -44,7 +44,7 @@ class ToyModelParallel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         last = len(self.devices)
         for number, device in enumerate(self.devices, start=1):
-            x = self.get_submodule(f"net{number}")(x.to(device, non_blocking=True))
+            x = self.get_submodule(f"net{number}")(x.to(device))
             if number < last:
                 x = self.relu(x)
         return x

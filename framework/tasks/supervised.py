@@ -74,7 +74,7 @@ class Supervised:
         input_, target = split_batch(batch)
         output = model(input_)
         if isinstance(output, Tensor) and target.device != output.device:
-            target = target.to(output.device, non_blocking=True)
+            target = target.to(output.device)
             if isinstance(self.loss, nn.Module):
                 self.loss.to(output.device)  # which it is on already, after the first step
         loss = self._compute_loss(output, target)
