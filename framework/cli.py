@@ -55,9 +55,8 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"
 _SWEEP_FLAGS = ("-m", "--multirun")
 _QUIET = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # as in our config.yaml
 
-
-# Hydra's script completes a command or `python FILE.py`, not `python -m framework`. For any other `python …`, Bash
-# completes names of files.
+# Hydra's script completes `framework` or `python FILE.py`, not `python -m framework`. For any other `python …`, Bash
+# completes file names.
 _BASH_COMPLETION = {
     "install=bash": r"""
 _framework_completion() {
@@ -114,11 +113,11 @@ def main(argv: Sequence[str] | None = None, *, warm: WarmServer | None = None, l
 
 
 def _own_answer(arguments: Sequence[str]) -> str | None:
-    """What is printed where Hydra's own answer wouldn't do; None for everything else."""
+    """Return what to print for `--version` and Bash completion, which Hydra doesn't do as needed; else None."""
     if "--version" in arguments:
         version = installed_versions(("framework", "torch", "hydra-core"))
-        others = [f"{name} {version[name]}" for name in ("torch", "hydra-core")]
-        return f"framework {version['framework']} ({', '.join([f'Python {platform.python_version()}', *others])})"
+        others = f"torch {version['torch']}, hydra-core {version['hydra-core']}"
+        return f"framework {version['framework']} (Python {platform.python_version()}, {others})"
     if {"-sc", "--shell-completion"} & set(arguments):
         return next((_BASH_COMPLETION[text] for text in arguments if text in _BASH_COMPLETION), None)
     return None
@@ -140,7 +139,7 @@ class _Composition:
     overrides: tuple[str, ...]
     choices: Mapping[str, str]
     place: Place | None
-    folders: tuple[Path, ...]  # that options come from
+    folders: tuple[Path, ...]  # searched for options, in this order
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ def _request(composition: _Composition, ground: Ground, *, means: _Means, argume
 
 
 def _replaced(composition: _Composition) -> dict[str, str]:
-    """Return each choice of an option (model=toy) that differs from the recipe's own → the recipe's (cnn)."""
+    """Return the chosen options that differ from the recipe's, such as model=toy → the recipe's own, cnn."""
     file = option_file("recipe", composition.choices.get("recipe", ""), folders=composition.folders)
     if file is None:
         return {}
@@ -259,11 +258,7 @@ def _replaced(composition: _Composition) -> dict[str, str]:
     pairs = (pair for entry in recipe.get("defaults", []) if isinstance(entry, dict) for pair in entry.items())
     own = {group.removeprefix("override ").lstrip("/"): option for group, option in pairs}
     chosen = composition.choices
-    return {
-        f"{group}={chosen[group]}": option
-        for group, option in own.items()
-        if group in chosen and chosen[group] != option
-    }
+    return {f"{group}={chosen[group]}": own[group] for group in own if chosen.get(group, own[group]) != own[group]}
 
 
 def _run(request: Request) -> int:
@@ -334,12 +329,12 @@ def _compose(arguments: list[str], *, run_at_once: Callable[[_Composition], floa
 
 
 class RefuseOtherLaunchers(Callback):
-    """Called by Hydra before the first job of a sweep, of all launchers: others pickle jobs for processes of theirs."""
+    """Refuse sweeps with a Hydra launcher other than the basic one, which would pickle jobs for processes of its own."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if not str(config.hydra.launcher._target_).endswith(".BasicLauncher"):
             launcher = config.hydra.runtime.choices["hydra/launcher"]
-            sys.exit(  # an exception of a callback would be turned into a warning by Hydra
+            sys.exit(  # Hydra turns exceptions of callbacks into warnings
                 f"hydra/launcher={launcher} can't be used: a sweep runs its jobs one after another. "
                 "Use hydra/launcher=basic; to run jobs at the same time, start a command for each."
             )
@@ -347,7 +342,7 @@ class RefuseOtherLaunchers(Callback):
 
 @contextmanager
 def _plugins_logged(file: Path) -> Iterator[None]:
-    """Write what Hydra's plugins log, a sweeper's best job for instance, to `file`."""
+    """Write what Hydra's plugins log, such as a sweeper's best job, to `file`."""
     logger = logging.getLogger("hydra_plugins")
     handler, level = logging.FileHandler(file, delay=True), logger.level
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s"))
@@ -451,7 +446,7 @@ def _for_hydra(arguments: Sequence[str], *, scratch: str) -> list[str]:
     """What is set, then the options, as argparse refuses `a=1 -m b=2`; any files of Hydra's go to `scratch`."""
     overrides = [text for text in arguments if _is_override(text)]
     if _is_sweep(arguments):
-        # Sweepers write files, also where nothing can be composed; those of a sweep that ran are moved to its folder.
+        # Sweepers write files even if nothing can be composed; those of a sweep that ran are moved to its folder.
         overrides.append(f"hydra.sweep.dir={scratch}")
         overrides.append(f"+hydra.callbacks.framework._target_={__name__}.RefuseOtherLaunchers")
     if _own_config() is not None:

@@ -96,16 +96,15 @@ class RunDir:
 
 @contextmanager
 def new_run_dir(parent: Path, *, name: str | None = None) -> Iterator[RunDir]:
-    """Create a run directory; remove it, and the parents that were made for it, if RequestError leaves the block."""
+    """Create a run directory. If the block raises RequestError, remove it and the parents that were made for it."""
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    run_dir = None
     try:
         run_dir = create_run_dir(parent, name=name)
-        try:
-            yield run_dir
-        except RequestError:
-            shutil.rmtree(run_dir.path, ignore_errors=True)
-            raise
+        yield run_dir
     except RequestError:
+        if run_dir is not None:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
         for folder in missing:
             with suppress(OSError):  # another run is in it
                 folder.rmdir()

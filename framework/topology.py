@@ -152,7 +152,7 @@ def _procs_for(span: int, *, gpus: int, given: bool, least: int) -> int:
 
 
 def _span_for(procs: int, *, gpus: int, least: int) -> int:
-    """GPUs for each of `procs` processes. A refusal offers `least` for each, which suits every model."""
+    """Return the GPUs of each of `procs` processes. Errors suggest `least` for each, which fits every model."""
     most = gpus // least
     fewer = f"topology.procs_per_node={most}" + (f" trainer.gpus={most * least}" if gpus % least else "")
     if procs * least > gpus:
@@ -167,7 +167,7 @@ def _span_for(procs: int, *, gpus: int, least: int) -> int:
         raise TopologyError(
             f"topology.procs_per_node={procs} doesn't divide trainer.gpus={gpus}.\n"
             f"Use trainer.gpus={procs * least}, or {fewer}; "
-            f"where the model takes any number of devices, one of {fitting} processes."
+            f"if the model takes any number of devices, topology.procs_per_node may be one of {fitting}."
         )
     return gpus // procs
 
@@ -176,13 +176,13 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-_SPREADING = {"FSDP": "fsdp", "Pipeline": "pipeline"}  # the model, over processes: class → strategy=
+_SHARDING = {"FSDP": "fsdp", "Pipeline": "pipeline"}  # strategies that shard the model: class → option
 
 
 def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> None:
-    """Raise TopologyError where the processes or their backend aren't what a strategy of ours needs.
+    """Raise TopologyError if a built-in strategy can't run with these processes or their backend.
 
-    strategy: the name of its class, so that the command can ask without torch, before it starts any process.
+    strategy: the name of its class, so that the command can check it without torch, before it starts any process.
     """
     if strategy == "Single" and topology.world_size > 1:
         one = "topology.nnodes=1 " if topology.nnodes > 1 else ""
@@ -191,11 +191,11 @@ def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> N
             f"strategy=single is for one process, and there are {topology.world_size}.\n"
             f"Use strategy=ddp (or auto), or {one}."
         )
-    if strategy not in _SPREADING:
+    if strategy not in _SHARDING:
         return
     if topology.span > 1:
         raise TopologyError(
-            f"strategy={_SPREADING[strategy]} needs processes of one device each, and these have {topology.span}.\n"
+            f"strategy={_SHARDING[strategy]} needs processes of one device each, and these have {topology.span}.\n"
             "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
         )
     if topology.gpus_per_node and backend == "gloo":
@@ -204,6 +204,6 @@ def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> N
             own = "topology.share_gpus=false topology.procs_per_node=auto topology.gpus_per_process=auto"
             nccl = f"a GPU for each process, {own} backend=auto"
         raise TopologyError(
-            f"strategy={_SPREADING[strategy]} sends from GPU to GPU, which backend=gloo can't.\n"
+            f"strategy={_SHARDING[strategy]} sends from GPU to GPU, which backend=gloo can't.\n"
             f"Use {nccl}, or trainer.gpus=0."
         )

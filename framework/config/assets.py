@@ -34,7 +34,7 @@ def user_config_dir(working_dir: Path) -> Path | None:
 
 
 def option_file(group: str, option: str, *, folders: Sequence[Path]) -> Path | None:
-    """Return the file of a group's option; the first of `folders` that has one counts."""
+    """Return the file of a group's option, from the first of `folders` that has one."""
     files = (folder / group / f"{option}.yaml" for folder in folders)
     return next((file for file in files if file.is_file()), None)
 

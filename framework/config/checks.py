@@ -74,8 +74,8 @@ def _graphs(config: Config) -> Iterator[str]:
     mode, accumulate = config.trainer.compile, config.trainer.accumulate_grad_batches
     if mode is not None and mode.uses_cuda_graphs and accumulate > 1:
         yield (
-            f"trainer.compile={mode.value} can't go with trainer.accumulate_grad_batches={accumulate}: a micro-batch "
-            "would overwrite the gradients of the one before, which lie in the memory of a CUDA graph. Use "
+            f"trainer.compile={mode.value} can't go with trainer.accumulate_grad_batches={accumulate}: gradients are "
+            "in the memory of a CUDA graph, where each micro-batch would overwrite those of the one before. Use "
             "trainer.compile=default or max-autotune-no-cudagraphs, or trainer.accumulate_grad_batches=1."
         )
 
@@ -214,7 +214,7 @@ def _checkpoint(config: Config) -> Iterator[str]:
 
 
 def _validation(config: Config) -> Iterator[str]:
-    """Of what is known without the data; the engine counts the steps of an epoch."""
+    """Check what is known without the data; the engine checks the rest, which depends on the steps of an epoch."""
     trainer = config.trainer
     if config.job not in ("train", "plan") or trainer.fast_dev_run or trainer.limit_val_batches == 0:
         return

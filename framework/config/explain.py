@@ -52,9 +52,9 @@ def explain(error: Exception, *, config_dir: Path, typed: Sequence[str], sweep: 
 
 
 def raise_misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> None:
-    """Raise ConfigError where the package line of a chosen option's file puts its keys in a wrong place.
+    """Raise ConfigError if the package line of a chosen option's file puts its keys in the wrong place.
 
-    choices: group → option. folders: those that options are looked for in, the first counts.
+    choices: group → option. folders: searched for options, in this order.
     """
     raise_mistakes(list(_misplaced(choices, folders)))
 
@@ -77,7 +77,7 @@ def _misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> Iterator[
 
 
 def _package(text: str) -> str | None:
-    """What follows `# @package` in a file's header, as Hydra finds it; None where there is no such line."""
+    """Return what follows `# @package` in a file's header, as Hydra reads it; None if there is no such line."""
     for line in filter(None, map(str.strip, text.splitlines())):
         header = re.match(r"#+\s*@(\S+)\s+(.+)", line)
         if header is None:
@@ -110,7 +110,7 @@ def _typed_mistakes(overrides: Sequence[Override], *, config_dir: Path, sweep: b
             mistakes += wrong
             if not wrong and each.input_line and not each.is_sweep_override() and not each.is_delete():
                 chosen.append(each.input_line)
-        # Such files may make composing fail, and what else is found follows from them.
+        # These files can make composing fail, and any further mistakes follow from them.
         named = dict(text.split("=", 1) for text in chosen)
         folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
         if misplaced := list(_misplaced(named, folders)):

@@ -213,7 +213,7 @@ class _Reader:
         if field.section is not None:
             return self.read_section(field.section, value, path=f"{key}.")
         if field.many_nodes and "_target_" in value:
-            return self._wrong(f"{key}._target_={show(value['_target_'])}: needs a name above it: {key}.NAME._target_")
+            return self._wrong(f"{key}._target_={show(value['_target_'])}: must be below a name: {key}.NAME._target_")
         if field.many_nodes:
             nodes = {name: self._read_node(node, key=f"{key}.{name}", removable=True) for name, node in value.items()}
             return _WRONG if any(node is _WRONG for node in nodes.values()) else nodes
@@ -254,7 +254,7 @@ class _Reader:
 
 
 def _written(kind: type[Enum]) -> list[str]:
-    """The values of an Enum as they are typed."""
+    """Return the values of an Enum as they are typed."""
     return [show(member.value) for member in kind]
 
 

@@ -112,7 +112,7 @@ def load_saved(path: str | Path) -> Saved:
     raw, overrides = _saved_in(run_dir)
     if isinstance(raw, dict) and raw.get("job", "train") != "train":
         raise ConfigError(
-            f"resume={path}: this is the directory of a job={raw['job']}. Only a training can be resumed."
+            f"resume={path}: this is the directory of a job={raw['job']}. Only training runs can be resumed."
         )
     are_texts = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
     if not isinstance(raw, dict) or not are_texts:
@@ -263,7 +263,7 @@ def _hint(given: Path) -> str:
     if place == place.parent:
         return ""
     files = [file for pattern in ("*/overrides.yaml", "*/*/overrides.yaml") for file in place.glob(pattern)]
-    found = [file.parent for file in files if file.parent.parent.name not in job_names()]  # trainings
+    found = [file.parent for file in files if file.parent.parent.name not in job_names()]  # only training runs
     if not found:
         return ""
     if place == given:

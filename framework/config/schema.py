@@ -67,7 +67,7 @@ PRECISION_ALIASES = {
     "fp64": Precision.FP64,
     "double": Precision.FP64,
 }
-"""Other names of a precision, which are suggested rather than taken."""
+"""Other names for precisions, which are suggested but not accepted."""
 
 
 class Interval(Enum):
@@ -170,7 +170,7 @@ class TrainerConfig:
     gradient_clip_val: float | None = bounded(above=0)
     gradient_clip_algorithm: ClipAlgorithm
     log_every_n_steps: int = bounded(at_least=1)
-    log_rank_losses: RankLosses = RankLosses.OFF  # each rank's own mean loss: in its log; terminal: printed, too
+    log_rank_losses: RankLosses = RankLosses.OFF  # log each rank's own mean loss; terminal: print it as well
     val_check_interval: int | None = bounded(at_least=1)  # optimizer steps; null: at the end of epochs
     check_val_every_n_epoch: int | None = bounded(at_least=1)  # null: not at the end of epochs
     num_sanity_val_steps: int = bounded(at_least=0, default=1)  # validation batches of each process before training

@@ -37,7 +37,7 @@ def nearest_key(given: str, allowed: Iterable[str]) -> str | None:
 
 
 def _may_be_moved(given: str, key: str) -> bool:
-    """Whether `key` is in the section of `given`, which exists, or has nearly the same name in another one."""
+    """Whether `key` is in the same section as `given`, or has nearly the same name in another section."""
     parent, _, last = given.rpartition(".")
     key_parent, _, key_last = key.rpartition(".")
     last, key_last = _fold(last), _fold(key_last)

@@ -30,7 +30,7 @@ def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:
     if module == "framework.strategies":
         check_strategy_fits(strategy, topology, backend=backend.value)
     if backend is BackendName.MPI:
-        ask(  # few builds of torch have it, and only torch knows
+        ask(  # only torch knows if its build has it
             request.warm,
             "framework.distributed.context:answer_available",
             {"backend": BackendName.MPI.value},
@@ -41,7 +41,7 @@ def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:
 
 
 def backend_name(config: Config, topology: Topology) -> BackendName:
-    """Return the backend that the ranks will use, on NVIDIA's GPUs or the CPU. NCCL without GPUs is an error."""
+    """Return the backend that the ranks will use, on NVIDIA GPUs or the CPU. Raises RequestError: NCCL without GPUs."""
     name, gpus = config.backend.name, topology.gpus_per_node
     if name is BackendName.AUTO:
         return BackendName.NCCL if gpus and not topology.shares_gpus else BackendName.GLOO

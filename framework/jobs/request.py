@@ -38,12 +38,12 @@ class Request:
 
     raw: what `config` was parsed from, resolved plain values: what `config.yaml` gets. Parsing it gives `config` again.
     overrides: what was typed, without `resume`; after what was typed for the run that is resumed, where there is one.
-    replaced: a choice of an option, such as model=toy → the option that the recipe has in its place.
-    arguments: what starts the same run again as `python -m framework ARGUMENTS`; of a job of a sweep, this job alone.
+    replaced: chosen options that differ from the recipe's, such as model=toy → the recipe's own.
+    arguments: `python -m framework ARGUMENTS` starts the same run again; of a job of a sweep, that job alone.
     warm: the fork server that was started meanwhile, if one was.
     place: None but for a job of a sweep, which then says nothing on the terminal itself.
     leader: in rank 0 of ranks that something else has started: its dealings with the others.
-    home: the run whose checkpoint is used, where the directory of an evaluation belongs; None for `path.outputs`.
+    home: the run whose checkpoint is used, in which an evaluation gets its directory; None for `path.outputs`.
     """
 
     config: Config

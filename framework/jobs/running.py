@@ -175,7 +175,7 @@ def _record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any
 
 
 def _run_dir(request: Request) -> AbstractContextManager[RunDir]:
-    """The run to resume, or a new one: of a training below its recipe, of another job in a folder named by the job."""
+    """Return the run to resume, or a new one: below the recipe, and unless it is a training, below the job's name."""
     config, place = request.config, request.place
     if config.resume is not None:
         return nullcontext(run_of(config.resume))

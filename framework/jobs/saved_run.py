@@ -176,7 +176,7 @@ class Ground:
 
     @property
     def home(self) -> Path | None:
-        """The run whose checkpoint is used; None if that lies outside of any run, or `path.outputs` is typed."""
+        """The run whose checkpoint is used; None if it is outside of any run, or `path.outputs` is typed."""
         if self.found is None or self.found.key != _CHECKPOINT:
             return None
         if {"path", "path.outputs"} & {key_of(text) for text in self.typed}:

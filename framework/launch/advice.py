@@ -13,8 +13,8 @@ _BY_MESSAGE = {
     r"DataLoader worker .* (killed by signal|exited unexpectedly)|Unable to (open|allocate) shared memory": "A data "
     "worker died, of too little memory as a rule: lower data.num_workers (data.num_workers=0 has none), or give the "
     "container more /dev/shm.",
-    r"device-side assert": "An operation on the GPU was given a value it can't take: an index or class label out of "
-    "range as a rule. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see which line it was.",
+    r"device-side assert": "A GPU kernel got an invalid value, usually an index or a class label out of range. Set "
+    "CUDA_LAUNCH_BLOCKING=1 in the environment to see in which line.",
     r"Too many open files": "Raise the limit (`ulimit -n`), or lower data.num_workers.",
 }
 _BY_PHASE = {
@@ -24,8 +24,8 @@ _BY_PHASE = {
     "preflight": "It was checking what it exchanges with the others: the last lines of its log name the check. Look at "
     "its device, and at the network between it and them. If it is only slow, raise backend.timeout for job=preflight, "
     "backend.init_timeout before training.",
-    "collectives": "The last line of its log names the exchange. Look at the network between it and the others. If it "
-    "is only slow, raise backend.timeout.",
+    "collectives": "The last line of its log names the exchange. Check the network between it and the other ranks. If "
+    "it is only slow, raise backend.timeout.",
     "building": "It was building the model or reading a checkpoint. If it is only slow, raise backend.init_timeout.",
     "data": "It was loading data: look at its disk and its share of the files. Where a worker loads, "
     "data.num_workers=0 shows the line. If it is only slow, raise backend.timeout.",

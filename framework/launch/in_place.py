@@ -27,12 +27,12 @@ def check_one_process(topology: Topology) -> None:
 def launch(plan: LaunchPlan) -> Outcome:
     """Run the only rank in this process.
 
-    What it raises passes through, with three exceptions. SystemExit becomes RunError: leaving is no end. Quitting the
-    debugger becomes KeyboardInterrupt. A RequestError after the first step is printed, and is the run's end: that run
-    has a directory to keep.
+    What it raises passes through, with three exceptions: SystemExit becomes RunError, because the run isn't finished;
+    quitting the debugger becomes KeyboardInterrupt; a RequestError after the first step is printed here, so that the
+    run directory is kept.
 
-    Raises TopologyError for more than one rank, KeyboardInterrupt on Ctrl-C, and on the other signals that ask to stop
-    if training can't stop on request.
+    Raises TopologyError for more than one rank, and KeyboardInterrupt on Ctrl-C and on any other stop signal that the
+    rank can't handle at that moment.
     """
     check_one_process(plan.topology)
     module, _, name = plan.entry.partition(":")

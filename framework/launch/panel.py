@@ -109,11 +109,11 @@ def _fate(other: RankFailure, *, first: RankFailure) -> str:
     if other.kind in (Kind.HUNG, Kind.STOPPED):
         return f"didn't come either (in {other.phase})"
     if other.timed_out:
-        return "waited in vain"
+        return "timed out"
     if other.lost_peer:
         return "lost the connection"
     if other.kind is Kind.EXCEPTION and other.exception == first.exception:
-        return "failed alike"
+        return "failed with the same error"
     if other.kind is Kind.EXCEPTION and other.expected:
         return f"failed: {next(iter(other.cause.splitlines()), '')}"
     if other.kind is Kind.EXCEPTION:

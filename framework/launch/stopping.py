@@ -86,11 +86,11 @@ class StopRequest:
 
 @contextmanager
 def stoppable(link: Link) -> Iterator[None]:
-    """While this is entered, who watches may ask this rank to stop, and the stop signals are such a request.
+    """Let this rank be asked to stop, by its launcher or by a stop signal, while the block runs.
 
-    They ask through whoever watches. A rank that nobody watches handles them itself, except Ctrl-C, which stays
-    Python's KeyboardInterrupt: the process may be at a debugger's prompt. A signal that is ignored stays so, handlers
-    are put back, and outside of the main thread there are none.
+    A rank that a launcher watches passes a signal on to it. Any other handles it itself, except Ctrl-C, which stays
+    Python's KeyboardInterrupt: the process may be at a debugger's prompt. Ignored signals stay ignored, handlers are
+    restored, and outside of the main thread none are installed.
     """
     pulse, is_watched = link.pulse, link.is_watched
     numbers = [number for number in STOP_SIGNALS if is_watched or number != signal.SIGINT]

@@ -185,7 +185,7 @@ def test_evaluations_lie_in_the_run_that_they_evaluate(command, trained, tmp_pat
     status, said = command(f"resume={folders[0]}")
     assert (status, said) == (
         2,
-        f"resume={folders[0]}: this is the directory of a job=eval. Only a training can be resumed.\n",
+        f"resume={folders[0]}: this is the directory of a job=eval. Only training runs can be resumed.\n",
     )
     record = results.run_file(run)
     (run / "run.json").write_text(json.dumps(record | {"status": "failed"}))

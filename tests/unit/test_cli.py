@@ -171,7 +171,7 @@ def test_nothing_of_hydra_is_left(requests: list[Request], monkeypatch: pytest.M
         (["seed=-1"], "seed=-1: must be a whole number"),
         (["trainer.precision=bf16"], "Did you mean trainer.precision=bf16-mixed?"),
         (["+data.sampler=x"], "data.sampler=x: there is no such key. data has datasets, "),
-        (["+callbacks._target_=a.B"], "needs a name above it: callbacks.NAME._target_"),
+        (["+callbacks._target_=a.B"], "must be below a name: callbacks.NAME._target_"),
         (["job=tain"], "Did you mean job=train?"),
         (["trainer.max_epochs=null"], "both null"),
         (["resume="], "must be one run directory"),

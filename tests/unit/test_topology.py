@@ -120,7 +120,7 @@ def test_without_gpus_processes_own_the_cpu_as_often_as_the_model_needs():
     ("settings", "gpus", "message"),
     [
         ((3, None, 1), 8, "topology.procs_per_node=3 doesn't divide trainer.gpus=8.\nUse trainer.gpus=3, or topology."),
-        ((3, None, 1), 8, "takes any number of devices, one of 1, 2, 4, 8 processes."),
+        ((3, None, 1), 8, "takes any number of devices, topology.procs_per_node may be one of 1, 2, 4, 8."),
         ((3, None, 2), 8, "Use trainer.gpus=6, or topology.procs_per_node=4; "),
         ((2, None, 2), 5, "Use trainer.gpus=4, or topology.procs_per_node=2 trainer.gpus=4; "),
         ((None, 3, 1), 8, "topology.gpus_per_process=3 doesn't divide trainer.gpus=8. Use one of 1, 2, 4, 8."),

@@ -46,7 +46,7 @@ def test_a_hung_rank_is_shown_with_its_stack_and_what_to_try() -> None:
     assert render(report_of(waiting, told(at, stacks=STACKS), told(standing(2, still_s=31.0)))) == (
         "──── Rank 1 of 3 (pid 1001) hung; the others waited 30 s in backward\n"
         "  where    node 0 (host0), CPU, in data after step 7\n"
-        "  others   rank 0 waited in vain\n"
+        "  others   rank 0 timed out\n"
         "  stack    read at recipes/mine.py:27\n"
         "           fetch at torch/utils/data.py:7\n"
         "  try      It was loading data: look at its disk and its share of the files. Where a worker loads,\n"
