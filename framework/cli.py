@@ -329,7 +329,7 @@ def _compose(arguments: list[str], *, run_at_once: Callable[[_Composition], floa
 
 
 class RefuseOtherLaunchers(Callback):
-    """Refuse sweeps with a Hydra launcher other than the basic one, which would pickle jobs for processes of its own."""
+    """Refuse sweeps with a Hydra launcher other than the basic one, as others pickle jobs for their own processes."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if not str(config.hydra.launcher._target_).endswith(".BasicLauncher"):
