@@ -246,6 +246,11 @@ def check_output(output: Any, task: Task, method: str) -> None:
             f"{returned} a loss that is {describe(loss)}. It must be a tensor of one number: the mean over the batch's "
             "samples."
         )
+    if method == "training_step" and not loss.requires_grad:
+        raise TargetError(
+            f"{returned} a loss that doesn't depend on a trained parameter, so there is no gradient. Leave out what "
+            "cuts it off: detach(), item(), torch.no_grad(), argmax() and comparisons."
+        )
     if not isinstance(num_samples, Integral):
         raise TargetError(
             f"{returned} a num_samples that is {describe(num_samples)}. It must be an int: how many samples the loss "
@@ -254,6 +259,10 @@ def check_output(output: Any, task: Task, method: str) -> None:
     if not isinstance(metrics, Mapping):
         raise TargetError(f"{returned} metrics that are {describe(metrics)}. They must be a dict.")
     for name, pair in metrics.items():
+        if not isinstance(name, str) or name == LOSS:
+            raise TargetError(
+                f"{returned} a metric called {name!r}. Its name must be a str other than {LOSS!r}, which is the loss's."
+            )
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
             raise TargetError(
                 f"{returned} the metric {name!r} as {describe(pair)}. It must be a pair (sum over samples, count) of "
@@ -263,4 +272,4 @@ def check_output(output: Any, task: Task, method: str) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    return value.numel() == 1 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, Real)

@@ -86,11 +86,14 @@ LOSS = torch.zeros((), requires_grad=True)
         ({"loss": LOSS}, r"returned a mapping with the keys \['loss'\]"),
         (None, "returned None"),
         (StepOutput(0.5, 4), "returned a loss that is a float"),  # type: ignore[arg-type]
+        (StepOutput(LOSS, 4, {"loss": (1.0, 4)}), "a metric called 'loss'. Its name must be a str other than 'loss'"),
+        (StepOutput(LOSS, 4, {3: (1.0, 4)}), "a metric called 3"),  # type: ignore[dict-item]
         (StepOutput(torch.zeros(4), 4), r"returned a loss that is a tensor of shape \(4,\)"),
         (StepOutput(LOSS, torch.tensor(4)), "returned a num_samples that is a tensor"),  # type: ignore[arg-type]
         (StepOutput(LOSS, 4, {"acc": 0.5}), "the metric 'acc' as a float"),  # type: ignore[dict-item]
         (StepOutput(LOSS, 4, {"acc": torch.tensor(0.5)}), r"the metric 'acc' as a tensor of shape \(\)"),  # type: ignore[dict-item]
         (StepOutput(LOSS, 4, {"acc": nn.Identity()}), r"the metric 'acc' as an? Identity"),  # type: ignore[dict-item]
+        (StepOutput(LOSS, 4, {"acc": (torch.tensor(1j), 4)}), "the metric 'acc' as a tuple of 2"),
         (StepOutput(LOSS, 4, {"acc": (torch.zeros(3), 4)}), r"It must be a pair \(sum over samples, count\)"),
     ],
 )
@@ -102,6 +105,13 @@ def test_what_a_step_returns_is_checked_once(method: str, output: Any, said: str
     with pytest.raises(TargetError, match=f"^Wrong.{method} {said}" if "returned" in said else said):
         check()
     assert trainer.progress.step == 0
+
+
+def test_a_loss_without_a_gradient_is_refused_in_training() -> None:
+    detached = StepOutput(torch.zeros(()), 4)
+    trainer = make_trainer(task=type("Cut", (Squares,), {"training_step": lambda *_: detached})())
+    with pytest.raises(TargetError, match=r"^Cut\.training_step returned a loss that doesn't depend on a trained"):
+        trainer.fit()
 
 
 def test_what_predict_step_returns_is_checked() -> None:
