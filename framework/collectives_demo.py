@@ -73,7 +73,7 @@ class Comm:
         return torch.arange(begin, begin + count, dtype=torch.float64, device=self.device)
 
     def note(self, text: str, seconds: float) -> None:
-        """Have it shown with what this rank saw."""
+        """Add a line to what is shown of this rank."""
         self.notes.append(f"{text} {seconds_text(seconds)}")
 
 
@@ -81,7 +81,7 @@ Shown = Iterator[Tensor]
 
 
 def barrier(comm: Comm) -> Shown:
-    """One rank after the other draws a number; nobody passes a barrier before all have come to it."""
+    """Ranks draw a number, one after the other; none passes a barrier before all have reached it."""
     number, store = torch.zeros(1, device=comm.device), dist.distributed_c10d._get_default_store()
     yield number
     for turn in range(comm.world_size):
@@ -92,7 +92,7 @@ def barrier(comm: Comm) -> Shown:
 
 
 def ping_pong(comm: Comm) -> Shown:
-    """Ranks 0 and 1, 2 and 3, … send a tensor to and fro ten times; the odd rank adds 1 each time."""
+    """Ranks 0 and 1, 2 and 3, … send a tensor back and forth ten times; the odd rank adds 1 each time."""
     tensor, partner = torch.zeros(1, device=comm.device), comm.partner
     yield tensor
     began = time.perf_counter()
@@ -110,7 +110,7 @@ def ping_pong(comm: Comm) -> Shown:
 
 
 def send_recv(comm: Comm) -> Shown:
-    """Around the ring from rank 0: receive a sum, add this rank's value, send it on. Both calls wait."""
+    """Around the ring from rank 0: receive a sum, add this rank's value, send it on. Both calls block."""
     tensor = torch.full((1,), comm.rank + 1.0, device=comm.device)
     received = torch.zeros_like(tensor)
     previous, following = (comm.rank - 1) % comm.world_size, (comm.rank + 1) % comm.world_size
@@ -126,7 +126,7 @@ def send_recv(comm: Comm) -> Shown:
 
 
 def isend_irecv(comm: Comm) -> Shown:
-    """The even rank of a pair sends collectives.delay late; the odd one computes while it receives."""
+    """The even rank of a pair sends late, by collectives.delay; the odd one computes while it receives."""
     tensor, partner, work = comm.numbered(2), comm.partner, None
     matrix = torch.rand(_MATMUL_SIDE, _MATMUL_SIDE, device=comm.device)
     yield tensor
@@ -168,7 +168,7 @@ def reduce_scatter(comm: Comm) -> Shown:
 
 
 def all_gather(comm: Comm) -> Shown:
-    """Every rank gets the tensors of all, in the order of ranks."""
+    """Every rank gets the tensors of all ranks, in rank order."""
     tensor = comm.numbered(1)
     gathered = torch.empty(comm.world_size, dtype=tensor.dtype, device=comm.device)
     yield tensor
@@ -177,7 +177,7 @@ def all_gather(comm: Comm) -> Shown:
 
 
 def butterfly(comm: Comm) -> Shown:
-    """The mean by sends and receives alone: halves, quarters, … and back: strategy=butterfly."""
+    """The mean, by sends and receives alone, as with strategy=butterfly: halves, quarters, … and back."""
     tensor = comm.numbered(inner_ranks(comm.world_size))  # one value for each part
     way = list(rounds(comm.rank, comm.world_size))
     comm.rounds.extend(_partner(swap) for swap in way)
@@ -220,7 +220,7 @@ _OF_TWO = (ping_pong, send_recv, isend_irecv)
 
 
 def collectives_rank(arguments: RankArguments, link: Link) -> None:
-    """Make every exchange over every backend; rank 0 writes collectives.json. Raises FrameworkError."""
+    """Run every exchange over every backend; rank 0 writes collectives.json. Raises FrameworkError."""
     with entered(arguments, link) as rank:
         link.pulse.at(Phase.MEETING)
         context, backend = rank.context, rank.config.backend
@@ -236,7 +236,7 @@ def collectives_rank(arguments: RankArguments, link: Link) -> None:
                 found = {
                     "recipe": rank.config.recipe,
                     "delay_s": rank.config.collectives.delay,
-                    "backends": {name: str(comm.device.type) for name, comm in comms.items()},
+                    "backends": {name: comm.device.type for name, comm in comms.items()},
                     "ranks": [who for who, _ in gathered],
                     "exchanges": [
                         _described(exchange, list(comms), [each[number] for _, each in gathered])
@@ -244,7 +244,7 @@ def collectives_rank(arguments: RankArguments, link: Link) -> None:
                     ],
                 }
                 write_atomically(rank.run_dir.path / RESULT, json.dumps(found, indent=2) + "\n")
-            collectives.barrier(context)  # nobody leaves while another still exchanges with it
+            collectives.barrier(context)  # no rank leaves while another still needs it
 
 
 def _comm(backend: str, rank: Rank) -> Comm:
@@ -262,9 +262,9 @@ def _comm(backend: str, rank: Rank) -> Comm:
 
 
 def _show(exchange: Callable[[Comm], Shown], backend: str, comm: Comm) -> dict[str, Any]:
-    """Make one exchange, twice, since the first opens connections; return what the second one showed on this rank.
+    """Run one exchange twice, since the first run opens connections; return what the second showed on this rank.
 
-    Raises RunError for what torch raises, but for an exchange that the backend doesn't offer.
+    Raises RunError if torch raises an error, unless it is that the backend doesn't support the exchange.
     """
     if comm.world_size == 1 and exchange in _OF_TWO:
         return {"missing": "needs two processes"}
@@ -316,7 +316,7 @@ def _partner(swap: Swap | None) -> str:
 
 
 def _who(context: Context) -> dict[str, Any]:
-    """Return who this rank is; the first of each node has the links between its GPUs."""
+    """Return who this rank is; on the first rank of each node also the links between its GPUs."""
     return {
         "rank": context.rank,
         "local_rank": context.local_rank,

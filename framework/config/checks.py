@@ -310,11 +310,6 @@ def _collectives(config: Config) -> Iterator[str]:
             f"collectives.delay={settings.delay:g} s must be less than backend.timeout={config.backend.timeout:g} s, "
             "after which the receiver gives up."
         )
-    if BackendName.NCCL.value in (settings.backends or ()) and config.trainer.gpus == 0:
-        yield (
-            "collectives.backends names nccl, which needs GPUs, and trainer.gpus=0 uses none. "
-            "Use collectives.backends=[gloo]."
-        )
 
 
 def _tuned(config: Config) -> Iterator[str]:

@@ -38,21 +38,20 @@ Row = tuple[str, ...]
 
 
 def main(request: Request) -> JobResult:
-    """Show what was asked for, on any number of processes. Raises FrameworkError for what can't be done as asked."""
+    """Run and print the exchanges on any number of processes. Raises FrameworkError if the request can't be met."""
     check(request)
     return run(request, entry=_ENTRY, words=Words("Collectives of", _closing, interruption_without_trace))
 
 
 def check(request: Request) -> Topology:
-    """Return who runs where. Raises FrameworkError for what can be found wrong before anything starts."""
+    """Return the topology. Raises FrameworkError for any mistake that can be found before anything starts."""
     topology = checked_topology(request)
-    if BackendName.NCCL.value in (request.config.collectives.backends or ()):
-        reason = "there are none here" if topology.gpus_per_node == 0 else "processes share them here"
-        if topology.gpus_per_node == 0 or topology.shares_gpus:
-            raise ConfigError(
-                f"collectives.backends names nccl, which needs a GPU for each process, and {reason}.\n"
-                "Use collectives.backends=[gloo]."
-            )
+    has_own_gpus = topology.gpus_per_node > 0 and not topology.shares_gpus
+    if BackendName.NCCL.value in (request.config.collectives.backends or ()) and not has_own_gpus:
+        raise ConfigError(
+            "collectives.backends names nccl, which needs a GPU for each process, and these processes "
+            f"{'share theirs' if topology.shares_gpus else 'have none'}.\nUse collectives.backends=[gloo]."
+        )
     return topology
 
 
@@ -85,14 +84,16 @@ def _who(ranks: Sequence[Mapping[str, Any]]) -> str:
         devices = ", ".join(f"{one['device']} {one['name']}".strip() for one in rank["devices"])
         places.append((*numbers, f"{rank['node']} {rank['host']}", str(rank["pid"]), _cut(devices, _VALUES_CHARS)))
         variables.append((str(rank["rank"]), *(rank["environment"][name] or "–" for name in names)))
-    return (
-        f"Who each rank is\n\n{_table(places, of=ranks)}\n\n  and what it reads from its environment (–: not set)\n\n"
-        + (_table(variables, of=ranks))
+    parts = (
+        _table(places, of=ranks),
+        "  and what it reads from its environment (–: not set)",
+        _table(variables, of=ranks),
     )
+    return "\n\n".join(("Who each rank is", *parts))
 
 
 def _block(exchange: Mapping[str, Any], backends: Mapping[str, str]) -> str:
-    """One exchange: what it does, its code, a table with a row for each rank, what ranks noted."""
+    """Return one exchange: what it does, its code, a table with a row for each rank, the notes of the ranks."""
     by_backend = {name: ranks for name, ranks in exchange["by_backend"].items() if "missing" not in ranks[0]}
     missing = [ranks[0]["missing"] for ranks in exchange["by_backend"].values() if "missing" in ranks[0]]
     parts = ["\n".join([exchange["name"], *(f"  {line}" for line in wrap(exchange["about"], _COLUMNS - 2))])]
@@ -122,7 +123,7 @@ def _head(ranks: Sequence[Mapping[str, Any]], key: str, kind: str) -> str:
 
 
 def _remarks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What is below the table: notes, and of the butterfly its rounds and the true mean."""
+    """Return what is below the table: notes; for the butterfly also its rounds and the true mean."""
     yield from _notes(ranks)
     if not ranks[0]["rounds"]:
         return
@@ -131,7 +132,7 @@ def _remarks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ("rank", *(f"{'reduce' if number < half else 'gather'} {number % half + 1}" for number in range(2 * half)))
     ]
     rows += [(str(number), *rank["rounds"]) for number, rank in enumerate(ranks[:_SHOWN_RANKS])]
-    yield "  rounds: with whom, and which values it sends (↔ both ways, ← receives only, – sits it out)"
+    yield "  rounds: with whom, and which values it sends (↔ both ways, ← only receives, – takes no part)"
     yield _table(rows, of=ranks)
     columns = zip(*(rank["before"]["values"] for rank in ranks), strict=True)
     mean = [sum(column) / len(ranks) for column in columns]
@@ -147,7 +148,7 @@ def _notes(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _times(found: Mapping[str, Any]) -> str:
-    """Backends side by side: of each exchange the time of the rank that took longest."""
+    """Return the backends side by side: for each exchange, the time of the slowest rank."""
     backends = found["backends"]
     rows: list[Row] = [("exchange", *(f"{name} ({kind})" for name, kind in backends.items()))]
     for exchange in found["exchanges"]:
@@ -156,11 +157,11 @@ def _times(found: Mapping[str, Any]) -> str:
             "–" if "missing" in ranks[0] else seconds_text(max(r["seconds"] for r in ranks)) for ranks in by_backend
         )
         rows.append((exchange["name"], *cells))
-    return f"Times, each of the rank that took longest\n\n{_table(rows)}"
+    return f"Times of the slowest rank\n\n{_table(rows)}"
 
 
 def _values(tensor: Mapping[str, Any]) -> str:
-    """`[0, 1, 2, 3]`; of many the first and the last."""
+    """Return `[0, 1, 2, 3]`; of too many values for a column, the first ones and the last."""
     texts = [f"{value:.6g}" for value in tensor["values"]]
     kept = len(texts)
     while len(line := _listed(texts, kept)) > _VALUES_CHARS and kept > 2:
@@ -178,7 +179,7 @@ def _cut(text: str, chars: int) -> str:
 
 
 def _table(rows: Sequence[Row], *, of: Sequence[Any] = ()) -> str:
-    """Aligned columns; `of`: all there are, of which the first have a row."""
+    """Align columns. of: all ranks, of which only the first have a row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(of) > _SHOWN_RANKS:

@@ -119,5 +119,5 @@ def test_nccl_without_gpus_is_refused_before_anything_is_made(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cli.main([*SHOWN, "collectives.backends=[gloo,nccl]"]) == 2
     said = capsys.readouterr().err
-    assert "collectives.backends names nccl, which needs a GPU for each process, and there are none here." in said
+    assert "collectives.backends names nccl, which needs a GPU for each process, and these processes have none." in said
     assert not list(tmp_path.iterdir())

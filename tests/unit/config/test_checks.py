@@ -67,10 +67,6 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
             {"job": "collectives", "collectives.delay": "10m"},
             "collectives.delay=600 s must be less than backend.timeout",
         ),
-        (
-            {"job": "collectives", "collectives.backends": ["nccl"], "trainer.gpus": 0},
-            "Use collectives.backends=[gloo]",
-        ),
         ({"job": "tune", "tune.find_batch_size": False, "tune.find_lr": False}, "so there is nothing to look for"),
         ({"job": "tune", "tune.min_lr": 10}, "tune.min_lr=10 must be less than tune.max_lr=10."),
         ({"job": "tune", "trainer.overfit_batches": 2}, "trainer.overfit_batches can't go with job=tune"),
