@@ -3,7 +3,7 @@
 #   make train ARGS="recipe=toy trainer.max_epochs=3"    overrides for the run
 #   make test ARGS="tests/unit -k sampler"               arguments for pytest; test-all takes them, too
 #   make install PYTHON=python3.12                       the interpreter .venv is made with
-#   make gpu PYTHON=python3 WHEELS=wheels                on a GPU machine: installs nothing, see docs/gpu.md
+#   make gpu PYTHON=python3 WHEELS=wheels                on a machine with a GPU; installs nothing, see docs/gpu.md
 
 PYTHON ?= python3
 ARGS ?=
@@ -23,9 +23,9 @@ help:
 	@echo "make train     train the default recipe; ARGS=\"recipe=toy trainer.gpus=0\" passes overrides"
 	@echo "make test      run the tests; ARGS=\"tests/unit\" passes arguments to pytest"
 	@echo "make test-all  run all of them: further variants, too, which make test leaves out"
-	@echo "make gpu       prove a GPU machine in nine minutes: tests, then benchmarks, to benchmarks/GPU.md"
-	@echo "make gpu-test  the tests of tests/gpu alone, with $(VENV)"
-	@echo "make gpu-wheels  what make gpu needs where there is no network; PYTHON_VERSION=3.12 WHEELS=wheels"
+	@echo "make gpu       test and benchmark on a GPU in nine minutes; the report is benchmarks/GPU.md"
+	@echo "make gpu-test  run tests/gpu alone, with $(VENV)"
+	@echo "make gpu-wheels  download what make gpu needs without a network; PYTHON_VERSION=3.12 WHEELS=wheels"
 	@echo "make lint      style and format (ruff)"
 	@echo "make check     types (mypy)"
 	@echo "make format    put the code in format and mend what ruff can mend"
@@ -62,14 +62,14 @@ test: install
 test-all: install
 	"$(BIN)/python" -m pytest --numprocesses=2 --dist=loadfile --exhaustive $(ARGS)
 
-# With the interpreter that PYTHON names, which has torch; what else is missing comes from WHEELS.
+# PYTHON is an interpreter that has torch; other packages that it lacks come from WHEELS.
 gpu:
 	"$(PYTHON)" -m benchmarks.prove_gpu --wheels "$(WHEELS)" $(ARGS)
 
 gpu-test: install
 	"$(BIN)/python" -m pytest tests/gpu -m gpu $(ARGS)
 
-# manylinux tags are matched exactly, so the usual ones are named. What is only offered as source is built first.
+# pip matches manylinux tags exactly, so the usual ones are listed. What has no wheel on PyPI is built first.
 gpu-wheels:
 	rm -rf "$(WHEELS)"
 	"$(PYTHON)" -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir "$(WHEELS)" \

@@ -1,4 +1,4 @@
-"""What the framework costs and gains on one GPU, against loops of others.
+"""What the framework costs and gains on one GPU, compared with other training loops.
 
     python -m benchmarks.on_gpu [--seconds 200] [--data-root FOLDER] [--device cpu]
 
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """Contestants that take turns, ours first, and the rows that come of their figures."""
+    """Contestants that take turns, ours first, and how their figures become rows."""
 
     contestants: list[Contestant]
     measure: Measure
@@ -60,7 +60,7 @@ class Part:
 
 
 def num_gpus() -> int:
-    """What NVML counts; 0 without a driver."""
+    """Return how many GPUs NVML counts; 0 without a driver."""
     import pynvml
 
     try:
@@ -82,7 +82,7 @@ def busy() -> Iterator[list[tuple[float, float]]]:
     def look() -> None:
         import pynvml
 
-        with suppress(pynvml.NVMLError):  # no driver, or a GPU that doesn't tell
+        with suppress(pynvml.NVMLError):  # no driver, or a GPU that doesn't report it
             pynvml.nvmlInit()
             device = pynvml.nvmlDeviceGetHandleByIndex(0)
             while not ended.wait(_LOOK_EVERY_S):
@@ -186,7 +186,7 @@ def network_run(place: Place, warm_up: int, steps: int) -> tuple[str, ...]:
 
 
 def saving(place: Place) -> Part:
-    """Saves every 50 steps beside the training, of which few are needed in practice."""
+    """A checkpoint every 50 steps, far more often than in practice, and none."""
     own = network_run(place, *place.length(100, 700))
     every = [ours("ours", *own, "checkpoint.every_n_steps=50"), ours("without", *own, "checkpoint=none")]
     claim = f"{_name(place)} step with a checkpoint every 50 steps ÷ without"
@@ -198,7 +198,7 @@ def saving(place: Place) -> Part:
 
 
 def milestones(place: Place) -> Part:
-    """Accuracies are those of validations a few times an epoch."""
+    """Seconds to each accuracy, which is validated a few times an epoch."""
     if place.root is None:
         data: tuple[str, ...] = ("recipe=digits", "trainer.max_epochs=30", "trainer.val_check_interval=10")
     else:
@@ -233,14 +233,14 @@ def milestones(place: Place) -> Part:
 
 
 def parts(place: Place) -> list[Part]:
-    """The most important ones first."""
+    """Return all parts, the most important ones first."""
     modes = ("default", "reduce-overhead")
     plain = [toy(place), network(place), milestones(place), saving(place)]
     return [*plain, *(toy(place, mode) for mode in modes), *(network(place, mode) for mode in modes)]
 
 
 def measured(place: Place, *, seconds: float, rounds: int) -> Iterator[Row]:
-    """The rows of all parts; each part has its share of the seconds that are left, and at least one round."""
+    """Yield the rows of all parts; each part gets its share of the seconds left, and at least one round."""
     ends = time.monotonic() + seconds
     every = parts(place)
     for number, part in enumerate(every):

@@ -1,10 +1,10 @@
-"""Prove a GPU machine: run tests/gpu, then benchmarks.on_gpu, and keep what comes of it in benchmarks/GPU.md.
+"""Run tests/gpu, then benchmarks.on_gpu, and write the outcome to benchmarks/GPU.md.
 
     python -m benchmarks.prove_gpu [--wheels FOLDER] [--seconds 540] [--report FILE] [--only tests,benchmarks]
 
 Needs Python and torch, no network and no installation: packages that are missing come from a folder of wheels (`make
-gpu-wheels`), into a folder that is removed at the end. The report is written line by line, so a run that is cut leaves
-what it had. Without a GPU the tests are skipped with the reason, and their stand-ins run on the CPU.
+gpu-wheels`), into a folder that is removed at the end. The report is written line by line, so that an interrupted run
+keeps what it has. Without a GPU the tests are skipped with the reason, and their stand-ins run on the CPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SHOWN_OF_FAILURES = 20_000  # characters
 
 
 class Report:
-    """A Markdown file that is whole after each line."""
+    """A Markdown file that is complete after each line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def install_missing(wheels: Path | None, site: Path) -> list[str]:
-    """Unpack those wheels into `site` whose package isn't installed; gives their names. Needs no network."""
+    """Install the wheels of packages that are missing into `site`, without a network; return their names."""
     files = [] if wheels is None else sorted(wheels.glob("*.whl"))
     missing = [file for file in files if not _is_installed(file.name.partition("-")[0])]
     if missing:
@@ -109,7 +109,7 @@ def install_missing(wheels: Path | None, site: Path) -> list[str]:
 
 
 def head(facts: Mapping[str, object], installed: list[str]) -> list[str]:
-    """What is said before anything is run."""
+    """Return the lines above the first test."""
     title = "What was run on a GPU" if facts["GPUs"] else "No GPU was there: nothing below was run on one"
     lines = [f"# {title}", ""]
     lines += [f"`make gpu`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC", ""]
@@ -118,10 +118,10 @@ def head(facts: Mapping[str, object], installed: list[str]) -> list[str]:
 
 
 def tests(report: Report, environment: Mapping[str, str], *, limit_s: float, has_gpu: bool) -> bool:
-    """A line for each test of tests/gpu, then what pytest said of failures; whether all is well."""
+    """Report each test of tests/gpu, then pytest's output on failures; return whether all passed."""
     report.add("", "## tests/gpu", "", "| test | outcome | seconds |", "|---|---|---|")
     chosen = ["-m", "gpu"] if has_gpu else ["--exhaustive"]
-    # Warnings of versions that nobody here has chosen are shown, and fail nothing.
+    # The versions are those of the machine: their warnings are shown and aren't errors.
     options = ["-v", "--tb=short", "--color=no", "-p", "no:cacheprovider", "-W", "default"]
     command = ["-m", "pytest", "tests/gpu", *chosen, *options]
     counts: dict[str, int] = {}
@@ -133,8 +133,8 @@ def tests(report: Report, environment: Mapping[str, str], *, limit_s: float, has
         if outcome is not None:
             name, result, reason = outcome.groups()
             now = time.monotonic()
-            told = result.lower() if reason is None else f"{result.lower()}: {reason}"
-            report.add(f"| {name.removeprefix('tests/gpu/')} | {told} | {now - began:.1f} |")
+            shown = result.lower() if reason is None else f"{result.lower()}: {reason}"
+            report.add(f"| {name.removeprefix('tests/gpu/')} | {shown} | {now - began:.1f} |")
             counts[result] = counts.get(result, 0) + 1
             began = now
         heading = re.fullmatch(r"=+ (.+) =+", line)
@@ -142,16 +142,16 @@ def tests(report: Report, environment: Mapping[str, str], *, limit_s: float, has
             is_after = heading[1] in ("ERRORS", "FAILURES", "short test summary info")
         if is_after or (not counts and "rror" in line):
             failures.append(line)
-    told = ", ".join(f"{number} {result.lower()}" for result, number in counts.items()) or "no test was run"
-    cut = "; cut there, with the last test under way" if time.monotonic() - first > limit_s - _END_TIMEOUT_S else ""
-    report.add("", f"{told}, in at most {limit_s:.0f} s{cut}")
+    summary = ", ".join(f"{number} {result.lower()}" for result, number in counts.items()) or "no test was run"
+    cut = "; interrupted there, during the next test" if time.monotonic() - first > limit_s - _END_TIMEOUT_S else ""
+    report.add("", f"{summary}, in at most {limit_s:.0f} s{cut}")
     if failures:
         report.add("", "```text", "\n".join(failures)[:_SHOWN_OF_FAILURES], "```")
     return bool(counts) and not failures and not counts.keys() & {"FAILED", "ERROR"}
 
 
 def benchmarks(report: Report, environment: Mapping[str, str], *, limit_s: float) -> bool:
-    """A line for each ratio; whether all contestants came to their end."""
+    """Report each ratio; return whether all contestants finished."""
     report.add("", "## benchmarks.on_gpu", "", "ours ÷ theirs in interleaved runs, medians and ranges", "")
     command = [sys.executable, "-m", "benchmarks.on_gpu", "--seconds", f"{limit_s:.0f}"]
     rows: list[str] = []
@@ -170,7 +170,7 @@ def benchmarks(report: Report, environment: Mapping[str, str], *, limit_s: float
 
 
 def _lines(command: list[str], environment: Mapping[str, str], *, limit_s: float) -> Iterator[str]:
-    """What a command prints, line by line. After `limit_s` it is interrupted as by Ctrl-C, then killed."""
+    """Yield what a command prints, line by line. After `limit_s` it is interrupted as by Ctrl-C, then killed."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What runs on the GPU are given by `_target_`: models, losses, tasks and callbacks, each for one test."""
+"""Models, losses, tasks and callbacks that the tests name by `_target_`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from recipes.toy_model_parallel import ToyModelParallel
 
 
 def task(name: str) -> tuple[str, ...]:
-    """Overrides that put a class of this module in the place of the recipe's task."""
+    """Return the overrides that replace the recipe's task by a class of this module."""
     return (f"task._target_={__name__}.{name}", "~task.loss", "~task.metrics")
 
 
 class Quiet:
-    """Has torch raise an error for every synchronization with the GPU, except in the steps around a log."""
+    """Makes every synchronization with the GPU an error, except in the first steps and around a log."""
 
     def __init__(self, every: int, first: int = 20) -> None:
         self.every, self.first = every, first
@@ -70,7 +70,7 @@ def weighted_loss() -> nn.Module:
 
 
 class WithLoss(nn.Module):
-    """A model whose forward ends in its loss, so that it comes out of compiled code."""
+    """A model whose forward returns the loss, so that the loss comes out of compiled code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class WithLoss(nn.Module):
 
 
 class TakesItsLoss:
-    """Of a model that gives it."""
+    """The task of a model that returns its loss."""
 
     def training_step(self, model: nn.Module, batch: Sequence[Tensor]) -> StepOutput:
         x, target = batch
@@ -110,7 +110,7 @@ class Overflowing:
 
 
 class Faulty:
-    """The toy's task, until a step in which it runs out of memory, or asks for an element that isn't there."""
+    """The toy's task until one step, which runs out of memory or has an index out of range."""
 
     def __init__(self, what: str, step: int = 5) -> None:
         self.what, self.step, self.steps = what, step, 0
@@ -125,7 +125,7 @@ class Faulty:
     validation_step = training_step
 
     def _too_much(self, x: Tensor) -> Tensor:
-        """Take all there is of a GPU, piece by piece; the host is only asked for more than any has."""
+        """Take all memory of a GPU, piece by piece; on the host, ask at once for more than any has."""
         size_bytes = 1 << 32 if x.is_cuda else 1 << 50
         taken = []
         while True:
@@ -136,7 +136,7 @@ class Faulty:
 
 
 class Hungry(nn.Module):
-    """A model that needs so much memory for each sample that a few dozens fill a tenth of a GPU."""
+    """A model of which `samples` samples need a tenth of a GPU's memory."""
 
     def __init__(self, samples: int = 40) -> None:
         super().__init__()

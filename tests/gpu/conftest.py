@@ -43,7 +43,7 @@ def gpus(request: pytest.FixtureRequest) -> int:
     if number:
         import torch
 
-        torch.cuda.mem_get_info(0)  # opens the GPU here, so that no test is blamed for what that leaves
+        torch.cuda.mem_get_info(0)  # opens the GPU before the leak guards of any test look
     return number
 
 

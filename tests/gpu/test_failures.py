@@ -24,7 +24,7 @@ WITHIN_S = 10.0
 
 @pytest.fixture
 def no_memory_left(gpus: int) -> Iterator[None]:
-    """Fail the test if the GPU has less free memory after it, however long one waits."""
+    """Fail the test if the GPU doesn't get its memory back within WITHIN_S."""
     if not gpus:
         yield
         return

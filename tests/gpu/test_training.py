@@ -201,7 +201,7 @@ def test_evaluating_predicting_and_exporting(
 
 
 def test_fsdp_with_one_rank(train: Run, gpus: int, digits_on_cpu: Path) -> None:
-    offloads = ("false", "true") if gpus else ("false",)  # which needs a GPU
+    offloads = ("false", "true") if gpus else ("false",)  # offloading needs a GPU
     for offload in offloads:
         fsdp = ("strategy=fsdp", f"strategy.cpu_offload={offload}", "strategy.min_num_params=1000")
         run_dir = train(*DIGITS, on(gpus), *fsdp, "trainer.max_steps=10")
@@ -213,7 +213,7 @@ def test_ddp_knows_the_gpu_of_a_replica_on_one_device(train: Run, gpus: int, tmp
     train("recipe=toy", *ddp, on(gpus))
     assert json.loads((tmp_path / "device_ids.json").read_text()) == ([0] if gpus else None)
     spread = ("recipe=toy_model_parallel", "topology.gpus_per_process=2", f"topology.share_gpus={bool(gpus)}")
-    train(*spread, *ddp, on(gpus))  # both on one GPU, where there is but one
+    train(*spread, *ddp, on(gpus))  # both on the one GPU
     assert json.loads((tmp_path / "device_ids.json").read_text()) is None
 
 
