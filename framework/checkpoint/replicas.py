@@ -1,7 +1,7 @@
-"""The part of a checkpoint that is each rank's own, where replicas differ between steps.
+"""Each rank's own part of a checkpoint, for strategies whose replicas differ between steps.
 
-The first rank's is where all of it is in any checkpoint: `model`, and in `training` `optimizer`, `callbacks`, `task`.
-What the other ranks have in their place is the list `replicas`, in the order of ranks.
+Rank 0's is stored where every checkpoint has it: `model`, and in `training` `optimizer`, `callbacks` and `task`. Those
+of the other ranks are the list `replicas`, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _log = logging.getLogger("framework")
 
 
 def replicas(own: Mapping[str, Any], context: Context) -> list[dict[str, Any]]:
-    """What `own` is on every rank but the first; on others than that an empty list. Every rank must call it.
+    """Return on rank 0 what `own` is on each other rank; on other ranks an empty list. Every rank must call it.
 
-    own: `model` (a state dict), `optimizer`, `callbacks` and `task`, on any device; what is returned has its tensors
-    on the CPU. Everything goes to the first rank, over the network. Raises CheckpointError for what a checkpoint can't
-    hold.
+    own: `model` (a state dict), `optimizer`, `callbacks` and `task`, on any device; the returned tensors are on the
+    CPU. Everything is sent to rank 0 over the network. Raises CheckpointError for what a checkpoint can't hold.
     """
     check_plain(own)
     file = io.BytesIO()
@@ -59,7 +58,7 @@ def mean_training(training: Mapping[str, Any]) -> dict[str, Any]:
     saved = replicas_saved(training)
     if saved == 1:
         return rest
-    _log.warning("the checkpoint is of %d ranks with weights of their own: all go on from their mean", saved)
+    _log.warning("the checkpoint has the different weights of %d ranks: all resume from their mean", saved)
     own = [name for name in _OWN if name in training]
     return {**rest, **{name: _mean([training[name], *(each[name] for each in training[REPLICAS])]) for name in own}}
 

@@ -85,9 +85,9 @@ def take(state: Any, *, late: Collection[Tensor], buffers: KeptBuffers) -> Snaps
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """Of each tensor the sum of its bytes taken as 64-bit numbers; waits for the device once.
+    """Return for each tensor the sum of its bytes read as 64-bit integers; waits for the device once.
 
-    One changed number always changes it. Several changes cancel out once in 2**64 times.
+    A single changed number always changes the sum. Several changes cancel out with a probability of 2**-64.
     """
     sums = [_sum_of_bits(tensor) for tensor in tensors]
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []

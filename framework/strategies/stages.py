@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from framework.distributed.stages import StageLayout
 from framework.errors import ConfigError, TargetError
-from framework.strategies.trained import some
+from framework.strategies.trained import first_few
 
 
 def cut(model: nn.Module, number: int) -> list[nn.Module]:
@@ -84,7 +84,7 @@ def _check(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     plain = [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if plain:
         raise ConfigError(
-            f"strategy=pipeline keeps tensors apart, and the state of {name} has something else: {some(plain)}."
+            f"strategy=pipeline keeps tensors apart, and the state of {name} has something else: {first_few(plain)}."
         )
     known = {id(tensor) for tensor in _tensors(model)}
     within = {id(module) for module in model.modules()}
@@ -107,7 +107,7 @@ def _check(model: nn.Module, stages: Sequence[nn.Module]) -> None:
             places.setdefault(id(tensor), []).append(index)
     lost = [key for key, each in (*model.named_parameters(), *model.named_buffers()) if id(each) not in places]
     if lost:
-        raise TargetError(f"No stage of {name} has {some(lost)}. Each parameter and buffer must be in one.")
+        raise TargetError(f"No stage of {name} has {first_few(lost)}. Each parameter and buffer must be in one.")
     shared = {key: places[id(each)] for key, each in model.named_parameters() if len(places[id(each)]) > 1}
     if shared:
         told = "; ".join(f"{key} in {', '.join(map(str, indices))}" for key, indices in shared.items())

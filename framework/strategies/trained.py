@@ -1,4 +1,4 @@
-"""Which parameters are trained: what strategies need to know of it, at the start and when it changes."""
+"""Checks of the parameters to train, for strategies: at the start and when `requires_grad` changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WAY_OUT = "Set requires_grad on every rank, after the same step; it must not de
 
 
 def trained(model: nn.Module, *, strategy: str, averages: str = "gradients") -> list[nn.Parameter]:
-    """The parameters to train. Raises ConfigError where there are none, as `strategy` has nothing to average then."""
+    """Return the parameters that require a gradient. Raises ConfigError if there are none."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConfigError(
@@ -27,7 +27,7 @@ def trained(model: nn.Module, *, strategy: str, averages: str = "gradients") -> 
 
 
 def check_dense(model: nn.Module, *, strategy: str) -> None:
-    """Raise ConfigError for a module to train that says that its gradients are sparse, as torch's embeddings do."""
+    """Raise ConfigError if a module to train has sparse gradients, as nn.Embedding(sparse=True) does."""
     names = [
         f"{name}.{own}".lstrip(".")
         for name, module in model.named_modules()
@@ -47,10 +47,10 @@ def refused_sparse(names: Iterable[str], *, strategy: str) -> ConfigError:
 
 
 def check_same_change(changed: Mapping[str, bool], context: Context, *, group: dist.ProcessGroup | None = None) -> None:
-    """Raise RunError, on every rank of `group` (of the run), where they don't train the same parameters from here on.
+    """Raise RunError on every rank of `group` (None: of the run) if they don't all train the same parameters now.
 
-    changed: name → whether it is trained now, of the parameters for which that has changed. Every rank must call it.
-    A rank on which nothing has changed doesn't; the others raise RunError when the group's time-out ends their wait.
+    changed: name → whether it is trained now, for the parameters where that has changed. Ranks without any change
+    don't call this; the others then raise RunError when the group's time-out has passed.
     """
     if context.world_size == 1:
         return
@@ -67,30 +67,27 @@ def check_same_change(changed: Mapping[str, bool], context: Context, *, group: d
         return
     lines = []
     for name, flag in {name: flag for each in of_ranks for name, flag in each.items()}.items():
-        is_trained = [each.get(name, not flag) for each in of_ranks]  # it was the same on all before
-        if len(set(is_trained)) > 1:
-            with_it = ", ".join(str(number) for number, is_so in zip(ranks, is_trained, strict=True) if is_so)
-            without = ", ".join(str(number) for number, is_so in zip(ranks, is_trained, strict=True) if not is_so)
-            lines.append(f"{name} on ranks {with_it}, not on {without}")
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    raise RunError(
-        "The ranks would train different parameters from here on:\n  "
-        + "\n  ".join(lines[:_SHOWN] + more)
-        + f"\n{_WAY_OUT}"
-    )
+        trains = {
+            rank: each.get(name, not flag) for rank, each in zip(ranks, of_ranks, strict=True)
+        }  # all agreed before
+        on, off = ([str(rank) for rank in ranks if trains[rank] is wanted] for wanted in (True, False))
+        if on and off:
+            lines.append(f"{name} on ranks {', '.join(on)}, not on {', '.join(off)}")
+    shown = first_few(lines, separator="\n  ")
+    raise RunError(f"The ranks would train different parameters from here on:\n  {shown}\n{_WAY_OUT}")
 
 
 def described_change(changed: Mapping[str, bool]) -> str:
-    """What changed, for a message: "unfrozen: a, b; frozen: c"."""
+    """Return what changed, for messages: "unfrozen: a, b; frozen: c"."""
     parts = []
     for text, flag in (("unfrozen", True), ("frozen", False)):
         names = [name for name, is_trained in changed.items() if is_trained is flag]
         if names:
-            parts.append(f"{text}: {some(names)}")
+            parts.append(f"{text}: {first_few(names)}")
     return "; ".join(parts)
 
 
-def some(names: Sequence[str]) -> str:
-    """The first of the names, and how many more there are."""
+def first_few(names: Sequence[str], *, separator: str = ", ") -> str:
+    """Return the first names, and how many more there are, for messages."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return separator.join(names[:_SHOWN]) + more

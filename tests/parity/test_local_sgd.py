@@ -111,7 +111,7 @@ def test_on_another_number_of_processes_all_begin_from_the_mean(train: Train) ->
     model = ToyModel()
     model.load_state_dict(results.weights(run))
     train(f"resume={run}", "topology.procs_per_node=2", "trainer.max_steps=6")
-    told = "the checkpoint is of 3 ranks with weights of their own: all go on from their mean"
+    told = "the checkpoint has the different weights of 3 ranks: all resume from their mean"
     assert all(told in results.log(run, rank) for rank in range(2))
     inputs, targets = toy_batches(epochs=1, batches=6)[-1]
     nn.functional.mse_loss(model(inputs), targets).backward()

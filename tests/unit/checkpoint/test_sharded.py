@@ -163,7 +163,7 @@ def test_of_replicas_that_differed_a_spread_model_gets_the_mean_and_it_is_told(
     weights = [each["model"]["1.weight"] for each in of_ranks]
     torch.testing.assert_close(whole(model.state_dict()["1.weight"]), torch.stack(weights).mean(dim=0))
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["the checkpoint is of 2 ranks with weights of their own: all go on from their mean"]
+    assert told == ["the checkpoint has the different weights of 2 ranks: all resume from their mean"]
 
 
 def test_the_weights_alone_need_no_process_group_and_no_optimizer(tmp_path: Path) -> None:
