@@ -73,14 +73,14 @@ class Averaged(ABC):
 
     @final
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
-        """The same module: from here on the gradients of the parameters that are trained now are averaged."""
+        """Return the same module; from here on, gradients of the parameters that are trained now are averaged."""
         check_same_change(changed, self._context)
         self.lay_out(model)
         return model
 
     @final
     def lay_out(self, model: nn.Module) -> None:
-        """Make the buckets for the parameters that are trained. Raises ConfigError as `wrap`."""
+        """Make the buckets for the parameters that are trained. Raises ConfigError as `wrap` does."""
         parameters = trained(model, strategy=self.name)
         if not self._is_alone:
             check_dense(model, strategy=self.name)

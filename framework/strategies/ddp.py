@@ -90,7 +90,7 @@ class DDP:
         self._watched = _NOTHING  # around every forward and backward
         self._told = _NOTHING  # around those that exchange
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
-        self._hooks: dict[str, RemovableHandle] = {}  # on parameters
+        self._hooks: list[RemovableHandle] = []  # on parameters
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss with a hook that goes on with what it has of gradients before."""
@@ -113,13 +113,13 @@ class DDP:
         return self._wrapped(model)
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
-        """Another DistributedDataParallel around the same model. PowerSGD starts from scratch, in other buckets."""
+        """Wrap the same model in a new DistributedDataParallel. PowerSGD starts from scratch, with new buckets."""
         check_same_change(changed, self._context)
-        for handle in self._hooks.values():
+        for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        vars(model).pop("_sync_buffers", None)  # with it nothing would free the old one and its buckets
-        # Replicas are equal, and some buffers may be each rank's own.
+        vars(model).pop("_sync_buffers", None)  # it refers to `model`: that cycle would keep the old buckets alive
+        # No synchronisation: weights are equal already, and buffers may be each rank's own.
         wrapped = self._wrapped(self.unwrap(model), init_sync=False)
         if self._waiting is not None:
             self.tell_waiting(wrapped, self._waiting)
@@ -172,7 +172,7 @@ class DDP:
         self._waiting = waiting
         self._told = _LosesCount(self._watched, self._lose_count)
         last = [parameter for parameter in model.module.parameters() if parameter.requires_grad][-1]
-        self._hooks["waiting"] = last.register_post_accumulate_grad_hook(self._await_own_gradients)
+        self._hooks.append(last.register_post_accumulate_grad_hook(self._await_own_gradients))
         if self._broadcasts_buffers and any(True for _ in model.buffers()):
             vars(model)["_sync_buffers"] = partial(_told, model._sync_buffers, waiting)
         return True
@@ -236,12 +236,14 @@ class DDP:
         def note(name: str, _: Tensor) -> None:
             if model.require_backward_grad_sync:
                 self._order.append(name)
-                self._hooks.pop(f"order of {name}").remove()
+                handles[name].remove()
 
-        for name, parameter in model.module.named_parameters():
-            if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(partial(note, name))
-                self._hooks[f"order of {name}"] = hook
+        handles = {
+            name: parameter.register_post_accumulate_grad_hook(partial(note, name))
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad
+        }
+        self._hooks += handles.values()
 
     def _device_ids(self) -> list[int] | None:
         """Only for a replica that is one GPU: DDP refuses it for a CPU replica and one over several devices."""

@@ -85,7 +85,7 @@ class FSDP:
         )
         self.part = context.rank % self._degree
         self.groups: Sequence[dist.ProcessGroup] = ()
-        self._units: list[nn.Module] = []  # that are gathered by themselves, children before their parents
+        self._units: list[nn.Module] = []  # gathered one at a time; children before their parents
         self._synchronises = True
         self._begins_step = True  # the next forward is the first of a step
 
@@ -126,7 +126,7 @@ class FSDP:
         return model
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
-        """The same module: torch reads `requires_grad` in every step. Raises ConfigError for what `wrap` refuses."""
+        """Return the same module: FSDP reads `requires_grad` in every step. Raises ConfigError as `wrap` does."""
         check_same_change(changed, self._context)
         check_dense(model, strategy="fsdp")
         _types(self._units)

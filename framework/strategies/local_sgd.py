@@ -105,12 +105,12 @@ class LocalSGD:
         return model
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
-        """The same module. All take the mean of their weights first, so that those that are frozen now are equal.
+        """Return the same module. Weights are averaged first, so that those frozen now are equal on all ranks.
 
-        The outer momentum of weights that are trained before and after stays.
+        Weights that stay trained keep their outer momentum.
         """
         check_same_change(changed, self._context)
-        has_begun = self._has_begun and not self._is_idle
+        has_begun = self._has_begun
         if has_begun:
             self._average(model)
         momentum = {
@@ -121,12 +121,11 @@ class LocalSGD:
         self._groups = self._new_groups(model)
         if self._steps < self._warmup:
             self._all_reduce.lay_out(model)
-        for group in self._groups if has_begun else ():
-            group.begin()
-            if momentum:
-                group.momentum = [
-                    momentum.get(id(weight), torch.zeros_like(weight, requires_grad=False)) for weight in group.weights
-                ]
+        if has_begun:
+            for group in self._groups:
+                group.begin()
+                if momentum:
+                    group.momentum = [momentum.get(id(each), torch.zeros_like(each)) for each in group.weights]
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:

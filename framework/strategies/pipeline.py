@@ -118,16 +118,16 @@ class Pipeline:
         return model
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
-        """The same module. Only ranks whose stages have a parameter that changed call it.
+        """Return the same module. Called only by ranks with a parameter that changed in their stages.
 
-        Raises ConfigError for a stage without a parameter to train: no backward would come through it.
+        Raises ConfigError for a stage without a parameter to train: backward wouldn't pass through it.
         """
         assert self._relay is not None
         for index, stage in self._relay.stages.items():
             if not any(parameter.requires_grad for parameter in stage.parameters()):
                 raise ConfigError(
-                    f"Stage {index} of {self.num_stages} has no parameter left to train, which strategy=pipeline needs "
-                    "in each.\nLeave one trained, or use fewer stages (strategy.num_stages) or another strategy."
+                    f"Stage {index} of {self.num_stages} has no parameter left to train, and strategy=pipeline needs "
+                    "one in each.\nKeep one trained, or use fewer stages (strategy.num_stages) or another strategy."
                 )
         if self._peers is not None:
             check_same_change(changed, self._context, group=self._peers)

@@ -49,8 +49,8 @@ def refused_sparse(names: Iterable[str], *, strategy: str) -> ConfigError:
 def check_same_change(changed: Mapping[str, bool], context: Context, *, group: dist.ProcessGroup | None = None) -> None:
     """Raise RunError on every rank of `group` (None: of the run) if they don't all train the same parameters now.
 
-    changed: name → whether it is trained now, for the parameters where that has changed. Ranks without any change
-    don't call this; the others then raise RunError when the group's time-out has passed.
+    changed: name → whether it is trained now, for the parameters where that has changed. If a rank without
+    any change doesn't call this, the others raise RunError when the group's time-out has passed.
     """
     if context.world_size == 1:
         return
@@ -67,9 +67,8 @@ def check_same_change(changed: Mapping[str, bool], context: Context, *, group: d
         return
     lines = []
     for name, flag in {name: flag for each in of_ranks for name, flag in each.items()}.items():
-        trains = {
-            rank: each.get(name, not flag) for rank, each in zip(ranks, of_ranks, strict=True)
-        }  # all agreed before
+        # It was the same on all ranks before.
+        trains = {rank: each.get(name, not flag) for rank, each in zip(ranks, of_ranks, strict=True)}
         on, off = ([str(rank) for rank in ranks if trains[rank] is wanted] for wanted in (True, False))
         if on and off:
             lines.append(f"{name} on ranks {', '.join(on)}, not on {', '.join(off)}")
