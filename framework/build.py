@@ -96,7 +96,7 @@ def build_datasets(node: Node) -> Datasets:
 
 
 def build_task(node: Node) -> Task:
-    """Return the task, on the CPU. Raises ConfigError if it has parameters to train, which no optimizer gets."""
+    """Return the task, on the CPU. Raises ConfigError if its parameters require gradients: no optimizer gets them."""
     task: Task = _with_methods("task", node, _build("task", node), names=("training_step", "validation_step"))
     for module in task_modules(task):
         trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -145,11 +145,11 @@ def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps
     """The schedule of the learning rate.
 
     Args:
-        total_steps: how often it moves in the whole run, counted in `settings.interval`; None if that isn't known.
+        total_steps: steps of the scheduler in the whole run, counted in `settings.interval`; None if unknown.
             `settings.total_steps` takes precedence.
 
     Raises:
-        ConfigError: if the scheduler needs a length and none is known, can't use the one it was given, or is too short.
+        ConfigError: if the scheduler needs a length and none is known, takes none but one is set, or is too short.
     """
     key, node = "scheduler.schedule", settings.schedule
     if node is None:
@@ -168,7 +168,7 @@ def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps
         elif requires(node, "total_steps"):
             raise ConfigError(
                 f"{node['_target_']} must know when training ends, and that isn't known: trainer.max_steps is null, "
-                "and max_epochs too, or nobody knows how many steps an epoch of a stream has.\n"
+                "and so is max_epochs, or the number of steps in an epoch of a stream is unknown.\n"
                 "Set trainer.max_steps, or scheduler.total_steps."
             )
     scheduler = _build(key, node, optimizer, **supplied)
@@ -176,8 +176,8 @@ def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps
         raise _wrong_result(key, node, scheduler, expected="a torch.optim.lr_scheduler.LRScheduler")
     if isinstance(scheduler, OneCycleLR) and total_steps is not None and scheduler.total_steps < total_steps:
         raise ConfigError(
-            f"{node['_target_']} ends after {scheduler.total_steps} steps and can't go on, and the run has "
-            f"{total_steps}.\nMake its total_steps at least that, or train less."
+            f"{node['_target_']} ends after {scheduler.total_steps} steps and can't continue, and the run has "
+            f"{total_steps}.\nSet its total_steps to at least that, or train for fewer steps."
         )
     return Schedule(
         scheduler,
@@ -261,8 +261,8 @@ def _check_no_averaged_buffers(nodes: Mapping[str, Node]) -> None:
 def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir, redraws: bool = True) -> dict[str, Logger]:
     """The loggers by name, in the config's order. Call it on rank 0 only: they open files.
 
-    Those that take `run_dir` or `redraws` get them; what the config sets counts more. redraws: a line on the terminal
-    may be redrawn, as it can't under a debugger.
+    Loggers that take `run_dir` or `redraws` get them, unless the config sets them. redraws: False under a debugger,
+    where lines on the terminal must not be redrawn.
     """
     known = {"run_dir": run_dir, "redraws": redraws}
     loggers: dict[str, Logger] = {}

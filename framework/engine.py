@@ -100,20 +100,20 @@ def run_rank(arguments: RankArguments, link: Link) -> int | None:
 
 
 def check_monitors(config: Config, datasets: Datasets) -> None:
-    """Raise ConfigError for a metric that is watched and never known."""
+    """Raise ConfigError if a metric is monitored and there is no validation part."""
     if datasets.val is not None:
         return
     for key, metric in _monitored(config).items():
         raise ConfigError(
-            f"{key}={metric} is never known: data.datasets gives no validation part.\n"
-            f"Give it one, or leave out what watches it ({key}=null for a checkpoint)."
+            f"{key}={metric} is never known: data.datasets has no validation part.\n"
+            f"Add one, or remove what monitors the metric ({key}=null for a checkpoint)."
         )
 
 
 def check_validation(config: Config, datasets: Datasets, *, steps_per_epoch: int | None) -> str | None:
-    """Return a warning if training ends before the end of the epoch after which validation is first due.
+    """Return a warning if training ends before the first validation is due at the end of an epoch.
 
-    Raises ConfigError if `trainer.val_check_interval` itself is above the steps of the run.
+    Raises ConfigError if `trainer.val_check_interval` is larger than the number of steps of the run.
     """
     settings, steps = config.trainer, total_steps(config.trainer, steps_per_epoch=steps_per_epoch)
     if datasets.val is None or settings.limit_val_batches == 0 or steps is None:
@@ -136,7 +136,7 @@ def check_validation(config: Config, datasets: Datasets, *, steps_per_epoch: int
 
 
 def check_metrics(config: Config, metrics: Sequence[str]) -> None:
-    """Raise ConfigError for a metric that is watched and isn't one of those that validation gives."""
+    """Raise ConfigError if a monitored metric isn't one of `metrics`, which validation computes."""
     for key, metric in _monitored(config).items():
         if metric not in metrics:
             raise ConfigError(
@@ -146,7 +146,7 @@ def check_metrics(config: Config, metrics: Sequence[str]) -> None:
 
 
 def _monitored(config: Config) -> dict[str, str]:
-    """Return the validation metrics that are watched, by the keys that name them."""
+    """Return the metrics that are monitored, by config key."""
     watched = {"scheduler.monitor": config.scheduler.monitor}
     if config.checkpoint.enabled:
         watched["checkpoint.monitor"] = config.checkpoint.monitor
@@ -184,7 +184,7 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader | StreamLoade
     except BaseException as error:
         if trainer.checkpoints is not None:
             trainer.checkpoints.abandon()
-        # A debugger gets the error itself.
+        # Under a debugger the error is raised as it is.
         if rank.link.is_watched and trainer.progress.step == trainer.start_step:
             explained = misfit(error, trainer.parts.bare_model, rank.config)
             if explained is not None:
@@ -301,11 +301,9 @@ def with_profiler(config: Config) -> dict[str, Node]:
 
 
 def _schedule_length(rank: Rank, train_loader: TrainLoader | StreamLoader) -> int | None:
-    """`schedule_length` of the requested run, also if `trainer.fast_dev_run` takes only its first steps."""
-    if rank.config is rank.requested:
-        return schedule_length(rank.config, train_loader.steps_per_epoch)
-    whole = steps_per_epoch(rank.requested.trainer, rank.plan, size=train_loader.size)
-    return schedule_length(rank.requested, whole)
+    """Return `schedule_length` of the requested run, of which `trainer.fast_dev_run` runs only the first steps."""
+    settings = rank.requested.trainer
+    return schedule_length(rank.requested, steps_per_epoch(settings, rank.plan, size=train_loader.size))
 
 
 def schedule_length(config: Config, per_epoch: int | None) -> int | None:
@@ -412,7 +410,7 @@ def _counted(datasets: Datasets) -> str:
 
 
 def _tell_restart(rank: Rank, trainer: Trainer) -> None:
-    """Say in the log and to the loggers that the run was started anew, and why."""
+    """Write to the log and the loggers that the run was restarted, and why."""
     place = f"resuming {_place(trainer)}" if trainer.progress.step else "starting from scratch"
     text = f"Restart {rank.attempt}: {place}\nCause: {_cause_of_restart(rank)}"
     print(text, flush=True)

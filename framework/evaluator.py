@@ -33,7 +33,7 @@ def evaluate(
     A batch of `num_samples` 0 is a stand-in, whose results are left out, and so are those of a rank that hasn't the
     model's output. Afterwards every module is in the mode it was in.
     """
-    meter = _measured(model, batches, task=task, precision=precision)
+    meter = _run(model, batches, task=task, precision=precision)
     values, _ = meter.reduce(context)
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
@@ -48,12 +48,13 @@ def sanity_check(
     context: Context,
 ) -> list[str]:
     """Evaluate each rank's first batches as `evaluate` does, and return the metrics' names. Every rank must call it."""
-    meter = _measured(model, loader.first(num_batches), task=task, precision=precision)
+    meter = _run(model, loader.first(num_batches), task=task, precision=precision)
     meter.reduce(context)
     return meter.names
 
 
-def _measured(model: nn.Module, batches: Iterable[MicroBatch], *, task: Task, precision: PrecisionPlugin) -> Meter:
+def _run(model: nn.Module, batches: Iterable[MicroBatch], *, task: Task, precision: PrecisionPlugin) -> Meter:
+    """Return what the task computed for these batches, in evaluation mode and without gradients."""
     meter, counts = Meter(), gives_output(model)
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -64,7 +65,7 @@ def _measured(model: nn.Module, batches: Iterable[MicroBatch], *, task: Task, pr
             if position == 0:
                 check_output(output, task, "validation_step")
             if micro.num_samples and counts:
-                # A copy: what a compiled model returns, the next batch may overwrite.
+                # Cloned because the next batch may overwrite what a compiled model returned.
                 meter.add(output._replace(loss=output.loss.clone()))
     for module in training:
         module.training = True  # each by itself: a part that was frozen stays so

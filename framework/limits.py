@@ -55,7 +55,7 @@ def steps_per_epoch(settings: TrainerConfig, plan: BatchPlan, *, size: int | Non
 def total_steps(settings: TrainerConfig, *, steps_per_epoch: int | None) -> int | None:
     """Optimizer steps of the whole run, or None where only a callback will end it.
 
-    Where nobody knows the steps of an epoch, it is what `max_steps` allows, or None.
+    If the steps of an epoch are unknown, it is `max_steps`, or None.
     """
     epochs = settings.max_epochs
     by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch

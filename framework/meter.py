@@ -138,7 +138,7 @@ class Meter:
         Raises RunError if this rank has names that the others don't.
         """
         by_name = {name: self._get(name) for name in self._agree(context)}
-        if with_rank_losses:  # each a series to which one rank alone contributes
+        if with_rank_losses:  # a series for each rank, to which that rank alone contributes
             for rank in range(context.world_size):
                 by_name[rank_loss(rank)] = self._get(LOSS) if rank == context.rank else Series()
         names, sums, device = list(by_name), list(by_name.values()), context.device
@@ -151,16 +151,16 @@ class Meter:
             numbers = sum_over_ranks(flat, context).tolist()
         else:  # there reading a value would be one more wait than reading the sum
             dtype = torch.float32 if device.type == "mps" else torch.float64
-            totals = [each.total(device) for each in series]
-            flat = torch.cat([*totals, torch.tensor(tail, dtype=dtype, device=device)])
+            flat = torch.cat([*(each.total(device) for each in series), torch.tensor(tail, dtype=dtype, device=device)])
             numbers = sum_over_ranks(flat, context).tolist()
-        rows = [numbers[begin : begin + len(names)] for begin in range(0, 3 * len(names), len(names) or 1)]
-        means = {name: total / (a + b) for name, total, a, b in zip(names, *rows, strict=True) if a + b}
-        return means, numbers[3 * len(names) :]
+        n = len(names)
+        totals, counts = numbers[:n], map(operator.add, numbers[n : 2 * n], numbers[2 * n : 3 * n])
+        means = {name: total / count for name, total, count in zip(names, totals, counts, strict=True) if count}
+        return means, numbers[3 * n :]
 
     @property
     def names(self) -> list[str]:
-        """The names that all ranks have; known after the first reduction."""
+        """The names that all ranks have; empty before the first reduction."""
         return self._agreed or []
 
     def first_nonfinite_step(self, context: Context) -> int | None:
@@ -186,7 +186,7 @@ class Meter:
                 self._get(name).take(series, device=device)
 
     def clear(self) -> None:
-        """Begin anew; the names stay agreed."""
+        """Drop what was added; the names stay agreed."""
         self._series.clear()
         self._counts.clear()
 
@@ -233,7 +233,7 @@ def _totals_on_host(series: Sequence[Series], device: torch.device) -> list[floa
 
 
 def check_output(output: Any, task: Task, method: str) -> None:
-    """Raise TargetError unless `output`, which the task's method returned, is what a Meter adds; reads no tensor."""
+    """Raise TargetError unless `output`, returned by the task's method, is a valid StepOutput; reads no values."""
     returned = f"{type(task).__name__}.{method} returned"
     if not isinstance(output, StepOutput):
         raise TargetError(

@@ -20,7 +20,7 @@ from framework.rank_log import logger
 
 TotalNorm = Callable[[Tensor], Tensor]
 
-_LENGTH = "schedule_total_steps"  # beside the scheduler's own state
+_LENGTH = "schedule_total_steps"  # its key in `state_dict`, beside the scheduler's own
 _FUSED_PAYS_FROM = 100_000  # numbers in all parameters, on a CPU
 
 
@@ -121,11 +121,11 @@ class Schedule:
             group["lr"] = rate
 
     def _other_length(self, made_for: int, *, stretched: str | None = None) -> str:
-        """The message that refuses a state of another length. stretched: what stretching does, if it is possible."""
+        """Return the error message for a state of another length. stretched: what stretching changes, if possible."""
         ways = []
-        # OneCycleLR raises after its last step.
-        if not isinstance(self._scheduler, OneCycleLR) or made_for > (self._total_steps or 0):
-            end = f", which ends after {made_for} {self._unit}" if made_for < (self._total_steps or 0) else " as it was"
+        ends_early = self._total_steps is not None and made_for < self._total_steps
+        if not (ends_early and isinstance(self._scheduler, OneCycleLR)):  # which raises after its last step
+            end = f", which ends after {made_for} {self._unit}" if ends_early else " as it was"
             ways.append(f"scheduler.total_steps={made_for} keeps the schedule{end}.")
         if stretched is not None:
             ways.append(f"scheduler.total_steps={self._total_steps} stretches it: {stretched}.")
@@ -163,8 +163,8 @@ def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, min_fa
     if not 0 <= warmup_steps < total_steps:
         raise ConfigError(
             f"warmup_steps={warmup_steps} must be at least 0 and less than total_steps={total_steps}.\n"
-            "Shorten the warm-up or train longer. If this run is the beginning of a longer one, set "
-            "scheduler.total_steps to the longer one's steps."
+            "Shorten the warm-up or train longer. If this run is the first part of a longer one, set "
+            "scheduler.total_steps to the steps of all parts."
         )
     if not 0 <= min_factor <= 1:
         raise ConfigError(f"min_factor={min_factor} must be within 0 and 1: it is a share of the learning rate.")

@@ -28,7 +28,7 @@ from framework.types import Callback, Logger, StepOutput, Strategy, Task, Window
 
 @dataclass
 class Parts:
-    """What a run is made of. `model` is as the strategy wrapped it: another one after a `rewrap`."""
+    """What a run is made of. `model` is wrapped by the strategy, and `rewrap` may replace it."""
 
     model: nn.Module
     task: Task
@@ -49,14 +49,10 @@ class Parts:
         if run is None:
             return None
 
-        is_checked = False
-
-        def run_window(window: Window, *, step: int) -> Tensor:
+        def run_window(window: Window, *, step: int, checks_output: bool) -> Tensor:
             def add(output: StepOutput) -> None:
-                nonlocal is_checked
-                if not is_checked:
+                if checks_output:
                     check_output(output, self.task, "training_step")
-                    is_checked = True
                 meter.add(output, step=step)
 
             loss: Tensor = run(self.model, window, task=self.task, precision=self.precision, add=add, mark=mark)
@@ -67,21 +63,21 @@ class Parts:
     def rewrap(self, changed: Mapping[str, bool]) -> None:
         """Have the strategy rebuild what it made for the parameters that were trained before.
 
-        changed: name → whether it is trained now. Raises ConfigError for a strategy that can't, and where nothing is
-        left to train; what the strategy raises passes.
+        changed: name → whether it is trained now. Raises ConfigError if the strategy has no `rewrap` or no parameter is
+        left to train; passes on what the strategy raises.
         """
         rewrap = hooks([self.strategy], "rewrap")
         if not rewrap:
             raise ConfigError(
-                f"requires_grad of parameters has changed after the start ({described_change(changed)}), and "
-                f"strategy {type(self.strategy).__name__} has no method `rewrap` to follow that.\n"
-                "Set requires_grad when the model is made, or write that method: see framework.Strategy."
+                f"requires_grad of parameters has changed during training ({described_change(changed)}), and strategy "
+                f"{type(self.strategy).__name__} has no `rewrap` method, which that needs.\n"
+                "Set requires_grad when the model is built, or add that method: see framework.Strategy."
             )
         self.model = rewrap[0](self.model, changed=changed)
         if not any(parameter.requires_grad for parameter in self.bare_model.parameters()):
             raise ConfigError(
                 f"No parameter is left to train ({described_change(changed)}).\n"
-                "Leave one trained, or end training: a callback returns framework.Stop(reason)."
+                "Keep one trained, or end training: return framework.Stop(reason) from the callback."
             )
 
     @contextmanager
@@ -160,7 +156,7 @@ class Parts:
         return [local(each) for each in (*weights, *kept) if isinstance(each, Tensor)]
 
     def state_dict(self, context: Context) -> dict[str, Any]:
-        """Return the state of task, strategy, optimizer, schedule, loss scaler and callbacks, and of other ranks' own.
+        """Return the state of task, strategy, optimizer, schedule, loss scaler and callbacks, and of other replicas.
 
         Every rank must call it.
         """

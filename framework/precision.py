@@ -55,7 +55,7 @@ class PrecisionPlugin:
         return model if self.dtype is None else model.to(dtype=self.dtype)
 
     def convert_task(self, task: Task) -> Task:
-        """Move the task's modules to the device, with their floats in the true precision's type."""
+        """Move the task's modules to the device and convert their floating-point tensors to a true precision's type."""
         for module in task_modules(task):
             module.to(device=self._device, dtype=self.dtype)
         return task

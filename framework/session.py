@@ -45,7 +45,7 @@ from framework.types import Datasets, DataShare, MapDataset, Strategy, data_shar
 
 @dataclass(frozen=True)
 class Rank:
-    """What every step of a rank's life needs to know; all of it known before the process group is made.
+    """What every stage of a rank's work needs; all of it is known before the process group is created.
 
     Attributes:
         requested: the configuration as it was requested; `config` is what `trainer.fast_dev_run` leaves of it.

@@ -11,6 +11,7 @@ from framework.checkpoint.plain import check_plain
 from framework.config.parse import raise_mistakes
 from framework.config.schema import Config, DataConfig, LoaderKind, StreamSharing, TrainerConfig
 from framework.data.batching import BatchPlan
+from framework.limits import steps_per_epoch
 from framework.types import Datasets, Strategy, mixes_samples, num_stages
 
 _LIMITS = {part: f"limit_{part}_batches" for part in Datasets._fields}
@@ -40,10 +41,8 @@ def check_state(state: Any) -> None:
 
 def train_limit(settings: TrainerConfig, plan: BatchPlan) -> int | None:
     """Samples over all ranks that an epoch of a stream is cut to, or None. See `limits.train_windows`."""
-    if settings.limit_train_batches is None:
-        return None
-    windows = -(-int(settings.limit_train_batches) // settings.accumulate_grad_batches)
-    return windows * plan.global_batch_size
+    steps = steps_per_epoch(settings, plan, size=None)
+    return None if steps is None else steps * plan.global_batch_size
 
 
 def is_sharded(data: DataConfig) -> bool:

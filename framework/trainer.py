@@ -93,7 +93,7 @@ class Trainer:
         self._grad_norm: Tensor | None = None
         self._lr = 0.0  # of the last step: schedules move before it is logged
         self._stepped = True  # the optimizer, in this step: a scaler leaves out overflowing ones
-        # A step's outputs lie where the next one's will.
+        # CUDA graphs write the outputs of every step to the same memory.
         self._overwrites_outputs = (
             settings.compile is not None and settings.compile.uses_cuda_graphs and context.device.type == "cuda"
         )
@@ -117,10 +117,10 @@ class Trainer:
         return max(self.progress.epoch - int(self.progress.samples == 0), 0)
 
     def sanity_check(self) -> list[str]:
-        """Run the first validation batches, so that what fails there fails at once; return the metrics' names.
+        """Run the first validation batches, so that errors there show before training; return the metrics' names.
 
-        Nothing is logged, and weights, buffers and generators stay as they are. Empty if there is nothing to validate,
-        and in a resumed run. Every rank must call it.
+        Nothing is logged, and weights, buffers and generators stay as they are. Returns an empty list if there is
+        nothing to validate, and in a resumed run. Every rank must call it.
         """
         number, settings = self.settings.num_sanity_val_steps, self.settings
         is_never_due = settings.val_check_interval is None and settings.check_val_every_n_epoch is None
@@ -146,8 +146,7 @@ class Trainer:
         self.start_step = self.progress.step
         parts, settings, progress = self.parts, self.settings, self.progress
         observe_step = self._bind()
-        if self._saved_trainable is not None:
-            self._restore_trainable(self._saved_trainable)
+        self._restore_trainable()  # callbacks may have changed it
         if self.restore_generators is not None:
             self.restore_generators()
         if self.checkpoints is not None:
@@ -191,7 +190,8 @@ class Trainer:
             self._follow_trainable()
         parts, mark = self.parts, self._watch.at
         if self._run_window is not None:  # the strategy's own way through forward and backward
-            loss = self._run_window(window, step=self.progress.step + 1)
+            step = self.progress.step
+            loss = self._run_window(window, step=step + 1, checks_output=step == self.start_step)
             self._update()
             return loss
         scale = self.context.world_size / window.global_count
@@ -231,9 +231,11 @@ class Trainer:
             checkpoints.watch(parts.changed_by_updates())
         logger.info("trained parameters after step %d: %s", self.progress.step, described_change(changed))
 
-    def _restore_trainable(self, names: Sequence[str]) -> None:
-        """Train what was trained when the checkpoint was made, whatever model and callbacks begin with."""
-        self._trainable.restore(names)
+    def _restore_trainable(self) -> None:
+        """Train the parameters that were trained when the checkpoint was saved, whatever model and callbacks set."""
+        if self._saved_trainable is None:
+            return
+        self._trainable.restore(self._saved_trainable)
         if self._trainable.has_changed():
             self._follow_trainable()
 
@@ -271,13 +273,12 @@ class Trainer:
         """
         self._watch.apart(Phase.LOGGING)
         by_clock = self.checkpoints is not None and self.checkpoints.due_time()
-        here = [self.ending.wish is not None, by_clock, self._trainable.has_changed()]
-        extra = [*map(float, here), *self.timing.row()]
+        extra = [self.ending.wish is not None, by_clock, self._trainable.has_changed(), *self.timing.row()]
         with_rank_losses = self.settings.log_rank_losses is not RankLosses.OFF
         values, (wishes, saves, changes, *times) = self._meter.reduce(
             self.context, extra=extra, with_rank_losses=with_rank_losses
         )
-        if changes:  # on some ranks: all take part, so that they learn of a difference
+        if changes:  # on any rank: all take part, so that ranks that differ are detected
             self._follow_trainable()
             self._watch.apart(Phase.LOGGING)
         self._save_asked = saves > 0
@@ -338,7 +339,7 @@ class Trainer:
         if self.checkpoints is None:
             return
         self._watch.apart(Phase.CHECKPOINT)
-        # What is saved has to be of the parameters that are trained from here on.
+        # The checkpoint must have the state for the parameters that are trained from here on.
         if any_over_ranks(self._trainable.has_changed(), self.context):
             self._follow_trainable()
             self._watch.apart(Phase.CHECKPOINT)
@@ -360,7 +361,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything a later run needs to go on from here. Every rank must call it; the same on every rank.
 
-        Raises RunError, on every rank, where ranks that should have the same weights don't.
+        Raises RunError on every rank if ranks that should have the same weights don't.
 
         `model` holds the weights to evaluate; where a callback averages them, those to train on are in `training`.
         Where the model is spread over ranks there is `sharded` in its place, of which each rank has its part.
@@ -370,7 +371,7 @@ class Trainer:
         training |= {"progress": self.progress.state_dict(), "val_metrics": dict(self.val_metrics)}
         strategy, model = self.parts.strategy, self.parts.bare_model
         digest = digest_of(model, strategy, self.context)
-        # The first rank has them all, except where each has some stages.
+        # Rank 0 has all of them, unless each rank has its own stages.
         trained = self._trainable.names if self.context.is_main or num_stages(strategy) is not None else []
         mine = (generator_states(self.context.devices), self._meter.state_dict(), self.ending.wish)
         of_ranks = gather_to_all((*mine, self.train_loader.state_dict(), digest, trained), self.context)
@@ -388,9 +389,8 @@ class Trainer:
         What had yet to be logged on another number of ranks goes to the first.
         """
         rank, world_size = self.context.rank, self.context.world_size
-        if "trainable" in training:  # no older checkpoint has it
-            self._saved_trainable = training["trainable"]
-            self._restore_trainable(training["trainable"])
+        self._saved_trainable = training.get("trainable")  # None in older checkpoints
+        self._restore_trainable()
         self.parts.load_state_dict(training)
         self.progress.load_state_dict(training["progress"])
         self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)
@@ -475,7 +475,7 @@ class Trainer:
         raise DiskError(f"{failure} What was trained since isn't saved. Make room, then resume the run.")
 
     def _log_rank_losses(self, values: dict[str, float]) -> None:
-        """Take the ranks' own losses out of `values`; write them to their logs, and to the terminal if asked for."""
+        """Remove the losses of single ranks from `values`; write them to the ranks' logs and, if set, the terminal."""
         ranks = range(self.context.world_size)
         own = [f"{values.pop(rank_loss(rank)):.6g}" if rank_loss(rank) in values else "no samples" for rank in ranks]
         step, mean, rank = self.progress.step, f"{values[LOSS]:.6g} over all ranks", self.context.rank
@@ -500,7 +500,7 @@ class Trainer:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """While entered, compiled code runs as it was written: batches of another size would make training's dynamic."""
+    """Return a context in which compiled models run eagerly: other batch sizes would cause dynamic recompilation."""
     if "torch._dynamo.eval_frame" not in sys.modules:  # nothing has been compiled, and importing it takes seconds
         return _NOTHING
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -187,9 +187,9 @@ class Strategy(Protocol):
     over all ranks.
     One that has memory of its own for a second copy of all gradients says so with `copies_gradients = True`. Copies
     that each rank keeps from step to step, and in checkpoints, are counted in `gradients_kept`.
-    One that allows `requires_grad` of parameters to change after the start has `rewrap(model, *, changed)`, which every
-    rank on which it has changed calls before its next step. It gets the wrapped model and name → whether it is trained
-    now, rebuilds what it made for the parameters trained before, and gives the module to call in training from here on.
+    One that lets `requires_grad` of parameters change during training has `rewrap(model, *, changed)`, called before
+    the next step on every rank where it has changed. It gets the wrapped model and name → whether it is trained now,
+    rebuilds what it made for the parameters trained before, and returns the module to call in training from here on.
     One that leaves each rank buffers of its own after the start says so with `buffers_differ = True`. One that gives
     rank 0's to all has `take_buffers(model, *, source)`, called by every rank after the last backward of a step of
     which ranks before `source` had no sample (0: also with any other): then all get that rank's, in which the step's
@@ -212,8 +212,8 @@ class Strategy(Protocol):
     micro-batches, calls `add` with what the task gave for each and gives the last loss, detached; and
     `total_norm(norm)`, which makes of the norm of this rank's part that of all. Its `wrap` gets the model on the CPU.
 
-    One that spreads the weights may say in `part` which part of a copy this rank has, so that ranks with the same one
-    are compared with each checkpoint.
+    One that spreads the weights may have `part`, the index of the part of the model that this rank holds: ranks with
+    the same part are compared with each checkpoint.
     """
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -287,7 +287,7 @@ def buffers_differ(strategy: Strategy) -> bool:
 
 
 def part_of(strategy: Strategy) -> int | None:
-    """Which part of a copy of the model this rank has, 0 where it has all of it; None where that isn't known."""
+    """Return which part of the model this rank holds, 0 if all of it; None if that isn't known."""
     part: int | None = getattr(strategy, "part", None if forward_communicates(strategy) else 0)
     return part
 

@@ -111,17 +111,18 @@ class EMAWeightAveraging:
 
     @torch.no_grad()
     def _update(self, averaged: AveragedModel, model: nn.Module) -> None:
-        """Do what `averaged.update_parameters` does, which copies its count to a GPU each time and waits for that."""
+        """Do what `averaged.update_parameters` does without waiting for the GPU, to which that copies its count."""
         if self._num_averaged() == 0:
             averaged.update_parameters(model)
             return
-        pairs = list(zip(self._tensors(averaged.module), self._tensors(model), strict=True))
-        floats = [(own.detach(), new.detach()) for own, new in pairs if own.is_floating_point() or own.is_complex()]
-        others = [(own, new) for own, new in pairs if not (own.is_floating_point() or own.is_complex())]
-        for alike in (floats, others):
-            if alike:
-                own, new = map(list, zip(*alike, strict=True))
-                self._average(own, new, averaged.n_averaged)
+        floats: list[tuple[Tensor, Tensor]] = []
+        others: list[tuple[Tensor, Tensor]] = []  # buffers of integers, which are averaged by another rule
+        for own, new in zip(self._tensors(averaged.module), self._tensors(model), strict=True):
+            (floats if own.is_floating_point() or own.is_complex() else others).append((own.detach(), new.detach()))
+        for pairs in (floats, others):
+            if pairs:
+                averages, currents = map(list, zip(*pairs, strict=True))
+                self._average(averages, currents, averaged.n_averaged)
         if not self._use_buffers:
             for buffer, current in zip(averaged.module.buffers(), model.buffers(), strict=True):
                 buffer.copy_(current)

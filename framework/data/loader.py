@@ -103,7 +103,7 @@ class TrainLoader:
 
     @property
     def size(self) -> int:
-        """Samples of the dataset; `limit` doesn't count."""
+        """Samples of the whole dataset, regardless of `limit`."""
         return self._order.size
 
     @property

@@ -92,7 +92,7 @@ class StreamLoader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """At most; None where nobody knows."""
+        """At most; None if unknown."""
         return None if self._limit is None else -(-self._limit // self.global_batch_size)
 
     @property

@@ -33,9 +33,9 @@ SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 class Swap(NamedTuple):
-    """One round of one rank on the way there: it sends the parts `sent` to `partner`, and receives and adds `kept`.
+    """One round of one rank while reducing: it sends the parts `sent` to `partner`, and receives and adds `kept`.
 
-    Both as (first, end); equal for nothing. On the way back it sends `kept`, finished, and receives `sent`.
+    Both are (first, end), equal if empty. While gathering, it sends the finished `kept` and receives `sent`.
     """
 
     partner: int
@@ -58,14 +58,14 @@ def halvings(rank: int, num_ranks: int) -> Iterator[Swap]:
 
 
 def inner_ranks(num_ranks: int) -> int:
-    """Return the largest power of two in the number of ranks: as many swap halves, and there are as many parts."""
+    """Return the largest power of two up to `num_ranks`: how many ranks swap halves, and how many parts there are."""
     return 1 << (num_ranks.bit_length() - 1)
 
 
 def rounds(rank: int, num_ranks: int) -> Iterator[Swap | None]:
-    """Yield the rounds of the way there, as many for every rank; None for one that this rank sits out.
+    """Yield this rank's rounds of reducing, the same number on every rank; None for one that it sits out.
 
-    The rounds of the way back are the same in reverse.
+    Gathering has the same rounds in reverse.
     """
     inner = inner_ranks(num_ranks)
     everything, nothing = (0, inner), (0, 0)
@@ -137,7 +137,7 @@ class _Butterfly:
         return self.flat[first:end]
 
     def _exchange(self, partner: int, *, sent: Tensor, received: Tensor) -> None:
-        """Do both at once, so that neither rank waits for the other to receive; leave out what has no values."""
+        """Send and receive at once, so that neither rank waits for the other to receive; skip empty tensors."""
         given = ((dist.isend, sent), (dist.irecv, received))
         # As many values on the other side: it leaves the same out.
         present = [(how, tensor) for how, tensor in given if tensor.numel()]

@@ -49,7 +49,7 @@ def process_group(
         yield
     except BaseException:
         if rendezvous is None:
-            with suppress(RuntimeError):  # a GPU that failed fails here again, which would hide the cause
+            with suppress(RuntimeError):  # after a GPU failure this fails too, and would hide the cause
                 dist.destroy_process_group()
         raise
     dist.destroy_process_group()

@@ -34,7 +34,7 @@ class ConsoleLogger:
     There is no drawing thread: `step` keeps the report and looks at the clock (0.1 µs), and draws four times a second
     on a terminal (0.3 ms, a thousandth of the time) or every five seconds elsewhere. Tensors are never read.
 
-    redraws: false for plain lines on a terminal, too, which leave a debugger's prompt and the cursor alone.
+    redraws: if False, print plain lines on a terminal too, which don't disturb a debugger's prompt.
     """
 
     def __init__(self, redraws: bool = True) -> None:

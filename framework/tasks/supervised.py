@@ -76,7 +76,7 @@ class Supervised:
         if isinstance(output, Tensor) and target.device != output.device:
             target = target.to(output.device)
             if isinstance(self.loss, nn.Module):
-                self.loss.to(output.device)  # which it is on already, after the first step
+                self.loss.to(output.device)  # nothing to move after the first step
         loss = self._compute_loss(output, target)
         if not metrics:
             return StepOutput(loss, len(target))
@@ -89,7 +89,7 @@ class Supervised:
             raise self._misfit(output, target, reason="they must be the same; broadcasting would compare wrong pairs")
         try:
             loss = self.loss(output, target)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the latter may be of any kernel before
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the latter may come from an earlier kernel
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if type(self.loss).__module__.startswith("torch.nn."):

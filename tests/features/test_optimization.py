@@ -186,7 +186,7 @@ def test_one_cycle_keeps_its_length_and_cannot_be_stretched(train, capfd):
     assert "scheduler.total_steps=40 keeps" in said
     assert "stretches" not in said
     train(f"resume={run_dir}", "trainer.max_steps=null", "trainer.max_epochs=5", status=2)
-    assert "OneCycleLR ends after 40 steps and can't go on, and the run has 50" in capfd.readouterr().err
+    assert "OneCycleLR ends after 40 steps and can't continue, and the run has 50" in capfd.readouterr().err
     resumed = train(f"resume={run_dir}", "trainer.max_steps=null")
     assert rates(resumed) == rates(whole)
     results.assert_same(results.weights(resumed), results.weights(whole))
