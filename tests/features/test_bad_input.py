@@ -473,7 +473,7 @@ def test_a_model_that_cannot_take_the_data_names_both_and_the_shape(command, tmp
         "The model can't take the data: RuntimeError on the first batch: Expected 3D (unbatched)"
     )
     assert re.fullmatch(r"  model: recipes\.digits\.ConvNet, at \S+/recipes/\w+\.py:\d+", lines[1])
-    assert lines[2:4] == ["  input: a tensor of shape (20, 10), float32", "  data:  recipes.toy.toy_regression"]
+    assert lines[2:4] == ["  input: a tensor of shape (100, 10), float32", "  data:  recipes.toy.toy_regression"]
     assert "failed with the same error" in answer.err
     (run_dir,) = tmp_path.glob("outputs/toy/*")
     assert "Traceback" in results.log(run_dir, 0)

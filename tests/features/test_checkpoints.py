@@ -40,7 +40,6 @@ SHORT = ("recipe=toy", "logger=jsonl", "trainer.limit_train_batches=10", "traine
         (("checkpoint.save_top_k=2", "checkpoint.mode=max"), [10, 20, 40, 50]),
         (("checkpoint.save_top_k=1", "checkpoint.save_last_k=3", "checkpoint.mode=max"), [10, 30, 40, 50]),
         (("checkpoint.save_top_k=0",), [40, 50]),
-        (("checkpoint.enabled=false",), []),
     ],
 )
 def test_what_is_kept(train, overrides, steps):
@@ -50,7 +49,11 @@ def test_what_is_kept(train, overrides, steps):
     pointers = {path.name for path in folder.iterdir() if path.is_symlink()}
     assert pointers <= {"best", "last"}
     assert {path.name for path in folder.iterdir()} == pointers | {f"step_{step:08d}" for step in steps}
-    assert ("last" in pointers) == bool(steps)
+    assert "last" in pointers
+
+
+def test_nothing_is_kept_of_a_run_without_checkpoints(train):
+    assert not (train(*SHORT, "checkpoint.enabled=false") / "checkpoints").exists()
 
 
 @pytest.fixture(scope="module")

@@ -218,9 +218,9 @@ def test_a_rank_leaves_when_rank_0_never_comes(port: int, tmp_path: Path) -> Non
 
 def test_rank_0_names_the_ranks_that_do_not_come(port: int, tmp_path: Path) -> None:
     environments = [by_hand(rank, world=3, port=port) for rank in range(2)]
-    first, second = ended(environments, *TOY, "backend.init_timeout=8s", cwd=tmp_path)
+    first, second = ended(environments, *TOY, "backend.init_timeout=15s", cwd=tmp_path)
     assert (first[0], second[0]) == (1, 1)
-    assert "Rank 2 of 3 didn't come within backend.init_timeout=8 s" in first[2]
+    assert "Rank 2 of 3 didn't come within backend.init_timeout=15 s" in first[2]
     assert runs(tmp_path) == []
 
 

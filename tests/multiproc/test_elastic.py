@@ -140,9 +140,7 @@ def test_a_wrong_request_is_not_tried_again(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "nonsense" in result.stderr
     assert "Restart" not in result.stderr
-    run_dir = trouble.run_dir(tmp_path)
-    assert (run_dir / "failure.json").exists()
-    assert not list(run_dir.glob("failure_attempt_*"))
+    assert not list(tmp_path.glob("outputs/trouble/*"))
 
 
 def test_a_run_that_is_asked_to_stop_is_not_started_again(tmp_path: Path) -> None:

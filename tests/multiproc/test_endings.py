@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -226,7 +227,7 @@ def test_a_rank_that_hangs_is_named_after_the_backends_timeout(folder: Path) -> 
     assert "Traceback" not in result.stderr
     (header,) = [line for line in result.stderr.splitlines() if line.startswith("────")]
     assert header.startswith("──── Rank 1 of 2 (pid ")
-    assert header.endswith(") hung; the others waited 2 s in backward")
+    assert re.search(r"\) hung; the others waited \d s in backward$", header)
     assert "CPU, in forward after step 2" in result.stderr
     assert "training_step at recipes/trouble.py:" in result.stderr
     (file,) = folder.glob("outputs/trouble/*/failure.json")
