@@ -112,6 +112,7 @@ def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def run(*overrides: str, status: int = 0) -> Path:
         monkeypatch.chdir(tmp_path)
         before = run_dirs(tmp_path)
+        records = {file: file.read_text() for folder in before for file in folder.glob("*.json")}
         assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
         named = {text.removeprefix("resume=") for text in overrides if text.startswith("resume=")}
         resumed = before if "auto" in named else set(map(Path, named))
@@ -119,6 +120,8 @@ def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             for folder in run_dirs(tmp_path) - before:
                 step = json.loads((folder / "failure.json").read_text())["first"]["step"]
                 assert step, "a request that is refused before the first step leaves nothing"
+            for file, content in records.items():
+                assert file.read_text() == content, "a refused resume leaves the run's records as they were"
             return next(iter(resumed), tmp_path)
         (run_dir,) = run_dirs(tmp_path) - before or resumed
         return run_dir

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def run(request: Request, *, entry: str, words: Words) -> JobResult:
     with nodes_together(request, topology) as company:
         if company is not None and company.offer is not None:
             return _join(request, company, company.offer)
-        with _run_dir(request) as run_dir, locked(run_dir):
+        with _run_dir(request) as run_dir, locked(run_dir), _records_kept_if_refused(run_dir):
             _record_start(run_dir, request, topology)
             plan = _plan(request, topology, run_dir, entry=entry, company=company)
             launch = importlib.import_module(f"framework.launch.{chosen_launcher(request)}").launch
@@ -172,6 +172,20 @@ def _record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any
         record_end(run_dir, status=status, late=late)
     except OSError as error:
         print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _records_kept_if_refused(run_dir: RunDir) -> Iterator[None]:
+    """If the block raises RequestError, put back run.json and failure reports: a refused resume isn't part of a run."""
+    records = {file: file.read_bytes() for file in run_dir.path.glob("*.json")}
+    try:
+        yield
+    except RequestError:
+        for file in run_dir.path.glob("*.json"):
+            file.unlink()
+        for file, content in records.items():
+            file.write_bytes(content)
+        raise
 
 
 def _run_dir(request: Request) -> AbstractContextManager[RunDir]:
