@@ -64,7 +64,9 @@ def trained(recipe: str, root: Path, *, seed: int) -> Trained:
         (file,) = Path(folder).glob("*/*/run.json")
         results = json.loads(file.read_text())["results"]
     (report,) = outcome.reports
-    found = Trained([tuple(point) for point in report["curve"]], report["seconds"], results["metrics"]["test/accuracy"])
+    found = Trained(
+        [tuple(point) for point in report["curve"]], report["seconds"], results["test"]["metrics"]["test/accuracy"]
+    )
     told = f"{found.seconds:.1f} s, {GOAL:.0%} after {found.seconds_to(GOAL):.1f} s, test {found.test:.2%}"
     print(f"  seed {seed}: {recipe}: {told}", file=sys.stderr, flush=True)
     return found

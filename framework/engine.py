@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset
 
 from framework import build
 from framework.activations import recompute
-from framework.checkpoint import CheckpointManager, find
-from framework.checkpoint.format import BEST
+from framework.checkpoint import CheckpointManager
+from framework.checkpoint.format import BEST, step_of
 from framework.checkpoint.whole import damage
 from framework.config.schema import Config, Interval, Node
 from framework.config.suggest import did_you_mean, nearest
@@ -175,11 +175,10 @@ def _run(rank: Rank, datasets: Datasets, train_loader: TrainLoader | StreamLoade
             trainer.fit()
         seconds = time.perf_counter() - started
         rank.link.pulse.at(Phase.EVALUATE)
-        test_metrics, tested = _test(rank, trainer, None if trainer.ending.was_stopped else test_loader)
+        test = _test(rank, trainer, None if trainer.ending.was_stopped else test_loader)
         rank.link.pulse.at(Phase.CLOSING)
         if rank.context.is_main:
-            metrics = {**trainer.val_metrics, **test_metrics}
-            _report(rank, trainer, metrics=metrics, tested=tested, seconds=seconds)
+            _report(rank, trainer, test=test, seconds=seconds)
         return EXIT_STOPPED if trainer.ending.was_stopped else None
     except BaseException as error:
         if trainer.checkpoints is not None:
@@ -343,13 +342,18 @@ def _together(rank: Rank) -> Together | None:
     return Together(group, holds_own=num_stages(rank.strategy) is not None)
 
 
-def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | None) -> tuple[dict[str, float], str]:
-    """Metrics of the test part, with the weights that validation found best, else with the last ones; and which."""
+def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | None) -> dict[str, Any] | None:
+    """Evaluate the test part with the best weights, else with the last ones. Every rank must call it.
+
+    Returns:
+        `step` of the weights and `metrics`, for the results; None without a test part.
+    """
     if loader is None:
-        return {}, ""
+        return None
+    step: int | None = trainer.progress.step
     best = _best_checkpoint(rank, trainer)
     if best is not None:
-        load_model(rank, trainer.parts.bare_model, best)
+        step = step_of(load_model(rank, trainer.parts.bare_model, best).name)
     with nullcontext() if best is not None else trainer.parts.evaluation_weights():
         metrics = evaluate(
             trainer.parts.bare_model,
@@ -362,7 +366,7 @@ def _test(rank: Rank, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | 
     if not _is_reported(rank, trainer):
         for each in trainer.parts.loggers.values():
             each.metrics(metrics, step=trainer.progress.step, epoch=trainer.last_epoch)
-    return metrics, "the last weights" if best is None else find(best).name
+    return _at(step, metrics)
 
 
 def _best_checkpoint(rank: Rank, trainer: Trainer) -> Path | None:
@@ -380,7 +384,7 @@ def _best_checkpoint(rank: Rank, trainer: Trainer) -> Path | None:
 def _is_reported(rank: Rank, trainer: Trainer) -> bool:
     """Whether the test of this step is in the results, and so in the logs, already: the run had come to its end."""
     results = rank.run_dir.read_run().get("results", {})
-    return bool(results.get("tested")) and results.get("steps") == trainer.progress.step
+    return results.get("test") is not None and results.get("steps") == trainer.progress.step
 
 
 def _introduce(rank: Rank, trainer: Trainer, datasets: Datasets) -> None:
@@ -435,9 +439,18 @@ def _named(context: Context) -> str:
     return ", ".join(dict.fromkeys(str(device) for device in context.devices))
 
 
-def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], tested: str, seconds: float) -> None:
-    """Leave the results in `run.json`, where the parent reads them for the closing summary."""
+def _at(step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
+    return {"step": step, "metrics": dict(metrics)}
+
+
+def _report(rank: Rank, trainer: Trainer, *, test: dict[str, Any] | None, seconds: float) -> None:
+    """Write the results to `run.json`, where the parent reads them for the closing summary.
+
+    `steps` and `epochs` count what was done. `best` (the best validation), `last` (the last validation) and `test` have
+    the step of their weights.
+    """
     progress = trainer.progress
+    best = None if trainer.checkpoints is None else trainer.checkpoints.best
     max_epochs = rank.config.trainer.max_epochs
     reached = "max_epochs" if max_epochs is not None and progress.epoch >= max_epochs else "max_steps"
     ended_by = trainer.ending.reason or f"trainer.{reached} reached"
@@ -448,9 +461,10 @@ def _report(rank: Rank, trainer: Trainer, *, metrics: dict[str, float], tested: 
         "epochs": progress.epoch,
         "seconds": seconds,
         "ended_by": ended_by,
-        "metrics": metrics,
-        "score": None if trainer.checkpoints is None else trainer.checkpoints.best_score,
-        "tested": tested,
+        "score": None if best is None else best.metrics[str(rank.config.checkpoint.monitor)],
+        "best": None if best is None else _at(best.step, best.metrics),
+        "last": None if trainer.val_step is None else _at(trainer.val_step, trainer.val_metrics),
+        "test": test,
         "slow_ranks": [each.to_plain() for each in trainer.timing.slow_ranks()],
     }
     rank.run_dir.update_run({"results": results})

@@ -78,7 +78,8 @@ class Trainer:
         self.checkpoints = checkpoints
         self.progress = Progress()
         self.start_step = 0
-        self.val_metrics: dict[str, float] = {}
+        self.val_metrics: dict[str, float] = {}  # of the last validation, after step `val_step`
+        self.val_step: int | None = None
         self.ending = Ending(link, context=context)
         self.restore_generators: Callable[[], object] | None = None  # called once all that may draw numbers is made
         self.timing = Timing(link.pulse, context=context, every=settings.log_every_n_steps)
@@ -89,7 +90,6 @@ class Trainer:
         self._after_first_step = after_first_step
         self._saved_step: int | None = None
         self._save_asked = False  # by the clock
-        self._evaluated_step: int | None = None
         self._grad_norm: Tensor | None = None
         self._lr = 0.0  # of the last step: schedules move before it is logged
         self._stepped = True  # the optimizer, in this step: a scaler leaves out overflowing ones
@@ -321,7 +321,7 @@ class Trainer:
                 context=self.context,
                 prefix="val",
             )
-        self._evaluated_step = self.progress.step
+        self.val_step = self.progress.step
         self._tell_loggers(self.val_metrics, epoch=epoch)
         self.parts.schedule.after_validation(self.val_metrics)
         report = EvalReport("val", self.progress.step, epoch, self.val_metrics)
@@ -347,7 +347,7 @@ class Trainer:
         check_finite(trained, self._meter, step=step, epoch=epoch, context=self.context)
         began = time.perf_counter()
         flush(self.parts.loggers.values())
-        fresh = self._evaluated_step == self.progress.step
+        fresh = self.val_step == self.progress.step
         self.checkpoints.save(
             self.state_dict(),
             step=self.progress.step,
@@ -368,7 +368,8 @@ class Trainer:
         """
         training = self.parts.state_dict(self.context)
         weights = self.parts.add_weights(training)
-        training |= {"progress": self.progress.state_dict(), "val_metrics": dict(self.val_metrics)}
+        training |= {"progress": self.progress.state_dict()}
+        training |= {"val_metrics": dict(self.val_metrics), "val_step": self.val_step}
         strategy, model = self.parts.strategy, self.parts.bare_model
         digest = digest_of(model, strategy, self.context)
         # Rank 0 has all of them, unless each rank has its own stages.
@@ -394,7 +395,7 @@ class Trainer:
         self.parts.load_state_dict(training)
         self.progress.load_state_dict(training["progress"])
         self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)
-        self.val_metrics = dict(training.get("val_metrics", {}))
+        self.val_metrics, self.val_step = dict(training.get("val_metrics", {})), training.get("val_step")
         meters = training.get("meters", [])
         if len(meters) == world_size:
             meters = [meters[rank]]
@@ -445,7 +446,7 @@ class Trainer:
     def _save_due(self, epoch: int, *, epoch_end: bool) -> bool:
         if self.checkpoints is None:
             return False
-        ranked = self.checkpoints.monitor is not None and self._evaluated_step == self.progress.step
+        ranked = self.checkpoints.monitor is not None and self.val_step == self.progress.step
         by_epoch = epoch_end and self.checkpoints.due_epoch(epoch)
         return ranked or by_epoch or self._save_asked or self.checkpoints.due_step(self.progress.step)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
-from framework.checkpoint.format import BEST, LAST, step_name, step_of
-from framework.checkpoint.lookup import complete_steps
+from framework.checkpoint.format import BEST, LAST, Manifest, step_name, step_of
+from framework.checkpoint.lookup import complete_steps, manifest_if_complete
 from framework.checkpoint.room import require_room
 from framework.checkpoint.snapshot import KeptBuffers, Snapshot, bytes_of, fingerprints, take
 from framework.checkpoint.store import WriteShards, check_state, clean, disk_errors, mend_pointer, point, remove, write
@@ -89,13 +89,13 @@ class CheckpointManager:
         return self._settings.monitor if self._settings.enabled else None
 
     @property
-    def best_score(self) -> float | None:
-        """The monitored metric of the best checkpoint there has been; the writer's, None on the others and before.
+    def best(self) -> Manifest | None:
+        """The manifest of the best checkpoint; None without one, and on ranks other than the writer.
 
         Call `settle` before.
         """
         ranking = self._ranking() if self.monitor is not None else []
-        return self._scores[ranking[0]] if ranking else None
+        return manifest_if_complete(self._folder / step_name(ranking[0])) if ranking else None
 
     def due_step(self, step: int) -> bool:
         """Whether to save after optimizer step `step`, counted from 1."""

@@ -39,9 +39,7 @@ def closing_of_training(config: Config, run_dir: RunDir, status: int) -> str:
         if status == EXIT_STOPPED:
             how = f"Stopped {config.recipe} {ended_by.removeprefix('stopped ')} after step {steps:,}, which is saved"
         lines.append(how)
-        lines += _metrics(results)
-        if results.get("tested"):
-            lines.append(f"  {'tested with':<20} {results['tested']}")
+        lines += _metrics_by_step(results)
         if results.get("slow_ranks"):
             lines.append(f"  {SlowRank.from_plain(results['slow_ranks'][0])}")
     path = short(run_dir.path)
@@ -109,6 +107,26 @@ def short(path: Path) -> str:
 
 def _metrics(results: Mapping[str, Any]) -> list[str]:
     return [f"  {name:<20} {value:.4f}" for name, value in results.get("metrics", {}).items()]
+
+
+def _metrics_by_step(results: Mapping[str, Any]) -> list[str]:
+    """A table of what the weights of the best and of the last validated step reached; those tested are one of them."""
+    columns: dict[int, tuple[list[str], dict[str, float]]] = {}
+    for name in ("best", "last", "test"):
+        found = results.get(name)
+        if found is not None:
+            labels, metrics = columns.setdefault(found["step"], ([], {}))
+            labels += [] if name == "test" else [name]
+            metrics |= found["metrics"]
+    if not columns:
+        return []
+    heads = [f"{' and '.join(labels)} (step {step:,})".lstrip() for step, (labels, _) in columns.items()]
+    rows = [("", heads)]
+    for name in dict.fromkeys(name for _, metrics in columns.values() for name in metrics):
+        cells = [f"{metrics[name]:.4f}" if name in metrics else "–" for _, metrics in columns.values()]
+        rows.append((name, cells))
+    width = max(map(len, heads))
+    return [f"  {name:<20} {'  '.join(cell.ljust(width) for cell in cells)}".rstrip() for name, cells in rows]
 
 
 def _rows(rows: list[tuple[str, str]]) -> list[str]:

@@ -114,8 +114,8 @@ def table(finished: Sequence[Finished]) -> str:
     """One row a job, the columns aligned."""
     labels = distinguishing([job.request.overrides for job in finished])
     monitors = {job.request.config.checkpoint.monitor for job in finished}
-    score = next(iter(monitors)) if len(monitors) == 1 else "monitored"
-    rows = [("job", "overrides", "status", score or "monitored", "s")]
+    score = next(iter(monitors)) if len(monitors) == 1 else None
+    rows = [("job", "overrides", "status", f"best {score}" if score else "best", "s")]
     for job, label in zip(finished, labels, strict=True):
         rows.append((_name(job), label, _status(job), _score(job), f"{job.seconds:.1f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

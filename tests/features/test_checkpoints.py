@@ -73,7 +73,7 @@ def test_the_best_is_the_best_by_the_metric(worst):
 
 
 def test_the_best_is_what_is_tested(worst):
-    found = results.results(worst)["metrics"]["test/loss"]
+    found = results.metrics(worst)["test/loss"]
     assert found == pytest.approx(toy_loss(results.weights(worst, "best"), part="test"), rel=1e-6)
     assert found != pytest.approx(toy_loss(results.weights(worst, "last"), part="test"), rel=1e-2)
 

@@ -61,7 +61,7 @@ def evaluate(command, trained) -> Callable[..., dict[str, float]]:
         assert command("job=eval", "path.outputs=evaluations", *overrides) == (0, "")
         assert set(trained.rglob("*")) == before
         newest = max(Path("evaluations/toy/eval").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        metrics: dict[str, float] = results.results(newest)["metrics"]
+        metrics: dict[str, float] = results.metrics(newest)
         return metrics
 
     return run
@@ -213,8 +213,8 @@ def test_a_sweep_of_evaluations(command, trained, tmp_path):
     (folder,) = run.glob("eval/*")
     assert not Path("outputs").exists()
     weights = results.weights(trained)
-    assert results.results(folder / "0")["metrics"] == close(plain(weights, "val"))
-    assert results.results(folder / "1")["metrics"] == close(plain(weights, "test"))
+    assert results.metrics(folder / "0") == close(plain(weights, "val"))
+    assert results.metrics(folder / "1") == close(plain(weights, "test"))
 
 
 # Predict

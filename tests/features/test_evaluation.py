@@ -30,7 +30,7 @@ def evaluated(train_once, trained):
         procs: train_once(*SHORT, *FROZEN, f"init_from={trained}", f"topology.procs_per_node={procs}")
         for procs in (1, 2, 3)
     }
-    return {procs: results.results(run_dir)["metrics"] for procs, run_dir in runs.items()}
+    return {procs: results.metrics(run_dir) for procs, run_dir in runs.items()}
 
 
 @pytest.mark.parametrize("procs", [1, 2, 3])
@@ -50,7 +50,7 @@ def test_small_batches_change_nothing(train, trained, evaluated):
     """Batches of 7 of the 67, 67 and 66 samples that each of three processes has."""
     three = ("topology.procs_per_node=3", "data.eval_batch_size=7", "data.num_workers=1")
     run_dir = train(*SHORT, *FROZEN, *three, f"init_from={trained}")
-    assert results.results(run_dir)["metrics"] == {name: pytest.approx(v, rel=1e-6) for name, v in evaluated[1].items()}
+    assert results.metrics(run_dir) == {name: pytest.approx(v, rel=1e-6) for name, v in evaluated[1].items()}
 
 
 def test_the_logged_curves_are_of_all_ranks(train, trained):

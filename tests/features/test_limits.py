@@ -67,7 +67,7 @@ def test_evaluation_is_cut_to_the_first_batches(train, procs, limit, samples):
         f"trainer.limit_val_batches={limit}",
         f"trainer.limit_test_batches={limit}",
     )
-    weights, found = results.weights(run_dir), results.results(run_dir)["metrics"]
+    weights, found = results.weights(run_dir), results.metrics(run_dir)
     for part in ("val", "test"):
         wanted = toy_loss(weights, part=part, samples=samples)
         assert found[f"{part}/loss"] == pytest.approx(wanted, rel=1e-6)
@@ -77,7 +77,7 @@ def test_evaluation_is_cut_to_the_first_batches(train, procs, limit, samples):
 def test_a_limit_of_0_leaves_evaluation_out(train):
     off = ("trainer.limit_val_batches=0", "trainer.limit_test_batches=0", "checkpoint.monitor=null")
     run_dir = train(*SHORT, *off, "trainer.max_epochs=1")
-    assert results.results(run_dir)["metrics"] == {}
+    assert results.metrics(run_dir) == {}
     assert not any(name.startswith(("val/", "test/")) for row in results.rows(run_dir) for name in row)
     assert results.pointed(run_dir, "last") == 80
     assert not (run_dir / "checkpoints" / "best").exists()
@@ -90,7 +90,7 @@ def test_fast_dev_run_looks_at_everything_and_leaves_nothing(train, value, steps
     run_dir = train("recipe=toy", f"trainer.fast_dev_run={value}", "data.eval_batch_size=20", *callbacks, *warm_up)
     found = results.results(run_dir)
     assert found["steps"] == steps
-    assert found["metrics"].keys() == {"val/loss", "test/loss"}
+    assert results.metrics(run_dir).keys() == {"val/loss", "test/loss"}
     assert not (run_dir / "checkpoints").exists()
     assert not (run_dir / "metrics.jsonl").exists()
     assert not (run_dir / "tensorboard").exists()
@@ -117,7 +117,9 @@ def test_overfitting_trains_and_validates_on_the_same_few_batches_in_order(train
     results.assert_same(weights, plain_loop(toy_batches(epochs=20, batches=2, shuffle=False)))
     found = results.results(run_dir)
     assert found["steps"] == 40
-    assert found["metrics"] == {"val/loss": pytest.approx(toy_loss(weights, part="train", samples=40), rel=1e-6)}
+    assert results.metrics(run_dir) == {
+        "val/loss": pytest.approx(toy_loss(weights, part="train", samples=40), rel=1e-6)
+    }
 
 
 @pytest.mark.parametrize(

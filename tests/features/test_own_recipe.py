@@ -93,7 +93,7 @@ def test_by_config_alone(folder):
     result = run_framework("recipe=line", "topology.procs_per_node=2", cwd=folder)
     assert result.returncode == 0, result.stderr
     (run_dir,) = folder.glob("outputs/line/*")
-    assert results.results(run_dir)["metrics"].keys() == {"val/loss", "val/error", "val/near"}
+    assert results.metrics(run_dir).keys() == {"val/loss", "val/error", "val/near"}
     errors = list(results.curve(run_dir, "val/error").values())
     assert errors[-1] < errors[0] / 4
     assert max(results.curve(run_dir, "val/near").values()) > 0.9
@@ -103,7 +103,7 @@ def test_by_config_alone(folder):
 def test_with_a_small_class(train, folder):
     overrides = ("task._target_=recipes.line.Huber", "+task.delta=0.5", "~task.loss", "~task.metrics")
     run_dir = train("recipe=line", *overrides, "checkpoint.monitor=val/error", "checkpoint.mode=min")
-    assert results.results(run_dir)["metrics"].keys() == {"val/loss", "val/error"}
+    assert results.metrics(run_dir).keys() == {"val/loss", "val/error"}
     errors = list(results.curve(run_dir, "val/error").values())
     assert errors[-1] < errors[0] / 4
     # 64 points of which x < 1/3 are negative, all of them in an epoch of 8 steps; logged every 10 steps.

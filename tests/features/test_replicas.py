@@ -57,9 +57,9 @@ def own_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize("callbacks", [(), ("callbacks=ema", "callbacks.ema.decay=0.5")], ids=["plain", "ema"])
 def test_validation_is_of_the_weights_and_statistics_that_are_saved(train: Train, callbacks: tuple[str, ...]) -> None:
     run = train("recipe=normed", "topology.procs_per_node=2", *callbacks)
-    seen = results.results(run)["metrics"]["val/loss"]
+    seen = results.metrics(run)["val/loss"]
     again = train("job=eval", f"checkpoint.path={run}", "eval.part=val", "topology.procs_per_node=1")
-    assert results.results(again)["metrics"]["val/loss"] == pytest.approx(seen, rel=1e-5)
+    assert results.metrics(again)["val/loss"] == pytest.approx(seen, rel=1e-5)
 
 
 @pytest.mark.usefixtures("own_recipe")
@@ -86,14 +86,14 @@ def test_another_answer_than_stop_is_refused(train: Train, capsys: pytest.Captur
 @pytest.mark.usefixtures("own_recipe")
 def test_a_limited_validation_is_of_the_same_samples_on_any_number_of_processes(train: Train) -> None:
     found = [
-        results.results(
+        results.metrics(
             train(
                 "recipe=normed",
                 f"topology.procs_per_node={procs}",
                 *("trainer.limit_val_batches=2", "data.eval_batch_size=8", "trainer.max_steps=1", "optimizer.lr=0.0"),
                 *("trainer.val_check_interval=1", "data.global_batch_size=8"),
             )
-        )["metrics"]["val/loss"]
+        )["val/loss"]
         for procs in (1, 2)
     ]
     # BatchNorm's statistics are of different shares after one step; the samples are the same, so it's close.

@@ -191,7 +191,7 @@ def test_the_test_of_a_run_that_was_killed_before_its_result_is_logged_once(trai
     assert results.curve(run, "test/loss") == wanted
     assert [event.step for event in results.events(run).Scalars("test/loss")] == [50]
     assert results.repeated(run) == {}
-    assert "test/loss" in results.results(run)["metrics"]
+    assert "test/loss" in results.metrics(run)
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(train, whole_run):

@@ -86,7 +86,7 @@ def test_its_weights_are_evaluated_as_any_others(train, spread_run, procs):
     typed = ("eval.part=val", f"topology.procs_per_node={procs}", "path.outputs=outputs")
     evaluated = train("job=eval", f"checkpoint.path={spread_run}", *typed)
     loss = toy_loss(results.weights(spread_run), part="val")
-    assert results.results(evaluated)["metrics"]["val/loss"] == pytest.approx(loss, rel=1e-6)
+    assert results.metrics(evaluated)["val/loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_a_new_run_begins_with_its_weights(train, spread_run):

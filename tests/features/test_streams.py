@@ -73,7 +73,7 @@ def test_two_processes_train_uneven_parts_go_on_exactly_and_predict_in_order(tra
     run = train(*COMMON, *TWO, *keep, "trainer.max_epochs=2")
     found = results.results(run)
     assert (found["steps"], found["epochs"]) == (12, 2)
-    assert found["metrics"].keys() == {"val/loss", "test/loss"}
+    assert results.metrics(run).keys() == {"val/loss", "test/loss"}
     wanted = results.weights(run)
     train(f"resume={run}/checkpoints/step_00000008")
     results.assert_same(results.weights(run), wanted)

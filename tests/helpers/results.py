@@ -48,9 +48,18 @@ def run_file(run_dir: Path) -> dict[str, Any]:
 
 
 def results(run_dir: Path) -> dict[str, Any]:
-    """Of run.json: steps, epochs, seconds, ended_by, metrics."""
+    """Of run.json: steps, epochs, seconds, ended_by, and of evaluations what `metrics` reads."""
     content: dict[str, Any] = run_file(run_dir)["results"]
     return content
+
+
+def metrics(run_dir: Path) -> dict[str, float]:
+    """Of an evaluation; of a training the last validation and the test."""
+    found = results(run_dir)
+    if "metrics" in found:
+        evaluated: dict[str, float] = found["metrics"]
+        return evaluated
+    return {name: value for part in (found["last"], found["test"]) if part for name, value in part["metrics"].items()}
 
 
 def log(run_dir: Path, rank: int = 0) -> str:

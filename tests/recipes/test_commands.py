@@ -71,7 +71,7 @@ def default(command: Command) -> Ran:
 def test_the_default_recipe_recognises_digits(default: Ran) -> None:
     found = results.results(default.run_dir)
     assert default.run_dir.parent == default.folder / "outputs" / "digits"
-    assert found["metrics"]["test/accuracy"] >= 0.97
+    assert found["test"]["metrics"]["test/accuracy"] >= 0.97
     assert found["seconds"] < 60
     losses = list(results.curve(default.run_dir, "train/loss").values())
     assert losses[-1] < losses[0] / 4
@@ -81,7 +81,13 @@ def test_best_is_the_best_on_validation_and_is_what_was_tested(default: Ran) -> 
     accuracies = results.curve(default.run_dir, "val/accuracy")
     assert accuracies[results.pointed(default.run_dir, "best")] == max(accuracies.values())
     assert results.pointed(default.run_dir, "last") == max(accuracies)
-    assert results.results(default.run_dir)["tested"] == f"step_{results.pointed(default.run_dir, 'best'):08d}"
+    found = results.results(default.run_dir)
+    best, last = results.pointed(default.run_dir, "best"), max(accuracies)
+    assert (found["best"]["step"], found["last"]["step"], found["test"]["step"]) == (best, last, best)
+    for part in ("best", "last"):
+        assert found[part]["metrics"]["val/accuracy"] == accuracies[found[part]["step"]]
+    shown = default.stdout
+    assert all(f"{name} (step {step})" in shown for name, step in (("best", best), ("last", last)) if best != last)
 
 
 def test_everything_lies_where_it_should(default: Ran) -> None:
@@ -112,7 +118,7 @@ def test_what_is_printed_is_the_story_of_the_run(default: Ran) -> None:
     lines = default.stdout.splitlines()
     assert lines[0].startswith("Training digits: 1 process")
     assert "ConvNet" in default.stdout
-    metrics = results.results(default.run_dir)["metrics"]
+    metrics = results.metrics(default.run_dir)
     for name, value in metrics.items():
         assert re.search(rf"^ +{name} +{value:.4f}$", default.stdout, re.MULTILINE), name
     assert "\x1b" not in default.stdout  # plain lines: this is no terminal
@@ -140,7 +146,9 @@ def test_the_commands_at_the_end_are_right(default: Ran) -> None:
     again = run_framework(*resume[3:], cwd=default.folder)
     assert again.returncode == 0, again.stderr
     after = results.results(default.run_dir)
-    assert (after["steps"], after["metrics"]["test/loss"]) == (before["steps"], before["metrics"]["test/loss"])
+    assert [after[key] for key in ("steps", "best", "last", "test")] == [
+        before[key] for key in ("steps", "best", "last", "test")
+    ]
     assert results.saved_steps(default.run_dir) == checkpoints
     look = default.printed_command("look")
     assert look == ["tensorboard", "--logdir", "outputs"]
@@ -246,7 +254,7 @@ def test_a_backend_a_timeout_and_a_strategy(command: Command) -> None:
     assert (config.backend.name.value, config.backend.timeout) == ("gloo", 90.0)
     assert config.strategy["_target_"] == "framework.strategies.DDP"
     assert "backend gloo" in results.log(run.run_dir)
-    assert results.results(run.run_dir)["metrics"]["test/accuracy"] > 0.5
+    assert results.metrics(run.run_dir)["test/accuracy"] > 0.5
     # Saved without DDP's prefix.
     assert all(not name.startswith("module.") for name in results.weights(run.run_dir))
 

@@ -154,8 +154,8 @@ def test_a_short_training_learns_on_one_and_on_two_processes(train, data_root: P
     )
     found = results.results(run_dir)
     assert found["steps"] == 120
-    assert found["metrics"]["val/accuracy"] > 0.8
-    assert found["metrics"]["test/accuracy"] > 0.8
+    assert found["last"]["metrics"]["val/accuracy"] > 0.8
+    assert found["test"]["metrics"]["test/accuracy"] > 0.8
 
 
 # Files that are damaged or missing

@@ -116,7 +116,9 @@ def test_training_that_was_gone_back_behind_has_no_best(tmp_path: Path, save_top
         save(manager, step, loss)
     again = manager_of(tmp_path, save_top_k=save_top_k)
     again.go_on_from(2)
-    assert (target(tmp_path, "best"), again.best_score) == (2, 0.3)
+    best = again.best
+    assert best is not None
+    assert (target(tmp_path, "best"), best.step, best.metrics) == (2, 2, {"val/loss": 0.3})
     assert steps_in(tmp_path) == [1, 2, 3]  # until another is saved
     save(again, 5, 0.35)
     assert steps_in(tmp_path) == ([2, 5] if save_top_k == 2 else [1, 2, 3, 5])

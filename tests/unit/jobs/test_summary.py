@@ -58,21 +58,57 @@ def test_a_place_outside_of_the_working_directory_is_shown_whole(
 
 def test_results_are_shown_with_where_everything_lies(run_dir: RunDir) -> None:
     results = {"steps": 1200, "seconds": 3.25, "ended_by": "trainer.max_epochs reached"}
-    run_dir.update_run({"results": {**results, "metrics": {"val/loss": 0.123456, "test/accuracy": 1.0}}})
+    last = {"step": 1100, "metrics": {"val/loss": 0.123456}}
+    tested = {"step": 1200, "metrics": {"test/accuracy": 1.0}}
+    run_dir.update_run({"results": {**results, "best": None, "last": last, "test": tested}})
     write_small(run_dir.checkpoints, 1200)
     run_dir.tensorboard.mkdir()
     path = f"outputs/some/{run_dir.path.name}"
     assert closing_of_training(config(), run_dir, 0).splitlines() == [
         "",
         "Finished some after 1,200 steps in 3.2 s (trainer.max_epochs reached)",
-        "  val/loss             0.1235",
-        "  test/accuracy        1.0000",
+        "                       last (step 1,100)  (step 1,200)",
+        "  val/loss             0.1235             –",
+        "  test/accuracy        –                  1.0000",
         f"  run          {path}",
         f"  checkpoints  {path}/checkpoints",
         f"  logs         {path}/logs",
         f"  resume       python -m framework resume={path}",
         "  look         tensorboard --logdir outputs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("last_step", "lines"),
+    [
+        (
+            9,
+            [
+                "                       best (step 7)  last (step 9)",
+                "  val/accuracy         0.9889         0.9833",
+                "  test/accuracy        0.9750         –",
+            ],
+        ),
+        (
+            7,
+            [
+                "                       best and last (step 7)",
+                "  val/accuracy         0.9889",
+                "  test/accuracy        0.9750",
+            ],
+        ),
+    ],
+)
+def test_the_best_and_the_last_validation_are_shown_with_their_steps(
+    run_dir: RunDir, last_step: int, lines: list[str]
+) -> None:
+    results = {
+        "best": {"step": 7, "metrics": {"val/accuracy": 0.9889}},
+        "last": {"step": last_step, "metrics": {"val/accuracy": 0.9833 if last_step == 9 else 0.9889}},
+        "test": {"step": 7, "metrics": {"test/accuracy": 0.975}},
+    }
+    run_dir.update_run({"results": results})
+    assert closing_of_training(config(), run_dir, 0).splitlines()[2 : 2 + len(lines)] == lines
 
 
 def test_the_worst_of_the_slow_ranks_is_named(run_dir: RunDir) -> None:
@@ -94,7 +130,7 @@ def test_a_stopped_run_says_where_and_how_to_go_on(run_dir: RunDir) -> None:
 
 
 def test_a_failed_run_shows_no_results_not_even_an_earlier_beginnings(run_dir: RunDir) -> None:
-    run_dir.update_run({"results": {"steps": 5, "metrics": {"val/loss": 1.0}}})
+    run_dir.update_run({"results": {"steps": 5, "last": {"step": 5, "metrics": {"val/loss": 1.0}}}})
     text = closing_of_training(config(), run_dir, 1)
     assert "Finished" not in text
     assert "val/loss" not in text

@@ -133,14 +133,14 @@ def test_the_table_is_aligned() -> None:
     finished = [Finished(request(number), result, seconds=12.34) for number, result in enumerate(results)]
     assert table(finished).splitlines() == [
         "",
-        "job  overrides  status      val/loss  s",
-        "0    seed=0     finished    1.0000    12.3",
-        "1    seed=1     FAILED (1)  –         12.3",
-        "2    seed=2     finished    –         12.3",
+        "job  overrides  status      best val/loss  s",
+        "0    seed=0     finished    1.0000         12.3",
+        "1    seed=1     FAILED (1)  –              12.3",
+        "2    seed=2     finished    –              12.3",
     ]
 
 
 def test_jobs_that_monitor_different_metrics_share_a_column() -> None:
     monitors = ("val/loss", "val/accuracy")
     finished = [Finished(request(n, monitor=m), JobResult(0, score=0.5), seconds=1) for n, m in enumerate(monitors)]
-    assert table(finished).splitlines()[1].split() == ["job", "overrides", "status", "monitored", "s"]
+    assert table(finished).splitlines()[1].split() == ["job", "overrides", "status", "best", "s"]
