@@ -204,6 +204,7 @@ def test_every_ranks_generators_are_saved_in_their_order(monkeypatch: pytest.Mon
     ranks = SimulatedRanks(3)
     for module in (trainer_module, finite_module):
         monkeypatch.setattr(module, "gather_to_all", ranks.gather)
+    monkeypatch.setattr(trainer_module, "check_equal", lambda *_, **__: None)  # each thread draws weights of its own
     monkeypatch.setattr(trainer_module, "generator_states", lambda _: threading.get_ident())
     states: list[Any] = ranks.run(
         lambda context: (threading.get_ident(), make_trainer(context=context).state_dict()["generators"])
