@@ -14,6 +14,7 @@ import pytest
 
 from framework.errors import EXIT_WRONG_REQUEST
 from tests.helpers import choice, guards
+from tests.helpers.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from framework.launch.warm import WarmServer
@@ -144,6 +145,33 @@ def train_once(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Ca
         return run_dir
 
     return run
+
+
+@pytest.fixture(scope="session")
+def shared_run(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The directory of a run with these overrides, made once for all tests that ask for it: copy it to change it."""
+    from framework import cli
+
+    made: dict[tuple[str, ...], Path] = {}
+
+    def run(*overrides: str, status: int = 0) -> Path:
+        if overrides not in made:
+            folder = tmp_path_factory.mktemp("shared")
+            with guards.no_leaks(owns_state=True), pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
+            (made[overrides],) = run_dirs(folder)
+        return made[overrides]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """CPU ranks with a live process group, for what needs ranks but not their start: see `RankPool.run`."""
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

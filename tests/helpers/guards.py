@@ -71,7 +71,7 @@ def _processes(mark: str) -> Check:
 
     def find() -> list[Any]:
         multiprocessing.active_children()  # reaps those that have ended
-        known = before | _multiprocessing_helpers()
+        known = before | _multiprocessing_helpers() | processes.LONG_LIVED
         found = {process.pid: process for process in (*processes.children(), *processes.marked(mark))}
         return [process for pid, process in found.items() if pid not in known]
 

@@ -18,6 +18,9 @@ from typing import TypeVar
 import psutil
 
 MARK = "FRAMEWORK_TEST_ID"
+LONG_LIVED: set[int | None] = set()
+"""Process ids of what lives as long as the tests do, by design."""
+
 _POLL_S = 0.02
 
 Found = TypeVar("Found")
