@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,8 +23,23 @@ LONG_LIVED: set[int | None] = set()
 """Process ids of what lives as long as the tests do, by design."""
 
 _POLL_S = 0.02
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
+_started = 0
 
 Found = TypeVar("Found")
+
+
+def _count(event: str, _arguments: object) -> None:
+    global _started
+    _started += event in _STARTS
+
+
+sys.addaudithook(_count)
+
+
+def num_started() -> int:
+    """How often this process has started another one so far."""
+    return _started
 
 
 def new_mark() -> str:
@@ -77,7 +93,25 @@ def _alive(pids: Iterable[int]) -> list[psutil.Process]:
 
 def children() -> list[psutil.Process]:
     """Every descendant of this process, zombies too: nobody waited for those."""
-    return psutil.Process().children(recursive=True)
+    if not sys.platform.startswith("linux"):
+        return psutil.Process().children(recursive=True)
+    found: list[psutil.Process] = []
+    pids = _children_on_linux(os.getpid())
+    while pids:
+        pid = pids.pop()
+        pids += _children_on_linux(pid)
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def _children_on_linux(pid: int) -> list[int]:
+    """Those of one process. A tenth of the time of psutil, which reads the state of every process there is."""
+    found: list[int] = []
+    with suppress(OSError):  # it ended
+        for task in os.scandir(f"/proc/{pid}/task"):
+            found += map(int, Path(task.path, "children").read_text().split())
+    return found
 
 
 def describe(process: psutil.Process) -> str:
