@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from framework.errors import EXIT_WRONG_REQUEST
-from tests.helpers import choice, guards
+from tests.helpers import guards
 from tests.helpers.rank_pool import RankPool
 
 if TYPE_CHECKING:
@@ -39,14 +39,19 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m take some out
+@pytest.hookimpl(tryfirst=True)  # before -k and -m select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `exhaustive`, but not where it is asked for: by option, by `-m` or by its own name."""
-    config.stash[choice.COLLECTED] = choice.collected(items)
-    if config.option.exhaustive or choice.MARKER in config.option.markexpr:
+    """Leave out the tests that are marked `exhaustive`, unless asked for by option, by `-m` or by their own name."""
+    if config.option.exhaustive or "exhaustive" in config.option.markexpr:
         return
-    left_out = {item for item in items if choice.is_left_out(item, named=config.args)}
-    config.hook.pytest_deselected(items=list(left_out))
+    named = [argument.partition("::")[2] for argument in config.args if "::" in argument]
+
+    def is_named(item: pytest.Item) -> bool:
+        name = item.nodeid.partition("::")[2]
+        return any(name == each or name.startswith((f"{each}[", f"{each}::")) for each in named)
+
+    left_out = [item for item in items if item.get_closest_marker("exhaustive") and not is_named(item)]
+    config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
 

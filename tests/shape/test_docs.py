@@ -29,7 +29,10 @@ from tests.helpers.documents import (
 from tests.helpers.source import ROOT
 
 ALL = [command for file in documents() for command in commands(file.read_text(), place=file.name)]
-DIFFERENT = list({tuple(command.arguments): command for command in reversed(ALL)}.values())[::-1]
+DIFFERENT = [
+    pytest.param(command, marks=() if command.place == "README.md" else pytest.mark.exhaustive)
+    for command in reversed({tuple(command.arguments): command for command in reversed(ALL)}.values())
+]
 """What several pages show is tried once."""
 
 
