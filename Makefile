@@ -13,6 +13,7 @@ PYTHON_VERSION ?= 3.12
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PARALLEL := --numprocesses=2 --dist=worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -21,16 +22,16 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make install   make $(VENV) and install the project and its tools in it"
 	@echo "make train     train the default recipe; ARGS=\"recipe=toy trainer.gpus=0\" passes overrides"
-	@echo "make test      run the tests; ARGS=\"tests/unit\" passes arguments to pytest"
-	@echo "make test-all  run all of them: further variants, too, which make test leaves out"
+	@echo "make test      run the tests, in about four minutes; ARGS=\"tests/unit\" passes arguments to pytest"
+	@echo "make test-all  run all of them, with the further variants and slow ones that make test leaves out"
 	@echo "make gpu       test and benchmark on a GPU in nine minutes; the report is benchmarks/GPU.md"
 	@echo "make gpu-test  run tests/gpu alone, with $(VENV)"
 	@echo "make gpu-wheels  download what make gpu needs without a network; PYTHON_VERSION=3.12 WHEELS=wheels"
 	@echo "make lint      style and format (ruff)"
 	@echo "make check     types (mypy)"
-	@echo "make format    put the code in format and mend what ruff can mend"
+	@echo "make format    format the code and fix what ruff can fix"
 	@echo "make wheel     build dist/*.whl and dist/*.tar.gz"
-	@echo "make pictures  make the README's pictures anew; needs chromium"
+	@echo "make pictures  make the README's pictures again; needs chromium"
 	@echo "make clean     remove $(VENV), dist and caches; outputs stay"
 
 install: $(STAMP)
@@ -55,12 +56,11 @@ $(STAMP): pyproject.toml
 train: install
 	"$(BIN)/python" -m framework $(ARGS)
 
-# Two at a time, the tests of a file after each other: many of them wait for time-outs.
 test: install
-	"$(BIN)/python" -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
+	"$(BIN)/python" -m pytest $(PARALLEL) $(ARGS)
 
 test-all: install
-	"$(BIN)/python" -m pytest --numprocesses=2 --dist=loadfile --exhaustive $(ARGS)
+	"$(BIN)/python" -m pytest $(PARALLEL) --exhaustive $(ARGS)
 
 # PYTHON is an interpreter that has torch; other packages that it lacks come from WHEELS.
 gpu:
