@@ -1,4 +1,4 @@
-"""A small recipe with everything that makes an exact resumption hard, and what two equal runs have in common."""
+"""A small recipe with everything that makes an exact resumption hard, and the differences between two runs."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What two finished runs differ in: the last checkpoint, every logged number, TensorBoard's curves, the records."""
-    found = list(_in_tree("", results.saved(one), results.saved(other)))
+    """The differences of two finished runs: the last checkpoint, every logged number, TensorBoard's curves, the records."""
+    found = tree_differences(results.saved(one), results.saved(other))
     if numbers(one) != numbers(other):
         rows = zip(numbers(one), numbers(other), strict=False)
         found.append(f"metrics.jsonl: {next((pair for pair in rows if pair[0] != pair[1]), 'more rows in one')}")
@@ -212,18 +212,20 @@ def _curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-def _in_tree(name: str, one: Any, other: Any) -> list[str]:
+def tree_differences(one: Any, other: Any, *, name: str = "") -> list[str]:
+    """The entries in which two nested states differ; tensors are compared bit for bit."""
     if isinstance(one, dict) and isinstance(other, dict):
         apart = [f"{name}.{key}: only in one" for key in one.keys() ^ other.keys()]
         both = [key for key in one if key in other]
-        return apart + [line for key in both for line in _in_tree(f"{name}.{key}".lstrip("."), one[key], other[key])]
+        below = [tree_differences(one[key], other[key], name=f"{name}.{key}".lstrip(".")) for key in both]
+        return apart + [line for lines in below for line in lines]
     if type(one) is not type(other):
         return [f"{name}: {type(one).__name__} and {type(other).__name__}"]
     if isinstance(one, (list, tuple)):
         if len(one) != len(other):
             return [f"{name}: {len(one)} and {len(other)} entries"]
         pairs = enumerate(zip(one, other, strict=True))
-        return [line for number, (a, b) in pairs for line in _in_tree(f"{name}[{number}]", a, b)]
+        return [line for number, (a, b) in pairs for line in tree_differences(a, b, name=f"{name}[{number}]")]
     if isinstance(one, Tensor):
         same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
         return [] if same else [f"{name}: the tensors differ"]

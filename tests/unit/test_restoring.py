@@ -1,4 +1,4 @@
-"""The checkpoint to go on from: the newest whole one, which all ranks find, or the run is refused."""
+"""All ranks resume from the same checkpoint, or all refuse with the same error."""
 
 from __future__ import annotations
 
@@ -8,43 +8,27 @@ from typing import Any
 
 import pytest
 
-from framework import restoring
-from framework.checkpoint import whole
-from framework.checkpoint.lookup import LastWhole
 from framework.checkpoint.store import point
+from framework.distributed.context import Context
 from framework.errors import CheckpointError, RunError
+from framework.restoring import restore
 from framework.run_dir import RunDir
-from tests.unit.checkpoint.states import write_small
-from tests.unit.simulated_ranks import SimulatedRanks
-
-WORLD = 3
+from tests.unit.checkpoint.states import flip, write_small
 
 
-def beginning(
-    monkeypatch: pytest.MonkeyPatch,
-    folders: list[Path],
-    *,
-    attempt: int = 0,
-    resume: str | None = None,
-    gather: Any = None,
-) -> list[Any]:
-    """What each rank goes on from, or raised; the disk that rank n sees is `folders[n]`.
-
-    resume: a path below that disk.
-    """
-    ranks = SimulatedRanks(WORLD)
-    monkeypatch.setattr(restoring, "gather_to_all", gather or ranks.gather)
-
-    def one(context: Any) -> LastWhole:
-        rank = SimpleNamespace(
-            config=SimpleNamespace(resume=None if resume is None else str(folders[context.rank] / resume)),
-            run_dir=RunDir(folders[context.rank]),
-            attempt=attempt,
-            context=context,
-        )
-        return restoring._own_checkpoint(rank)  # type: ignore[arg-type]
-
-    return ranks.run(one)
+def refusal(context: Context, disks: list[Path], attempt: int, resume: str | None) -> tuple[str, str]:
+    """The error of a rank that sees `disks[rank]` as the run directory. resume: a path below it."""
+    folder = disks[context.rank]
+    rank: Any = SimpleNamespace(
+        config=SimpleNamespace(resume=None if resume is None else str(folder / resume), init_from=None),
+        run_dir=RunDir(folder),
+        attempt=attempt,
+        context=context,
+    )
+    trainer: Any = None  # it isn't touched before all ranks agree
+    with pytest.raises((RunError, CheckpointError)) as caught:
+        restore(rank, trainer)
+    return type(caught.value).__name__, str(caught.value)
 
 
 def disk(folder: Path, *steps: int) -> Path:
@@ -55,118 +39,47 @@ def disk(folder: Path, *steps: int) -> Path:
     return folder
 
 
-def place(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"step_{step:08d}"
+RESUMED = pytest.mark.parametrize(("attempt", "resume"), [(1, None), (0, ".")], ids=["restart", "resume"])
 
 
-def flip(file: Path) -> None:
-    """One bit in the middle."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-LAST = [{"attempt": 1}, {"resume": "."}]
-
-
-def test_every_file_is_read_by_one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    read: list[str] = []
-    known = whole._crc32
-
-    def noted(path: Path) -> str:
-        read.append(path.name)
-        return known(path)
-
-    monkeypatch.setattr(whole, "_crc32", noted)
-    run = disk(tmp_path / "run", 10)
-    assert beginning(monkeypatch, [run] * WORLD, attempt=1) == [LastWhole(place(run, 10))] * WORLD
-    assert sorted(read) == ["config.yaml", "generators.pt", "model.pt", "training.pt"]
-
-
-@pytest.mark.parametrize("how", LAST)
+@RESUMED
 @pytest.mark.parametrize(("other", "named"), [((), "none"), ((4,), "step_00000004")])
 def test_ranks_that_see_different_disks_all_refuse(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: dict[str, Any], other: tuple[int, ...], named: str
+    rank_pool: Any, tmp_path: Path, attempt: int, resume: str | None, other: tuple[int, ...], named: str
 ) -> None:
     shared, own = disk(tmp_path / "shared", 8), disk(tmp_path / "own", *other)
-    for folders, others in (([shared, shared, own], named), ([own, shared, shared], "step_00000008")):
-        ends = beginning(monkeypatch, folders, **how)
-        assert all(isinstance(end, RunError) for end in ends), ends
-        for end in ends:
-            assert f"finds {others} in" in str(end)
-            assert "on a disk that all nodes share" in str(end)
+    for disks, others in (([shared, shared, own], named), ([own, shared, shared], "step_00000008")):
+        errors = rank_pool.run(refusal, disks, attempt, resume, ranks=3)
+        assert errors == [errors[0]] * 3
+        assert errors[0][0] == "RunError"
+        assert f"finds {others} in" in errors[0][1]
+        assert "on a disk that all nodes share" in errors[0][1]
 
 
-def test_ranks_that_see_the_same_go_on_from_it_or_begin_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    full, empty = disk(tmp_path / "full", 8), disk(tmp_path / "empty")
-    assert beginning(monkeypatch, [full] * WORLD, attempt=1) == [LastWhole(place(full, 8))] * WORLD
-    assert beginning(monkeypatch, [empty] * WORLD, attempt=1) == [LastWhole(None)] * WORLD
-
-
-def test_a_new_run_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def never(*_: Any) -> None:
-        raise AssertionError("a collective")
-
-    assert beginning(monkeypatch, [disk(tmp_path / "new")] * WORLD, gather=never) == [LastWhole(None)] * WORLD
-
-
-@pytest.mark.parametrize("how", LAST)
-def test_damaged_ones_are_each_told_once_and_all_ranks_take_the_one_before(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-    how: dict[str, Any],
+@RESUMED
+def test_if_no_checkpoint_is_whole_all_ranks_refuse_and_name_each(
+    rank_pool: Any, tmp_path: Path, attempt: int, resume: str | None
 ) -> None:
-    run = disk(tmp_path / "run", 10, 20, 30, 40)
-    flip(place(run, 40) / "training.pt")
-    (place(run, 30) / "manifest.json").unlink()
-    ends = beginning(monkeypatch, [run] * WORLD, **how)
-    assert ends == [ends[0]] * WORLD
-    assert ends[0].directory == place(run, 20)
-    assert [directory for directory, _ in ends[0].damaged] == [place(run, 40), place(run, 30)]
-    expected = [
-        f"The checkpoint {place(run, 40)} can't be used: training.pt has another checksum than when it was written. "
-        "An earlier one is; nothing is deleted",
-        f"The checkpoint {place(run, 30)} can't be used: it has no manifest.json. "
-        "An earlier one is; nothing is deleted",
-    ]
-    assert [record.getMessage() for record in caplog.records] == expected
-    assert {record.levelname for record in caplog.records} == {"WARNING"}
-    assert capsys.readouterr().out.splitlines() == expected
-    assert (place(run, 40) / "training.pt").exists()
-
-
-@pytest.mark.parametrize("how", LAST)
-def test_where_none_is_whole_nothing_is_begun_anew(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: dict[str, Any]
-) -> None:
-    run = disk(tmp_path / "run", 10, 20)
-    flip(place(run, 10) / "generators.pt")
-    (place(run, 20) / "config.yaml").unlink()
-    for end in beginning(monkeypatch, [run] * WORLD, **how):
-        assert isinstance(end, CheckpointError)
-        assert "step_00000010: generators.pt has another checksum than when it was written\n" in str(end)
-        assert "step_00000020: config.yaml is missing\n" in str(end)
-
-
-@pytest.mark.parametrize("name", ["model.pt", "config.yaml"])
-def test_a_checkpoint_that_is_named_is_never_replaced_by_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
+    """A damaged file is found whichever rank reads it."""
     run = disk(tmp_path / "run", 10, 20, 30)
-    named = "checkpoints/step_00000020"
-    assert beginning(monkeypatch, [run] * WORLD, resume=named) == [LastWhole(place(run, 20))] * WORLD
-    flip(place(run, 20) / name)
-    for end in beginning(monkeypatch, [run] * WORLD, resume=named):
-        assert isinstance(end, CheckpointError)
-        assert f"step_00000020 is damaged: {name} has another checksum" in str(end)
-        assert str(end).endswith(": step_00000010, step_00000030")
+    (run / "checkpoints" / "last").unlink()
+    (run / "checkpoints" / "last").symlink_to("step_00000040")
+    for step, file in ((10, "generators.pt"), (20, "model.pt"), (30, "training.pt")):
+        flip(run / "checkpoints" / f"step_{step:08d}" / file)
+    errors = rank_pool.run(refusal, [run] * 3, attempt, resume, ranks=3)
+    assert errors == [errors[0]] * 3
+    kind, text = errors[0]
+    assert kind == "CheckpointError"
+    assert "step_00000040: it is gone" in text
+    for step, file in ((10, "generators.pt"), (20, "model.pt"), (30, "training.pt")):
+        assert f"step_{step:08d}: {file} has another checksum" in text
 
 
-def test_a_run_whose_only_checkpoint_is_gone_is_not_begun_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = disk(tmp_path / "run")
-    (run / "checkpoints" / "last").symlink_to("step_00000030")
-    for end in beginning(monkeypatch, [run] * WORLD, resume="."):
-        assert isinstance(end, CheckpointError)
-        assert "step_00000030: it is gone" in str(end)
+@pytest.mark.parametrize("name", ["config.yaml", "generators.pt", "model.pt", "training.pt"])
+def test_a_checkpoint_that_is_named_is_never_replaced_by_another(rank_pool: Any, tmp_path: Path, name: str) -> None:
+    run = disk(tmp_path / "run", 10, 20, 30)
+    flip(run / "checkpoints" / "step_00000020" / name)
+    errors = rank_pool.run(refusal, [run] * 3, 0, "checkpoints/step_00000020", ranks=3)
+    assert errors == [errors[0]] * 3
+    assert f"step_00000020 is damaged: {name} has another checksum" in errors[0][1]
+    assert errors[0][1].endswith(": step_00000010, step_00000030")

@@ -1,8 +1,10 @@
-"""What the loop saves and when, and that a run goes on from it as if it had never stopped."""
+"""When the loop saves and what, saving beside training, and that a resumed run equals the uninterrupted one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,19 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from framework.checkpoint import find, load, read_manifest
+from framework.checkpoint import CheckpointManager, find, load, read_manifest
 from framework.config.schema import Interval
+from framework.errors import DiskError
 from framework.seed import restore_generator_states
 from framework.trainer import Trainer
-from framework.types import FitInfo
-from tests.unit.simulated_ranks import CPU
+from framework.types import FitInfo, StepOutput
+from tests.helpers.disks import full_at
+from tests.helpers.exact import tree_differences
+from tests.unit.checkpoint.states import manager_of
+from tests.unit.simulated_ranks import CPU, cpu_context
 from tests.unit.small_trainer import (
     Numbers,
     Recorder,
-    assert_equal,
     make_trainer,
     manager,
     samples,
@@ -32,6 +37,16 @@ from tests.unit.small_trainer import (
 )
 
 pytestmark = pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
+
+
+def resume(trainer: Trainer, state: dict[str, Any]) -> None:
+    """As a run does it, but for the generators."""
+    trainer.parts.bare_model.load_state_dict(state["model"])
+    trainer.load_state_dict(state["training"])
+
+
+def at_step(folder: Path, step: int) -> dict[str, Any]:
+    return load(folder / f"step_{step:08d}", map_location="cpu")
 
 
 # Saving
@@ -49,23 +64,29 @@ pytestmark = pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
         ({"max_epochs": 2}, {"enabled": False, "every_n_steps": 1}, []),
     ],
 )
-def test_it_saves_when_it_is_due_and_at_the_end(
+def test_a_checkpoint_is_saved_when_it_is_due_and_at_the_end(
     tmp_path: Path, how: dict[str, Any], keep: dict[str, Any], saved: list[int]
 ) -> None:
     make_trainer(settings(**how), val=samples(7), checkpoints=manager(tmp_path, **keep)).fit()
     assert saved_steps(tmp_path) == saved
 
 
-def test_a_checkpoint_holds_metrics_only_of_its_own_weights(tmp_path: Path) -> None:
+def test_a_checkpoint_by_the_clock_comes_with_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = iter(range(100))
+    monkeypatch.setattr(CheckpointManager, "due_time", lambda _: next(passed) in (1, 3))
+    keep = manager(tmp_path, every_n_minutes=1.0)
+    make_trainer(settings(max_steps=9, log_every_n_steps=2), checkpoints=keep).fit()
+    assert saved_steps(tmp_path) == [4, 8, 9]
+
+
+def test_a_checkpoint_has_only_metrics_of_its_own_weights(tmp_path: Path) -> None:
     numbers = Numbers()
-    how = settings(max_steps=6, val_check_interval=3)
     keep = manager(tmp_path, every_n_steps=1, monitor="val/loss")
+    how = settings(max_steps=6, val_check_interval=3)
     make_trainer(how, val=samples(7), loggers={"numbers": numbers}, checkpoints=keep).fit()
     evaluated = {step: values for step, _, values in numbers.logged if "val/loss" in values}
-    manifests = {step: read_manifest(tmp_path / f"step_{step:08d}") for step in range(1, 7)}
-    assert {step: dict(manifest.metrics) for step, manifest in manifests.items()} == {
-        step: evaluated.get(step, {}) for step in range(1, 7)
-    }
+    for step in range(1, 7):
+        assert dict(read_manifest(tmp_path / f"step_{step:08d}").metrics) == evaluated.get(step, {})
 
 
 def test_what_is_logged_does_not_depend_on_when_it_is_saved(tmp_path: Path) -> None:
@@ -78,31 +99,91 @@ def test_what_is_logged_does_not_depend_on_when_it_is_saved(tmp_path: Path) -> N
     for step in (3, 6, 9):
         later = Numbers()
         resumed = make_trainer(how, loggers={"numbers": later})
-        state = load(tmp_path / f"step_{step:08d}", map_location="cpu")
-        resumed.parts.bare_model.load_state_dict(state["model"])
-        resumed.load_state_dict(state["training"])
+        resume(resumed, at_step(tmp_path, step))
         resumed.fit()
         assert without_speed(later) == [row for row in without_speed(plain) if row[0] > step]
 
 
-def test_what_was_logged_is_written_before_a_checkpoint_counts(tmp_path: Path) -> None:
+def test_what_was_logged_is_flushed_before_a_checkpoint_counts(tmp_path: Path) -> None:
     class Buffering(Numbers):
-        """Writes late, as TensorBoard's does."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.flushed: list[tuple[int, list[int]]] = []
+        flushed: list[tuple[int, list[int]]] = []
 
         def flush(self) -> None:
             self.flushed.append((len(self.logged), saved_steps(tmp_path)))
 
     logger = Buffering()
-    how = settings(max_steps=4)
-    make_trainer(how, loggers={"numbers": logger}, checkpoints=manager(tmp_path, every_n_steps=2)).fit()
+    keep = manager(tmp_path, every_n_steps=2)
+    make_trainer(settings(max_steps=4), loggers={"numbers": logger}, checkpoints=keep).fit()
     assert logger.flushed == [(2, []), (4, [2])]
 
 
-# Going on
+# Beside training
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_written_beside_training_is_what_is_written_while_it_waits(tmp_path: Path, accumulate: int) -> None:
+    folders = {asynchronous: tmp_path / str(asynchronous) for asynchronous in (True, False)}
+    for asynchronous, folder in folders.items():
+        keep = manager(folder, every_n_steps=1, asynchronous=asynchronous)
+        how = settings(max_steps=5, accumulate_grad_batches=accumulate, val_check_interval=2)
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        make_trainer(how, model=model, optimizer=Adam, val=samples(7), checkpoints=keep).fit()
+        keep.close()
+    assert saved_steps(folders[True]) == saved_steps(folders[False]) == [1, 2, 3, 4, 5]
+    for step in range(1, 6):
+        assert tree_differences(at_step(folders[True], step), at_step(folders[False], step)) == []
+
+
+@pytest.mark.parametrize(("from_step", "how"), [(1, "counted"), (1, "through data"), (3, "counted")])
+def test_a_model_that_changes_its_weights_in_forward_is_saved_correctly(
+    tmp_path: Path, from_step: int, how: str
+) -> None:
+    """A change in the first step is noticed in time; a later one, if torch counts it, costs one checkpoint."""
+
+    class Drifting(nn.Linear):
+        def __init__(self) -> None:
+            torch.manual_seed(3)
+            super().__init__(3, 1)
+            self.step = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.step += 1
+            if self.step >= from_step:
+                with torch.no_grad():
+                    (self.weight if how == "counted" else self.weight.data).mul_(0.99)
+            return super().forward(inputs)
+
+    warnings: list[str] = []
+    how_kept: dict[str, Any] = {"every_n_steps": 2, "monitor": None, "save_top_k": -1}
+    keep = manager_of(tmp_path / "beside", asynchronous=True, warn=warnings.append, **how_kept)
+    make_trainer(settings(max_steps=6), model=Drifting(), checkpoints=keep).fit()
+    keep.close()
+    waiting = tmp_path / "waiting"
+    make_trainer(settings(max_steps=6), model=Drifting(), checkpoints=manager(waiting, every_n_steps=2)).fit()
+    assert saved_steps(tmp_path / "beside") == ([2, 4, 6] if from_step == 1 else [4, 6])
+    assert [text.partition(".")[0] for text in warnings] == (
+        [] if from_step == 1 else ["The checkpoint of step 2 was given up: model"]
+    )
+    for step in saved_steps(tmp_path / "beside"):
+        assert tree_differences(at_step(tmp_path / "beside", step)["model"], at_step(waiting, step)["model"]) == []
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_last_save_that_fails_is_tried_again_and_then_an_error(tmp_path: Path, recovers: bool) -> None:
+    with ExitStack() as disk:
+        disk.enter_context(full_at(100))
+        keep = manager_of(tmp_path, monitor=None, warn=lambda _: disk.close() if recovers else None)
+        trainer = make_trainer(settings(max_steps=4), checkpoints=keep)
+        if recovers:
+            trainer.fit()
+        else:
+            with pytest.raises(DiskError, match=r"step 4 can't be written .*\n.*\n.* isn't saved\. Make room"):
+                trainer.fit()
+    assert saved_steps(tmp_path) == ([4] if recovers else [])
+
+
+# Resuming
 
 
 class Noisy(nn.Module):
@@ -118,6 +199,25 @@ class Noisy(nn.Module):
         return output
 
 
+class Distilled(nn.Module):
+    """A task with a state: it draws the model to a slow copy of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.teacher = nn.Linear(3, 1).requires_grad_(False)
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, targets = batch
+        output = model(inputs)
+        slope = torch.linalg.lstsq(inputs, output.detach()).solution.t()
+        self.teacher.weight.lerp_(slope, 0.1)
+        loss = (output.squeeze(1) - targets).square().mean() + (output - self.teacher(inputs)).square().mean()
+        return StepOutput(loss, len(targets))
+
+    validation_step = training_step
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: Adam(parameters, lr=0.01),
@@ -127,7 +227,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stopped_at", [1, 3, 4, 6])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     tmp_path: Path, optimizer: str, accumulate: int, stopped_at: int
 ) -> None:
     """After 1 step, in mid-epoch, and at the end of an epoch (of 6, or of 3 steps when two batches make one)."""
@@ -136,52 +236,33 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
         return make_trainer(
             settings(max_steps=max_steps, max_epochs=9, accumulate_grad_batches=accumulate),
             model=Noisy(),
+            task=Distilled() if optimizer == "adam" else None,
             optimizer=OPTIMIZERS[optimizer],
             scheduler=lambda opt: StepLR(opt, step_size=4, gamma=0.7),
             interval=Interval.STEP,
             loggers={"numbers": numbers},
-            val=samples(7),
             checkpoints=manager(folder),
         )
 
     one, parts = Numbers(), Numbers()
-    whole = make(tmp_path / "a", max_steps=9, numbers=one)
+    whole = make(tmp_path / "whole", max_steps=9, numbers=one)
     torch.manual_seed(5)
     whole.fit()
-    first = make(tmp_path / "b", max_steps=stopped_at, numbers=parts)
+    first = make(tmp_path / "parts", max_steps=stopped_at, numbers=parts)
     torch.manual_seed(5)
     first.fit()
-    state = load(find(tmp_path / "b"), map_location="cpu")
+    state = load(find(tmp_path / "parts"), map_location="cpu")
     torch.manual_seed(999)  # another process, which has drawn other numbers
-    second = make(tmp_path / "b", max_steps=9, numbers=parts)
-    second.parts.bare_model.load_state_dict(state["model"])
-    second.load_state_dict(state["training"])
+    second = make(tmp_path / "parts", max_steps=9, numbers=parts)
+    resume(second, state)
     assert restore_generator_states(state["generators"][0], devices=[CPU])
     second.fit()
-    assert_equal(weights(second), weights(whole))
-    assert without_speed(parts) == without_speed(one)
+    assert tree_differences(weights(second), weights(whole)) == []
     assert second.progress == whole.progress
-    assert_same_tree(second.parts.optimizer.state_dict(), whole.parts.optimizer.state_dict())
-    assert torch.equal(state_of_generator(tmp_path / "a"), state_of_generator(tmp_path / "b"))
-
-
-def state_of_generator(folder: Path) -> Tensor:
-    tensor: Tensor = load(find(folder), map_location="cpu")["generators"][0]["cpu"]
-    return tensor
-
-
-def assert_same_tree(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same_tree(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same_tree(a, b)
-    else:
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+    assert without_speed(parts) == without_speed(one)
+    # The weights, the optimizer's state and the generators' among it.
+    ends = [load(find(tmp_path / name), map_location="cpu") for name in ("whole", "parts")]
+    assert tree_differences(*ends) == []
 
 
 def test_callbacks_get_their_own_state_back_and_a_new_one_none() -> None:
@@ -196,7 +277,6 @@ def test_callbacks_get_their_own_state_back_and_a_new_one_none() -> None:
     assert new.named("on_fit_start")[0].start_step == 4
 
 
-@pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
 def test_generators_are_restored_after_everything_that_may_draw() -> None:
     class Draws:
         def on_fit_start(self, info: FitInfo) -> None:
@@ -205,16 +285,21 @@ def test_generators_are_restored_after_everything_that_may_draw() -> None:
     trainer = make_trainer(settings(max_steps=1), callbacks={"draws": Draws()})
     trainer.restore_generators = lambda: torch.manual_seed(77)
     trainer.fit()
-    assert torch.initial_seed() == 77
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(77).get_state())
 
 
-def test_going_on_after_the_end_saves_nothing_again(tmp_path: Path) -> None:
-    trainer = make_trainer(checkpoints=manager(tmp_path))
-    trainer.fit()
+def test_resuming_a_finished_run_saves_nothing_again(tmp_path: Path) -> None:
+    make_trainer(checkpoints=manager(tmp_path)).fit()
     (manifest,) = tmp_path.glob("step_*/manifest.json")
     before = manifest.stat().st_mtime_ns
     again = make_trainer(checkpoints=manager(tmp_path))
-    again.load_state_dict(load(find(tmp_path), map_location="cpu")["training"])
+    resume(again, load(find(tmp_path), map_location="cpu"))
     again.fit()
     assert manifest.stat().st_mtime_ns == before
+
+
+def test_a_resumed_run_uses_the_kernels_that_it_has_chosen_itself() -> None:
+    """Not those of the process that saved, which may have had another device, or a sharded model."""
+    before, after = (make_trainer(optimizer=partial(SGD, lr=0.05, foreach=own)).parts for own in (True, False))
+    after.load_state_dict(before.state_dict(cpu_context()))
+    assert [parts.optimizer.param_groups[0]["foreach"] for parts in (before, after)] == [True, False]

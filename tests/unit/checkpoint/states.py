@@ -1,14 +1,17 @@
-"""Small states of the shape a training gives."""
+"""Small states of the shape a training gives, and the checkpoints of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
 
-from framework.checkpoint import write
+from framework.checkpoint import CheckpointManager, write
+from framework.config.parse import parse
+from tests.unit.config.raw import raw_config
 
 
 def small_state(value: float = 1.0) -> dict[str, Any]:
@@ -37,13 +40,32 @@ def write_small(
     )
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 3])
-    for _ in range(3):
-        model(torch.randn(5, 3)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return model, optimizer, schedule
+def manager_of(
+    folder: Path, *, is_writer: bool = True, warn: Any = pytest.fail, config_text: str = "a: 1\n", **changes: Any
+) -> CheckpointManager:
+    """Keeps the best by val/loss and the newest; saves only when asked to, and while training waits."""
+    usual = {"monitor": "val/loss", "save_top_k": 1, "save_last_k": 1, "every_n_epochs": None, "asynchronous": False}
+    settings = replace(parse(raw_config()).checkpoint, **{**usual, **changes})
+    return CheckpointManager(settings, folder, config_text=config_text, is_writer=is_writer, warn=warn)
+
+
+def flip(file: Path, bit: int | None = None) -> None:
+    """Change one bit of a file: by default one in the middle."""
+    content = bytearray(file.read_bytes())
+    bit = 4 * len(content) if bit is None else bit
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
+
+
+def target(folder: Path, pointer: str) -> int | None:
+    """The step that `last` or `best` names."""
+    path = folder / pointer
+    return int(path.readlink().name.removeprefix("step_")) if path.is_symlink() else None

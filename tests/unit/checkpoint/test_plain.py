@@ -1,3 +1,5 @@
+"""A state holds only what can be read back without running code."""
+
 from __future__ import annotations
 
 import io
@@ -26,7 +28,7 @@ class Branded(torch.Tensor):
 
 
 PLAIN: Mapping[str, Any] = {
-    "numbers": [1, 2.5, True, None, 3 + 4j, 2**80, float("inf")],
+    "numbers": [1, 2.5, True, None, 3 + 4j, float("inf"), 2**2039 - 1, -(2**2039) + 1],
     "texts": ("a", "ü", b"\x00\xff", bytearray(b"x")),
     "set": {1, 2},
     "ordered": OrderedDict(a=1),
@@ -44,7 +46,7 @@ PLAIN: Mapping[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_passes_is_really_read_back(name: str) -> None:
+def test_what_is_accepted_is_really_read_back(name: str) -> None:
     value = {"entry": PLAIN[name]}
     check_plain(value)
     file = io.BytesIO()
@@ -71,33 +73,21 @@ def test_what_passes_is_really_read_back(name: str) -> None:
         (lambda: None, "plain values"),
         (frozenset({1}), "plain values"),
         (subprocess, "plain values"),
+        (2**2039, "as text"),
     ],
 )
-def test_anything_else_is_refused_by_the_path_of_its_entry(value: Any, advice: str) -> None:
-    with pytest.raises(CheckpointError, match=r"at callbacks\.my_cb\.model a .*") as caught:
-        check_plain({"callbacks": {"my_cb": {"model": value}}})
+def test_anything_else_is_refused_with_the_path_of_its_entry_and_advice(value: Any, advice: str) -> None:
+    with pytest.raises(CheckpointError, match=r"at callbacks\.my_cb\[1\]\.model a .*") as caught:
+        check_plain({"callbacks": {"my_cb": [{}, {"model": value}]}})
     assert caught.match(advice)
     assert len(str(caught.value).splitlines()) <= 4
-
-
-def test_the_path_goes_through_lists_and_other_keys() -> None:
-    with pytest.raises(CheckpointError, match=r"at generators\[1\]\[0\]\.a a "):
-        check_plain([{}, {0: {"a": object()}}], name="generators")
-    with pytest.raises(CheckpointError, match=r"at the key .* a pathlib"):
-        check_plain({Path("a"): 1})
-    with pytest.raises(CheckpointError, match=r"at its top a builtins\.object"):
-        check_plain(object())
-
-
-def test_a_number_that_is_too_large_to_be_read_back_is_refused(tmp_path: Path) -> None:
-    torch.save([2**2039 - 1, -(2**2039) + 1], tmp_path / "largest.pt")
-    assert torch.load(tmp_path / "largest.pt", weights_only=True) == [2**2039 - 1, -(2**2039) + 1]
-    check_plain([2**2039 - 1])
-    with pytest.raises(CheckpointError, match=r"at \[0\] a whole number of 2040 bits"):
-        check_plain([2**2039])
+    with pytest.raises(CheckpointError, match="at its top"):
+        check_plain(value)
 
 
 @pytest.mark.parametrize("value", [{torch.ones(1)}, {torch.ones(1): 1}, {(1, torch.ones(1)): 1}])
 def test_a_tensor_that_would_be_found_by_its_hash_is_refused(value: Any) -> None:
     with pytest.raises(CheckpointError, match="a tensor, which nothing would find there"):
         check_plain({"mine": value})
+    with pytest.raises(CheckpointError, match=r"at the key .* a pathlib"):
+        check_plain({Path("a"): 1})

@@ -1,4 +1,4 @@
-"""Shards of one process: what is written, that only it is read back, and that nothing in it is run."""
+"""A sharded checkpoint of one process: what is written is read back, and nothing in it is run."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from framework.checkpoint.spread import NOTE, take_apart
 from framework.distributed.tensors import whole
 from framework.errors import CheckpointError
 from framework.strategies import FSDP
+from tests.helpers.exact import tree_differences
 from tests.unit.simulated_ranks import cpu_context
 
 pytestmark = pytest.mark.usefixtures("group", "own_state")
@@ -109,20 +110,14 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def assert_equal(given: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert given.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(given[name], value) if isinstance(value, Tensor) else given[name] == value, name
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, RowMeans])
-def test_what_was_written_is_read_back_by_a_spread_model_and_by_a_plain_one(tmp_path: Path, optimizer: Any) -> None:
+def test_it_is_read_by_a_sharded_model_and_by_a_plain_one(tmp_path: Path, optimizer: Any) -> None:
     model, made = spread(optimizer)
     directory = save(tmp_path, model, made)
     other, other_made = spread(optimizer, steps=1)
     state = load_spread(directory, other, other_made)
     other_made.load_state_dict(state["training"]["optimizer"])
-    assert_equal(state_of(other, other_made), state_of(model, made))
+    assert tree_differences(state_of(other, other_made), state_of(model, made)) == []
 
     plain = network()
     plain_made = optimizer(plain.parameters())
@@ -130,40 +125,36 @@ def test_what_was_written_is_read_back_by_a_spread_model_and_by_a_plain_one(tmp_
     assert NOTE not in state["training"]
     plain.load_state_dict(state["model"])
     plain_made.load_state_dict(state["training"]["optimizer"])
-    assert_equal(state_of(plain, plain_made), state_of(model, made))
+    assert tree_differences(state_of(plain, plain_made), state_of(model, made)) == []
 
 
-def test_a_whole_checkpoint_is_read_by_a_spread_model(tmp_path: Path) -> None:
-    plain = network()
-    made = torch.optim.Adam(plain.parameters())
-    plain(torch.randn(5, 3)).square().sum().backward()
-    made.step()
-    state = {"model": plain.state_dict(), "training": {"optimizer": made.state_dict()}, "generators": []}
-    directory = write(tmp_path, state, step=5, epoch=0, metrics={}, config_text="")
-    assert not read_manifest(directory).is_sharded
-    model, other_made = spread(steps=1)
-    other_made.load_state_dict(load_spread(directory, model, other_made)["training"]["optimizer"])
-    assert_equal(state_of(model, other_made), state_of(plain, made))
-
-
-def test_of_replicas_that_differed_a_spread_model_gets_the_mean_and_it_is_told(
+def test_a_whole_checkpoint_is_read_by_a_sharded_model_and_of_replicas_that_differ_the_mean(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    of_ranks = []
+    of_ranks: list[dict[str, Any]] = []
     for _ in range(2):
         plain = network()
         made = torch.optim.Adam(plain.parameters())
         plain(torch.randn(5, 3)).square().sum().backward()
         made.step()
         of_ranks.append({"model": plain.state_dict(), "optimizer": made.state_dict(), "callbacks": {}})
-    state = {"model": of_ranks[0]["model"], "training": {**of_ranks[0], "replicas": of_ranks[1:]}, "generators": []}
-    directory = write(tmp_path, state, step=5, epoch=0, metrics={}, config_text="")
+    rest: dict[str, Any] = {"generators": []}
+    one = {"model": of_ranks[1]["model"], "training": {"optimizer": of_ranks[1]["optimizer"]}, **rest}
+    both = {"model": of_ranks[0]["model"], "training": {**of_ranks[0], "replicas": of_ranks[1:]}, **rest}
+    how: dict[str, Any] = {"epoch": 0, "metrics": {}, "config_text": ""}
+
+    directory = write(tmp_path, one, step=5, **how)
     model, other_made = spread(steps=1)
-    load_spread(directory, model, other_made)
-    weights = [each["model"]["1.weight"] for each in of_ranks]
-    torch.testing.assert_close(whole(model.state_dict()["1.weight"]), torch.stack(weights).mean(dim=0))
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["the checkpoint has the different weights of 2 ranks: all resume from their mean"]
+    other_made.load_state_dict(load_spread(directory, model, other_made)["training"]["optimizer"])
+    assert tree_differences(state_of(model, other_made), state_of(plain, made)) == []
+    assert caplog.records == []
+
+    load_spread(write(tmp_path, both, step=6, **how), model, other_made)
+    weights = torch.stack([each["model"]["1.weight"] for each in of_ranks])
+    torch.testing.assert_close(whole(model.state_dict()["1.weight"]), weights.mean(dim=0))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "2 ranks" in warning
+    assert "mean" in warning
 
 
 def test_the_weights_alone_need_no_process_group_and_no_optimizer(tmp_path: Path) -> None:
@@ -172,18 +163,18 @@ def test_the_weights_alone_need_no_process_group_and_no_optimizer(tmp_path: Path
     wanted = state_of(model, RowMeans(model.parameters()))
     dist.destroy_process_group()
     try:
-        assert_equal(load(directory, map_location="cpu", parts=["model"])["model"], wanted)
+        assert tree_differences(load(directory, map_location="cpu", parts=["model"])["model"], wanted) == []
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def test_weights_of_another_model_are_refused_before_any_is_changed(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_before_any_weight_is_changed(tmp_path: Path) -> None:
     directory = save(tmp_path, *spread())
     other = FSDP(context=cpu_context(), min_num_params=3).wrap(nn.Sequential(Remembers(), nn.Linear(3, 5)))
     before = {name: whole(value) for name, value in other.state_dict().items() if isinstance(value, Tensor)}
     with pytest.raises(CheckpointError, match=r"1\.weight: the model has \[5, 3\], the checkpoint \[4, 3\]"):
         load_spread_model(directory, other)
-    assert_equal({name: whole(other.state_dict()[name]) for name in before}, before)
+    assert tree_differences({name: whole(other.state_dict()[name]) for name in before}, before) == []
 
 
 def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
@@ -199,7 +190,7 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [SHARD, INDEX])
 @pytest.mark.parametrize("fault", ["is missing", "bytes instead of", "another checksum"])
-def test_a_file_that_is_not_as_it_was_written_is_named(tmp_path: Path, name: str, fault: str) -> None:
+def test_a_damaged_shard_or_index_is_named(tmp_path: Path, name: str, fault: str) -> None:
     directory = save(tmp_path, *spread())
     file = directory / name
     content = file.read_bytes()
@@ -248,20 +239,19 @@ def evil_indices(mark: Path) -> dict[str, Any]:
 def test_an_index_that_would_run_something_is_refused_and_runs_nothing(tmp_path: Path, kind: str) -> None:
     directory = save(tmp_path, *spread())
     forge(directory, index=pickle.dumps(evil_indices(tmp_path / "ran")[kind]))
-    with pytest.raises(CheckpointError, match=r"isn't an index of plain tensors \(.* isn't allowed in it\)"):
-        load(directory, map_location="cpu", parts=["model"])
     model, made = spread(steps=0)
-    with pytest.raises(CheckpointError, match="isn't an index of plain tensors"):
-        load_spread(directory, model, made)
+    for read in (lambda: load(directory, map_location="cpu"), lambda: load_spread(directory, model, made)):
+        with pytest.raises(CheckpointError, match=r"isn't an index of plain tensors \(.* isn't allowed in it\)"):
+            read()
     assert not (tmp_path / "ran").exists()
 
 
 def test_an_index_changes_no_class_of_torch(tmp_path: Path) -> None:
-    """`GLOBAL Metadata; (None, {"version": "changed"}); BUILD` writes into the class where that is handed out."""
+    """`GLOBAL Metadata; (None, {"version": "changed"}); BUILD` writes into the class if it gets hold of it."""
     directory = save(tmp_path, *spread())
     forge(directory, index=b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dVversion\nVchanged\nstb.")
     with pytest.raises(CheckpointError, match="isn't an index of plain tensors"):
-        load(directory, map_location="cpu", parts=["model"])
+        load(directory, map_location="cpu")
     assert Metadata({}).version is None
 
 
