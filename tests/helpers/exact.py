@@ -186,7 +186,7 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """The differences of two finished runs: the last checkpoint, every logged number, TensorBoard's curves, the records."""
+    """In what two finished runs differ: the last checkpoint, every logged number, TensorBoard's curves, the records."""
     found = tree_differences(results.saved(one), results.saved(other))
     if numbers(one) != numbers(other):
         rows = zip(numbers(one), numbers(other), strict=False)

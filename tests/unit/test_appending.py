@@ -49,7 +49,6 @@ def test_a_refusal_and_its_end_are_each_reported_once_and_so_is_what_was_lost(
     with full_at(65):
         file.write(line(6))
         file.close()
-        file.close()
     printed = capsys.readouterr().out.splitlines()
     assert [record.getMessage() for record in caplog.records] == printed
     refused, again, refused_again, lost = printed

@@ -82,7 +82,7 @@ def test_runs_started_in_the_same_second_never_share_a_directory(
 
 def test_a_refused_run_leaves_nothing_and_removes_no_other_run(tmp_path: Path) -> None:
     def refuse(parent: Path, *, beside: bool = False) -> None:
-        with pytest.raises(RequestError), new_run_dir(parent) as run_dir:
+        with pytest.raises(RequestError), new_run_dir(parent) as run_dir:  # noqa: PT012
             run_dir.rank_log(0).write_text("refused")
             if beside:
                 create_run_dir(parent, name="other")

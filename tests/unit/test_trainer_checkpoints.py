@@ -105,16 +105,15 @@ def test_what_is_logged_does_not_depend_on_when_it_is_saved(tmp_path: Path) -> N
 
 
 def test_what_was_logged_is_flushed_before_a_checkpoint_counts(tmp_path: Path) -> None:
+    flushed: list[tuple[int, list[int]]] = []
+
     class Buffering(Numbers):
-        flushed: list[tuple[int, list[int]]] = []
-
         def flush(self) -> None:
-            self.flushed.append((len(self.logged), saved_steps(tmp_path)))
+            flushed.append((len(self.logged), saved_steps(tmp_path)))
 
-    logger = Buffering()
     keep = manager(tmp_path, every_n_steps=2)
-    make_trainer(settings(max_steps=4), loggers={"numbers": logger}, checkpoints=keep).fit()
-    assert logger.flushed == [(2, []), (4, [2])]
+    make_trainer(settings(max_steps=4), loggers={"numbers": Buffering()}, checkpoints=keep).fit()
+    assert flushed == [(2, []), (4, [2])]
 
 
 # Beside training

@@ -47,7 +47,9 @@ def test_any_pieces_come_out_as_they_went_in(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[tuple[int, bool]]
 ) -> None:
     path = tmp_path_factory.mktemp("files") / "file"
-    assert_written(path, [aligned(CONTENT[:size]) if in_blocks else CONTENT[1 : size + 1] for size, in_blocks in pieces])
+    assert_written(
+        path, [aligned(CONTENT[:size]) if in_blocks else CONTENT[1 : size + 1] for size, in_blocks in pieces]
+    )
 
 
 @pytest.mark.parametrize("refused_by", ["open", "write"])

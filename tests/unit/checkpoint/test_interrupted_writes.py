@@ -1,14 +1,13 @@
-"""The process that saves is stopped before any change that it makes to the disk: what it leaves is usable."""
+"""A save is stopped before any change that it makes to the disk, by a kill or an error: what is left is usable."""
 
 from __future__ import annotations
 
 import errno
-import itertools
-import mmap
 import multiprocessing
 import os
-import signal
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,61 +18,95 @@ from framework.checkpoint import complete_steps, find, load
 from tests.unit.checkpoint.states import manager_of, names, target, write_small
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.truncate"}
-SAVES = ((1, 0.5), (2, 0.4), (2, 0.6), (3, 0.3))  # (step, loss): a new one, one that is replaced, two that are deleted
-DONE, CHANGED = 0, 1  # bytes shared with the process: how many saves have ended, how many changes there were
+SAVES = ((1, 0.5), (1, 0.6), (2, 0.3))  # (step, loss): the first is replaced, and deleted after the last
+Watcher = Callable[[], None]
 
 
-def save_until(stop_at: int, deed: str, folder: Path, progress: mmap.mmap) -> None:
-    """In a process of its own: make all saves, and be killed or get an error at the change of number `stop_at`."""
-    counter = itertools.count(1)
-
-    def before_a_change(event: str, arguments: Any) -> None:
-        if event not in CHANGES or (event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)):
-            return
-        progress[CHANGED] = number = next(counter)
-        if number == stop_at and deed == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if number == stop_at and deed == "refused":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+def save_all(folder: Path, watchers: list[Watcher], watcher: Callable[[int], None]) -> list[int]:
+    """Return 0 and the numbers of the saves that succeeded. The watcher is told the last one before every change."""
+    (folder / "notes").mkdir(parents=True)
     manager = manager_of(folder, warn=lambda _: None)
-    sys.addaudithook(before_a_change)
+    saved = [0]
+    watchers.append(lambda: watcher(saved[-1]))
     for number, (step, loss) in enumerate(SAVES, start=1):
         state = {"model": {"weight": torch.full((2000,), number)}, "training": {"number": number}, "generators": []}
         manager.save(state, step=step, epoch=0, metrics={"val/loss": loss})
         if manager.settle() is None:
-            progress[DONE] = number
+            saved.append(number)
+    watchers.clear()
+    return saved
 
 
-def run(stop_at: int, deed: str, folder: Path) -> tuple[int | None, int, int]:
-    """The exit status of such a process, the number of the last save that ended well, and how many changes it made."""
-    progress = mmap.mmap(-1, 2)
-    process = multiprocessing.get_context("fork").Process(target=save_until, args=(stop_at, deed, folder, progress))
-    process.start()
-    process.join()
-    return process.exitcode, progress[DONE], progress[CHANGED]
+def assert_usable(folder: Path, saved: int) -> None:
+    """All that looks complete is; the last is at least the one that was saved; the next save cleans up."""
+    for path, manifest in complete_steps(folder).values():
+        read = load(path, map_location="cpu")
+        assert read["model"]["weight"].unique().tolist() == [read["training"]["number"]]
+        assert SAVES[read["training"]["number"] - 1][0] == manifest.step
+    if saved:
+        assert load(find(folder), map_location="cpu")["training"]["number"] >= saved
+        assert target(folder, "best") is not None
+    write_small(folder, 99)
+    assert not [name for name in names(folder) if name.startswith(".")]
+    assert "notes" in names(folder)
+
+
+def kill_at_every_change(folder: Path, watchers: list[Watcher]) -> None:
+    """What a kill would leave is a copy of the disk at that moment."""
+    moments: list[int] = []
+
+    def copy(saved: int) -> None:
+        shutil.copytree(folder / "run", folder / str(len(moments)), symlinks=True)
+        moments.append(saved)
+
+    assert save_all(folder / "run", watchers, copy)[-1] == len(SAVES)
+    assert len(moments) > 10 * len(SAVES)
+    for number, saved in enumerate(moments):
+        assert_usable(folder / str(number), saved)
+
+
+def refuse_every_change(folder: Path, watchers: list[Watcher]) -> None:
+    left = 0
+    for number in range(1000):
+        left = number
+
+        def refuse(_: int) -> None:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        saved = save_all(folder / str(number), watchers, refuse)
+        assert len(saved) >= len(SAVES), "at most one save fails, and the next one works"
+        assert_usable(folder / str(number), saved[-1])
+        if left >= 0:
+            assert number > 10 * len(SAVES)
+            return
+
+
+def hooked(check: Callable[[Path, list[Watcher]], None], folder: Path) -> None:
+    """In a process of its own, because Python never forgets such a hook."""
+    watchers: list[Watcher] = []
+
+    def before(event: str, arguments: Any) -> None:
+        if event in CHANGES and watchers and (event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            watcher = watchers.pop()  # its own changes don't count
+            try:
+                watcher()
+            finally:
+                watchers.append(watcher)
+
+    sys.addaudithook(before)
+    check(folder, watchers)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.usefixtures("no_waiting_for_the_disk")
-@pytest.mark.parametrize("deed", ["killed", "refused"])
-def test_whenever_a_save_is_stopped_the_last_checkpoint_is_good(tmp_path: Path, deed: str) -> None:
-    write_small(tmp_path / "warm_up", 1)  # what is imported for it is imported before processes are forked
-    status, saved, num_changes = run(0, deed, tmp_path / "all")
-    assert (status, saved) == (0, len(SAVES))
-    assert num_changes > 10 * len(SAVES)
-    for stop_at in range(1, num_changes + 1):
-        folder = tmp_path / str(stop_at)
-        (folder / "notes").mkdir(parents=True)
-        status, saved, _ = run(stop_at, deed, folder)
-        assert status == (-signal.SIGKILL if deed == "killed" else 0)
-        for path, manifest in complete_steps(folder).values():
-            read = load(path, map_location="cpu")
-            assert read["model"]["weight"].unique().tolist() == [read["training"]["number"]]
-            assert SAVES[read["training"]["number"] - 1][0] == manifest.step
-        if saved:
-            assert load(find(folder), map_location="cpu")["training"]["number"] >= saved, stop_at
-            assert target(folder, "best") is not None or saved == 1
-        write_small(folder, 99)
-        assert not [name for name in names(folder) if name.startswith(".")], "the next save cleans up"
-        assert "notes" in names(folder)
+@pytest.mark.parametrize("check", [kill_at_every_change, refuse_every_change])
+def test_whenever_a_save_is_stopped_the_last_checkpoint_is_good(
+    tmp_path: Path, check: Callable[[Path, list[Watcher]], None]
+) -> None:
+    process = multiprocessing.get_context("fork").Process(target=hooked, args=(check, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0

@@ -158,8 +158,8 @@ def test_what_the_user_named_copied_or_deleted_is_respected(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_original_there", [True, False])
 def test_a_pointer_that_a_copy_made_a_directory_is_a_pointer_again(tmp_path: Path, is_original_there: bool) -> None:
-    save(manager_of(tmp_path), 1, 0.5)
-    copy = Path(shutil.copytree(tmp_path, tmp_path.with_name("copy"), symlinks=False))
+    save(manager_of(tmp_path / "run"), 1, 0.5)
+    copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False))
     if not is_original_there:
         shutil.rmtree(copy / "step_00000001")
     manager_of(copy)
@@ -231,7 +231,9 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_no_failed_save(
     monkeypatch.setattr(manager_module, "remove", busy)
     save(manager, 2, None)
     assert manager.settle() is None
-    assert [text.rpartition("/")[2] for text in warnings] == ["step_00000001 can't be deleted: Device or resource busy."]
+    assert [text.rpartition("/")[2] for text in warnings] == [
+        "step_00000001 can't be deleted: Device or resource busy."
+    ]
     assert (target(tmp_path, "last"), steps_in(tmp_path)) == (2, [1, 2])
 
 
