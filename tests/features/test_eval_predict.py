@@ -21,20 +21,16 @@ from recipes.digits import ConvNet, digits
 from recipes.toy import ToyModel, toy_regression
 from tests.helpers import results
 
-PROCS = [
-    1,
-    pytest.param(2, marks=[pytest.mark.multiproc, pytest.mark.exhaustive]),
-    pytest.param(3, marks=pytest.mark.multiproc),
-]
+PROCS = [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.multiproc)]
 ERROR = "+task.metrics.error._target_=framework.tasks.MeanAbsoluteError"
 # 207 samples: 165 to train, 21 each to validate and test. Neither 2 nor 3 processes get equally many of 20 samples.
 SIZES = ("data.datasets.num_samples=207", "+data.datasets.test_fraction=0.0967", "data.eval_batch_size=4")
 TRAIN = ("recipe=toy", "logger=none", "trainer.max_epochs=3", "optimizer.lr=0.01", ERROR, *SIZES)
 
 
-@pytest.fixture(scope="module")
-def trained(train_once) -> Path:
-    return train_once(*TRAIN, "checkpoint.mode=max", "path.outputs=outputs")
+@pytest.fixture
+def trained(shared_run) -> Path:
+    return shared_run(*TRAIN, "checkpoint.mode=max", "path.outputs=outputs")
 
 
 @pytest.fixture
@@ -108,19 +104,15 @@ def test_metrics_are_those_of_a_plain_loop_on_any_number_of_processes(evaluate, 
     assert content(trained) == before
 
 
-def test_from_a_pointer_a_step_and_a_copy_far_from_its_run(evaluate, trained, tmp_path):
+@pytest.mark.parametrize("where", ["pointer", "copy"])
+def test_another_part_of_a_pointer_or_of_a_copy_far_from_its_run(evaluate, trained, tmp_path, where):
     best, last = (find(trained / "checkpoints" / pointer) for pointer in ("best", "last"))
     assert best != last
-    wanted = plain(results.weights(trained, "best"), "test")
-    assert plain(results.weights(trained, "last"), "test") != pytest.approx(wanted, rel=1e-2)
     away = shutil.copytree(best, tmp_path / "away" / "of_mine")
-    for path in (f"{trained}/checkpoints/best", f"{trained}/best", best, away):
-        assert evaluate(f"checkpoint.path={path}") == close(wanted)
-
-
-@pytest.mark.parametrize("part", ["train", "val"])
-def test_another_part(evaluate, trained, part):
-    assert evaluate(f"checkpoint.path={trained}", f"eval.part={part}") == close(plain(results.weights(trained), part))
+    path, part = (f"{trained}/best", "train") if where == "pointer" else (away, "val")
+    assert evaluate(f"checkpoint.path={path}", f"eval.part={part}") == close(
+        plain(results.weights(trained, "best"), part)
+    )
 
 
 def test_what_is_typed_is_applied_and_what_was_saved_stays(evaluate, trained, tmp_path):
@@ -173,20 +165,17 @@ def test_evaluations_lie_in_the_run_that_they_evaluate(command, trained, tmp_pat
     """And are no runs to resume: neither the newest unfinished one, nor by their names."""
     run = Path(shutil.copytree(trained, tmp_path / "outputs" / "toy" / trained.name, symlinks=True))
     before = {path.name for path in run.iterdir()}
-    for path in (run, run / "checkpoints" / "best"):
-        assert command("job=eval", f"checkpoint.path={path}") == (0, "")
+    assert command("job=eval", f"checkpoint.path={run}") == (0, "")
     assert command("job=predict", f"checkpoint.path={run}/last", "predict.output=mine.csv") == (0, "")
     assert list(run.parent.iterdir()) == [run]
     assert {path.name for path in run.iterdir()} - before == {"eval", "predict"}
     folders = [*(run / "eval").iterdir(), *(run / "predict").iterdir()]
-    assert len(folders) == 3
+    assert len(folders) == 2
     for folder in folders:
         assert {path.name for path in folder.iterdir()} == {"config.yaml", "overrides.yaml", "run.json", "logs"}
     status, said = command(f"resume={folders[0]}")
-    assert (status, said) == (
-        2,
-        f"resume={folders[0]}: this is the directory of a job=eval. Only training runs can be resumed.\n",
-    )
+    assert status == 2
+    assert "Only training runs can be resumed" in said
     record = results.run_file(run)
     (run / "run.json").write_text(json.dumps(record | {"status": "failed"}))
     status, said = command("recipe=toy", "resume=auto", "trainer.max_epochs=3")
@@ -198,15 +187,14 @@ def test_a_run_that_cannot_be_written_is_evaluated_elsewhere(command, trained, t
     run = Path(shutil.copytree(trained, tmp_path / "outputs" / "toy" / trained.name, symlinks=True))
     (run / "eval").write_text("in the way, as root may write everywhere\n")
     status, said = command("job=eval", f"checkpoint.path={run}")
-    assert (status, said) == (
-        2,
-        f"The run directory can't be made under {run}/eval: Not a directory.\n"
-        "Choose a folder that can be written with path.outputs=FOLDER.\n",
-    )
+    assert status == 2
+    assert f"can't be made under {run}/eval: Not a directory" in said
+    assert "path.outputs=FOLDER" in said
     assert command("job=eval", f"checkpoint.path={run}", "path.outputs=elsewhere") == (0, "")
     assert len(list(tmp_path.glob("elsewhere/toy/eval/*/run.json"))) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_of_evaluations(command, trained, tmp_path):
     run = Path(shutil.copytree(trained, tmp_path / "copied", symlinks=True))
     assert command("-m", "job=eval", f"checkpoint.path={run}", "eval.part=val,test") == (0, "")
@@ -246,6 +234,7 @@ def test_every_sample_once_in_the_datasets_order(command, trained, tmp_path, pro
     assert list(tmp_path.rglob("*.part")) == list(tmp_path.rglob("*.tmp")) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_more_processes_than_samples(command, trained, tmp_path):
     few = ("trainer.limit_test_batches=1", "data.eval_batch_size=1", "data.datasets.num_samples=20")
@@ -254,9 +243,9 @@ def test_more_processes_than_samples(command, trained, tmp_path):
     assert len(predictions(tmp_path / "predictions.csv")) == 1
 
 
-def test_a_classifiers_predictions_are_classes_and_probabilities(command, train, tmp_path):
+def test_a_classifiers_predictions_are_classes_and_probabilities(command, shared_run, tmp_path):
     short = ("trainer.max_steps=1", "logger=none", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
-    run_dir = train("recipe=digits", *short)
+    run_dir = shared_run("recipe=digits", *short)
     assert command("job=predict", f"checkpoint.path={run_dir}", "data.eval_batch_size=30") == (0, "")
     with (tmp_path / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -273,76 +262,44 @@ def test_a_classifiers_predictions_are_classes_and_probabilities(command, train,
 
 # What is refused
 
-
-@pytest.mark.parametrize("job", ["eval", "predict"])
-def test_without_weights(command, tmp_path, job):
-    assert command(f"job={job}", "recipe=toy") == (
-        2,
-        f"job={job} needs weights: checkpoint.path=outputs/RECIPE/RUN, or one of its checkpoints.\n",
-    )
-    assert list(tmp_path.iterdir()) == []
+PATH = ("checkpoint.path={run}",)
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("job=eval", "resume={run}"), "resume can't go with checkpoint.path: each names the run to begin with."),
-        (("job=eval", "init_from={run}"), "checkpoint.path can't go with init_from: each names weights to begin with."),
-        (("job=eval", "recipe=digits"), "recipe=digits can't go with checkpoint.path: that run's recipe is toy."),
-        (("job=eval", "eval.part=trian"), "eval.part=trian: must be one of train, val, test. Did you mean"),
-        (("job=train",), "is for job=eval, predict and export. To train, use resume=RUN"),
-        (("job=predict", "predict.output=some.txt"), "predict.output=some.txt: must end with one of .csv, .pt."),
-        (("job=predict", "predict.output=some"), "predict.output=some: must end with one of .csv, .pt."),
-        (("job=predict", "predict.output=no/where.csv"), "there is no folder "),
+        (("job=eval", "resume={run}", *PATH), "resume can't go with checkpoint.path"),
+        (("job=eval", "resume={run}"), "Use checkpoint.path={run}"),
+        (("job=eval", "init_from={run}", *PATH), "checkpoint.path can't go with init_from"),
+        (("job=eval", "recipe=digits", *PATH), "that run's recipe is toy"),
+        (("job=eval", "eval.part=trian", *PATH), "must be one of train, val, test. Did you mean"),
+        (("job=train", *PATH), "To train, use resume=RUN"),
+        (("job=predict", "recipe=toy"), "needs weights: checkpoint.path="),
+        (("job=predict", "predict.output=some.txt", *PATH), "must end with one of .csv, .pt"),
+        (("job=predict", "predict.output=there.pt", *PATH), "there.pt is there already"),
+        (("job=predict", "predict.output=no/where.csv", *PATH), "there is no folder "),
+        (("job=eval", "+data.datasets.test_fraction=0", *PATH), "gives no test part. There is: train, val"),
+        (("job=predict", "trainer.limit_test_batches=0", *PATH), "Set trainer.limit_test_batches=null"),
+        (("job=predict", "task._target_=own.Mute", "~task.loss", "~task.metrics", *PATH), "Mute has none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_can_not_be_asked_for_starts_nothing(command, trained, tmp_path, overrides, said):
-    filled = [text.format(run=trained) for text in overrides]
-    status, told = command(f"checkpoint.path={trained}", "path.outputs=here", *filled)
-    assert status == 2
-    assert said in told
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_resume_alone_can_not_be_evaluated(command, trained):
-    status, told = command("job=eval", f"resume={trained}")
-    assert status == 2
-    assert f"resume can't go with job=eval: it goes on with training. Use checkpoint.path={trained}." in told
-
-
-@pytest.mark.parametrize("name", ["predictions.csv", "mine.pt"])
-def test_what_is_there_already_is_not_overwritten(command, trained, tmp_path, name):
-    (tmp_path / name).write_text("of mine")
-    overrides = (f"checkpoint.path={trained}", f"predict.output={name}", "path.outputs=here")
-    status, told = command("job=predict", *overrides)
-    assert status == 2
-    assert told == f"predict.output={tmp_path / name} is there already. Choose another name, or remove it.\n"
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "of mine"}
-
-
-@pytest.mark.parametrize("job", ["eval", "predict"])
-def test_a_part_that_is_not_there(command, trained, tmp_path, job):
-    without = ("+data.datasets.test_fraction=0", "path.outputs=here")
-    status, told = command(f"job={job}", f"checkpoint.path={trained}", *without)
-    assert (status, told) == (2, "data.datasets gives no test part. There is: train, val.\n")
-    status, told = command(f"job={job}", f"checkpoint.path={trained}", "trainer.limit_test_batches=0", *without[1:])
-    assert (status, told) == (
-        2,
-        "trainer.limit_test_batches=0 leaves nothing of the test part. Set trainer.limit_test_batches=null.\n",
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_task_that_can_not_predict(command, trained, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    own = ("~task.loss", "~task.metrics", "path.outputs=here")
-    status, told = command("job=predict", f"checkpoint.path={trained}", "task._target_=own.Mute", *own)
+    (tmp_path / "there.pt").write_text("of mine")
+    status, printed = command("path.outputs=here", *(text.format(run=trained) for text in overrides))
     assert status == 2
-    assert told.startswith("job=predict needs a task with predict_step(model, batch); Mute has none.\n")
-    status, told = command("job=predict", f"checkpoint.path={trained}", "task._target_=own.Summary", *own)
+    assert said.format(run=trained) in printed
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"own.py", "there.pt"}
+    assert (tmp_path / "there.pt").read_text() == "of mine"
+
+
+def test_an_output_that_is_not_one_row_for_each_sample_is_refused(command, trained, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = ("~task.loss", "~task.metrics", "path.outputs=here", "task._target_=own.Summary")
+    status, printed = command("job=predict", f"checkpoint.path={trained}", *own)
     assert status == 2
-    assert "The task's predict_step gave 'mean' as shape () for a batch of 4 samples." in told
+    assert "'mean' as shape () for a batch of 4 samples" in printed
     assert not (tmp_path / "predictions.csv").exists()
 
 

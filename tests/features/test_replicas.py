@@ -1,4 +1,4 @@
-"""Several processes are one run: what is evaluated is what is saved, and what one rank wishes all do."""
+"""Several processes are one run: what is evaluated is what is saved, and what one rank asks for all do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import results
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_recipe")]
 Train = Callable[..., Path]
 
 RECIPE = '''
@@ -29,7 +29,7 @@ def drifting(size=96):
     return Datasets(train=data, val=data)
 
 class StopsOn:
-    """Wishes to stop after the first step, on one rank."""
+    """Asks to stop after the first step, on one rank."""
     def __init__(self, rank, answer="stop"): self.rank, self.answer = rank, answer
     def on_train_step_end(self, report):
         if os.environ["RANK"] == str(self.rank):
@@ -47,14 +47,16 @@ optimizer: {lr: 1.0e-3}
 
 @pytest.fixture
 def own_recipe(tmp_path: Path) -> None:
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "normed.py").write_text(RECIPE)
-    (tmp_path / "conf" / "recipe").mkdir(parents=True)
-    (tmp_path / "conf" / "recipe" / "normed.yaml").write_text(YAML)
+    for folder, name, text in (("recipes", "normed.py", RECIPE), ("conf/recipe", "normed.yaml", YAML)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / name).write_text(text)
 
 
-@pytest.mark.usefixtures("own_recipe")
-@pytest.mark.parametrize("callbacks", [(), ("callbacks=ema", "callbacks.ema.decay=0.5")], ids=["plain", "ema"])
+@pytest.mark.parametrize(
+    "callbacks",
+    [pytest.param((), marks=pytest.mark.exhaustive), ("callbacks=ema", "callbacks.ema.decay=0.5")],
+    ids=["plain", "ema"],
+)
 def test_validation_is_of_the_weights_and_statistics_that_are_saved(train: Train, callbacks: tuple[str, ...]) -> None:
     run = train("recipe=normed", "topology.procs_per_node=2", *callbacks)
     seen = results.metrics(run)["val/loss"]
@@ -62,9 +64,10 @@ def test_validation_is_of_the_weights_and_statistics_that_are_saved(train: Train
     assert results.metrics(again)["val/loss"] == pytest.approx(seen, rel=1e-5)
 
 
-@pytest.mark.usefixtures("own_recipe")
-@pytest.mark.parametrize("procs", [1, 2])
-def test_a_wish_to_stop_is_agreed_at_the_end_of_the_epoch_at_the_latest(train: Train, procs: int) -> None:
+@pytest.mark.parametrize(("procs", "steps"), [pytest.param(1, 1, marks=pytest.mark.exhaustive), (2, 6)])
+def test_a_request_to_stop_is_agreed_on_at_the_end_of_the_epoch_at_the_latest(
+    train: Train, procs: int, steps: int
+) -> None:
     run = train(
         "recipe=normed",
         f"topology.procs_per_node={procs}",
@@ -73,28 +76,17 @@ def test_a_wish_to_stop_is_agreed_at_the_end_of_the_epoch_at_the_latest(train: T
         "trainer.max_epochs=50",
     )
     found = results.results(run)
-    assert found["ended_by"] == "had enough"
-    assert found["steps"] == (1 if procs == 1 else 6)
+    assert (found["ended_by"], found["steps"]) == ("had enough", steps)
 
 
-@pytest.mark.usefixtures("own_recipe")
 def test_another_answer_than_stop_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     train("recipe=normed", "+callbacks.mine={_target_:recipes.normed.StopsOn,rank:0,answer:yes}", status=2)
     assert "A callback answered True. Answer framework.Stop(reason)" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("own_recipe")
 def test_a_limited_validation_is_of_the_same_samples_on_any_number_of_processes(train: Train) -> None:
-    found = [
-        results.metrics(
-            train(
-                "recipe=normed",
-                f"topology.procs_per_node={procs}",
-                *("trainer.limit_val_batches=2", "data.eval_batch_size=8", "trainer.max_steps=1", "optimizer.lr=0.0"),
-                *("trainer.val_check_interval=1", "data.global_batch_size=8"),
-            )
-        )["val/loss"]
-        for procs in (1, 2)
-    ]
+    limits = ("trainer.limit_val_batches=2", "data.eval_batch_size=8", "trainer.max_steps=1", "optimizer.lr=0.0")
+    common = ("recipe=normed", *limits, "trainer.val_check_interval=1", "data.global_batch_size=8")
+    one, two = (results.metrics(train(*common, f"topology.procs_per_node={procs}")) for procs in (1, 2))
     # BatchNorm's statistics are of different shares after one step; the samples are the same, so it's close.
-    assert found[1] == pytest.approx(found[0], rel=0.05)
+    assert two["val/loss"] == pytest.approx(one["val/loss"], rel=0.05)

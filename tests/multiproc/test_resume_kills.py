@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments and started again: a few of those that `benchmarks/resume.py` draws."""
+"""`benchmarks/resume.py`: runs that are killed at random moments and resumed, and what it says of them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,15 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Wholes:
     return Wholes(tmp_path_factory.mktemp("whole"), data_root=None)
 
 
-@pytest.mark.parametrize(
-    ("processes", "name", "kills"),
-    [
-        pytest.param(2, "workers", (Kill("training", 0.3),), marks=pytest.mark.exhaustive),
-        (3, "averaged", (Kill("training", 0.7), Kill("saving", 0.2))),
-    ],
-)
-def test_a_killed_run_ends_as_if_it_never_had_been(
-    wholes: Wholes, processes: int, name: str, kills: tuple[Kill, ...]
-) -> None:
-    result = run(Case(0, Setup("toy", processes, name), kills), wholes)
-    assert result.wrong == ()
-
-
 @pytest.mark.exhaustive
-def test_two_runs_that_differ_are_told_apart(wholes: Wholes) -> None:
-    one, other = (wholes.of(Setup("toy", 1, name)).run_dir for name in ("averaged", "plain"))
-    found = list(differences(one, other))
-    assert any(line.startswith("model.") for line in found)
-    assert any(line.startswith("training.optimizer") for line in found)
-    assert any(line.startswith("metrics.jsonl") for line in found)
-    assert list(differences(one, one)) == []
+def test_a_run_killed_while_training_and_while_saving_resumes_exactly(wholes: Wholes) -> None:
+    kills = (Kill("training", 0.7), Kill("saving", 0.2))
+    assert run(Case(0, Setup("toy", 3, "averaged"), kills), wholes).wrong == ()
+    other = wholes.of(Setup("toy", 3, "plain")).run_dir
+    found = list(differences(wholes.of(Setup("toy", 3, "averaged")).run_dir, other))
+    for what in ("model.", "training.optimizer", "metrics.jsonl"):
+        assert any(line.startswith(what) for line in found)
+    assert list(differences(other, other)) == []
 
 
 def test_a_seed_is_one_case() -> None:
