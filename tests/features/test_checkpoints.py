@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +115,24 @@ def test_init_from_takes_weights_and_nothing_else(train, shared_run):
         results.assert_same(results.weights(begun), results.weights(worst, pointer))
     resumed = train(f"resume={begun}", "trainer.max_epochs=2")
     assert results.results(resumed)["steps"] == 20
+
+
+# Checkpoints of earlier versions
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("name", "loss"), [("whole", 0.6017349), ("sharded", 0.6017348), ("replicas", 0.6927032)])
+def test_a_run_of_an_earlier_version_resumes(train, tmp_path, name, loss):
+    """Runs of 10 steps, written by version 0.1.0 on one process, and by FSDP and local SGD on two.
+
+    loss: of the validation after 20 steps without a stop, by that version.
+    """
+    with tarfile.open(Path(__file__).with_name("earlier_checkpoints.tar.xz")) as archive:
+        archive.extractall(tmp_path / "earlier", filter="data")
+    earlier = tmp_path / "earlier" / name
+    assert results.pointed(earlier, "last") == results.pointed(earlier, "best") == 10
+    assert (earlier / "checkpoints" / "last" / "sharded").is_dir() == (name == "sharded")
+    weights = results.weights(earlier)
+    assert toy_loss(weights, part="val") == pytest.approx(results.curve(earlier, "val/loss")[10], rel=1e-5)
+    train(f"resume={earlier}", "trainer.max_steps=20")
+    assert results.curve(earlier, "val/loss")[20] == pytest.approx(loss, rel=1e-4)

@@ -132,35 +132,6 @@ def test_what_is_typed_is_applied_and_what_was_saved_stays(evaluate, trained, tm
     assert used == {**saved, **changed}
 
 
-def test_what_follows_a_typed_key_follows_it(command, train, tmp_path):
-    """`data.datasets.root` is written as `${data.root}`: typing the one sets the other."""
-    conf = tmp_path / "conf" / "data"
-    conf.mkdir(parents=True)
-    (conf / "rooted.yaml").write_text(ROOTED)
-    (tmp_path / "rooted.py").write_text(ROOTED_CODE)
-    run_dir = train("recipe=toy", "data=rooted", "data.root=one", "trainer.max_steps=1", "logger=none")
-    status, said = command("job=eval", f"checkpoint.path={run_dir}", "data.root=two", "path.outputs=evaluations")
-    assert (status, said) == (0, "")
-    (evaluation,) = tmp_path.glob("evaluations/toy/eval/*")
-    used = yaml.safe_load((evaluation / "config.yaml").read_text())
-    assert (used["data"]["root"], used["data"]["datasets"]["root"]) == ("two", "two")
-    assert (tmp_path / "asked_for").read_text().split() == ["one", "two"]
-
-
-ROOTED = """
-defaults: [default]
-datasets: {_target_: rooted.points, root: "${data.root}"}
-"""
-ROOTED_CODE = """
-from pathlib import Path
-from recipes.toy import toy_regression
-def points(root):
-    with Path("asked_for").open("a") as file:
-        file.write(f"{root} ")
-    return toy_regression(num_samples=50)
-"""
-
-
 def test_evaluations_lie_in_the_run_that_they_evaluate(command, trained, tmp_path):
     """And are no runs to resume: neither the newest unfinished one, nor by their names."""
     run = Path(shutil.copytree(trained, tmp_path / "outputs" / "toy" / trained.name, symlinks=True))

@@ -84,7 +84,7 @@ def exhaustive(*values: Any) -> Any:
         exhaustive(3, (*APART, UNFREEZES, "strategy.warmup_steps=6", *AVERAGED)),
         exhaustive(3, (*APART, *DILOCO, "strategy.warmup_steps=11", *ADAM)),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else str(value),
 )
 def test_a_killed_run_resumes_exactly(train: Train, tmp_path: Path, processes: int, overrides: tuple[str, ...]) -> None:
     resumed = assert_resumes_exactly(train, tmp_path, f"topology.procs_per_node={processes}", *overrides)
@@ -101,7 +101,7 @@ def test_a_killed_run_resumes_exactly(train: Train, tmp_path: Path, processes: i
         # Two stages, two copies; the last window of an epoch is a short one, whose micro-batches are smaller.
         (4, ("strategy=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=2", *ADAMW)),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else str(value),
 )
 def test_a_killed_run_of_a_model_that_several_processes_share_resumes_exactly(
     train: Train, tmp_path: Path, processes: int, options: tuple[str, ...]

@@ -70,17 +70,3 @@ def test_a_file_system_without_direct_writes_is_written_as_usual(
 
     monkeypatch.setattr(os, *(("open", refusing_open) if refused_by == "open" else ("pwrite", refusing_pwrite)))
     assert_written(tmp_path / "file", [CONTENT[:100], aligned(CONTENT), CONTENT[:5000]])
-
-
-def test_an_error_of_the_disk_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside `torch.save` it would come out as another one."""
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with ChecksummedFile(tmp_path / "file") as file:
-        monkeypatch.setattr(os, "pwrite", full)
-        assert file.write(CONTENT) == len(CONTENT)
-        file.write(b"more")
-        with pytest.raises(OSError, match="No space left"):
-            file.finish()

@@ -183,15 +183,12 @@ def test_an_unknown_monitor_is_an_error_on_every_rank_before_anything_is_written
     tmp_path: Path, is_writer: bool
 ) -> None:
     manager = manager_of(tmp_path, is_writer=is_writer)
-    with pytest.raises(ConfigError, match=r"checkpoint\.monitor=val/loss .*\n.*val/losses, val/accuracy") as caught:
+    with pytest.raises(ConfigError, match="Did you mean val/losses") as caught:
         manager.save(small_state(), step=1, epoch=0, metrics={"val/losses": 1.0, "val/accuracy": 0.5})
-    assert caught.match("Did you mean val/losses")
-    assert names(tmp_path) == []
-
-
-def test_a_state_that_could_not_be_read_back_is_refused_and_nothing_is_begun(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"generators\[0\]"):
-        manager_of(tmp_path).save({**small_state(), "generators": [object()]}, step=1, epoch=0, metrics=None)
+    assert caught.match(r"checkpoint\.monitor=val/loss .*\n.*val/losses, val/accuracy")
+    if is_writer:  # nor is a state begun that could not be read back
+        with pytest.raises(CheckpointError, match=r"generators\[0\]"):
+            manager.save({**small_state(), "generators": [object()]}, step=1, epoch=0, metrics=None)
     assert names(tmp_path) == []
 
 

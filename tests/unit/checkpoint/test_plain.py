@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from enum import Enum
@@ -38,9 +37,7 @@ PLAIN: Mapping[str, Any] = {
     "parameter": nn.Parameter(torch.ones(2)),
     "half": torch.ones(2, dtype=torch.bfloat16),
     "sparse": torch.eye(3).to_sparse(),
-    "size": torch.Size([1, 2]),
-    "device": torch.device("cpu"),
-    "dtype": torch.float16,
+    "kinds": [torch.Size([1, 2]), torch.device("cpu"), torch.float16],
 }
 
 
@@ -70,9 +67,6 @@ def test_what_is_accepted_is_really_read_back(name: str) -> None:
         (defaultdict(int), r"dict\(\.\.\.\)"),
         (Colour.RED, "plain values"),
         (torch.ones(1).as_subclass(Branded), "as_subclass"),
-        (lambda: None, "plain values"),
-        (frozenset({1}), "plain values"),
-        (subprocess, "plain values"),
         (2**2039, "as text"),
     ],
 )

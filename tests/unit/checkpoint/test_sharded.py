@@ -189,18 +189,19 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [SHARD, INDEX])
-@pytest.mark.parametrize("fault", ["is missing", "bytes instead of", "another checksum"])
-def test_a_damaged_shard_or_index_is_named(tmp_path: Path, name: str, fault: str) -> None:
+def test_a_damaged_shard_or_index_is_named(tmp_path: Path, name: str) -> None:
     directory = save(tmp_path, *spread())
     file = directory / name
     content = file.read_bytes()
-    if fault == "is missing":
-        file.unlink()
-    elif fault == "bytes instead of":
-        file.write_bytes(content[:-1])
-    else:
-        file.write_bytes(content[:50] + bytes([content[50] ^ 1]) + content[51:])
-    with pytest.raises(CheckpointError, match=rf"{name} .*{fault}"):
+    for damaged, fault in (
+        (content[:-1], "bytes instead of"),
+        (content[:50] + b"?" + content[51:], "another checksum"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=rf"{name} .*{fault}"):
+            load(directory, map_location="cpu", parts=["model"])
+    file.unlink()
+    with pytest.raises(CheckpointError, match=rf"{name} is missing"):
         load(directory, map_location="cpu", parts=["model"])
 
 
@@ -229,8 +230,6 @@ def evil_indices(mark: Path) -> dict[str, Any]:
     return {
         "a command": Evil(os.system, f"touch {mark}"),
         "in an index": Metadata({}, planner_data=Evil(os.system, f"touch {mark}")),
-        "evaluated": Evil(eval, f"open({str(mark)!r}, 'w')"),
-        "imported": Evil(__import__, "antigravity"),
         "an attribute": Evil(getattr, "text", "upper"),
     }
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from framework.checkpoint import snapshot as snapshot_module
 from framework.checkpoint.files import BLOCK_BYTES
 from framework.checkpoint.snapshot import KeptBuffers, bytes_of, fingerprints, take
 from tests.helpers.exact import tree_differences
 
 
-def copied(state: Any, *, late: Sequence[Any] = (), buffers: KeptBuffers | None = None) -> Any:
-    snapshot = take(state, late=late, buffers=buffers or KeptBuffers())
+def copied(state: Any, *, late: Sequence[Any] = ()) -> Any:
+    snapshot = take(state, late=late, buffers=KeptBuffers())
     with ThreadPoolExecutor(1) as thread:
         snapshot.begin(thread)
         assert snapshot.finish() is None
@@ -68,70 +67,6 @@ def test_what_shares_memory_does_so_in_the_copy() -> None:
     assert copy["again"].data_ptr() == copy["whole"].data_ptr()
     assert whole[4] == 4
     assert bytes_of({"whole": whole, "part": whole[4:6], "more": [torch.zeros(2)]}) == 2 * BLOCK_BYTES
-
-
-def test_a_late_tensor_that_changed_too_early_is_named() -> None:
-    weight = nn.Parameter(torch.zeros(4))
-    snapshot = take({"model": {"weight": weight.detach()}}, late=[weight], buffers=KeptBuffers())
-    with ThreadPoolExecutor(1) as thread:
-        snapshot.begin(thread)
-        with torch.no_grad():
-            weight.add_(1)
-        assert snapshot.finish() == "model.weight"
-
-
-def test_memory_is_reused_from_copy_to_copy() -> None:
-    buffers = KeptBuffers()
-    state = {"a": torch.rand(1000), "b": torch.rand(1000), "c": torch.rand(100_000)}
-    first = {name: tensor.data_ptr() for name, tensor in copied(state, buffers=buffers).items()}
-    second = {name: tensor.data_ptr() for name, tensor in copied(state, buffers=buffers).items()}
-    assert sorted(first.values()) == sorted(second.values())
-    assert first["c"] % BLOCK_BYTES == 0, "as direct writes want it"
-
-
-class Queue:
-    """A stand-in for a device's stream, which notes what it is asked for."""
-
-    def __init__(self, notes: list[str], name: str) -> None:
-        self.notes, self.name = notes, name
-
-    def __enter__(self) -> None:
-        self.notes.append("copy")
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def wait_stream(self, other: Queue) -> None:
-        self.notes.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: Queue) -> None:
-        self.notes.append(f"{self.name} waits for {event.name}")
-
-    def record_event(self) -> Queue:
-        return self
-
-    def synchronize(self) -> None:
-        self.notes.append(f"the host waits for {self.name}")
-
-
-def test_a_device_copies_beside_what_it_computes_and_only_the_writers_thread_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The calls, with the CPU in the place of a GPU."""
-    notes: list[str] = []
-    monkeypatch.setattr(snapshot_module, "_STREAMED", {"cpu"})
-    monkeypatch.setattr(snapshot_module, "_new_buffer", lambda size, **_: torch.zeros(size, dtype=torch.uint8))
-    monkeypatch.setattr(torch, "Stream", lambda **_: Queue(notes, "copier"))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Queue(notes, "training"))
-    weight = torch.ones(3)
-    snapshot = take({"weight": weight}, late=[weight], buffers=KeptBuffers())
-    with ThreadPoolExecutor(1) as thread:
-        snapshot.begin(thread)
-        assert snapshot.finish() is None
-    assert notes == ["copier waits for training", "copy", "training waits for copier"]
-    snapshot.wait_for_devices()
-    assert notes[3:] == ["the host waits for copier"]
-    assert snapshot.state["weight"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
