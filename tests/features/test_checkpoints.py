@@ -134,5 +134,6 @@ def test_a_run_of_an_earlier_version_resumes(train, tmp_path, name, loss):
     assert (earlier / "checkpoints" / "last" / "sharded").is_dir() == (name == "sharded")
     weights = results.weights(earlier)
     assert toy_loss(weights, part="val") == pytest.approx(results.curve(earlier, "val/loss")[10], rel=1e-5)
+    (earlier / "logs").mkdir()
     train(f"resume={earlier}", "trainer.max_steps=20")
     assert results.curve(earlier, "val/loss")[20] == pytest.approx(loss, rel=1e-4)
