@@ -1,12 +1,13 @@
+"""One global order per epoch, split over ranks and micro-batches: every sample once, the same steps on any ranks."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.data.batching import BatchPlan
+from framework.data.batching import BatchPlan, own_micro_batches, plan_batches, share
 from framework.data.sampler import (
     GlobalOrder,
     WindowIndices,
@@ -15,80 +16,107 @@ from framework.data.sampler import (
     windows,
     windows_per_epoch,
 )
-from framework.errors import DataError
+from framework.errors import ConfigError, DataError
 from framework.seed import mix
 
 SIZES = st.integers(1, 257)
 WORLD_SIZES = st.integers(1, 8)
-ACCUMULATE = st.integers(1, 4)
-GLOBAL_BATCH_SIZES = st.integers(1, 300)
+PLANS = st.builds(BatchPlan, st.integers(1, 300), st.integers(1, 4), WORLD_SIZES)
 
 
-def real_indices(window: WindowIndices) -> list[int]:
-    return [index for micro in window.micro_batches if micro.num_samples for index in micro.indices.tolist()]
-
-
-def dealt(order: GlobalOrder, plan: BatchPlan, **kwargs) -> list[list[WindowIndices]]:
-    """Per step, what each rank gets."""
+def steps_of(order: GlobalOrder, plan: BatchPlan, **kwargs) -> list[list[WindowIndices]]:
+    """Return per step what each rank gets."""
     indices = epoch_indices(order, plan, **kwargs)
     by_rank = [list(windows(indices, plan, rank=rank)) for rank in range(plan.world_size)]
     return [list(step) for step in zip(*by_rank, strict=True)]
 
 
-@given(data=st.data(), size=SIZES, world_size=WORLD_SIZES, accumulate=ACCUMULATE, global_batch_size=GLOBAL_BATCH_SIZES)
-def test_no_sample_is_lost_or_repeated_from_any_cursor(data, size, world_size, accumulate, global_batch_size):
-    order, plan = GlobalOrder(size, seed=3, shuffle=True), BatchPlan(global_batch_size, accumulate, world_size)
-    start = data.draw(st.integers(0, size - 1))
-    steps = dealt(order, plan, epoch=2, start=start)
+def samples_of(step: list[WindowIndices]) -> list[int]:
+    """Return the samples that count, in the order of ranks and micro-batches."""
+    return [i for window in step for micro in window.micro_batches if micro.num_samples for i in micro.indices.tolist()]
 
-    seen = [index for step in steps for window in step for index in real_indices(window)]
-    assert seen == order.indices(2)[start:].tolist()
+
+@given(data=st.data(), size=SIZES, plan=PLANS, shuffle=st.booleans(), limit=st.none() | st.integers(1, 20))
+def test_every_sample_is_taken_once_from_any_cursor(data, size, plan, shuffle, limit):
+    order = GlobalOrder(size, seed=3, shuffle=shuffle)
+    end = size if limit is None else min(size, limit * plan.global_batch_size)
+    start = data.draw(st.integers(0, end - 1))
+    steps = steps_of(order, plan, epoch=2, start=start, limit=limit)
+
+    assert [i for step in steps for i in samples_of(step)] == order.indices(2)[start:end].tolist()
+    assert [len(samples_of(step)) for step in steps[:-1]] == [plan.global_batch_size] * (len(steps) - 1)
+    assert [{window.epoch_end for window in step} for step in steps] == [{False}] * (len(steps) - 1) + [{True}]
+    if start == 0:
+        assert len(steps) == windows_per_epoch(order, plan, limit=limit)
     for step in steps:
-        counts = [sum(micro.num_samples for micro in window.micro_batches) for window in step]
-        assert {sum(counts)} == {window.global_count for window in step}
-        assert len({len(window.micro_batches) for window in step}) == 1
-    assert [[window.epoch_end for window in step] for step in steps] == [
-        [number == len(steps)] * world_size for number in range(1, len(steps) + 1)
-    ]
+        counts = [[micro.num_samples for micro in window.micro_batches] for window in step]
+        totals = [sum(of_rank) for of_rank in counts]
+        assert {window.global_count for window in step} == {sum(totals)}
+        # The work is even, and every rank joins each exchange of gradients.
+        assert max(totals) - min(totals) <= 1
+        assert len({len(of_rank) for of_rank in counts}) == 1
+        assert 1 <= len(counts[0]) <= plan.micro_batches
+        assert all(max(of_rank) - min(of_rank) <= 1 for of_rank in counts)
+        # No forward needs more memory than one of a full global batch.
+        assert max(map(max, counts)) <= -(-plan.largest_share // plan.micro_batches)
 
 
-@given(size=SIZES, world_size=WORLD_SIZES, accumulate=ACCUMULATE, global_batch_size=GLOBAL_BATCH_SIZES)
-def test_every_step_takes_the_same_samples_whatever_the_number_of_ranks(
-    size, world_size, accumulate, global_batch_size
-):
+@given(size=SIZES, plan=PLANS)
+def test_a_step_takes_the_same_samples_on_any_number_of_ranks(size, plan):
     order = GlobalOrder(size, seed=0, shuffle=True)
-    alone = dealt(order, BatchPlan(global_batch_size, 1, 1), epoch=0)
-    together = dealt(order, BatchPlan(global_batch_size, accumulate, world_size), epoch=0)
-    assert [real_indices(window) for (window,) in alone] == [
-        [index for window in step for index in real_indices(window)] for step in together
-    ]
-
-
-@given(size=SIZES, world_size=WORLD_SIZES, global_batch_size=GLOBAL_BATCH_SIZES)
-def test_a_stand_in_is_one_sample_of_the_global_batch(size, world_size, global_batch_size):
-    order, plan = GlobalOrder(size, seed=0, shuffle=True), BatchPlan(global_batch_size, 2, world_size)
-    for step in dealt(order, plan, epoch=1):
-        members = {index for window in step for index in real_indices(window)}
-        for window in step:
-            for micro in window.micro_batches:
-                assert micro.indices.dtype == torch.int64
-                assert len(micro.indices) == max(micro.num_samples, 1)
-                assert set(micro.indices.tolist()) <= members
+    alone = steps_of(order, BatchPlan(plan.global_batch_size, 1, 1), epoch=1)
+    together = steps_of(order, plan, epoch=1)
+    assert [samples_of(step) for step in alone] == [samples_of(step) for step in together]
+    # A rank without samples computes with one of the same global batch, at weight 0.
+    for step in together:
+        for micro in (micro for window in step for micro in window.micro_batches):
+            assert len(micro.indices) == max(micro.num_samples, 1)
+            assert set(micro.indices.tolist()) <= set(samples_of(step))
 
 
 @given(
-    size=SIZES, global_batch_size=GLOBAL_BATCH_SIZES, limit=st.integers(1, 20), world_size=WORLD_SIZES, data=st.data()
+    batch_size=st.integers(1, 64), world_size=WORLD_SIZES, accumulate=st.integers(1, 4), stage_cuts=st.integers(1, 3)
 )
-def test_a_limit_ends_the_epoch_after_so_many_global_batches(size, global_batch_size, limit, world_size, data):
-    order, plan = GlobalOrder(size, seed=0, shuffle=False), BatchPlan(global_batch_size, 1, world_size)
-    end = min(size, limit * global_batch_size)
-    steps = dealt(order, plan, epoch=0, limit=limit)
-    assert len(steps) == windows_per_epoch(order, plan, limit=limit) == min(limit, windows_per_epoch(order, plan))
-    assert [index for step in steps for window in step for index in real_indices(window)] == list(range(end))
+def test_batch_size_is_what_one_forward_takes(batch_size, world_size, accumulate, stage_cuts):
+    ranks = {"world_size": world_size, "accumulate": accumulate}
+    plan = plan_batches(batch_size=batch_size, global_batch_size=None, **ranks)
+    assert plan == BatchPlan(batch_size * world_size * accumulate, accumulate, world_size)
+    (step,) = steps_of(GlobalOrder(plan.global_batch_size, seed=0, shuffle=True), plan, epoch=0)
+    assert all([micro.num_samples for micro in each.micro_batches] == [batch_size] * accumulate for each in step)
+    # The stages of a pipeline cut what a copy of the model takes at once; the global batch stays.
+    cut = plan_batches(batch_size=batch_size, global_batch_size=None, cuts=stage_cuts, **ranks)
+    assert cut == BatchPlan(plan.global_batch_size, accumulate * stage_cuts, world_size)
 
-    start = data.draw(st.integers(0, end - 1))
-    rest = dealt(order, plan, epoch=0, start=start, limit=limit)
-    assert [index for step in rest for window in step for index in real_indices(window)] == list(range(start, end))
+
+def test_a_global_batch_size_wins_and_needs_a_sample_for_every_forward():
+    plan = plan_batches(batch_size=1000, global_batch_size=50, world_size=4, accumulate=3)
+    (step,) = steps_of(GlobalOrder(50, seed=0, shuffle=False), plan, epoch=0)
+    counts = [[micro.num_samples for micro in window.micro_batches] for window in step]
+    assert counts == [[5, 4, 4], [5, 4, 4], [4, 4, 4], [4, 4, 4]]
+    for world_size, accumulate, cuts in ((4, 1, 1), (1, 4, 1), (2, 1, 2)):
+        ranks = {"world_size": world_size, "accumulate": accumulate, "cuts": cuts}
+        with pytest.raises(ConfigError, match=r"global_batch_size=3 .* 4 forward passes(.|\n)*global_batch_size=4"):
+            plan_batches(batch_size=1, global_batch_size=3, **ranks)
+        assert plan_batches(batch_size=1, global_batch_size=4, **ranks).global_batch_size == 4
+
+
+@given(data=st.data(), plan=PLANS)
+def test_samples_of_a_ranks_own_make_micro_batches_that_are_not_empty(data, plan):
+    """A rank that reads a stream of its own has at most its share of a global batch."""
+    rank = data.draw(st.integers(0, plan.world_size - 1))
+    full = len(share(plan.global_batch_size, rank=rank, world_size=plan.world_size))
+    count = data.draw(st.integers(min(1, full), full))
+    parts = own_micro_batches(plan, count=count, rank=rank) if full else []
+    assert [position for part in parts for position in part] == list(range(count))
+    assert len(parts) <= plan.micro_batches
+    assert all(0 < len(part) <= -(-full // plan.micro_batches) for part in parts)
+
+
+@given(size=SIZES, world_size=WORLD_SIZES)
+def test_evaluation_takes_every_sample_once_in_the_order_of_ranks(size, world_size):
+    parts = [evaluation_indices(size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert torch.cat(parts).tolist() == list(range(size))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("start", [-1, 10, 11])
@@ -98,13 +126,8 @@ def test_a_cursor_outside_the_epoch_is_refused(start):
         epoch_indices(order, plan, epoch=0, start=start, limit=2)
 
 
-@given(size=SIZES, world_size=WORLD_SIZES)
-def test_evaluation_takes_every_sample_once(size, world_size):
-    parts = [evaluation_indices(size, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert torch.cat(parts).tolist() == list(range(size))
-
-
 def test_an_order_is_a_permutation_that_seed_and_epoch_decide():
+    before = torch.get_rng_state()
     orders = {
         (seed, epoch): tuple(GlobalOrder(100, seed, shuffle=True).indices(epoch).tolist())
         for seed in range(4)
@@ -112,51 +135,8 @@ def test_an_order_is_a_permutation_that_seed_and_epoch_decide():
     }
     assert all(sorted(order) == list(range(100)) for order in orders.values())
     assert len(set(orders.values())) == len(orders)
-    assert orders[0, 1] == tuple(GlobalOrder(100, 0, shuffle=True).indices(1).tolist())
-
-
-def test_the_order_of_a_seed_stays_what_it_was():
-    """A resumed run depends on it; only torch's generator may change it."""
-    generator = torch.Generator().manual_seed(mix(7, "order", 3))
-    assert GlobalOrder(50, 7, shuffle=True).indices(3).equal(torch.randperm(50, generator=generator))
-
-
-def test_without_shuffling_the_samples_come_as_they_lie():
     assert GlobalOrder(5, seed=1, shuffle=False).indices(4).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_ordering_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    GlobalOrder(50, seed=0, shuffle=True).indices(0)
+    # Runs that were saved depend on it; only torch's own generator may change it.
+    generator = torch.Generator().manual_seed(mix(2, "order", 3))
+    assert orders[2, 3] == tuple(torch.randperm(100, generator=generator).tolist())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-class Allocated(TorchDispatchMode):
-    """Elements of the tensors that are made; views cost none."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-        self._known: list[torch.Tensor] = []  # kept alive, so that no storage's address comes twice
-
-    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
-        result = call(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            if all(result.untyped_storage().data_ptr() != known.untyped_storage().data_ptr() for known in self._known):
-                self.elements += result.numel()
-            self._known.append(result)
-        return result
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_takes_no_more_memory_on_more_ranks(shuffle):
-    """One order, of which every rank takes views."""
-    size, taken = 4096, {}
-    for world_size in (1, 8, 512):
-        plan = BatchPlan(1024, 2, world_size)
-        with Allocated() as allocated:
-            indices = epoch_indices(GlobalOrder(size, seed=0, shuffle=shuffle), plan, epoch=0)
-            for window in windows(indices, plan, rank=world_size - 1):
-                assert window.global_count == 1024
-        taken[world_size] = allocated.elements
-    assert set(taken.values()) == {size}

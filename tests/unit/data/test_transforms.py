@@ -1,3 +1,5 @@
+"""Random transforms of batches: what is done to an image depends on (seed, epoch, index) alone, bit for bit."""
+
 from __future__ import annotations
 
 import math
@@ -14,8 +16,56 @@ from framework import transforms
 from framework.data.draws import Draws
 from framework.errors import ConfigError
 
+MASK = (1 << 64) - 1
+KEYS = st.integers(0, 2**63 - 1)
 SHAPES = st.tuples(st.integers(1, 3), st.integers(2, 9), st.integers(2, 9))
 INDICES = st.lists(st.integers(0, 1000), min_size=1, max_size=6, unique=True)
+
+
+def splitmix(state: int) -> tuple[int, int]:
+    """The C code of https://prng.di.unimi.it/splitmix64.c in Python's integers."""
+    state = (state + 0x9E3779B97F4A7C15) & MASK
+    z = state
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return state, z ^ (z >> 31)
+
+
+def reference(key: int, index: int, n: int) -> list[int]:
+    """Number `index` of the generator seeded with `key` seeds the generator of the sample."""
+    _, state = splitmix((key + index * 0x9E3779B97F4A7C15) & MASK)
+    numbers = []
+    for _ in range(n):
+        state, number = splitmix(state)
+        numbers.append(number)
+    return numbers
+
+
+def draws(indices: list[int], key: int = 17) -> Draws:
+    return Draws(key, torch.tensor(indices))
+
+
+@settings(deadline=None)  # the first call may load much of torch
+@given(key=KEYS, indices=st.lists(st.integers(0, 2**40), min_size=1, max_size=5), low=st.integers(-(2**40), 2**40))
+@pytest.mark.parametrize("size", [1, 5, 2**31])
+def test_numbers_are_those_of_splitmix64(key, indices, low, size):
+    drawn = draws(indices, key)
+    uniform = torch.cat([drawn.uniform(1), drawn.uniform(2)], dim=1)
+    assert uniform.dtype == torch.float32
+    assert uniform.tolist() == [[(number >> 40) / 2**24 for number in reference(key, i, 3)] for i in indices]
+    integers = draws(indices, key).integers(low, low + size, 4)
+    assert integers.tolist() == [[low + (((n >> 32) * size) >> 32) for n in reference(key, i, 4)] for i in indices]
+
+
+def test_the_reference_gives_the_published_numbers():
+    state, first = splitmix(1234567)
+    assert (first, splitmix(state)[1]) == (6457827717110365317, 3203168211198807973)
+
+
+@pytest.mark.parametrize(("low", "high"), [(3, 3), (3, 2), (0, 2**31 + 1)])
+def test_a_range_that_cannot_be_drawn_from_is_refused(low, high):
+    with pytest.raises(ValueError, match="high must be above low"):
+        draws([1]).integers(low, high, 1)
 
 
 def images(indices: list[int], shape: tuple[int, ...], *, is_bytes: bool) -> Tensor:
@@ -23,10 +73,6 @@ def images(indices: list[int], shape: tuple[int, ...], *, is_bytes: bool) -> Ten
     made = [torch.randint(256, shape, generator=torch.Generator().manual_seed(i), dtype=torch.uint8) for i in indices]
     batch = torch.stack(made)
     return batch if is_bytes else batch.float() / 3
-
-
-def draws(indices: list[int]) -> Draws:
-    return Draws(17, torch.tensor(indices))
 
 
 def shifted(image_CHW: Tensor, own: Draws) -> Tensor:
@@ -39,14 +85,14 @@ def flipped(image_CHW: Tensor, own: Draws) -> Tensor:
     return image_CHW.flip(-1) if own.uniform(1).item() < 0.4 else image_CHW
 
 
-CASES = [(transforms.RandomShift(2), shifted), (transforms.RandomHorizontalFlip(0.4), flipped)]
-
-
-@pytest.mark.parametrize("is_bytes", [True, False])
-@pytest.mark.parametrize(("transform", "of_one"), CASES, ids=["shift", "flip"])
-@settings(deadline=None)  # the first call may load much of torch
-@given(shape=SHAPES, indices=INDICES)
-def test_each_image_is_changed_as_a_loop_over_them_would(transform, of_one, is_bytes, shape, indices):
+@pytest.mark.parametrize(
+    ("transform", "of_one"),
+    [(transforms.RandomShift(2), shifted), (transforms.RandomHorizontalFlip(0.4), flipped)],
+    ids=["shift", "flip"],
+)
+@settings(deadline=None)
+@given(shape=SHAPES, indices=INDICES, is_bytes=st.booleans())
+def test_each_image_is_changed_as_in_a_loop_over_them(transform, of_one, shape, indices, is_bytes):
     batch = images(indices, shape, is_bytes=is_bytes)
     before = batch.clone()
     wanted = torch.stack([of_one(image, draws([i])) for i, image in zip(indices, batch, strict=True)])
@@ -56,10 +102,10 @@ def test_each_image_is_changed_as_a_loop_over_them_would(transform, of_one, is_b
     assert torch.equal(batch, before)
 
 
-@settings(deadline=None)  # the first call may load much of torch
+@settings(deadline=None)
 @given(shape=SHAPES, indices=INDICES)
-def test_an_affine_map_is_that_of_a_matrix(shape, indices):
-    """Against torch's own `affine_grid`, whose rounding differs in the last bits."""
+def test_an_affine_transform_is_that_of_affine_grid(shape, indices):
+    """Up to rounding in the last bits."""
     batch = images(indices, shape, is_bytes=False) / 85
     given = transforms.RandomAffine(30, translate=(0.2, 0.1), scale=(0.8, 1.3))(batch, draws(indices))
     _, height, width = shape
@@ -74,12 +120,11 @@ def test_an_affine_map_is_that_of_a_matrix(shape, indices):
             [-sin * width / height, cos, (sin * x - cos * y) * 2 / height],
         ]
         grid = affine_grid(torch.tensor([matrix]), [1, *shape], align_corners=False)
-        wanted = grid_sample(image[None], grid, align_corners=False)[0]
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+        torch.testing.assert_close(found, grid_sample(image[None], grid, align_corners=False)[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_bytes", [True, False])
-def test_what_is_drawn_for_an_image_does_not_depend_on_its_batch(is_bytes):
+def test_an_image_is_changed_the_same_in_a_batch_of_any_size(is_bytes):
     every: Any = transforms.Compose(
         [
             transforms.RandomAffine(15, translate=(0.1, 0.1), scale=(0.9, 1.1)),
@@ -91,34 +136,26 @@ def test_what_is_drawn_for_an_image_does_not_depend_on_its_batch(is_bytes):
     indices = list(range(33))
     batch = images(indices, (3, 28, 28), is_bytes=is_bytes)
     together = every(batch, draws(indices))
-    assert together.dtype == torch.float32
     for size in (1, 2, 7):
         parts = [every(batch[i : i + size], draws(indices[i : i + size])) for i in range(0, 33, size)]
         assert torch.equal(torch.cat(parts), together)
+    assert not torch.equal(every(batch, draws(indices, key=18)), together)
 
 
-def test_nothing_drawn_is_nothing_moved():
-    batch = images([1, 2], (1, 6, 4), is_bytes=True)
-    assert torch.equal(transforms.RandomAffine()(batch, draws([1, 2])), batch)
-    assert torch.equal(transforms.RandomShift(0)(batch, draws([1, 2])), batch)
-    assert torch.equal(transforms.RandomHorizontalFlip(0.0)(batch, draws([1, 2])), batch)
-
-
-def test_bytes_are_scaled_and_normalised_in_the_order_of_a_plain_loop():
-    batch = images([1, 2, 3], (1, 28, 28), is_bytes=True)
-    assert torch.equal(transforms.Scale()(batch, draws([1, 2, 3])), batch.float().div_(255))
+def test_bytes_are_scaled_and_normalised_bit_for_bit_as_one_by_one():
+    batch, own = images([1, 2], (3, 28, 28), is_bytes=True), draws([1, 2])
+    assert torch.equal(transforms.Scale()(batch, own), batch.float().div_(255))
     plain = batch.float().div_(255).sub_(0.1307).div_(0.3081)
-    assert torch.equal(transforms.Normalize(0.1307, 0.3081)(batch, draws([1, 2, 3])), plain)
-
-
-def test_channels_have_their_own_mean_and_floats_are_not_scaled():
-    batch = images([1, 2], (3, 5, 4), is_bytes=False)
-    before = batch.clone()
-    given = transforms.Normalize([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])(batch, draws([1, 2]))
+    assert torch.equal(transforms.Normalize(0.1307, 0.3081)(batch, own), plain)
+    floats = images([1, 2], (3, 5, 4), is_bytes=False)
+    before = floats.clone()
+    given = transforms.Normalize([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])(floats, own)
     for channel in range(3):
         assert torch.equal(given[:, channel], (before[:, channel] - (channel + 1)) / (channel + 4))
-    assert torch.equal(batch, before)
-    assert transforms.Scale()(batch, draws([1, 2])) is batch
+    assert torch.equal(floats, before)
+    assert transforms.Scale()(floats, own) is floats
+    for idle in (transforms.RandomAffine(), transforms.RandomShift(0), transforms.RandomHorizontalFlip(0.0)):
+        assert torch.equal(idle(batch, own), batch)
 
 
 def test_each_tensor_has_its_own_transform():
@@ -139,6 +176,6 @@ def test_each_tensor_has_its_own_transform():
         (lambda: transforms.Normalize(0.0, [1.0, 0.0]), "would divide by 0"),
     ],
 )
-def test_what_cannot_be_is_refused(make, words):
+def test_settings_out_of_range_are_refused(make, words):
     with pytest.raises(ConfigError, match=words):
         make()

@@ -1,0 +1,398 @@
+"""The batches of a rank are those of a plain loop over the dataset, whichever way they are loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from framework import TensorSamples
+from framework.config.schema import LoaderKind
+from framework.data.batching import plan_batches
+from framework.data.choosing import Loading
+from framework.data.device import to_device
+from framework.data.loader import EvalLoader, TrainLoader
+from framework.data.prefetch import on_device
+from framework.data.sampler import GlobalOrder
+from framework.errors import DataError, RunError
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+# torch's DataLoader sets a handler for SIGCHLD when it first starts workers.
+pytestmark = pytest.mark.usefixtures("own_state")
+
+SIZE = 200
+X, LABEL = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(0)), torch.arange(SIZE)
+TENSORS = TensorDataset(X, LABEL)
+IN_PROCESS, WORKERS = Loading(LoaderKind.DATALOADER, 0), Loading(LoaderKind.DATALOADER, 1)
+RESIDENT = Loading(LoaderKind.RESIDENT)
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of the index."""
+
+    def __init__(self, make: Callable[[int], Any], size: int = SIZE) -> None:
+        self.make, self.size = make, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
+def make_train(
+    dataset: Any, *, rank=0, world_size=1, batch_size=4, accumulate=1, shuffle=True, seed=5, **kwargs
+) -> TrainLoader:
+    plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=world_size, accumulate=accumulate)
+    order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
+    return TrainLoader(dataset, order=order, plan=plan, rank=rank, device=CPU, **kwargs)
+
+
+def make_eval(dataset: Any, *, rank=0, world_size=1, batch_size=4, **kwargs) -> EvalLoader:
+    ranks = {"rank": rank, "world_size": world_size}
+    return EvalLoader(dataset, part="val", batch_size=batch_size, device=CPU, **ranks, **kwargs)
+
+
+def assert_same_batch(given: Any, wanted: Any) -> None:
+    (mine, spec), (others, wanted_spec) = tree_flatten(given), tree_flatten(wanted)
+    assert spec == wanted_spec
+    for one, other in zip(mine, others, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def epoch_of(loaders: list[TrainLoader], epoch: int, start: int = 0, *, dataset: Any) -> list[list[int]]:
+    """Return the samples of each step, over all ranks, after comparing every batch with the dataset's own samples."""
+    steps = []
+    for windows in zip(*(loader.epoch(epoch, start) for loader in loaders), strict=True):
+        step: list[int] = []
+        for window in windows:
+            assert window.num_micro_batches == len(window.indices)
+            for micro, (indices, count) in zip(window.micro_batches, window.indices, strict=True):
+                assert micro.num_samples == count
+                assert_same_batch(micro.batch, default_collate([dataset[i] for i in indices.tolist()]))
+                # So that kernels choose the same way as with memory of a batch's own.
+                leaves = [leaf for leaf in tree_flatten(micro.batch)[0] if isinstance(leaf, Tensor)]
+                assert all(leaf.data_ptr() % 64 == 0 and leaf.is_contiguous() for leaf in leaves)
+                step += indices.tolist()[:count]
+        assert {window.global_count for window in windows} == {len(step)}
+        steps.append(step)
+    return steps
+
+
+WAYS: dict[str, tuple[Any, Loading]] = {
+    "tensors": (TENSORS, Loading()),
+    "one by one": (Made(TENSORS.__getitem__), IN_PROCESS),
+    "workers": (Made(TENSORS.__getitem__), WORKERS),
+    "tensors by workers": (TENSORS, WORKERS),
+    "decoded": (Made(lambda i: {"x": (np.arange(3) + i, np.float32(i)), "i": i, "b": torch.tensor(i > 9)}), RESIDENT),
+    "subset": (Subset(Subset(TENSORS, range(0, SIZE, 2)), [99, -1, *range(40)]), Loading()),
+    "own getitem": (Doubled(X, LABEL), IN_PROCESS),
+    "rows": (TensorSamples(X, LABEL, rows=LABEL.flip(0)[:90], transform=lambda b, _: [2 * b[0], b[1]]), Loading()),
+    "shared tensors": (ConcatDataset([TensorSamples(X, LABEL, rows=LABEL[9:]), TensorDataset(X, LABEL)]), Loading()),
+    "joined": (ConcatDataset([TENSORS, Subset(TensorDataset(X + 1, LABEL + 300), [4, 0, 7])]), Loading()),
+    "unlike parts": (ConcatDataset([TENSORS, Doubled(X, LABEL)]), IN_PROCESS),
+    "wide rows": (TensorDataset(torch.arange(60 * 3001.0).view(60, 3001), torch.arange(60)), Loading()),
+}
+
+
+@pytest.mark.parametrize(("world_size", "accumulate", "batch_size"), [(1, 1, 2), (3, 2, 3)])
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_are_those_of_a_plain_loop(way, world_size, accumulate, batch_size):
+    """Every sample once per epoch in the global order; also from a cursor, and after an epoch that was left early."""
+    dataset, loading = WAYS[way]
+    size, global_batch = len(dataset), world_size * accumulate * batch_size
+    how = {"world_size": world_size, "accumulate": accumulate, "batch_size": batch_size, "loading": loading}
+    loaders = [make_train(dataset, rank=rank, **how) for rank in range(world_size)]
+    try:
+        for epoch, start in ((0, 0), (1, 0), (2, 2 * global_batch), (2, size - 1)):
+            order = GlobalOrder(size, seed=5, shuffle=True).indices(epoch)[start:]
+            wanted = [batch.tolist() for batch in order.split(global_batch)]
+            assert epoch_of(loaders, epoch, start, dataset=dataset) == wanted
+            for loader in loaders:
+                left: Any = loader.epoch(epoch + 5)
+                next(next(left).micro_batches)
+                left.close()
+        assert [len(loader) for loader in loaders] == [-(-size // global_batch)] * world_size
+        ends = [[window.epoch_end for window in taken(loader.epoch(0))] for loader in loaders]
+        assert ends == [[False] * (len(loaders[0]) - 1) + [True]] * world_size
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def taken(windows: Any) -> Any:
+    """The windows, each with its micro-batches taken."""
+    for window in windows:
+        list(window.micro_batches)
+        yield window
+
+
+def noisy(batch, draws):
+    return [batch[0], torch.cat([draws.uniform(2), draws.integers(0, 1 << 30, 1)], dim=1)]
+
+
+def draw(index: int) -> tuple[Any, ...]:
+    return index, (torch.rand(1), random.random(), np.random.rand())
+
+
+def drawn(dataset: Any, loading: Loading, *, world_size=1, batch_size=4, epoch=1, start=0, seed=5) -> dict[int, Any]:
+    """Return what each sample drew, by its index."""
+    found = {}
+    for rank in range(world_size):
+        loader = make_train(
+            dataset, rank=rank, world_size=world_size, batch_size=batch_size, seed=seed, loading=loading
+        )
+        for window in loader.epoch(epoch, start):
+            for index, numbers in (micro.batch for micro in window.micro_batches if micro.num_samples):
+                columns = torch.stack([n.flatten() for n in numbers], 1) if isinstance(numbers, list) else numbers
+                found |= dict(zip(index.tolist(), map(tuple, columns.tolist()), strict=True))
+        loader.close()
+    return found
+
+
+BY_BATCH = TensorSamples(torch.arange(23), torch.zeros(23), transform=noisy)
+PARTS = [TensorSamples(torch.arange(10), torch.zeros(10), transform=noisy)]
+PARTS.append(TensorSamples(torch.arange(10, 23), torch.zeros(13), transform=noisy))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "loading", "other"),
+    [(Made(draw, 23), IN_PROCESS, WORKERS), (BY_BATCH, Loading(), WORKERS), (ConcatDataset(PARTS), Loading(), WORKERS)],
+    ids=["samples", "batches", "joined"],
+)
+def test_random_transforms_depend_on_seed_epoch_and_index_alone(dataset, loading, other):
+    """On neither ranks nor workers nor the batch a sample comes in; and torch's own generators aren't touched."""
+    before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state(legacy=False)["state"]
+    wanted = drawn(dataset, loading)
+    assert len(wanted) == len(set(wanted.values())) == 23
+    assert drawn(dataset, loading, world_size=3) == wanted
+    assert drawn(dataset, loading, batch_size=23) == wanted
+    assert drawn(dataset, other) == wanted
+    rest = drawn(dataset, loading, start=8)
+    assert rest == {index: wanted[index] for index in rest}
+    for changed in (drawn(dataset, loading, epoch=2), drawn(dataset, loading, seed=6)):
+        assert not set(changed.values()) & set(wanted.values())
+    after = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state(legacy=False)["state"]
+    assert before[:2] == after[:2]
+    np.testing.assert_equal(after[2], before[2])
+
+
+@pytest.mark.parametrize("is_even", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_evaluation_loads_every_sample_once(world_size, is_even):
+    for size in (2, 23):
+        loaders = [
+            make_eval(Subset(TENSORS, range(size)), rank=rank, world_size=world_size, is_even=is_even)
+            for rank in range(world_size)
+        ]
+        batches = [list(loader) for loader in loaders]
+        assert [len(found) for found in batches] == [len(loader) for loader in loaders]
+        if is_even:
+            assert len({len(loader) for loader in loaders}) == 1
+        counted = [micro for found in batches for micro in found if micro.num_samples]
+        assert torch.cat([micro.batch[1] for micro in counted]).tolist() == list(range(size))
+        assert all(micro.num_samples == len(micro.batch[0]) <= 4 for micro in counted)
+        assert all(len(micro.batch[0]) == 1 for found in batches for micro in found if not micro.num_samples)
+        (first,) = list(loaders[0].first(1))
+        assert_same_batch(first.batch, batches[0][0].batch)
+
+
+def test_evaluation_draws_the_same_every_time():
+    loaders = [make_eval(Made(draw, 23), loading=loading) for loading in (IN_PROCESS, IN_PROCESS, WORKERS)]
+    wanted = list(loaders[0])
+    for loader in (loaders[0], *loaders[1:]):
+        for one, other in zip(loader, wanted, strict=True):
+            assert_same_batch(one.batch, other.batch)
+        loader.close()
+
+
+def test_a_limit_shortens_the_epoch_and_what_is_kept():
+    asked: list[int] = []
+    dataset = Made(lambda i: (asked.append(i), TENSORS[i])[1], 23)
+    loader = make_train(dataset, limit=2, shuffle=False, loading=RESIDENT)
+    assert set(asked) == set(range(8))  # the same samples in every epoch: no others are kept in memory
+    assert [epoch_of([loader], epoch, dataset=dataset) for epoch in (0, 1)] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
+    asked.clear()
+    shuffled = make_train(dataset, limit=2, loading=RESIDENT)
+    assert set(asked) == set(range(23))
+    assert len(shuffled) == shuffled.steps_per_epoch == len(epoch_of([shuffled], 0, dataset=dataset)) == 2
+
+
+@pytest.mark.parametrize("way", ["tensors", "one by one", "workers"])
+def test_another_plan_takes_the_same_samples(way):
+    """As a loader made for it would; also after an epoch that was left early."""
+    dataset, loading = WAYS[way]
+    loader = make_train(dataset, batch_size=2, loading=loading)
+    left: Any = loader.epoch(0)
+    next(next(left).micro_batches)
+    left.close()
+    plan = plan_batches(batch_size=30, global_batch_size=None, world_size=1, accumulate=2)
+    wanted = [batch.tolist() for batch in GlobalOrder(SIZE, seed=5, shuffle=True).indices(1).split(60)]
+    assert epoch_of([loader.replanned(plan)], 1, dataset=dataset) == wanted
+    assert [len(loader.replanned(plan, limit=limit)) for limit in (None, 2)] == [4, 2]
+    loader.close()
+
+
+def test_batches_may_be_changed_in_place_and_hold_no_graph():
+    loader = make_train(TensorDataset(X.clone().requires_grad_(), LABEL), batch_size=8)
+    weight = torch.ones(3, requires_grad=True)
+    losses = []
+    for window in loader.epoch(0):
+        for micro in window.micro_batches:
+            assert not micro.batch[0].requires_grad
+            losses.append(micro.batch[0].add_(1).mul_(weight).sum())
+    torch.stack(losses).sum().backward()
+    torch.testing.assert_close(weight.grad, X.sum(0) + SIZE)
+    assert epoch_of([make_train(TENSORS)], 0, dataset=TENSORS)
+
+
+def test_micro_batches_that_are_not_taken_are_a_mistake():
+    for loading in (Loading(), IN_PROCESS):
+        windows = make_train(TENSORS, loading=loading).epoch(0)
+        next(windows)
+        with pytest.raises(AssertionError, match="not all taken"):
+            next(windows)
+
+
+# Errors
+
+
+def broken(index: int) -> Tensor:
+    if index == 13:
+        raise ValueError("bad image")
+    return torch.zeros(1 if index < 13 else index)
+
+
+@pytest.mark.parametrize("loading", [IN_PROCESS, WORKERS], ids=["in process", "worker"])
+def test_a_sample_that_fails_is_named(loading):
+    before = torch.get_rng_state()
+    for dataset, words in (
+        (Subset(Made(broken), range(14)), r"\ASample 13 of the train dataset raised ValueError: bad image\n  /"),
+        (Subset(Made(broken), range(14, 18)), r"\ASamples \[0, 1, 2, 3\] of the train dataset don't make a batch"),
+    ):
+        loader = make_train(dataset, shuffle=False, loading=loading)
+        with pytest.raises(RunError, match=words) as caught:
+            list(taken(loader.epoch(0)))
+        assert ("in broken: raise ValueError" in str(caught.value)) == ("bad image" in words)
+        loader.close()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self):
+        return iter(())
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize("make", [make_train, make_eval])
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (TensorDataset(torch.zeros(0, 3)), "dataset is empty"),
+        (Stream(), "isn't map-style"),
+        (Subset(TENSORS, [300]), "an index that its dataset of 200 samples"),
+    ],
+)
+def test_a_dataset_that_cannot_be_used_is_refused(make, dataset, words):
+    with pytest.raises(DataError, match=words):
+        make(dataset)
+
+
+def test_less_than_a_sample_per_process_or_another_order_is_refused():
+    with pytest.raises(DataError, match="3 samples for 4 processes"):
+        make_train(Subset(TENSORS, range(3)), world_size=4)
+    plan = plan_batches(batch_size=4, global_batch_size=None, world_size=1, accumulate=1)
+    with pytest.raises(ValueError, match="order is of 22 samples, the dataset has 200"):
+        TrainLoader(TENSORS, order=GlobalOrder(22, seed=0, shuffle=True), plan=plan, rank=0, device=CPU)
+
+
+# Workers
+
+
+def of_worker(index: int) -> Tensor:
+    """Survive what a scheduler sends to every process, and return which signal the parent's death would send."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    asked = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(asked))  # PR_GET_PDEATHSIG
+    return torch.tensor([asked.value, os.getpid()])
+
+
+def test_workers_end_with_the_process_they_load_for_and_not_before():
+    loader = make_train(Made(of_worker, 8), loading=Loading(num_workers=2))
+    numbers = [micro.batch for window in loader.epoch(0) for micro in window.micro_batches]
+    asked, pids = torch.cat(numbers).unbind(1)
+    assert set(asked.tolist()) == {signal.SIGKILL}
+    assert len(set(pids.tolist())) == 2
+    loader.close()
+    loader.close()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.tolist())  # noqa: PTH110
+    with pytest.raises(RuntimeError, match="closed"):
+        list(loader.epoch(1))
+
+
+# On the way to a device
+
+
+class Pair(NamedTuple):
+    image: Tensor
+    label: Tensor
+
+
+def test_tensors_at_any_depth_are_moved():
+    batch = {"pair": Pair(X, LABEL), "list": [X, (X, "name", 3)], "ordered": OrderedDict(x=X), "nothing": None}
+    moved = to_device(batch, META)
+    assert isinstance(moved["pair"], Pair)
+    tensors = [*moved["pair"], moved["list"][0], moved["list"][1][0], moved["ordered"]["x"]]
+    assert [tensor.device for tensor in tensors] == [META] * 5
+    assert moved["pair"].image.shape == X.shape
+    assert (moved["list"][1][1:], moved["nothing"]) == (("name", 3), None)
+    assert to_device(X, CPU) is X
+
+
+class Noted:
+    """A stand-in for a device's streams: remembers in which order copies begin and are handed over."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def begin(self, batch):
+        self.seen.append(f"begin {batch}")
+        return (batch,)
+
+    def hand_over(self, ticket):
+        self.seen.append(f"hand over {ticket[0]}")
+        return ticket[0]
+
+
+def test_the_next_copy_begins_before_a_batch_is_used():
+    copier = Noted()
+    for batch in on_device(["a", None, "c"], CPU, copier=copier):
+        copier.seen.append(f"use {batch}")
+    assert copier.seen == [
+        *("begin a", "begin None", "hand over a", "use a"),
+        *("begin c", "hand over None", "use None", "hand over c", "use c"),
+    ]
+    assert list(on_device([], CPU, copier=Noted())) == []
+    # On the CPU there is nothing to copy: a batch is loaded when it is asked for.
+    loaded: list[int] = []
+    next(on_device((torch.tensor(loaded.append(i) or i) for i in range(3)), CPU))
+    assert loaded == [0]

@@ -1,0 +1,280 @@
+"""Data that is kept in memory: where `auto` keeps it, what can't be kept, and `TensorSamples`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+
+from framework import TensorSamples
+from framework.config.schema import LoaderKind
+from framework.data import choosing
+from framework.data.choosing import Choice, Loading, choose
+from framework.data.loader import EvalLoader
+from framework.data.room import DEVICE_SHARE, UNKNOWN_HOST_ROOM, device_room, host_available, host_room
+from framework.errors import DataError
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+RESIDENT, DATALOADER = LoaderKind.RESIDENT, LoaderKind.DATALOADER
+X, LABEL = torch.arange(40.0).view(10, 4), torch.arange(10)
+TENSORS = TensorDataset(torch.zeros(10, 100))
+JOINED = ConcatDataset([TensorDataset(torch.full((size, 100), float(size))) for size in (3, 7)])
+GENERATOR = torch.Generator()
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of the index."""
+
+    def __init__(self, make: Any, size: int = 10) -> None:
+        self.make, self.size = make, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+OWN = Made(lambda i: torch.full((100,), float(i)))
+
+
+@pytest.fixture(autouse=True)
+def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "threads_per_process", lambda procs: 16 // procs)
+
+
+def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> Choice:
+    return choose(dataset, part="val", device=device, loading=Loading(**asked))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "asked", "workers", "why"),
+    [
+        (TENSORS, {}, None, "resident in the memory of cpu (tensors already"),
+        (TENSORS, {"num_workers": 0}, None, "tensors already"),
+        (JOINED, {}, None, "tensors joined"),
+        (OWN, {"kind": RESIDENT}, None, "decoded once"),
+        (OWN, {}, 8, "by 8 worker process(es) (a Made may give other samples each time)"),
+        (OWN, {"procs": 4}, 3, "may give other samples"),
+        (OWN, {"procs": 4, "core_sharers": 2}, 7, "may give other samples"),
+        (OWN, {"procs": 16}, 0, "in this process"),
+        (OWN, {"num_workers": 0}, 0, "in this process"),
+        (TENSORS, {"num_workers": 2}, 2, "data.num_workers=2"),
+        (TENSORS, {"kind": DATALOADER}, 8, "data.loader=dataloader"),
+        (TENSORS, {"kind": DATALOADER, "num_workers": 0}, 0, "in this process (data.loader=dataloader)"),
+    ],
+)
+def test_data_is_resident_or_loaded_by_workers(dataset, asked, workers, why):
+    """Tensors stay where they are; what may change from epoch to epoch is loaded; what was asked for is done."""
+    rows, num_workers, said = chosen(dataset, **asked)
+    assert (rows is None, num_workers) == (workers is not None, workers or 0)
+    assert why in said
+    if rows is not None and dataset is TENSORS:
+        assert rows.tensors[0] is TENSORS.tensors[0]
+
+
+def test_data_that_does_not_fit_is_loaded_or_refused(monkeypatch):
+    """All take 4,000 bytes."""
+    monkeypatch.setattr(choosing, "is_known_to_repeat", lambda _: True)
+    for room, fits in ((4000, True), (3999, False)):
+        monkeypatch.setattr(choosing, "host_room", lambda room=room, **_: room)
+        for dataset in (OWN, JOINED):
+            assert (chosen(dataset).rows is not None) == fits
+        # Where it has to be resident, all that is available may be taken.
+        monkeypatch.setattr(choosing, "host_available", lambda room=room: 2 * room)
+        for dataset in (OWN, JOINED):
+            assert chosen(dataset, kind=RESIDENT).rows is not None
+            if fits:
+                assert chosen(dataset, kind=RESIDENT, procs=2).rows is not None
+                continue
+            with pytest.raises(DataError, match=r"val dataset can't be resident(.|\n)*data.loader=dataloader"):
+                chosen(dataset, kind=RESIDENT, procs=2)
+    monkeypatch.setattr(choosing, "host_available", lambda: None)  # as on macOS
+    assert chosen(OWN, kind=RESIDENT, procs=100).rows is not None
+    monkeypatch.setattr(choosing, "host_room", lambda **_: 4000)
+    monkeypatch.setattr(choosing, "MOST_DECODING_S", 0.0)
+    assert "decoding all of it would take" in chosen(OWN).why
+    assert chosen(OWN, kind=RESIDENT).rows is not None
+
+
+class Device:
+    """A device module: all of a device is free, but for what this process has taken."""
+
+    def __init__(self, free: int, kept: int = 0) -> None:
+        self.free, self.kept, self.taken = free, kept, 0
+
+    def mem_get_info(self, _: Any) -> tuple[int, int]:
+        return self.free - self.memory_reserved(_), self.free
+
+    def memory_reserved(self, _: Any) -> int:
+        return self.taken + self.kept
+
+    def memory_allocated(self, _: Any) -> int:
+        return self.taken
+
+
+def test_data_goes_to_the_device_while_its_share_lasts(monkeypatch):
+    device = Device(4000 * 2 * int(1 / DEVICE_SHARE) + 1000, kept=100)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(choosing, "host_room", lambda **_: 0)  # joined on the device, without a copy on the host
+    where = []
+    for dataset in (TENSORS, JOINED, TENSORS):
+        rows = chosen(dataset, META).rows
+        assert rows is not None
+        assert len(rows) == 10
+        where.append(rows.device)
+        device.taken += rows.size_bytes if rows.device == META else 0
+    assert where == [META, META, CPU]
+    device.taken = 0
+    shared = chosen(TENSORS, META, sharing=3)
+    assert shared.rows is not None
+    assert shared.rows.device == CPU
+    assert "resident in the host's memory" in shared.why
+    device.taken = device.free
+    assert device_room(META, sharing=1) == 0
+    monkeypatch.setattr(torch, "get_device_module", lambda _: object())
+    assert device_room(META, sharing=1) == 0
+
+
+def test_only_the_rows_that_are_samples_go_to_a_device(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Device(10_000))
+    rows = chosen(TensorSamples(X, LABEL, rows=torch.tensor([1, 2])), META).rows
+    assert rows is not None
+    assert [tensor.shape for tensor in rows.tensors] == [(2, 4), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({"proc/meminfo": "MemTotal: 2000 kB\nMemAvailable:    800 kB\n"}, 800 * 1024),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 800 kB\n",
+                "proc/self/cgroup": "1:cpu:/a\n0::/a/b\n",
+                "sys/fs/cgroup/a/memory.max": "300000",
+                "sys/fs/cgroup/a/memory.current": "200000",
+                "sys/fs/cgroup/a/memory.stat": "inactive_file 50000\n",
+            },
+            150_000,
+        ),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 800 kB\n",
+                "proc/self/cgroup": "1:cpu:/a\n4:memory:/a/b\n",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "300000",
+                "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "200000",
+                "sys/fs/cgroup/memory/a/memory.stat": "total_inactive_file 50000\n",
+            },
+            150_000,
+        ),
+        ({}, None),
+    ],
+    ids=["host", "control group v2", "control group v1", "unknown"],
+)
+def test_memory_is_what_the_system_and_control_groups_leave(tmp_path, files, available):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_available(tmp_path) == available
+    assert host_room(procs=2, root=tmp_path) == (UNKNOWN_HOST_ROOM if available is None else available // 4) // 2
+
+
+# What can't be kept
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda i: random.random() if i == 270 else 0.0, "Sample 270 of the val dataset draws random numbers"),
+        (lambda i: np.random.rand() if i == 270 else 0.0, "Sample 270 of the val dataset draws random numbers"),
+        (lambda i: torch.rand(1), "Sample 0 of the val dataset draws random numbers"),
+        (lambda i: torch.rand(2, generator=GENERATOR), "Sample 0 of the val dataset isn't the same"),
+        (lambda i: torch.zeros(2 if i < 256 else 3), "Samples from 256 on of the val dataset differ"),
+        (lambda i: torch.zeros(1 + i), "Samples 0 to 255 of the val dataset don't make a batch"),
+        (lambda i: (i, "name"), "holds str"),
+    ],
+)
+def test_samples_that_cannot_be_kept_are_named(make, words):
+    def states() -> list[Any]:
+        numpy = np.random.get_state(legacy=False)["state"]
+        return [random.getstate(), torch.get_rng_state().tolist(), numpy["key"].tolist(), numpy["pos"]]
+
+    before = states()
+    with pytest.raises(DataError, match=rf"{words}(.|\n)*Use data.loader=dataloader"):
+        chosen(Made(make, 300), kind=RESIDENT)
+    assert states() == before
+
+
+@pytest.mark.usefixtures("own_state")
+def test_data_of_torchvision_give_the_numbers_of_a_plain_loop():
+    """In memory where every transform repeats itself; else loaded sample by sample."""
+    from torchvision import transforms as v1
+    from torchvision.datasets import FakeData
+    from torchvision.transforms import v2
+
+    normal = ([0.4, 0.5, 0.6], [0.2, 0.3, 0.1])
+    for transform in (
+        v1.ToTensor(),
+        v1.Compose([v1.Resize(6), v1.CenterCrop(5), v1.Grayscale(), v1.ToTensor()]),
+        v1.Compose([v1.PILToTensor(), v1.ConvertImageDtype(torch.float32), v1.Normalize(*normal)]),
+        v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*normal)]),
+        v1.Compose([v1.ToTensor(), v1.Resize(6, antialias=True)]),
+    ):
+        whole: Any = FakeData(12, (3, 8, 10), 4, transform=transform)
+        for dataset in (whole, Subset(whole, [11, 3, 4, 8]), ConcatDataset([whole, whole])):
+            loader = EvalLoader(
+                dataset, part="val", batch_size=3, rank=0, world_size=1, device=CPU, loading=Loading(num_workers=0)
+            )
+            assert chosen(dataset, num_workers=0).rows is not None
+            for number, micro in enumerate(loader):
+                indices = range(3 * number, min(3 * number + 3, len(dataset)))
+                wanted = default_collate([dataset[index] for index in indices])
+                assert all(torch.equal(one, other) for one, other in zip(micro.batch, wanted, strict=True))
+    for random_one in (v1.RandomCrop(4), v1.Compose([v1.ToTensor(), v1.RandomErasing()]), lambda image: image):
+        assert chosen(FakeData(12, (3, 8, 10), 4, transform=random_one)).rows is None
+    assert chosen(FakeData(12, (3, 8, 10), 4, target_transform=lambda label: label)).rows is None
+
+
+# TensorSamples
+
+
+def test_a_sample_is_its_row_transformed():
+    samples = TensorSamples(X, LABEL, rows=torch.tensor([8, 3, 5]), transform=lambda b, _: [2 * b[0], b[1]])
+    assert len(samples) == 3
+    x, label = samples[1]
+    assert (x.tolist(), label, samples[-1][1]) == ((2 * X[3]).tolist(), 3, 5)
+    for index in (3, -4):
+        with pytest.raises(IndexError, match=f"Sample {index} of 3"):
+            samples[index]
+
+
+def test_a_single_sample_draws_from_torchs_generator(own_state):
+    samples = TensorSamples(X, transform=lambda b, draws: [b[0] + draws.uniform(4)])
+    torch.manual_seed(1)
+    first, second = samples[0][0], samples[0][0]
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(samples[0][0], first)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TensorSamples(), "it got none"),
+        (lambda: TensorSamples(X, LABEL[:4]), "it got 10, 4"),
+        (lambda: TensorSamples([1, 2]), "torch.as_tensor"),
+        (lambda: TensorSamples(X, rows=torch.tensor([1.0])), "rows must be a tensor of int64"),
+        (lambda: TensorSamples(X, rows=torch.tensor([3, 10])), "rows go from 3 to 10; there are 10"),
+        *(
+            (lambda wrong=wrong: TensorSamples(X, LABEL, transform=wrong)[1], "first dimension is the sample")
+            for wrong in (lambda b, _: [b[0][:0], b[1]], lambda b, _: b[0], lambda *_: ["x"])
+        ),
+    ],
+)
+def test_tensors_and_transforms_that_do_not_fit_are_refused(make, words):
+    with pytest.raises(DataError, match=words):
+        make()
