@@ -1,4 +1,4 @@
-"""A stream through the command: trained by two processes, gone on with, predicted; and what is refused or fails."""
+"""A stream through the command: trained by two processes, resumed, predicted; and an error in it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _own(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
-def test_two_processes_train_uneven_parts_go_on_exactly_and_predict_in_order(train: Train, tmp_path: Path) -> None:
+def test_two_processes_train_uneven_parts_resume_exactly_and_predict_in_order(train: Train, tmp_path: Path) -> None:
     """An epoch has six steps; after the third, the second process has nothing left."""
     keep = ("checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1", "checkpoint.monitor=null")
     run = train(*COMMON, *TWO, *keep, "trainer.max_epochs=2")
@@ -78,20 +78,14 @@ def test_two_processes_train_uneven_parts_go_on_exactly_and_predict_in_order(tra
     train(f"resume={run}/checkpoints/step_00000008")
     results.assert_same(results.weights(run), wanted)
 
-    output = tmp_path / "out.csv"
-    train(
-        "job=predict",
-        f"checkpoint.path={run}",
-        "data.stream=shared",
-        "data.eval_batch_size=2",
-        "predict.output=out.csv",
-    )
-    rows = list(csv.reader(output.read_text().splitlines()))[1:]
+    shared = ("data.stream=shared", "data.eval_batch_size=2")
+    train("job=predict", f"checkpoint.path={run}", *shared, "predict.output=out.csv")
+    rows = list(csv.reader((tmp_path / "out.csv").read_text().splitlines()))[1:]
     assert [round(float(row[1])) for row in rows] == [*range(100, 107), *range(200, 204)]
 
 
 @pytest.mark.multiproc
-def test_an_error_in_one_stream_is_told_of_its_process(train: Train) -> None:
+def test_an_error_in_one_stream_names_its_process(train: Train) -> None:
     run = train(*COMMON, *TWO, "+data.datasets.fails=true", status=1)
     report = json.loads((run / "failure.json").read_text())
     assert report["first"]["rank"] == 1

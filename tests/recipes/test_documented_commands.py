@@ -1,38 +1,27 @@
-"""Every command of the documentation is run: those of the README always, the others with `--exhaustive`.
+"""Commands of the documentation are run, each override that they show at least once.
 
-Trainings are cut to a few steps. What needs GPUs or several nodes is planned instead; what needs MNIST's files too,
-where they aren't there. Commands that only answer (`--help`, `--cfg`) are run by tests/shape/test_docs.py.
+Every command is composed and checked by tests/shape/test_docs.py; that is all for those that need GPUs or several
+nodes, and for those that only plan or answer. Trainings are cut to a few steps. By default only those run here that
+no other test runs.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from framework import cli
-from tests.conftest import DATA_VARIABLE
-from tests.helpers.documents import ONLY_ANSWERS, Command, commands, documents, write_shown_files
-
-if TYPE_CHECKING:
-    from framework.launch.warm import WarmServer
+from framework.launch.warm import WarmServer
+from tests.helpers.documents import ONLY_ANSWERS, PLACEHOLDER, Command, commands, documents, write_shown_files
 
 pytestmark = pytest.mark.multiproc
 
-_ALL = [command for file in documents() for command in commands(file.read_text(), place=file.name)]
-_ALWAYS = {tuple(command.arguments) for command in _ALL if command.place == "README.md"}
-_DIFFERENT = {
-    tuple(command.arguments): command
-    for command in _ALL
-    if not ONLY_ANSWERS & set(command.arguments) and command.arguments != ["…"]
-}
-
+BY_DEFAULT = {"recipe=mnist_fast", "recipe=wine model.hidden=16"}
 SHORT = {
     "train": ("trainer.max_epochs=1", *(f"trainer.limit_{part}_batches=1" for part in ("train", "val", "test"))),
     "parity": ("parity.steps=1",),
@@ -40,13 +29,30 @@ SHORT = {
     "tune": ("tune.max_batch_size=16",),
 }
 """By job, what makes it short."""
-NEEDS_MORE = re.compile(r"trainer\.gpus=[1-9]\d*|topology=multi_node|topology\.nnodes=.*")
-"""Machines that the tests don't have."""
+NOT_HERE = re.compile(r"job=plan|trainer\.gpus=[1-9]\d*|topology=multi_node|topology\.nnodes=.*")
 LEFT_OUT = re.compile(r"(data\.root|data\.mirrors|path\.outputs|preflight\.(min|max)_\w+)=.*")
 """Places that don't exist here, and speeds that a machine needn't have to run tests."""
 A_RUN = re.compile(r"(?<==)(outputs/\w+/)?(RUN|\.\.\.|\$run)")
 
 Answer = Callable[..., int]
+
+
+def chosen() -> Iterator[Command]:
+    """Those with an override that none before has: the README's first, the longest first."""
+    every = [command for file in documents() for command in commands(file.read_text(), place=file.name)]
+    seen: set[str] = set()
+    for command in sorted(every, key=lambda each: (each.place != "README.md", -len(each.arguments))):
+        shown = {_shown(text) for text in command.arguments if not LEFT_OUT.fullmatch(text)}
+        if shown <= seen or ONLY_ANSWERS & set(command.arguments) or any(map(NOT_HERE.fullmatch, command.arguments)):
+            continue
+        seen |= shown
+        yield command
+
+
+def _shown(argument: str) -> str:
+    """An override without its value, unless that chooses an option."""
+    key, _, _ = argument.partition("=")
+    return key if "." in key or PLACEHOLDER.search(argument) else argument
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +87,12 @@ def run_dir(answer: Answer, folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, id=command.text, marks=() if key in _ALWAYS else pytest.mark.exhaustive)
-        for key, command in _DIFFERENT.items()
+        pytest.param(
+            command,
+            id=command.text,
+            marks=() if " ".join(command.arguments) in BY_DEFAULT else pytest.mark.exhaustive,
+        )
+        for command in chosen()
     ],
 )
 def test_a_documented_command_runs(command: Command, answer: Answer, request: pytest.FixtureRequest) -> None:
@@ -98,7 +108,7 @@ def test_a_documented_command_runs(command: Command, answer: Answer, request: py
 
 
 def _short(command: Command, request: pytest.FixtureRequest) -> list[str]:
-    """What is typed for a command: with a run of this machine, its files, few steps; or the plan of it."""
+    """Return the overrides with a run and the data of this machine, and few steps."""
     arguments = [text for text in command.arguments if not LEFT_OUT.fullmatch(text)]
     if any(A_RUN.search(text) or "CHECKPOINT" in text for text in arguments):
         run = str(request.getfixturevalue("run_dir"))
@@ -106,14 +116,7 @@ def _short(command: Command, request: pytest.FixtureRequest) -> list[str]:
         arguments = [text.replace("CHECKPOINT", "last") for text in arguments]
     (job,) = {text.removeprefix("job=") for text in arguments if text.startswith("job=")} or {"train"}
     if any(text.startswith("recipe=mnist") for text in arguments):
-        if os.environ.get(DATA_VARIABLE):
-            arguments.append(f"data.root={request.getfixturevalue('data_root')}")
-        else:
-            job = "plan"
-    if any(NEEDS_MORE.fullmatch(text) for text in arguments):
-        job = "plan"
-    if job == "plan":
-        return ["job=plan", *(text for text in arguments if not text.startswith("job="))]
+        arguments.append(f"data.root={request.getfixturevalue('data_root')}")
     if not any(text.startswith("trainer.gpus=") for text in arguments):
         arguments.append("trainer.gpus=0")
     if any(text.startswith("resume=") and text != "resume=auto" for text in arguments):

@@ -1,4 +1,4 @@
-"""Streams to train on, made of numbers; and their exchange between simulated ranks."""
+"""Streams made of numbers, and a loader of one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from framework.data.batching import plan_batches
 from framework.data.stream import Deal, Reading
 from framework.data.stream_loader import StreamLoader
 from framework.distributed.context import Context
-from framework.distributed.exchange import Alone, Exchange, Table
-from tests.unit.simulated_ranks import CPU, SimulatedRanks, cpu_context
+from framework.distributed.exchange import Alone, Exchange, SideExchange
+from tests.unit.simulated_ranks import CPU, cpu_context
 
 Sample = tuple[Tensor, Tensor]
 
@@ -28,7 +28,7 @@ def sample(part: int, number: int, epoch: int) -> Sample:
 
 
 class Parts(IterableDataset[Sample]):
-    """Parts of these lengths, one after another; a shard of as many is one of them."""
+    """Parts of these lengths, one after another; each is one shard."""
 
     def __init__(self, lengths: Sequence[int], *, only: int | None = None, fails_at: int | None = None) -> None:
         self.lengths, self.only, self.fails_at = lengths, only, fails_at
@@ -41,7 +41,7 @@ class Parts(IterableDataset[Sample]):
     def shard(self, num_shards: int, index: int) -> Parts:
         if num_shards != len(self.lengths):
             raise IndexError(f"there are {len(self.lengths)} parts")
-        return Parts(self.lengths, only=index, fails_at=self.fails_at if index == 1 else None)
+        return type(self)(self.lengths, only=index)
 
     def __iter__(self) -> Iterator[Sample]:
         for part in range(len(self.lengths)) if self.only is None else (self.only,):
@@ -53,15 +53,10 @@ class Parts(IterableDataset[Sample]):
 
 
 class Stateful(Parts):
-    """The same that goes on where it stood, without reading what was before; of one part."""
+    """One part that resumes where it stood, without reading what was before."""
 
-    def __init__(self, lengths: Sequence[int], *, only: int | None = None, fails_at: int | None = None) -> None:
-        super().__init__(lengths, only=only)
-        self.begin = 0
-        self.position = 0
-
-    def shard(self, num_shards: int, index: int) -> Stateful:
-        return Stateful(self.lengths, only=index)
+    begin = 0
+    position = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -78,26 +73,32 @@ class Stateful(Parts):
             yield sample(part, self.position - 1, self.epoch)
 
 
+class KeepsItsPosition(Stateful):
+    """It goes back to the start only at the end, as StatefulDataLoader does."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        self.position, self.begin = self.begin or self.position, 0
+        while self.position < self.lengths[self.only or 0]:
+            self.position += 1
+            yield sample(self.only or 0, self.position - 1, self.epoch)
+        self.position = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.begin = state["position"], 0
+
+
 class Drawing(IterableDataset[tuple[int, float, float]]):
-    """What it gives is drawn."""
+    """Its samples are drawn."""
 
     def __iter__(self) -> Iterator[tuple[int, float, float]]:
         for number in range(10):
             yield number, random.random(), float(torch.rand(()))
 
 
-class SimulatedExchange:
-    """Of threads: to begin is to wait for all."""
-
-    def __init__(self, ranks: SimulatedRanks, context: Context) -> None:
-        self._ranks, self._context = ranks, context
-
-    def begin(self, row: Sequence[float]) -> Callable[[], Table]:
-        table = self._ranks.gather(list(row), self._context)
-        return lambda: table
-
-    def give(self, value: Any, *, source: int) -> Any:
-        return self._ranks.gather(value, self._context)[source]
+def opened(context: Context, *, timeout_s: float = 30.0) -> SideExchange:
+    exchange = SideExchange(context, timeout_s=timeout_s)
+    exchange.open()
+    return exchange
 
 
 def make_loader(
@@ -112,14 +113,14 @@ def make_loader(
     check_state: Callable[[Any], object] | None = None,
     **reading: Any,
 ) -> StreamLoader:
+    """Return the loader of this rank, or of one rank alone."""
     context = cpu_context() if context is None else context
-    plan = plan_batches(
-        batch_size=batch_size, global_batch_size=None, world_size=context.world_size, accumulate=accumulate
-    )
+    world_size = context.world_size
+    plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=world_size, accumulate=accumulate)
     return StreamLoader(
         dataset,
         deal=Deal(plan, context.rank, is_sharded),
-        reading=Reading("train", seed=5, **reading),
+        reading=Reading("train", **{"seed": 5, **reading}),
         device=CPU,
         exchange=Alone() if exchange is None else exchange,
         stops_first=stops_first,

@@ -154,7 +154,7 @@ def draw(index: int) -> tuple[Any, ...]:
 
 def drawn(dataset: Any, loading: Loading, *, world_size=1, batch_size=4, epoch=1, start=0, seed=5) -> dict[int, Any]:
     """Return what each sample drew, by its index."""
-    found = {}
+    found: dict[int, Any] = {}
     for rank in range(world_size):
         loader = make_train(
             dataset, rank=rank, world_size=world_size, batch_size=batch_size, seed=seed, loading=loading
@@ -225,7 +225,12 @@ def test_evaluation_draws_the_same_every_time():
 
 def test_a_limit_shortens_the_epoch_and_what_is_kept():
     asked: list[int] = []
-    dataset = Made(lambda i: (asked.append(i), TENSORS[i])[1], 23)
+
+    def make(index: int) -> Any:
+        asked.append(index)
+        return TENSORS[index]
+
+    dataset = Made(make, 23)
     loader = make_train(dataset, limit=2, shuffle=False, loading=RESIDENT)
     assert set(asked) == set(range(8))  # the same samples in every epoch: no others are kept in memory
     assert [epoch_of([loader], epoch, dataset=dataset) for epoch in (0, 1)] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
@@ -393,6 +398,6 @@ def test_the_next_copy_begins_before_a_batch_is_used():
     ]
     assert list(on_device([], CPU, copier=Noted())) == []
     # On the CPU there is nothing to copy: a batch is loaded when it is asked for.
-    loaded: list[int] = []
-    next(on_device((torch.tensor(loaded.append(i) or i) for i in range(3)), CPU))
-    assert loaded == [0]
+    numbers = iter(range(3))
+    next(on_device(map(torch.tensor, numbers), CPU))
+    assert list(numbers) == [1, 2]

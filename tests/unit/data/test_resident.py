@@ -22,7 +22,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 RESIDENT, DATALOADER = LoaderKind.RESIDENT, LoaderKind.DATALOADER
 X, LABEL = torch.arange(40.0).view(10, 4), torch.arange(10)
 TENSORS = TensorDataset(torch.zeros(10, 100))
-JOINED = ConcatDataset([TensorDataset(torch.full((size, 100), float(size))) for size in (3, 7)])
+JOINED: Any = ConcatDataset([TensorDataset(torch.full((size, 100), float(size))) for size in (3, 7)])
 GENERATOR = torch.Generator()
 
 
@@ -191,8 +191,8 @@ def test_memory_is_what_the_system_and_control_groups_leave(tmp_path, files, ava
     [
         (lambda i: random.random() if i == 270 else 0.0, "Sample 270 of the val dataset draws random numbers"),
         (lambda i: np.random.rand() if i == 270 else 0.0, "Sample 270 of the val dataset draws random numbers"),
-        (lambda i: torch.rand(1), "Sample 0 of the val dataset draws random numbers"),
-        (lambda i: torch.rand(2, generator=GENERATOR), "Sample 0 of the val dataset isn't the same"),
+        (lambda _: torch.rand(1), "Sample 0 of the val dataset draws random numbers"),
+        (lambda _: torch.rand(2, generator=GENERATOR), "Sample 0 of the val dataset isn't the same"),
         (lambda i: torch.zeros(2 if i < 256 else 3), "Samples from 256 on of the val dataset differ"),
         (lambda i: torch.zeros(1 + i), "Samples 0 to 255 of the val dataset don't make a batch"),
         (lambda i: (i, "name"), "holds str"),
@@ -225,7 +225,8 @@ def test_data_of_torchvision_give_the_numbers_of_a_plain_loop():
         v1.Compose([v1.ToTensor(), v1.Resize(6, antialias=True)]),
     ):
         whole: Any = FakeData(12, (3, 8, 10), 4, transform=transform)
-        for dataset in (whole, Subset(whole, [11, 3, 4, 8]), ConcatDataset([whole, whole])):
+        datasets: list[Any] = [whole, Subset(whole, [11, 3, 4, 8]), ConcatDataset([whole, whole])]
+        for dataset in datasets:
             loader = EvalLoader(
                 dataset, part="val", batch_size=3, rank=0, world_size=1, device=CPU, loading=Loading(num_workers=0)
             )
@@ -246,7 +247,7 @@ def test_a_sample_is_its_row_transformed():
     samples = TensorSamples(X, LABEL, rows=torch.tensor([8, 3, 5]), transform=lambda b, _: [2 * b[0], b[1]])
     assert len(samples) == 3
     x, label = samples[1]
-    assert (x.tolist(), label, samples[-1][1]) == ((2 * X[3]).tolist(), 3, 5)
+    assert (x.tolist(), int(label), int(samples[-1][1])) == ((2 * X[3]).tolist(), 3, 5)
     for index in (3, -4):
         with pytest.raises(IndexError, match=f"Sample {index} of 3"):
             samples[index]
@@ -266,7 +267,7 @@ def test_a_single_sample_draws_from_torchs_generator(own_state):
     [
         (lambda: TensorSamples(), "it got none"),
         (lambda: TensorSamples(X, LABEL[:4]), "it got 10, 4"),
-        (lambda: TensorSamples([1, 2]), "torch.as_tensor"),
+        (lambda numbers=[1, 2]: TensorSamples(numbers), "torch.as_tensor"),
         (lambda: TensorSamples(X, rows=torch.tensor([1.0])), "rows must be a tensor of int64"),
         (lambda: TensorSamples(X, rows=torch.tensor([3, 10])), "rows go from 3 to 10; there are 10"),
         *(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -104,9 +106,10 @@ def test_a_global_batch_size_wins_and_needs_a_sample_for_every_forward():
 def test_samples_of_a_ranks_own_make_micro_batches_that_are_not_empty(data, plan):
     """A rank that reads a stream of its own has at most its share of a global batch."""
     rank = data.draw(st.integers(0, plan.world_size - 1))
+    plan = replace(plan, global_batch_size=max(plan.global_batch_size, plan.world_size * plan.micro_batches))
     full = len(share(plan.global_batch_size, rank=rank, world_size=plan.world_size))
-    count = data.draw(st.integers(min(1, full), full))
-    parts = own_micro_batches(plan, count=count, rank=rank) if full else []
+    count = data.draw(st.integers(0, full))
+    parts = own_micro_batches(plan, count=count, rank=rank)
     assert [position for part in parts for position in part] == list(range(count))
     assert len(parts) <= plan.micro_batches
     assert all(0 < len(part) <= -(-full // plan.micro_batches) for part in parts)

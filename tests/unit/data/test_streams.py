@@ -1,0 +1,541 @@
+"""Streams: the same number of steps on every rank, each sample once, resumable after any step."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from framework.config.parse import parse
+from framework.config.schema import Config, LoaderKind, StreamSharing
+from framework.data.batching import BatchPlan
+from framework.data.stream import Deal, Reading, first_batch
+from framework.data.stream_loader import StreamEvalLoader, evaluation_plan
+from framework.data.workers import read_ahead
+from framework.distributed.context import Context
+from framework.errors import CheckpointError, ConfigError, DataError, FrameworkError, RunError
+from framework.strategies.single import AsItIs
+from framework.streams import check_state, check_streams, train_limit
+from framework.types import Datasets
+from tests.helpers.rank_pool import RankPool
+from tests.unit.config.raw import raw_config
+from tests.unit.simulated_ranks import CPU
+from tests.unit.small_trainer import samples
+from tests.unit.streams import Drawing, KeepsItsPosition, Parts, Stateful, make_loader, opened, sample
+
+pytestmark = pytest.mark.usefixtures("own_state")  # a DataLoader's worker sets a handler for SIGCHLD
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stream of parts of these lengths, one for each of 3 ranks if it is sharded; resumed after some steps."""
+
+    lengths: tuple[int, ...]
+    is_sharded: bool = True
+    batch_size: int = 2
+    accumulate: int = 1
+    stops_first: bool = False
+    limit: int | None = None
+    is_stateful: bool = False
+    resume_after: int = 1
+
+    @property
+    def loader(self) -> dict[str, Any]:
+        names = ("is_sharded", "batch_size", "accumulate", "stops_first", "limit")
+        return {name: getattr(self, name) for name in names}
+
+
+def targets(window: Any) -> list[list[float]]:
+    """Return the targets of the samples that count, by micro-batch."""
+    micro_batches = list(window.micro_batches)
+    assert len(micro_batches) == window.num_micro_batches == len(window.indices)
+    assert all(len(each.batch[0]) for each in micro_batches)  # a stand-in is a batch, too
+    assert [each.num_samples for each in window.indices] == [each.num_samples for each in micro_batches]
+    return [each.batch[1].tolist() if each.num_samples else [] for each in micro_batches]
+
+
+def read(context: Context, cases: list[Case]) -> list[Any]:
+    """Of each case: windows of epoch 1, the same from a resumed loader, then epoch 2 of both, and of an evaluation."""
+    exchange, found = opened(context), []
+    for case in cases:
+        kind = Stateful if case.is_stateful else Parts
+
+        def loader(kind: Any = kind, case: Case = case) -> Any:
+            return make_loader(kind(case.lengths), context, exchange=exchange, **case.loader)
+
+        windows, states, taken = [], [None], [0]
+        straight = loader()
+        for window in straight.epoch(1):
+            windows.append((targets(window), window.global_count, window.epoch_end, window.first_rank))
+            states.append(straight.state_dict())
+            taken.append(taken[-1] + window.global_count)
+        resumed, after = loader(), case.resume_after % len(windows)
+        every: list[Any] = [None] * context.world_size
+        dist.all_gather_object(every, states[after])
+        if after:
+            resumed.load_state_dict(every, samples=taken[after])
+        rest = [targets(window) for window in resumed.epoch(1, taken[after])]
+        assert rest == [each for each, *_ in windows[after:]]
+        assert [targets(each) for each in resumed.epoch(2)] == [targets(each) for each in straight.epoch(2)]
+
+        deal = Deal(evaluation_plan(case.batch_size, world_size=context.world_size), context.rank, case.is_sharded)
+        evaluated = []
+        for is_even in (False, True):
+            how: Any = {"deal": deal, "reading": Reading("val"), "device": CPU, "exchange": exchange}
+            evaluation = StreamEvalLoader(Parts(case.lengths), is_even=is_even, **how)
+            batches = list(evaluation)
+            assert [each.batch[1].tolist() for each in batches] == [each.batch[1].tolist() for each in evaluation]
+            evaluated.append([each.batch[1].tolist() if each.num_samples else [] for each in batches])
+        found.append((windows, evaluated))
+    return found
+
+
+def parts_of(lengths: tuple[int, ...], epoch: int) -> list[list[float]]:
+    return [[sample(part, n, epoch)[1].item() for n in range(size)] for part, size in enumerate(lengths)]
+
+
+def flat(nested: Any) -> list[float]:
+    return [value for each in nested for value in (flat(each) if isinstance(each, list) else [each])]
+
+
+def random_cases(number: int) -> Iterator[Case]:
+    choose = random.Random(1)
+    for _ in range(number):
+        is_sharded, is_stateful = choose.random() < 0.6, choose.random() < 0.5
+        lengths = tuple(choose.randint(0, 14) for _ in range(3))
+        if not is_sharded:
+            lengths = (choose.randint(1, 30),)
+        if not any(lengths):
+            continue
+        batch, accumulate = choose.randint(1, 3), choose.randint(1, 3)
+        resume = choose.randint(0, 9)
+        yield Case(lengths, is_sharded, batch, accumulate, is_stateful=is_stateful, resume_after=resume)
+
+
+@pytest.mark.multiproc
+def test_every_sample_is_taken_once_in_as_many_steps_on_every_rank(rank_pool: RankPool) -> None:
+    """In training and evaluation, of a shared stream and of shards of any lengths; resumed after any step."""
+    cases = [*random_cases(25), Case((13, 5, 0), resume_after=3), Case((13, 5, 0), is_stateful=True, resume_after=6)]
+    by_rank = rank_pool.run(read, cases, ranks=3)
+    for case, *found in zip(cases, *by_rank, strict=True):
+        runs, evaluations = [windows for windows, _ in found], [evaluated for _, evaluated in found]
+        parts, global_batch = parts_of(case.lengths, 1), 3 * case.batch_size * case.accumulate
+        steps = list(zip(*runs, strict=True))
+        for number, step in enumerate(steps):
+            taken = flat([window[0] for window in step])
+            assert len({tuple(window[1:]) for window in step}) == 1, case
+            assert len({len(window[0]) for window in step}) == 1, case
+            assert (step[0][1], step[0][2]) == (len(taken), number == len(steps) - 1), case
+            if not case.is_sharded:  # as data of known length: one global order
+                assert taken == flat(parts)[number * global_batch : (number + 1) * global_batch], case
+                assert step[0][3] is None
+            else:
+                assert step[0][3] == min(rank for rank in range(3) if flat(step[rank][0])), case
+            micro = [len(each) for window in step for each in window[0]]
+            assert max(micro) <= case.batch_size, case
+        if case.is_sharded:
+            assert [flat([window[0] for window in run]) for run in runs] == parts, case
+        for uneven, even in evaluations:
+            assert [each for each in even if each] == uneven, case
+        assert len({len(even) for _, even in evaluations}) == 1, case
+        once = flat(parts_of(case.lengths, 0))
+        assert sorted(flat([uneven for uneven, _ in evaluations])) == sorted(once), case
+
+
+def steps(context: Context, cases: list[Case]) -> list[Any]:
+    """Return (samples of each micro-batch, of all ranks, last) of the windows; or the error."""
+    exchange = opened(context)
+    found: list[Any] = []
+    for case in cases:
+        try:
+            loader = make_loader(Parts(case.lengths), context, exchange=exchange, **case.loader)
+            windows = list(loader.epoch(0))
+            found.append([([len(each) for each in targets(w)], w.global_count, w.epoch_end) for w in windows])
+        except FrameworkError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.multiproc
+def test_an_epoch_ends_with_the_last_stream_or_with_the_first(rank_pool: RankPool) -> None:
+    join = Case((11, 5, 0), accumulate=2)
+    stop = replace(join, stops_first=True)
+    cases = [join, replace(stop, lengths=(11, 5, 6)), replace(join, limit=24), replace(join, limit=7, accumulate=1)]
+    assert rank_pool.run(steps, cases, ranks=3) == [
+        [
+            [([2, 2], 8, False), ([2, 2], 5, False), ([2, 1], 3, True)],
+            [([2, 2], 12, False), ([2, 2], 7, True)],
+            [([2, 2], 8, False), ([2, 2], 5, True)],
+            [([2], 4, False), ([1], 1, True)],
+        ],
+        [
+            [([2, 2], 8, False), ([1, 0], 5, False), ([0, 0], 3, True)],
+            [([2, 2], 12, False), ([1, 0], 7, True)],
+            [([2, 2], 8, False), ([1, 0], 5, True)],
+            [([2], 4, False), ([0], 1, True)],
+        ],
+        [
+            [([0, 0], 8, False), ([0, 0], 5, False), ([0, 0], 3, True)],
+            [([2, 2], 12, False), ([2, 0], 7, True)],
+            [([0, 0], 8, False), ([0, 0], 5, True)],
+            [([0], 4, False), ([0], 1, True)],
+        ],
+    ]
+    refused = [replace(stop, lengths=(11, 0, 0)), replace(join, lengths=(0, 0, 0)), replace(join, lengths=(1, 1))]
+    ends = rank_pool.run(steps, refused, ranks=3)
+    for of_stop, of_none, of_shards in ends:
+        assert "DataError: data.stream=stop" in of_stop
+        assert "has no sample for index 1, 2.\nUse data.stream=join, fewer processes" in of_stop
+        assert "DataError: The train stream gives no sample in epoch 0" in of_none
+        assert "IndexError: there are 2 parts\nUse as many processes" in of_shards
+    assert make_loader(Parts([9]), limit=8).steps_per_epoch == 4
+    assert make_loader(Parts([9])).steps_per_epoch is None
+
+
+def resume(context: Context, then: Case, now: Case, states: list[Any] | None, samples: int) -> Any:
+    """Resume at `samples` from these states, by default those of all ranks after as many; return windows and states."""
+    exchange, own = opened(context), []
+    if states is None:
+        before = make_loader(Stateful(then.lengths), context, exchange=exchange, **then.loader)
+        taken = 0
+        for window in before.epoch(0):
+            taken += window.global_count
+            if taken == samples:
+                break
+        states = [None] * context.world_size
+        dist.all_gather_object(states, before.state_dict())
+    loader = make_loader(Stateful(now.lengths), context, exchange=exchange, **now.loader)
+    try:
+        loader.load_state_dict(states, samples=samples)
+        for window in loader.epoch(0, samples):
+            own.append(targets(window))
+        return own, states
+    except FrameworkError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.multiproc
+def test_a_shared_stream_resumes_on_another_number_of_ranks(rank_pool: RankPool) -> None:
+    case = Case((25,), is_sharded=False, batch_size=3)
+    two = rank_pool.run(resume, case, case, None, 12, ranks=2)
+    wanted = parts_of((25,), 0)[0][12:]
+    assert sorted(flat([windows for windows, _ in two])) == sorted(wanted)
+    three = rank_pool.run(resume, case, replace(case, batch_size=2), two[0][1], 12, ranks=3)
+    for number in range(3):
+        assert flat([windows[number] for windows, _ in three]) == wanted[number * 6 : (number + 1) * 6]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"stops_first": True}, "CheckpointError: (?s:.*)2 shard.* data.stream=join, .*2 shard.* data.stream=stop"),
+        ({"is_sharded": False}, "CheckpointError: (?s:.*)in 2 shard.*reads a stream that all processes share"),
+        ({"lengths": (4, 4)}, "DataError: (?s:.*)at sample 8 of the train stream: in epoch 0 a process finds no more"),
+        (
+            {"limit": 8},
+            "DataError: (?s:.*)at sample 4 of the part of process 0, .* at most 4 samples(?s:.*)set it back",
+        ),
+        ({"limit": 12}, None),
+    ],
+)
+def test_shards_resume_by_the_rule_they_were_saved_with(rank_pool: RankPool, now: dict[str, Any], words: str) -> None:
+    then = Case((9, 7))
+    ends = rank_pool.run(resume, then, replace(then, **now), None, 8, ranks=2)
+    for end in ends:
+        assert re.match(words, end) if words else len(end[0]) == 1, end
+
+
+class Differs(IterableDataset[Any]):
+    """A sample with something of every kind; another one on rank 1."""
+
+    def __init__(self, rank: int, changed: Any) -> None:
+        self.sample = {
+            "image": torch.arange(6, dtype=torch.uint8).view(2, 3),
+            "mean": torch.tensor([0.5, 1.5, float("nan")]),
+            "name": "a",
+            "label": 3,
+            "wave": torch.tensor([1 + 2j]),
+            "row": np.arange(3.0),
+            **(changed if rank else {}),
+        }
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.sample] * 4)
+
+
+DIFFERENT: list[dict[str, Any]] = [
+    {"image": torch.arange(1, 7, dtype=torch.uint8).view(2, 3)},
+    {"image": torch.arange(6, dtype=torch.uint8)},
+    {"mean": torch.tensor([0.5, 1.6, 0.0])},
+    {"name": "b"},
+    {"label": 4},
+    {"wave": torch.tensor([1 + 3j])},
+    {"row": np.arange(1, 4.0)},
+]
+
+
+def compared(context: Context, changes: list[dict[str, Any]]) -> list[str]:
+    exchange, ends = opened(context), []
+    for dataset in (*(Differs(context.rank, each) for each in changes), Parts([9, 12], only=context.rank)):
+        try:
+            list(make_loader(dataset, context, exchange=exchange).epoch(0))
+            ends.append("")
+        except DataError as error:
+            ends.append(str(error))
+    return ends
+
+
+@pytest.mark.multiproc
+def test_ranks_that_should_read_the_same_stream_and_do_not_are_named(rank_pool: RankPool) -> None:
+    """By content or by length; processors may differ in the last digits of what they compute."""
+    same = [{}, {"mean": torch.tensor([0.5000001, 1.5, float("nan")])}]
+    ends = rank_pool.run(compared, [*same, *DIFFERENT])
+    assert ends[0] == ends[1]
+    assert ends[0][:2] == ["", ""]
+    for end in ends[0][2:]:
+        assert "Ranks 0 and 1 don't read the same train stream: in epoch 0" in end
+        assert "data.stream=join" in end
+
+
+# One rank
+
+
+def state_at(position: int) -> dict[str, Any]:
+    return {"shards": None, "shard": 0, "samples": position, "has_ended": False, "state": {"position": position}}
+
+
+def read_alone(dataset: Any, epoch: int = 0, start: int = 0, **how: Any) -> list[Any]:
+    loader = make_loader(dataset, **how)
+    try:
+        if start:
+            loader.load_state_dict([], samples=start)
+        return [[micro.batch for micro in window.micro_batches] for window in loader.epoch(epoch, start)]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_what_a_stream_draws_depends_on_seed_epoch_and_place_alone(in_worker: bool) -> None:
+    def drawn(epoch: int = 2, start: int = 0, **how: Any) -> list[tuple[float, ...]]:
+        batches = read_alone(Drawing(), epoch, start, in_worker=in_worker, **how)
+        return [row for (batch,) in batches for row in zip(*(column.tolist() for column in batch), strict=True)]
+
+    before = torch.get_rng_state(), random.getstate()
+    whole = drawn()
+    assert len({value for _, *values in whole for value in values}) == 20
+    assert drawn(batch_size=7) == whole
+    assert drawn(start=6) == whole[6:]
+    for other in (drawn(epoch=3), drawn(seed=6)):
+        assert not {row[1:] for row in other} & {row[1:] for row in whole}
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("make", [Parts, Stateful])
+def test_a_stream_with_a_state_is_not_read_again(make: Any) -> None:
+    dataset = make([11])
+    before = make_loader(make([11]), batch_size=4)
+    next(before.epoch(1))
+    loader = make_loader(dataset, batch_size=4)
+    loader.load_state_dict([before.state_dict()], samples=4)
+    rest = flat([targets(window) for window in loader.epoch(1, 4)])
+    assert rest == parts_of((11,), 1)[0][4:]
+    assert dataset.read == (11 if make is Parts else 7)
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+@pytest.mark.parametrize("make", [KeepsItsPosition, Stateful])
+def test_an_epoch_begins_at_the_start_after_one_that_was_cut(make: Any, in_worker: bool) -> None:
+    """By a limit or left early, also one that was resumed."""
+    loader = make_loader(make([7]), limit=5, in_worker=in_worker)
+    loader.load_state_dict(
+        [{"shards": None, "shard": 0, "samples": 2, "has_ended": False, "state": {"position": 2}}], samples=2
+    )
+    for epoch, start in ((0, 2), (1, 0), (2, 0), (3, 0)):
+        windows = loader.epoch(epoch, start)
+        if epoch == 1:
+            assert flat(targets(next(windows))) == parts_of((7,), 1)[0][:2]
+            continue
+        assert flat([targets(window) for window in windows]) == parts_of((7,), epoch)[0][start:5]
+    loader.close()
+
+
+def test_nothing_beyond_a_limit_is_read() -> None:
+    dataset = Parts([50])
+    assert len(read_alone(dataset, limit=8, batch_size=4)) == 2
+    assert dataset.read == 8
+    with pytest.raises(DataError, match="limit_train_batches is smaller"):
+        read_alone(dataset, start=8, limit=8)
+
+
+class Failing(Stateful):
+    """One of its calls fails."""
+
+    def __init__(self, call: str, error: BaseException) -> None:
+        super().__init__([5])
+        self.call, self.error = call, error
+
+    def made(self, call: str) -> None:
+        if call == self.call:
+            raise self.error
+
+    def set_epoch(self, epoch: int) -> None:
+        self.made("set_epoch")
+
+    def state_dict(self) -> dict[str, Any]:
+        self.made("first_state" if self.position == 0 else "state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.made("load_state_dict")
+        super().load_state_dict(state)
+
+    def __iter__(self) -> Any:
+        self.made("iter")
+        return iter(map(self.checked, super().__iter__()))
+
+    def checked(self, given: Any) -> Any:
+        self.made("next" if self.position == 4 else "")
+        return given
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("set_epoch", r"set_epoch\(\) of the train stream, in epoch 1,"),
+        ("load_state_dict", r"load_state_dict\(\) of the train stream, in epoch 1,"),
+        ("iter", r"iter\(\) of the train stream, in epoch 1,"),
+        ("first_state", r"state_dict\(\) of the train stream, before its first sample,"),
+        ("state_dict", r"state_dict\(\) of the train stream, after 3 samples of epoch 1,"),
+        ("next", r"Sample 3 of the train stream, in epoch 1,"),
+    ],
+)
+def test_an_error_names_the_call_of_the_stream_and_the_line(call: str, said: str) -> None:
+    """A StopIteration isn't the end of the stream, and exit() not that of the run."""
+    for error in (KeyError("a"), SystemExit(3), *([] if call == "next" else [StopIteration()])):
+        loader = make_loader(Failing(call, error))
+        loader.load_state_dict([state_at(1)], samples=1)
+        with pytest.raises(RunError, match=f"^{said} raised {type(error).__name__}(.|\n)*in made: raise self.error"):
+            list(loader.epoch(1, 1))
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+@pytest.mark.parametrize(
+    ("dataset", "epoch", "start", "error", "words"),
+    [
+        (Parts([9], fails_at=5), 0, 0, RunError, r"^Sample 5 of the train stream, in epoch 0, raised OSError"),
+        (Parts([270]), 2, 300, DataError, "at sample 300 of the train stream: in epoch 2 it has only 270"),
+        (Parts([]), 0, 0, DataError, "The train stream gives no sample in epoch 0"),
+    ],
+)
+def test_a_stream_that_cannot_be_read_is_refused(dataset, epoch, start, error, words, in_worker) -> None:
+    with pytest.raises(error, match=words):
+        read_alone(dataset, epoch, start, in_worker=in_worker)
+
+
+class Ragged(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([torch.zeros(2), torch.zeros(3)])
+
+
+class Unsaved(Stateful):
+    """A checkpoint can't hold its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": np.int64(self.position)}
+
+
+def test_samples_and_states_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(RunError, match="Samples 0 to 1 of the train stream don't make a batch"):
+        read_alone(Ragged())
+    with pytest.raises(DataError, match=r"Drawing, has no shard\(num_shards, index\)"):
+        make_loader(Drawing(), is_sharded=True)
+    # At the first step, not hours later when it is to be saved.
+    with pytest.raises(CheckpointError, match=r"the train stream's state_dict\(\)\.position a numpy\.int64"):
+        next(make_loader(Unsaved([9]), check_state=check_state).epoch(0))
+    assert len(read_alone(Unsaved([9]))) == 5  # nothing is saved
+    inputs, _ = first_batch(Parts([3]), number=5, part="test")
+    assert torch.equal(inputs[3:], inputs[:2])
+    with pytest.raises(DataError, match="The test stream gives no sample"):
+        first_batch(Parts([0]), number=5, part="test")
+
+
+def test_a_worker_that_exits_says_where() -> None:
+    def leaves() -> Iterator[int]:
+        yield 1
+        raise SystemExit("enough")
+
+    found = read_ahead(leaves)
+    assert next(found) == 1
+    with pytest.raises(RunError, match=r"was left: SystemExit\('enough'\)(.|\n)*in leaves: raise SystemExit"):
+        next(found)
+
+
+# What goes with a stream
+
+
+class Mixing(AsItIs):
+    mixes_samples = True
+
+
+class Staged(AsItIs):
+    num_stages = 2
+
+
+STREAM, BESIDE = Datasets(Parts([3]), val=samples(4)), Datasets(samples(4), val=Parts([3]))
+ONE = Parts([3])
+JOIN = {"stream": StreamSharing.JOIN}
+
+
+def config(*, job: str = "train", **changes: Any) -> Config:
+    whole = parse(raw_config())
+    data = {key: value for key, value in changes.items() if hasattr(whole.data, key)}
+    trainer = {key: value for key, value in changes.items() if hasattr(whole.trainer, key)}
+    of_data = replace(whole.data, **{"shuffle": False, **data})
+    return replace(whole, job=job, data=of_data, trainer=replace(whole.trainer, **trainer))
+
+
+@pytest.mark.parametrize(
+    ("changes", "datasets", "strategy", "said"),
+    [
+        ({"shuffle": True}, STREAM, AsItIs(), "data.shuffle=true can't go with a train part that is a stream"),
+        ({"loader": LoaderKind.RESIDENT}, STREAM, AsItIs(), "data.loader=resident keeps a part in memory"),
+        ({"num_workers": 2}, STREAM, AsItIs(), "data.num_workers=2 can't go with a train part that is a stream"),
+        ({"limit_train_batches": 0.5}, STREAM, AsItIs(), "trainer.limit_train_batches=0.5 is a share of the train"),
+        ({"limit_val_batches": 0.5}, BESIDE, AsItIs(), "trainer.limit_val_batches=0.5 is a share of the val"),
+        ({"overfit_batches": 2}, STREAM, AsItIs(), "trainer.overfit_batches can't go with a stream (train)"),
+        ({"job": "parity", **JOIN}, STREAM, AsItIs(), "data.stream=join can't go with job=parity"),
+        (JOIN, STREAM, Mixing(), "data.stream=join can't go with strategy.sync_batchnorm=true"),
+        (JOIN, STREAM, Staged(), "data.stream=join can't go with strategy=pipeline"),
+        (JOIN, Datasets(samples(4)), AsItIs(), "and data.datasets gives none"),
+        ({}, Datasets(ONE, val=ONE), AsItIs(), "one object for several of train, val"),
+        ({"limit_train_batches": 3, "limit_val_batches": 0.5, "num_workers": 1}, STREAM, Mixing(), None),
+        ({"stream": StreamSharing.STOP}, STREAM, AsItIs(), None),
+        ({"shuffle": True, "num_workers": 8, "loader": LoaderKind.RESIDENT}, BESIDE, AsItIs(), None),
+        ({"shuffle": True, "num_workers": 3}, Datasets(samples(4)), AsItIs(), None),
+    ],
+)
+def test_what_a_stream_cannot_give_is_refused(changes, datasets, strategy, said) -> None:
+    asked = config(**changes)
+    if said is None:
+        check_streams(asked, datasets, strategy)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_streams(asked, datasets, strategy)
+    assert said in str(caught.value)
+
+
+def test_a_limit_counts_batches_of_each_process() -> None:
+    plan = BatchPlan(12, 2, 3)
+    limits = [train_limit(config(limit_train_batches=n, accumulate_grad_batches=2).trainer, plan) for n in (1, 2, 3)]
+    assert limits == [12, 12, 24]
+    assert train_limit(config().trainer, plan) is None
