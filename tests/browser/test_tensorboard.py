@@ -68,9 +68,10 @@ def shown_lines(page: Page, tag: str) -> list[dict[str, Any]]:
     return sorted(page.wait_for(script, timeout=SHOWN_S), key=lambda line: line["run"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.usefixtures("own_state")  # the command puts the working directory on sys.path
+@pytest.mark.usefixtures("own_state")
 def test_tensorboard_shows_loss_accuracy_and_learning_rate_of_two_runs(train, tmp_path):
     program = need_chromium()
     runs = {}

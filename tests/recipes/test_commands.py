@@ -18,7 +18,7 @@ from framework.config.checks import check
 from framework.config.parse import parse
 from framework.launch.warm import WarmServer
 from tests.helpers import results
-from tests.helpers.command import run_framework, run_python, started_framework
+from tests.helpers.command import run_framework, started_framework
 from tests.helpers.processes import describe
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
@@ -138,15 +138,6 @@ def test_the_printed_commands_work(default: Run, warm: WarmServer, monkeypatch: 
         assert after[key] == before[key]
     assert results.saved_steps(default.run_dir) == checkpoints
     assert printed_command(default.stdout, "look") == ["tensorboard", "--logdir", "outputs"]
-
-
-@pytest.mark.exhaustive
-def test_tensorboard_finds_the_run(default: Run) -> None:
-    look = printed_command(default.stdout, "look")
-    shown = run_python("-m", "tensorboard.main", *look[1:], "--inspect", cwd=default.folder)
-    assert shown.returncode == 0, shown.stderr
-    assert "val/accuracy" in shown.stdout
-    assert default.run_dir.name in shown.stdout
 
 
 # python -m framework recipe=toy; python -m framework resume=outputs/...
