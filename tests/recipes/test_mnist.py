@@ -85,12 +85,12 @@ def test_a_short_training_learns_on_two_processes(train, data_root: Path) -> Non
     run_dir = train(
         *("recipe=mnist", f"data.root={data_root}", "logger=jsonl", "topology.procs_per_node=2"),
         *("data.global_batch_size=32", "optimizer.lr=0.05", "optimizer.momentum=0.9", "trainer.max_epochs=1"),
-        *("trainer.limit_train_batches=50", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"),
+        *("trainer.limit_train_batches=100", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"),
     )
     found = results.results(run_dir)
-    assert found["steps"] == 50
-    assert found["last"]["metrics"]["val/accuracy"] > 0.6
-    assert found["test"]["metrics"]["test/accuracy"] > 0.6
+    assert found["steps"] == 100
+    assert found["last"]["metrics"]["val/accuracy"] > 0.8
+    assert found["test"]["metrics"]["test/accuracy"] > 0.8
 
 
 @pytest.mark.multiproc
