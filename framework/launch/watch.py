@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,8 +82,9 @@ class Lateness:
 class NodeWatch:
     """The watch over one node's ranks, from `add` on. `look` must be called a few times a second."""
 
-    def __init__(self, *, node: int, limits: Limits) -> None:
+    def __init__(self, *, node: int, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.node = node
+        self._clock = clock
         self._limits = limits
         self._ranks: dict[int, _Watched] = {}
         self._late: dict[int, Lateness] = {}
@@ -94,7 +95,7 @@ class NodeWatch:
     def add(self, facts: RankFacts, pulse: PulseReader) -> None:
         log = Path(facts.log)
         log_from = log.stat().st_size if log.exists() else 0
-        self._ranks[facts.rank] = _Watched(facts, pulse, since_s=time.monotonic(), log_from=log_from)
+        self._ranks[facts.rank] = _Watched(facts, pulse, since_s=self._clock(), log_from=log_from)
 
     def look(self, *, elsewhere: Front | None = None) -> list[dict[str, Any]]:
         """What is new: `late`, `caught_up` and `hung` events. elsewhere: the front of the other nodes' ranks."""
@@ -191,7 +192,7 @@ class NodeWatch:
         self._ranks.clear()
 
     def _standing(self, watched: _Watched) -> Standing:
-        now, stand = time.monotonic(), watched.pulse.read()
+        now, stand = self._clock(), watched.pulse.read()
         seen = (stand.phase, stand.step, stand.collectives, stand.is_done)
         if seen != watched.seen:
             watched.seen, watched.since_s = seen, now
@@ -222,7 +223,7 @@ class NodeWatch:
     def _note_late(self, late: list[Standing], seconds: float) -> Iterator[dict[str, Any]]:
         for standing in late:
             if standing.rank not in self._late:
-                since_s = time.monotonic() - seconds
+                since_s = self._clock() - seconds
                 lateness = Lateness(
                     standing.rank, standing.phase.label, standing.step, since_s=since_s, seconds=seconds
                 )
@@ -234,7 +235,7 @@ class NodeWatch:
         for standing in standings:
             if standing.rank in self._late and standing.rank not in still_late:
                 lateness = self._late.pop(standing.rank)
-                lateness.seconds = time.monotonic() - lateness.since_s
+                lateness.seconds = self._clock() - lateness.since_s
                 if standing.alive or standing.done:
                     yield {"event": "caught_up", **lateness.to_plain()}
 
@@ -243,7 +244,7 @@ class NodeWatch:
 
     def _current(self) -> list[Lateness]:
         for lateness in self._late.values():
-            lateness.seconds = time.monotonic() - lateness.since_s
+            lateness.seconds = self._clock() - lateness.since_s
         return self.latenesses
 
     def _limit(self, some: Sequence[_Watched]) -> float:

@@ -1,90 +1,234 @@
-"""One rank kills itself, hangs, stops or is late: one of each kind that `benchmarks/failures.py` draws by the hundred.
+"""One failure, one report: it names the first cause, its rank, phase, step and stack, and no process is left.
 
-And the report of it is for people, too: what it says is looked at in `tests/unit/launch/`.
+`benchmarks/failures.py` draws such cases by the hundred.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from benchmarks.failures import DEEDS, Case, Result, draw, run, table, wrong_in_report
+from tests.helpers import results, trouble
 from tests.helpers.trouble import EVERY, PHASES, Deed
 
-pytestmark = pytest.mark.multiproc
-
-TIMEOUT_S = 5.0
-ESSENTIAL = {"SIGKILL", "SIGSTOP", "raise"}  # killed, there but silent, and with a traceback of its own
-SEEDS = {what: number for number, what in enumerate(DEEDS)}  # with them every phase is there, and rank 0
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
+exhaustive = pytest.mark.exhaustive
+SHOW_CURSOR = "\x1b[?25h"
 
 
-def case(what: str) -> Case:
-    return draw(SEEDS[what], processes=(2, 3), whats=[what], timeout_s=TIMEOUT_S)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_every_phase_is_there_and_rank_0_too() -> None:
-    deeds = [case(what).deed for what in DEEDS]
-    assert {deed.phase for deed in deeds} == set(PHASES)
-    assert {deed.rank for deed in deeds} >= {0, 1}
+@pytest.fixture
+def screen() -> tuple[Terminal, Terminal]:
+    """What `misbehave` prints: stdout and stderr."""
+    return Terminal(), Terminal()
 
 
-@pytest.mark.timeout(300)
+@pytest.fixture
+def misbehave(train: Callable[..., Path], tmp_path: Path, screen: Any) -> Callable[..., Path]:
+    """Run a training in which a rank does a deed; `code` ends the recipe's module. Return the run directory."""
+
+    def run(deed: Deed, *overrides: str, procs: int = 2, status: int = 1, code: str = "") -> Path:
+        trouble.write_recipe(tmp_path, deed)
+        recipe = tmp_path / "recipes" / "trouble.py"
+        recipe.write_text(f"{recipe.read_text()}\n{code}")
+        with redirect_stdout(screen[0]), redirect_stderr(screen[1]):
+            return train("recipe=trouble", f"topology.procs_per_node={procs}", *overrides, status=status)
+
+    return run
+
+
+def report(run_dir: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run_dir / "failure.json").read_text())
+    return content
+
+
 @pytest.mark.parametrize(
-    "what",
-    [what if what in ESSENTIAL else pytest.param(what, marks=pytest.mark.exhaustive) for what in DEEDS],
+    ("deed", "procs", "cause", "frame"),
+    [
+        (Deed("SIGKILL", rank=1, phase="backward", step=5), 3, "killed by SIGKILL", None),
+        (Deed("SIGSEGV", rank=0, phase="forward", step=3), 2, "killed by SIGSEGV", "in do"),
+        (Deed("raise", rank=2, phase="optimizer", step=6), 3, "ValueError: the deed was done", None),
+        (Deed("os._exit", rank=1, phase="evaluate", step=EVERY), 2, "left early with exit status 0", None),
+        (Deed("sys.exit", rank=0, phase="checkpoint", step=2 * EVERY), 2, "SystemExit: 3", None),
+        (Deed("sleep", rank=1, phase="data", step=6), 3, "hung; the others waited", "in do"),
+        (Deed("SIGSTOP", rank=0, phase="forward", step=5), 2, "was stopped (SIGSTOP)", "in do"),
+        pytest.param(Deed("raise", rank=0, phase="data", step=2), 4, "ValueError", None, marks=exhaustive),
+        pytest.param(Deed("os._exit", rank=0, phase="backward", step=9), 4, "left early", None, marks=exhaustive),
+        pytest.param(Deed("SIGKILL", rank=0, phase="checkpoint", step=EVERY), 2, "SIGKILL", None, marks=exhaustive),
+        pytest.param(Deed("sleep", rank=0, phase="evaluate", step=EVERY), 2, "hung", "in do", marks=exhaustive),
+        pytest.param(Deed("SIGSTOP", rank=1, phase="optimizer", step=7), 3, "stopped", "in do", marks=exhaustive),
+    ],
+    ids=lambda value: f"{value.what}-{value.phase}" if isinstance(value, Deed) else "",
 )
-def test_what_one_rank_does_is_told_right(what: str) -> None:
-    assert run(case(what)).wrong == ()
+def test_the_first_cause_is_reported_once(
+    misbehave: Callable[..., Path], tmp_path: Path, screen: Any, deed: Deed, procs: int, cause: str, frame: str | None
+) -> None:
+    timeout_s = 3.0 if DEEDS[deed.what].waits else 60.0
+    run_dir = misbehave(deed, f"backend.timeout={timeout_s}", procs=procs)
+    found, done = report(run_dir), trouble.done(tmp_path)
+    assert done is not None
+    first = found["first"]
+    assert list(wrong_in_report(Case(0, procs, deed, timeout_s), first, done=done)) == []
+    assert first["step"] == deed.step - (deed.phase not in ("evaluate", "checkpoint"))
+    assert cause in first["cause"]
+    assert all(other["lost_peer"] or other["timed_out"] for other in found["others"])
+    assert deed.rank not in {other["rank"] for other in found["others"]}
+    if frame is not None:
+        assert frame in first["stacks"]
+        assert "recipes/trouble.py" in first["stacks"]
+    out, err = (stream.getvalue() for stream in screen)
+    assert SHOW_CURSOR in out  # whoever had hidden it
+    assert err.count("Traceback") == (first["kind"] == "exception")
+    (header,) = [line for line in err.splitlines() if line.removeprefix(SHOW_CURSOR).startswith("────")]
+    assert f"Rank {deed.rank} of {procs} (pid {done['pid']})" in header
+    assert f"in {deed.phase} after step {first['step']}" in err
+    assert results.run_file(run_dir)["status"] == "failed"
 
 
-def test_a_seed_gives_the_same_case_always() -> None:
-    given = [
-        draw(seed, processes=(2, 8), whats=list(DEEDS), timeout_s=TIMEOUT_S) for seed in (*range(300), *range(300))
-    ]
+@pytest.mark.parametrize(
+    ("what", "cause", "kind"),
+    [
+        ("os._exit(0)", "left early with exit status 0", "exit"),
+        ("time.sleep(300)", "hung; the others waited", "hung"),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL", "signal", marks=exhaustive),
+    ],
+)
+def test_a_rank_that_does_not_come_to_the_others_is_named(
+    misbehave: Callable[..., Path], screen: Any, what: str, cause: str, kind: str
+) -> None:
+    code = f"if os.environ['RANK'] == '1': {what}"
+    first = report(misbehave(Deed(), "backend.init_timeout=4s", procs=3, code=code))["first"]
+    assert (first["rank"], first["step"], first["kind"]) == (1, 0, kind)
+    assert first["phase"] == "starting"
+    assert cause in first["cause"]
+    assert "before its first step" in screen[1].getvalue()
+
+
+def test_a_recipe_that_one_rank_cannot_import_is_a_wrong_request_and_leaves_nothing(
+    misbehave: Callable[..., Path], tmp_path: Path, screen: Any
+) -> None:
+    misbehave(Deed(), procs=3, code="if os.environ['RANK'] == '1': import no_such_module", status=2)
+    assert "no_such_module" in screen[1].getvalue()
+    assert "Traceback" not in screen[1].getvalue()
+    assert not list(tmp_path.glob("outputs/*/*"))
+
+
+def test_a_rank_that_is_late_is_waited_for(misbehave: Callable[..., Path], screen: Any) -> None:
+    deed = Deed("delay", rank=1, phase="data", step=6, seconds=2.0)
+    run_dir = misbehave(deed, "launcher.late_after=1s", "backend.timeout=30s", procs=3, status=0)
+    (late,) = results.run_file(run_dir)["late"]
+    assert (late["rank"], late["phase"], late["step"]) == (1, "data", 5)
+    assert late["seconds"] >= 1.0
+    lines = [line for line in screen[1].getvalue().splitlines() if line.startswith("Rank")]
+    assert [bool(re.match(r"Rank 1 (\(pid \d+\) is late|has come)", line)) for line in lines] == [True, True]
+    assert not (run_dir / "failure.json").exists()
+    assert SHOW_CURSOR not in screen[0].getvalue()  # nobody was ended early
+
+
+SPOILED = """
+import shutil
+for folder in Path("outputs/trouble").iterdir(): (folder / "failure.json").mkdir(exist_ok=True)
+"""
+
+
+def test_a_failure_that_cannot_be_saved_is_shown(misbehave: Callable[..., Path], screen: Any) -> None:
+    misbehave(Deed("raise", rank=1), code=SPOILED)
+    err = screen[1].getvalue()
+    assert "ValueError: the deed was done" in err
+    assert "failure.json can't be written" in err.splitlines()[-1]
+
+
+GREEDY = """
+def do(what):
+    Path(os.environ["SMALL_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
+    kept = []
+    while True: kept.append(bytearray(1 << 20))
+"""
+
+
+def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_others(
+    misbehave: Callable[..., Path], small_group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins the control group late, so that the kernel's log is the only account."""
+    if not os.access("/dev/kmsg", os.R_OK):
+        pytest.skip("the kernel's log can't be read here")
+    monkeypatch.setenv("SMALL_GROUP", str(small_group))
+    first = report(misbehave(Deed("greedy", rank=1), code=GREEDY))["first"]
+    assert (first["rank"], first["cause"]) == (1, "killed by SIGKILL: the system was out of memory")
+
+
+@exhaustive
+@pytest.mark.parametrize("launcher", ["local", "elastic"])
+@pytest.mark.parametrize(
+    "how", ["threading.Thread(target=time.sleep, args=(300,)).start()", "atexit.register(time.sleep, 300)"]
+)
+def test_a_rank_that_is_done_and_does_not_leave_is_ended(
+    misbehave: Callable[..., Path], screen: Any, launcher: str, how: str
+) -> None:
+    code = f"import atexit, threading\nif os.environ['RANK'] == '1': {how}"
+    run_dir = misbehave(Deed(), f"launcher={launcher}", status=0, code=code)
+    assert screen[1].getvalue().count("has done its work but doesn't leave") == 1
+    assert results.run_file(run_dir)["status"] == "finished"
+    assert results.results(run_dir)["steps"] == 3 * EVERY
+
+
+# The benchmark
+
+
+@exhaustive
+@pytest.mark.parametrize("what", DEEDS)
+def test_a_drawn_case_is_reported_by_the_whole_command(what: str) -> None:
+    seed = list(DEEDS).index(what)
+    assert run(draw(seed, processes=(2, 3), whats=[what], timeout_s=5.0)).wrong == ()
+
+
+def test_every_case_is_drawn_the_same_for_the_same_seed() -> None:
+    given = [draw(seed, processes=(2, 8), whats=list(DEEDS), timeout_s=5.0) for seed in (*range(300), *range(300))]
     assert given[:300] == given[300:]
     assert {each.num_processes for each in given} == set(range(2, 9))
     assert {(each.deed.what, each.deed.phase) for each in given} == {
         (what, phase) for what in DEEDS for phase in PHASES
     }
-    assert all(0 <= each.deed.rank < each.num_processes for each in given)
-    assert all(1 < each.deed.step < 3 * EVERY for each in given)  # there are steps before and after it
+    assert all(0 <= each.deed.rank < each.num_processes and 1 < each.deed.step < 3 * EVERY for each in given)
 
 
 FIRST = {
-    "rank": 1,
-    "pid": 42,
-    "node": 0,
-    "local_rank": 1,
-    "kind": "hung",
-    "signal": None,
-    "phase": "data",
-    "step": 4,
-    "exception": None,
-    "stacks": "Current thread",
+    **{"rank": 1, "pid": 42, "node": 0, "local_rank": 1, "kind": "hung", "signal": None, "phase": "data", "step": 4},
+    **{"exception": None, "stacks": "Current thread"},
 }
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({}, []),
         ({"step": 6}, []),
         ({"step": 7}, ["step is 7, not 5"]),
-        ({"rank": 0}, ["rank is 0, not 1"]),
         ({"pid": 43}, ["pid is 43, not 42"]),
         ({"kind": "stopped"}, ["kind is 'stopped', not 'hung'"]),
-        ({"phase": "forward"}, ["phase is 'forward', not 'data'"]),
-        ({"signal": "SIGKILL"}, ["signal is 'SIGKILL', not None"]),
         ({"stacks": ""}, ["no Python stacks of the rank, which lived"]),
     ],
 )
 def test_a_wrong_report_is_seen(changed: dict[str, object], said: list[str]) -> None:
-    hung = Case(seed=0, num_processes=2, deed=Deed("sleep", rank=1, phase="data", step=5), timeout_s=TIMEOUT_S)
+    hung = Case(seed=0, num_processes=2, deed=Deed("sleep", rank=1, phase="data", step=5), timeout_s=5.0)
     assert list(wrong_in_report(hung, {**FIRST, **changed}, done={"rank": 1, "pid": 42})) == said
 
 
 def test_the_table_counts() -> None:
     def result(what: str, *wrong: str, latency_s: float | None) -> Result:
-        return Result(Case(seed=0, num_processes=2, deed=Deed(what), timeout_s=TIMEOUT_S), wrong, latency_s)
+        return Result(Case(seed=0, num_processes=2, deed=Deed(what), timeout_s=5.0), wrong, latency_s)
 
     shown = table(
         [result("raise", latency_s=0.5), result("raise", "x", latency_s=2.0), result("delay", latency_s=None)]

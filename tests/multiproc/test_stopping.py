@@ -1,85 +1,46 @@
-"""Requests to stop a run of several processes: whoever gets the signal, all ranks save one step together and leave."""
+"""Requests to stop: whoever gets the signal, all ranks save one step together and leave; where nothing can be saved, or
+on a second Ctrl-C, the run ends at once."""
 
 from __future__ import annotations
 
+import io
+import os
 import signal
-import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr
 from pathlib import Path
+from types import FrameType
 
 import psutil
 import pytest
 
-from framework.errors import EXIT_STOPPED
+from framework.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from tests.helpers import results
-from tests.helpers.command import Started, started_framework
-from tests.helpers.stopping import OVERRIDES, PAUSED_AT, go_on, paused_training
+from tests.helpers.stopping import OVERRIDES, PAUSE, PAUSED_AT, go_on, meanwhile, wait_until, write_pause
 
 pytestmark = pytest.mark.multiproc
-EVERYONE = [
-    pytest.param(signal.SIGTERM, False, id="SIGTERM-parent", marks=pytest.mark.exhaustive),
-    pytest.param(signal.SIGINT, True, id="SIGINT-everyone"),
-    pytest.param(signal.SIGTERM, True, id="SIGTERM-everyone", marks=pytest.mark.exhaustive),
-    pytest.param(signal.SIGINT, False, id="SIGINT-parent", marks=pytest.mark.exhaustive),
-]
-"""The signal, and whether all processes get it or the parent alone."""
+exhaustive = pytest.mark.exhaustive
 
 
-def the_run(folder: Path) -> Path:
-    (run_dir,) = folder.glob("outputs/*/*")
-    return run_dir
+class LateSignalError(Exception):
+    """Raised by a signal that the command doesn't handle."""
 
 
-def signal_all(started: Started, number: signal.Signals) -> None:
-    """As schedulers and terminals do: to every process there is, in no order."""
-    for process in started.processes():
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+def _unhandled(number: int, _frame: FrameType | None) -> None:
+    raise LateSignalError(signal.Signals(number).name)
 
 
-def stop(started: Started, folder: Path, number: signal.Signals, *, everyone: bool) -> None:
-    name = "Ctrl-C" if number == signal.SIGINT else number.name
-    if everyone:
-        signal_all(started, number)
-    else:
-        started.process.send_signal(number)
-    started.wait_for_output(f"{name}: saving after a coming step", timeout=10)
-    go_on(folder)
-    assert started.wait(timeout=30) == EXIT_STOPPED, started.printed()
-    started.assert_all_gone()
-    assert "Traceback" not in started.stderr()
+@pytest.fixture(autouse=True)
+def _handled(own_state: None) -> None:
+    """Without the launcher's handlers a signal fails the test instead of ending all tests."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, _unhandled)
 
 
-@pytest.mark.usefixtures("own_state")
-@pytest.mark.parametrize(
-    ("procs", "everyone"),
-    [
-        pytest.param(4, True, id="4-everyone"),
-        *(
-            pytest.param(procs, who == "everyone", id=f"{procs}-{who}", marks=pytest.mark.exhaustive)
-            for procs, who in [(1, "parent"), (1, "everyone"), (2, "parent"), (2, "everyone"), (4, "parent")]
-        ),
-    ],
-)
-def test_all_ranks_stop_after_one_step_and_go_on_from_it(
-    train: Callable[..., Path], tmp_path: Path, procs: int, everyone: bool, whole_run: Path
-) -> None:
-    with paused_training(tmp_path, procs=procs) as started:
-        stop(started, tmp_path, signal.SIGTERM, everyone=everyone)
-        assert "python -m framework resume=outputs/toy/" in started.stdout()
-    run_dir = the_run(tmp_path)
-    record = results.run_file(run_dir)
-    step = PAUSED_AT if procs == 1 else PAUSED_AT + 2
-    assert record["status"] == "stopped"
-    assert record["results"]["ended_by"] == "stopped on request (SIGTERM)"
-    assert record["results"]["steps"] == results.pointed(run_dir, "last") == step
-    assert not (run_dir / "failure.json").exists()
-    train(f"resume={run_dir}")
-    assert f"Resuming after step {step}" in results.log(run_dir)
-    assert results.results(run_dir)["steps"] == 160
-    # The order of sums differs between numbers of processes.
-    results.assert_same(results.weights(run_dir), results.weights(whole_run), tolerance=0.0 if procs == 1 else 1e-6)
+@pytest.fixture
+def terminal() -> io.StringIO:
+    """What commands that are to be stopped print on stderr."""
+    return io.StringIO()
 
 
 @pytest.fixture(scope="module")
@@ -87,51 +48,113 @@ def whole_run(train_once: Callable[..., Path]) -> Path:
     return train_once(*OVERRIDES)
 
 
+def training(procs: int, *overrides: str) -> tuple[str, ...]:
+    return (*OVERRIDES, *PAUSE, f"topology.procs_per_node={procs}", *overrides)
+
+
+def paused_pids(folder: Path, procs: int) -> list[int]:
+    """The ranks, in their order, once all are at the step where they wait."""
+    files = [folder / f"paused_{rank}" for rank in range(procs)]
+    wait_until(lambda: all(file.exists() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+def send(number: signal.Signals, *, everyone: bool, rank_pid: int) -> None:
+    """To the command alone, or to all of its processes as terminals and schedulers do."""
+    if everyone:
+        server = psutil.Process(rank_pid).parent()
+        assert server is not None
+        for process in (server, *server.children(recursive=True)):
+            process.send_signal(number)
+    os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (signal.SIGTERM, signal.SIGUSR1))],
+    ("number", "procs", "everyone", "workers"),
+    [
+        (signal.SIGINT, 4, True, 1),
+        (signal.SIGTERM, 1, False, 0),
+        *(
+            pytest.param(number, procs, everyone, 2, marks=exhaustive)
+            for number, procs, everyone in [
+                (signal.SIGTERM, 2, True),
+                (signal.SIGTERM, 4, False),
+                (signal.SIGINT, 1, True),
+                (signal.SIGINT, 2, False),
+                (signal.SIGUSR1, 2, True),
+            ]
+        ),
+    ],
 )
-def test_data_workers_go_on_until_training_has_stopped(tmp_path: Path, number: signal.Signals) -> None:
-    with paused_training(tmp_path, "data.num_workers=2", procs=2) as started:
-        stop(started, tmp_path, number, everyone=True)
-    assert results.results(the_run(tmp_path))["steps"] == PAUSED_AT + 2
-
-
-def test_a_signal_to_one_rank_is_a_request_to_all(tmp_path: Path) -> None:
-    with paused_training(tmp_path, "trainer.max_epochs=100000", procs=2) as started:
-        youngest = max(started.processes(), key=lambda process: process.create_time())  # ranks come after the keeper
-        youngest.send_signal(signal.SIGUSR1)
-        go_on(tmp_path)
-        assert started.wait(timeout=30) == EXIT_STOPPED, started.printed()
-        started.assert_all_gone()
-    assert results.results(the_run(tmp_path))["ended_by"] == "stopped on request (SIGUSR1)"
-
-
-@pytest.mark.exhaustive  # with one that never saves: test_endings.py
-def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
-    with paused_training(tmp_path, procs=2) as started:
-        started.process.send_signal(signal.SIGINT)
-        started.wait_for_output("Ctrl-C again ends at once", timeout=10)
-        started.process.send_signal(signal.SIGINT)
-        assert started.wait(timeout=10) == 130
-        started.assert_all_gone()
-        assert "Go on from the last checkpoint" in started.stderr()
-    assert results.run_file(the_run(tmp_path))["status"] == "interrupted"
-
-
-@pytest.mark.parametrize(("number", "everyone"), EVERYONE)
-def test_where_nothing_is_saved_the_first_signal_ends_it(
-    tmp_path: Path, number: signal.Signals, everyone: bool
+def test_all_ranks_stop_after_one_step_and_resume_exactly(
+    train: Callable[..., Path],
+    tmp_path: Path,
+    terminal: io.StringIO,
+    capfd: pytest.CaptureFixture[str],
+    whole_run: Path,
+    number: signal.Signals,
+    procs: int,
+    everyone: bool,
+    workers: int,
 ) -> None:
-    with paused_training(tmp_path, "checkpoint.enabled=false", procs=2) as started:
-        if everyone:
-            signal_all(started, number)
-        else:
-            started.process.send_signal(number)
-        assert started.wait(timeout=10) == 130, started.printed()
-        started.assert_all_gone()
-        assert "Traceback" not in started.stderr()
-    assert results.run_file(the_run(tmp_path))["status"] == "interrupted"
+    write_pause(tmp_path)
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+
+    def stop() -> None:
+        try:
+            send(number, everyone=everyone, rank_pid=paused_pids(tmp_path, procs)[0])
+            wait_until(lambda: f"{name}: saving after a coming step" in terminal.getvalue())
+        finally:
+            go_on(tmp_path)
+
+    with meanwhile(stop), redirect_stderr(terminal):
+        run_dir = train(*training(procs, f"data.num_workers={workers}"), status=EXIT_STOPPED)
+    assert "python -m framework resume=outputs/toy/" in capfd.readouterr().out
+    record, step = results.run_file(run_dir), PAUSED_AT + (0 if procs == 1 else 2)
+    assert (record["status"], record["results"]["ended_by"]) == ("stopped", f"stopped on request ({name})")
+    assert record["results"]["steps"] == results.pointed(run_dir, "last") == step
+    assert not (run_dir / "failure.json").exists()
+    train(f"resume={run_dir}")
+    assert f"Resuming after step {step}" in results.log(run_dir)
+    # The order of sums differs between numbers of processes.
+    results.assert_same(results.weights(run_dir), results.weights(whole_run), tolerance=0.0 if procs == 1 else 1e-6)
+
+
+def test_a_signal_to_one_rank_stops_all_and_an_ignored_one_does_nothing(
+    train: Callable[..., Path], tmp_path: Path
+) -> None:
+    """`nohup` has SIGHUP ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    write_pause(tmp_path)
+
+    def stop() -> None:
+        try:
+            pids = paused_pids(tmp_path, 2)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(pids[1], signal.SIGUSR1)
+        finally:
+            go_on(tmp_path)
+
+    with meanwhile(stop):
+        run_dir = train(*training(2, "trainer.max_epochs=100000"), status=EXIT_STOPPED)
+    assert results.results(run_dir)["ended_by"] == "stopped on request (SIGUSR1)"
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_second_ctrl_c_ends_the_run(train: Callable[..., Path], tmp_path: Path, terminal: io.StringIO) -> None:
+    write_pause(tmp_path)
+
+    def interrupt() -> None:
+        paused_pids(tmp_path, 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: "Ctrl-C again ends at once" in terminal.getvalue())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with meanwhile(interrupt), redirect_stderr(terminal):
+        run_dir = train(*training(2), status=EXIT_INTERRUPTED)
+    assert "resume=outputs/toy/" in terminal.getvalue()
+    assert results.run_file(run_dir)["status"] == "interrupted"
+    assert results.pointed(run_dir, "last") == 80
 
 
 SLOW = """
@@ -140,28 +163,43 @@ from pathlib import Path
 import recipes.toy
 
 def slow(**keywords):
-    Path(f"building_{os.environ['RANK']}").touch()
-    time.sleep(60)
+    Path(f"paused_{os.environ['RANK']}.tmp").write_text(str(os.getpid()))
+    Path(f"paused_{os.environ['RANK']}.tmp").rename(f"paused_{os.environ['RANK']}")
+    time.sleep(300)
 """
 
 
-@pytest.mark.parametrize(("number", "everyone"), EVERYONE)
-def test_before_training_begins_the_first_signal_ends_it(
-    tmp_path: Path, number: signal.Signals, everyone: bool
+@pytest.mark.parametrize(
+    ("number", "everyone", "override"),
+    [
+        (signal.SIGINT, True, "checkpoint.enabled=false"),
+        (signal.SIGTERM, False, "data.datasets._target_=slow.slow"),
+        *(
+            pytest.param(number, everyone, override, marks=exhaustive)
+            for number, everyone, override in [
+                (signal.SIGTERM, True, "checkpoint.enabled=false"),
+                (signal.SIGINT, True, "data.datasets._target_=slow.slow"),
+                (signal.SIGUSR1, False, "data.datasets._target_=slow.slow"),
+            ]
+        ),
+    ],
+)
+def test_where_nothing_can_be_saved_the_first_signal_ends_the_run(
+    train: Callable[..., Path],
+    tmp_path: Path,
+    terminal: io.StringIO,
+    number: signal.Signals,
+    everyone: bool,
+    override: str,
 ) -> None:
+    """Checkpoints are off, or training hasn't begun."""
+    write_pause(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)
-    slow = ("topology.procs_per_node=2", "data.datasets._target_=slow.slow")
-    with started_framework(*OVERRIDES, *slow, cwd=tmp_path) as started:
-        deadline = time.monotonic() + 60.0
-        while len(list(tmp_path.glob("building_*"))) < 2:
-            assert started.process.poll() is None, started.printed()
-            assert time.monotonic() < deadline, started.printed()
-            time.sleep(0.02)
-        if everyone:
-            signal_all(started, number)
-        else:
-            started.process.send_signal(number)
-        assert started.wait(timeout=10) == 130, started.printed()
-        started.assert_all_gone()
-        assert "Traceback" not in started.stderr()
-    assert results.run_file(the_run(tmp_path))["status"] == "interrupted"
+
+    def end() -> None:
+        send(number, everyone=everyone, rank_pid=paused_pids(tmp_path, 2)[0])
+
+    with meanwhile(end), redirect_stderr(terminal):
+        run_dir = train(*training(2, override), status=EXIT_INTERRUPTED)
+    assert "Traceback" not in terminal.getvalue()
+    assert results.run_file(run_dir)["status"] == "interrupted"

@@ -10,72 +10,49 @@ import time
 from pathlib import Path
 from typing import Any
 
-LONG_S = 120.0
-
 
 def leave_with(arguments: dict[str, Any], _fd: int | None) -> int:
     status: int = arguments["status"]
     return status
 
 
-def fail(_arguments: dict[str, Any], _fd: int | None) -> int:
-    raise ValueError("a mistake in the child")
-
-
-def exit_early(arguments: dict[str, Any], _fd: int | None) -> int:
-    sys.exit(arguments["code"])
-
-
-def kill_itself(_arguments: dict[str, Any], _fd: int | None) -> int:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return 0
+def end(arguments: dict[str, Any], fd: int | None) -> int:
+    """Without giving a status."""
+    print("printed", end="")
+    os.write(2, b"from a descriptor\n")
+    if fd is not None:
+        os.write(fd, b"to the descriptor")
+    if arguments["how"] == "raise":
+        raise ValueError("a mistake in the child")
+    if arguments["how"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(arguments["how"])
 
 
 def wait_long(arguments: dict[str, Any], _fd: int | None) -> int:
     """Say so, and wait to be ended."""
     if arguments.get("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    Path(arguments["ready"]).write_text(str(os.getpid()))
-    time.sleep(LONG_S)
-    return 0
-
-
-def write_to_fd(_arguments: dict[str, Any], fd: int | None) -> int:
-    assert fd is not None
-    with os.fdopen(fd, "w") as file:
-        file.write("hello")
+    Path(arguments["ready"] + ".tmp").write_text(str(os.getpid()))
+    Path(arguments["ready"] + ".tmp").rename(arguments["ready"])
+    time.sleep(120.0)
     return 0
 
 
 def describe(arguments: dict[str, Any], fd: int | None) -> int:
     """Leave what this process sees of itself in a file."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        if entry.exists():  # not the one that lists the folder
+            links.append(str(entry.readlink()))
     seen = {
         "fd": fd,
-        "cwd": str(Path.cwd()),
-        "argv": sys.argv,
         "environment": dict(os.environ),
-        "stdin": sys.stdin.read() if arguments.get("read_stdin") else None,
         "wakeup_fd": signal.set_wakeup_fd(-1),
         "sigchld": signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL,
         "parent": os.getppid(),
-        "sockets": [link for link in _open_links() if link.startswith("socket:")],
+        "sockets": [link for link in links if link.startswith("socket:")],
+        "modules": sorted(sys.modules),
     }
     Path(arguments["file"]).write_text(json.dumps(seen))
-    return 0
-
-
-def _open_links() -> list[str]:
-    links = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(str(entry.readlink()))
-        except OSError:  # the one that lists the folder
-            continue
-    return links
-
-
-def say(_arguments: dict[str, Any], _fd: int | None) -> int:
-    """Through Python and through a descriptor, without flushing."""
-    sys.stdout.write("unflushed")
-    os.write(2, b"from a descriptor\n")
     return 0

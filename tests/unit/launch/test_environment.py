@@ -57,8 +57,10 @@ def found(environ: dict[str, str], **options: str) -> Place:
     return place
 
 
-def test_torchrun_is_seen():
-    assert found(TORCHRUN) == Place(
+@pytest.mark.parametrize("under", [{}, {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}])
+def test_torchrun_is_seen_also_under_srun(under):
+    """One task a node, and torchrun in it: ranks have other numbers than tasks."""
+    assert found({**under, **TORCHRUN}) == Place(
         starter="torchrun",
         rank=5,
         local_rank=1,
@@ -70,12 +72,6 @@ def test_torchrun_is_seen():
         agent_store=True,
         attempt=2,
     )
-
-
-def test_torchrun_under_srun_is_torchrun():
-    """One task a node, and torchrun in it: ranks have other numbers than tasks."""
-    task = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
-    assert found({**task, **TORCHRUN}).starter == "torchrun"
 
 
 def test_srun_is_seen():
@@ -130,7 +126,7 @@ def test_a_derived_port_is_below_those_of_outgoing_connections_and_differs_betwe
     ],
     ids=range(10),
 )
-def test_what_is_no_rank_is_left_alone(environ):
+def test_a_process_that_is_no_rank_is_left_alone(environ):
     assert detect(environ) is None
 
 
@@ -170,17 +166,14 @@ def test_a_contradiction_is_refused_with_both_numbers(environ, message):
         detect(environ)
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", False), ("5", True)])
-def test_what_all_ranks_see_is_told_by_rank_0(rank, told):
+@pytest.mark.parametrize(
+    ("changed", "quiet"),
+    [({"WORLD_SIZE": "7", "RANK": "0"}, False), ({"WORLD_SIZE": "7"}, True), ({"LOCAL_RANK": "2"}, False)],
+)
+def test_what_all_ranks_see_is_reported_by_rank_0_alone(changed, quiet):
     with pytest.raises(TopologyError) as error:
-        detect({**TORCHRUN, "WORLD_SIZE": "7", "RANK": rank})
-    assert isinstance(error.value, ToldByRankZeroError) is told
-
-
-def test_what_only_one_rank_sees_is_told_by_it():
-    with pytest.raises(TopologyError) as error:
-        detect({**TORCHRUN, "LOCAL_RANK": "2"})
-    assert not isinstance(error.value, ToldByRankZeroError)
+        detect({**TORCHRUN, **changed})
+    assert isinstance(error.value, ToldByRankZeroError) is quiet
 
 
 def test_a_typed_endpoint_that_contradicts_is_refused_with_both():
@@ -192,12 +185,9 @@ def test_a_typed_endpoint_that_contradicts_is_refused_with_both():
 
 @pytest.mark.parametrize("text", ["node0", "node0:", ":29400", "node0:0", "node0:65536", "node0:x"])
 def test_a_wrong_endpoint_is_refused(text):
+    assert split_endpoint("[::1]:29400") == ("::1", 29400)
     with pytest.raises(TopologyError, match="HOST:PORT"):
         split_endpoint(text)
-
-
-def test_an_endpoint_may_be_of_ip_version_6():
-    assert split_endpoint("[::1]:29400") == ("::1", 29400)
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40))
@@ -210,9 +200,6 @@ def test_tasks_per_node_are_read_as_slurm_writes_them(counts):
             runs.append([count, 1])
     text = ",".join(str(count) if times == 1 else f"{count}(x{times})" for count, times in runs)
     assert tasks_per_node(text) == counts
-
-
-def test_tasks_per_node_that_cannot_be_read_are_refused():
     with pytest.raises(TopologyError, match="4x2"):
         tasks_per_node("4x2")
 
@@ -243,7 +230,7 @@ def test_the_first_host_of_a_list(nodes, first):
         (["launcher=local", "launcher=auto"], False),
     ],
 )
-def test_another_launcher_that_is_typed_wins(arguments, own):
+def test_a_typed_launcher_wins(arguments, own):
     assert chooses_own_ranks(arguments) is own
 
 

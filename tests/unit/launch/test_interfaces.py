@@ -17,22 +17,22 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
-def test_one_node_needs_none() -> None:
-    assert network_environment("192.0.2.77", nnodes=1) == {}
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_nodes_that_meet_on_loopback_use_it(host: str) -> None:
-    assert network_environment(host, nnodes=2) == {"GLOO_SOCKET_IFNAME": "lo"}
-
-
-def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert network_environment("127.0.0.1", nnodes=2) == {}
-
-
-def test_a_name_that_nobody_knows_gives_none() -> None:
-    assert network_environment("no-such-host.invalid", nnodes=2) == {}
+@pytest.mark.parametrize(
+    ("host", "nnodes", "set_by_user", "expected"),
+    [
+        ("192.0.2.77", 1, None, {}),
+        ("127.0.0.1", 2, None, {"GLOO_SOCKET_IFNAME": "lo"}),
+        ("localhost", 2, None, {"GLOO_SOCKET_IFNAME": "lo"}),
+        ("127.0.0.1", 2, "ib0", {}),
+        ("no-such-host.invalid", 2, None, {}),
+    ],
+)
+def test_nodes_meet_on_the_device_of_the_endpoint_unless_the_user_names_one(
+    monkeypatch: pytest.MonkeyPatch, host: str, nnodes: int, set_by_user: str | None, expected: dict[str, str]
+) -> None:
+    if set_by_user is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", set_by_user)
+    assert network_environment(host, nnodes=nnodes) == expected
 
 
 @pytest.mark.skipif(OUTWARD is None, reason="this machine has no network device but loopback")

@@ -1,3 +1,5 @@
+"""What people read of a failure: the cause, where it was, what became of the others, and what to try."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -6,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from framework.launch.advice import advice
+from framework.launch.failure import Kind, RankFailure
 from framework.launch.panel import late_line, list_ranks, render
 from framework.launch.report import FailureReport, make_report
 from framework.pulse import Phase
@@ -16,7 +20,7 @@ def report_of(*ranks: dict[str, Any], world_size: int | None = None) -> FailureR
     return make_report([statement(*ranks)], world_size=world_size or len(ranks))
 
 
-def test_an_unexpected_error_is_its_traceback_and_then_who_was_first_and_where() -> None:
+def test_an_unexpected_error_is_its_traceback_and_then_which_rank_was_first_and_where() -> None:
     lost = [told(rank, record=record(time=5.0, error=LOST_PEER)) for rank in (0, 2, 3)]
     report = report_of(*lost, told(1, record=record(time=5.0), exit=end(time=5.1, status=1)))
     assert render(replace(report, file="runs/x/failure.json")) == (
@@ -43,74 +47,54 @@ STACKS = (
 def test_a_hung_rank_is_shown_with_its_stack_and_what_to_try() -> None:
     at = standing(1, collectives=19, phase=Phase.DATA, still_s=40.0)
     waiting = told(standing(0, still_s=30.0), record=record(time=5.0, error=WAITED_IN_VAIN))
-    assert render(report_of(waiting, told(at, stacks=STACKS), told(standing(2, still_s=31.0)))) == (
-        "──── Rank 1 of 3 (pid 1001) hung; the others waited 30 s in backward\n"
-        "  where    node 0 (host0), CPU, in data after step 7\n"
-        "  others   rank 0 timed out\n"
-        "  stack    read at recipes/mine.py:27\n"
-        "           fetch at torch/utils/data.py:7\n"
-        "  try      It was loading data: look at its disk and its share of the files. Where a worker loads,\n"
-        "           data.num_workers=0 shows the line. If it is only slow, raise backend.timeout.\n"
-        "  log      logs/rank_1.log"
-    )
+    text = render(report_of(waiting, told(at, stacks=STACKS), told(standing(2, still_s=31.0))))
+    assert text.startswith("──── Rank 1 of 3 (pid 1001) hung; the others waited 30 s in backward\n")
+    for line in ("others   rank 0 timed out", "stack    read at recipes/mine.py:27", "fetch at torch/utils/data.py:7"):
+        assert f"  {line}\n" in text
+    assert "try      It was loading data" in text
 
 
-def test_a_wrong_request_is_its_message_and_nothing_else() -> None:
-    said = record(time=1.0, error="optimizer.lr=lots isn't a number.", expected=True, exit_status=2)
-    report = report_of(told(0, record=said), told(1, record={**said, "time": 1.1}))
-    assert render(report) == "optimizer.lr=lots isn't a number."
-    assert report.first.exit_status == 2
-
-
-def test_an_expected_error_of_one_of_several_is_its_message_and_where() -> None:
-    said = record(time=1.0, error="The disk is full.\nMake room.", expected=True)
-    assert render(report_of(told(0, record=said))) == "The disk is full.\nMake room."
-    text = render(report_of(told(0), told(1, record=said)))
+def test_an_expected_error_is_its_message_without_a_traceback() -> None:
+    wrong = record(time=1.0, error="optimizer.lr=lots isn't a number.", expected=True, exit_status=2)
+    refused = report_of(told(0, record=wrong), told(1, record={**wrong, "time": 1.1}))
+    assert (render(refused), refused.first.exit_status) == ("optimizer.lr=lots isn't a number.", 2)
+    full = record(time=1.0, error="The disk is full.\nMake room.", expected=True)
+    assert render(report_of(told(0, record=full))) == "The disk is full.\nMake room."
+    text = render(report_of(told(0), told(1, record=full)))
     assert text.startswith("The disk is full.\nMake room.\n\n──── Rank 1 of 2 (pid 1001) failed first\n")
-    assert "Traceback" not in text
 
 
-def test_a_long_message_is_above_and_shortened_in_the_panel() -> None:
-    said = record(time=1.0, error="RuntimeError: " + "very " * 40 + "long\nand more")
-    lines = render(report_of(told(0), told(1, record=said))).splitlines()
-    (header,) = [line for line in lines if line.startswith("────")]
-    assert len(header) <= 100
-    assert header.endswith("…")
-    assert "and more" in lines
+@pytest.mark.parametrize("expected", [False, True])
+def test_a_report_that_could_not_be_saved_says_so(expected: bool) -> None:
+    report = report_of(told(1, record=record(time=1.0, expected=expected)))
+    text = render(replace(report, unsaved="failure.json can't be written: No space left on device."))
+    assert "ValueError: no" in text
+    assert text.endswith("\nfailure.json can't be written: No space left on device.")
 
 
-def test_no_line_of_the_panel_is_long() -> None:
-    for status in (-9, -11, -15, 0, 3):
-        report = report_of(told(0), told(1, exit=end(time=1.0, status=status, early=status == 0)), world_size=20_000)
-        assert max(map(len, render(report).splitlines())) <= 100
-
-
-def test_where_before_the_first_step() -> None:
-    at = standing(0, step=0, phase=Phase.MEETING, alive=False)
-    assert "CPU, in meeting before its first step\n" in render(report_of(told(at, exit=end(time=1.0, status=-9))))
-
-
-def test_a_report_that_could_not_be_saved_says_so() -> None:
-    for expected in (False, True):
-        report = report_of(told(1, record=record(time=1.0, expected=expected)))
-        text = render(replace(report, unsaved="failure.json can't be written: No space left on device."))
-        assert "ValueError: no" in text
-        assert text.endswith("\nfailure.json can't be written: No space left on device.")
+@pytest.mark.parametrize("status", [-9, -11, -15, 0, 3, None])
+def test_no_line_is_long(status: int | None) -> None:
+    error = "RuntimeError: " + "very " * 40 + "long\nand more"
+    ended = report_of(told(0), told(1, exit=end(time=1.0, status=status, early=status == 0)), world_size=20_000)
+    raised = render(report_of(told(0), told(1, record=record(time=1.0, error=error))))
+    assert "and more" in raised.splitlines()
+    assert all(len(line) <= 100 for line in (*render(ended).splitlines(), *raised[raised.index("────") :].splitlines()))
 
 
 def test_what_became_of_the_others() -> None:
+    at = standing(0, step=0, phase=Phase.MEETING)
     report = report_of(
-        told(0, record=record(time=1.0)),
+        told(at, record=record(time=1.0)),
         told(1, record=record(time=2.0, error=LOST_PEER)),
         told(2, record=record(time=2.0, error=WAITED_IN_VAIN)),
         told(3, record=record(time=2.0, error="KeyError: 'x'")),
         told(4, exit=end(time=3.0, status=-11)),
         told(5, exit=end(time=3.0, status=-11)),
     )
-    (line,) = [line for line in render(report).splitlines() if line.startswith("  others")]
-    assert line == (
-        "  others   rank 3 raised KeyError; ranks 4–5 killed by SIGSEGV; rank 1 lost the connection; rank 2"
-    )
+    text = render(report)
+    assert "CPU, in meeting before its first step\n" in text
+    others = "rank 3 raised KeyError; ranks 4–5 killed by SIGSEGV; rank 1 lost the connection"
+    assert f"  others   {others}" in text
 
 
 @pytest.mark.parametrize(
@@ -122,14 +106,66 @@ def test_what_became_of_the_others() -> None:
         (range(16_384), "ranks 0–16383"),
     ],
 )
-def test_ranks_are_listed_shortly(ranks: list[int], text: str) -> None:
+def test_many_ranks_are_listed_shortly(ranks: list[int], text: str) -> None:
     assert list_ranks(ranks) == text
 
 
-def test_a_late_rank_is_told_in_a_line() -> None:
+def test_a_late_rank_is_one_line() -> None:
     event = {"event": "late", "rank": 2, "pid": 7, "phase": "data", "step": 4, "seconds": 10.2}
-    assert late_line(event) == (
-        "Rank 2 (pid 7) is late: the others have waited 10 s for it; it is in data after step 4"
-    )
+    assert late_line(event) == "Rank 2 (pid 7) is late: the others have waited 10 s for it; it is in data after step 4"
     assert late_line({**event, "step": 0}).endswith("it is in data before its first step")
-    assert late_line({**event, "event": "caught_up", "seconds": 21.0}) == "Rank 2 has come after 21 s"
+    assert "after 21 s" in late_line({**event, "event": "caught_up", "seconds": 21.0})
+
+
+# What to try
+
+
+def failure(kind: Kind, **facts: Any) -> RankFailure:
+    at = {"rank": 1, "node": 0, "host": "a", "local_rank": 1, "pid": 7, "devices": "CPU", "phase": "data", "step": 4}
+    return RankFailure(**{**at, "kind": kind, "time": 1.0, "log": "log", **facts})
+
+
+def exception(text: str, **facts: Any) -> RankFailure:
+    return failure(Kind.EXCEPTION, exception=text, **facts)
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (failure(Kind.SIGNAL, signal="SIGKILL"), "no sign of it"),
+        (failure(Kind.SIGNAL, signal="SIGKILL", oom=True), "data.batch_size"),
+        (failure(Kind.EXIT, status=None, oom=True), "data.batch_size"),
+        (failure(Kind.SIGNAL, signal="SIGSEGV"), "its log may say more"),
+        (failure(Kind.SIGNAL, signal="SIGSEGV", stacks="…"), "the Python stack of that moment"),
+        (failure(Kind.SIGNAL, signal="SIGBUS"), "/dev/shm"),
+        (failure(Kind.SIGNAL, signal="SIGTERM"), "a signal to the command itself"),
+        (failure(Kind.EXIT, status=0), "exit()"),
+        (failure(Kind.STOPPED), "kill -STOP"),
+        (failure(Kind.HUNG, phase="forward"), "raise backend.timeout"),
+        (failure(Kind.HUNG, phase="data"), "data.num_workers=0 shows the line"),
+        (failure(Kind.HUNG, phase="forward", step=0), "it is backend.init_timeout that counts"),
+        (failure(Kind.HUNG, phase="starting", step=0), "raise backend.init_timeout"),
+        (failure(Kind.UNREACHABLE, host=""), "node 0"),
+        (exception("torch.OutOfMemoryError: CUDA out of memory. Tried"), "data.batch_size"),
+        (exception("RuntimeError: DefaultCPUAllocator: can't allocate memory: you"), "data.batch_size"),
+        (exception("RuntimeError: CUDA error: device-side assert triggered"), "CUDA_LAUNCH"),
+        (exception("RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed."), "data.num_workers=0"),
+        (exception(WAITED_IN_VAIN, lost_peer=True, timed_out=True), "different collectives"),
+        (exception(LOST_PEER, lost_peer=True), "look at the ends of their logs"),
+        *((failure(Kind.HUNG, phase=phase.label), "timeout") for phase in Phase),
+    ],
+)
+def test_what_to_try_fits_what_happened(first: RankFailure, words: str) -> None:
+    assert words in advice(first, world_size=4)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        exception("ValueError: no"),
+        exception("Not even a batch of 1 fits: CUDA out of memory", expected=True),
+        exception("could not join the process group", expected=True, lost_peer=True),
+    ],
+)
+def test_an_error_that_says_everything_needs_no_advice(first: RankFailure) -> None:
+    assert advice(first, world_size=4) == ""

@@ -47,7 +47,7 @@ def test_a_contradiction_is_refused_with_both_numbers(keys, message):
 
 
 @pytest.mark.parametrize(("key", "value"), [("backend.init_method", "tcp"), ("launcher.max_restarts", 3)])
-def test_what_only_our_own_launchers_can_do_is_refused(key, value):
+def test_what_needs_a_launcher_of_ours_is_refused(key, value):
     with pytest.raises(ConfigError, match=f"{key}={value} can't"):
         topology(0, **{key: value})
 
