@@ -12,20 +12,19 @@ import torch
 from tests.helpers import results
 
 SHORT = ("logger=jsonl", "trainer.limit_test_batches=0", "trainer.limit_val_batches=1")
-TWO = pytest.param(2, marks=pytest.mark.multiproc)
+TWO = ("topology.procs_per_node=2", "trainer.max_steps=2")
 
 
 def recorded_steps(trace: dict) -> set[str]:
     return {event["name"] for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep")}
 
 
-@pytest.mark.parametrize("procs", [1, TWO])
-def test_the_profiler_writes_a_trace_of_some_steps_on_every_rank(train, procs):
-    run_dir = train(
-        "recipe=toy", *SHORT, "trainer.profiler=pytorch", "trainer.max_steps=20", f"topology.procs_per_node={procs}"
-    )
+@pytest.mark.multiproc
+def test_the_profiler_writes_a_trace_of_some_steps_on_every_rank(train):
+    pair = ("topology.procs_per_node=2", "trainer.max_steps=20")
+    run_dir = train("recipe=toy", *SHORT, "trainer.profiler=pytorch", *pair)
     traces = sorted((run_dir / "profile").iterdir())
-    assert [trace.name.split(".")[0] for trace in traces] == [f"rank_{rank}" for rank in range(procs)]
+    assert [trace.name.split(".")[0] for trace in traces] == ["rank_0", "rank_1"]
     for trace in traces:
         content = json.loads(trace.read_text())
         assert recorded_steps(content) == {f"ProfilerStep#{step}" for step in range(12, 17)}
@@ -33,28 +32,30 @@ def test_the_profiler_writes_a_trace_of_some_steps_on_every_rank(train, procs):
     assert f"Traces of the profiler are in {run_dir / 'profile'}" in results.log(run_dir)
 
 
-def test_the_profilers_steps_can_be_chosen_and_a_run_that_ends_earlier_says_so(train):
+def test_the_profilers_steps_can_be_chosen(train):
     chosen = ("callbacks=[profiler]", "callbacks.profiler.wait=1", "callbacks.profiler.warmup=1")
     run_dir = train("recipe=toy", *SHORT, *chosen, "trainer.max_steps=4")
     (trace,) = (run_dir / "profile").iterdir()
     assert recorded_steps(json.loads(trace.read_text())) >= {"ProfilerStep#2", "ProfilerStep#3"}
-    run_dir = train("recipe=toy", *SHORT, "trainer.profiler=pytorch", "trainer.max_steps=4")
-    assert not (run_dir / "profile").exists()
-    assert "TorchProfiler recorded nothing: training ended before step 17" in results.log(run_dir)
 
 
-def test_a_run_that_fails_leaves_the_trace_of_its_last_steps(train, tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_early_says_so_or_leaves_the_trace_of_its_last_steps(train, tmp_path, fails):
     (tmp_path / "falls.py").write_text(
         "class AtStep:\n"
         "    def on_train_step_end(self, report):\n"
         "        if report.step == 15:\n"
         "            raise RuntimeError('it fell')\n"
     )
-    fall = "+callbacks.falls._target_=falls.AtStep"
-    run_dir = train("recipe=toy", *SHORT, "trainer.profiler=pytorch", "trainer.max_steps=20", fall, status=1)
+    profiled = ("recipe=toy", *SHORT, "trainer.profiler=pytorch", "+callbacks.falls._target_=falls.AtStep")
+    if not fails:
+        run_dir = train(*profiled, "trainer.max_steps=4")
+        assert not (run_dir / "profile").exists()
+        assert "TorchProfiler recorded nothing: training ended before step 17" in results.log(run_dir)
+        return
+    run_dir = train(*profiled, "trainer.max_steps=20", status=1)
     (trace,) = (run_dir / "profile").iterdir()
     assert recorded_steps(json.loads(trace.read_text())) >= {"ProfilerStep#13", "ProfilerStep#14"}
-    assert json.loads((run_dir / "failure.json").read_text())["first"]["exception"] == "RuntimeError: it fell"
 
 
 def test_channels_last_gives_the_same_weights(train):
@@ -75,8 +76,7 @@ class WarningsAreErrors:
 def test_ddp_takes_gradients_with_the_channels_last_as_they_are(train):
     """DDP warns where a gradient's strides differ from its bucket's: digits have one channel, and many strides fit."""
     strict = f"+callbacks.strict._target_={__name__}.WarningsAreErrors"
-    pair = ("topology.procs_per_node=2", "strategy=ddp", "checkpoint=none")
-    train("recipe=digits", *SHORT, *pair, "trainer.max_steps=2", "trainer.channels_last=true", strict)
+    train("recipe=digits", *SHORT, *TWO, "strategy=ddp", "checkpoint=none", "trainer.channels_last=true", strict)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ class Cores:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_processes_keep_to_cores_of_their_own(train):
     noted = f"+callbacks.cores._target_={__name__}.Cores"
-    pair = ("recipe=toy", *SHORT, "trainer.max_steps=2", "topology.procs_per_node=2", noted)
+    pair = ("recipe=toy", *SHORT, *TWO, noted)
     run_dir = train(*pair, "trainer.cpu_affinity=true")
     first, second = (set(json.loads((run_dir / f"cores_{rank}").read_text())) for rank in range(2))
     assert first
@@ -121,8 +121,14 @@ def test_processes_keep_to_cores_of_their_own(train):
     assert not first & second
     run_dir = train(*pair)
     assert set(json.loads((run_dir / "cores_1").read_text())) == os.sched_getaffinity(0)
+
+
+@pytest.mark.multiproc
+@pytest.mark.exhaustive
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) > 8, reason="needs more ranks than a test should start")
+def test_processes_that_outnumber_the_cores_share_them(train):
     many = len(os.sched_getaffinity(0)) + 1
-    if many < 9:  # ranks
-        run_dir = train(*pair, "trainer.cpu_affinity=true", f"topology.procs_per_node={many}")
-        assert f"there are fewer cores than the {many} processes" in results.log(run_dir)
-        assert set(json.loads((run_dir / "cores_0").read_text())) == os.sched_getaffinity(0)
+    noted = f"+callbacks.cores._target_={__name__}.Cores"
+    run_dir = train("recipe=toy", *SHORT, *TWO, noted, "trainer.cpu_affinity=true", f"topology.procs_per_node={many}")
+    assert f"there are fewer cores than the {many} processes" in results.log(run_dir)
+    assert set(json.loads((run_dir / "cores_0").read_text())) == os.sched_getaffinity(0)

@@ -1,4 +1,4 @@
-"""The toy recipe as a plain PyTorch loop: what the framework is held to."""
+"""The toy recipe as a plain PyTorch loop, which the framework must agree with."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def toy_model(*, seed: int = 0) -> ToyModel:
     return ToyModel()
 
 
-def toy_batches(*, epochs: int, batches: int, shuffle: bool = True) -> list[Sequence[Tensor]]:
-    """(inputs, targets) of the first `batches` batches of each epoch, in the order a run of seed 0 takes them."""
+def toy_batches(
+    *, epochs: int, batches: int | None = None, batch_size: int = BATCH_SIZE, shuffle: bool = True
+) -> list[Sequence[Tensor]]:
+    """Return (inputs, targets) of the first `batches` batches of each epoch (None: all), in the order of seed 0."""
     data: Any = toy_regression().train
     order = GlobalOrder(len(data), seed=0, shuffle=shuffle)
     taken: list[Sequence[Tensor]] = []
     for epoch in range(epochs):
-        for indices in order.indices(epoch)[: batches * BATCH_SIZE].split(BATCH_SIZE):
+        for indices in order.indices(epoch).split(batch_size)[:batches]:
             taken.append([tensor[indices] for tensor in data.tensors])
     return taken
 

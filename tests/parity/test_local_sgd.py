@@ -1,8 +1,9 @@
-"""strategy=local_sgd against its rule in one process, with a replica for each rank: 20 steps of the toy."""
+"""strategy=local_sgd and DiLoCo against their rule in one process, with a replica for each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,127 +12,135 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from framework.data.batching import share
+from framework.callbacks.ema import EMAWeightAveraging
+from framework.distributed.context import Context
+from framework.late_dynamo import late_dynamo
+from framework.types import StepReport
 from recipes.toy import ToyModel
 from tests.helpers import results
-from tests.helpers.loops import toy_batches, toy_model
+from tests.helpers.loops import toy_batches
+from tests.helpers.rank_pool import RankPool
+from tests.parity import training
+from tests.parity.training import STEPS, STRATEGIES, How, plain_loop, steps_of, weights_of
+from tests.unit.small_trainer import samples
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
-Train = Callable[..., Path]
 
-STEPS, LR = 20, 0.01
-COMMAND = (
-    *("recipe=toy", "strategy=local_sgd", "logger=none", f"trainer.max_steps={STEPS}", "trainer.num_threads=1"),
-    *(f"optimizer.lr={LR}", "trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null"),
-)
-DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True}
+EVERY, WARMUP = 6, 5
+NORMED = How("normed", size=79)
 
 
-def rule(
-    ranks: int,
-    *,
-    every: int,
-    warmup: int = 0,
-    outer_lr: float = 1.0,
-    outer_momentum: float = 0.0,
-    nesterov: bool = False,
-    clip: float | None = None,
-    **inner: Any,
-) -> dict[str, Tensor]:
-    """The mean over `ranks` replicas after 20 steps. inner: options of each replica's own SGD."""
-    replicas = [toy_model() for _ in range(ranks)]
-    optimizers = [SGD(model.parameters(), lr=LR, **inner) for model in replicas]
-    anchor = toy_model()
-    outer = SGD(anchor.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
-    for step, (inputs, targets) in enumerate(toy_batches(epochs=1, batches=STEPS), start=1):
-        for rank, model in enumerate(replicas):
-            own = list(share(len(inputs), rank=rank, world_size=ranks))
-            model.zero_grad()
-            loss = nn.functional.mse_loss(model(inputs[own]), targets[own]) * (len(own) * ranks / len(inputs))
-            loss.backward()
-        if step <= warmup:
-            for same in zip(*(model.parameters() for model in replicas), strict=True):
-                mean = torch.stack([each.grad for each in same if each.grad is not None]).mean(dim=0)
-                for each in same:
-                    each.grad = mean.clone()
-        for model, optimizer in zip(replicas, optimizers, strict=True):
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
+def rule(how: How, *, ranks: int, warmup: int = 0, **outer: Any) -> dict[str, Tensor]:
+    """The mean of replicas that step by themselves and take an outer step every 6 after the warm-up; the first one's
+    statistics."""
+    replicas, anchor = [how.model() for _ in range(ranks)], how.model()
+    outer_optimizer = SGD(anchor.parameters(), **({"lr": 1.0} | outer))
+
+    def average(step: int) -> None:
         if step == warmup:
             anchor.load_state_dict(replicas[0].state_dict())
-        if step > warmup and (step - warmup) % every == 0:
-            mean_weights = mean_of(replicas)
-            for name, parameter in anchor.named_parameters():
-                parameter.grad = parameter.detach() - mean_weights[name]
-            outer.step()
-            for model in replicas:
-                model.load_state_dict(anchor.state_dict())
+        if step <= warmup or (step - warmup) % EVERY:
+            return
+        means = mean_of(replicas)
+        for name, parameter in anchor.named_parameters():
+            parameter.grad = parameter.detach() - means[name]
+        outer_optimizer.step()
+        training.copy_tensors(anchor.buffers(), replicas[0].buffers())
+        for model in replicas:
+            model.load_state_dict(anchor.state_dict())
+
+    steps = islice(steps_of(samples(how.size), ranks=ranks, passes=how.passes), STEPS)
+    forward, clip = training.forward_of(how), training.clip_of(how)
+    plain_loop(replicas, steps, forward=forward, clip=clip, exchanging_steps=warmup, after_step=average)
     return mean_of(replicas)
 
 
-def mean_of(replicas: list[ToyModel]) -> dict[str, Tensor]:
+def mean_of(replicas: list[nn.Module]) -> dict[str, Tensor]:
     states = [model.state_dict() for model in replicas]
-    return {name: torch.stack([state[name] for state in states]).mean(dim=0) for name in states[0]}
-
-
-def options(every: int, warmup: int, outer: Mapping[str, Any]) -> list[str]:
-    given = {"every_n_steps": every, "warmup_steps": warmup, **outer}
-    return [f"strategy.{name}={str(value).lower()}" for name, value in given.items()]
+    parameters = dict(replicas[0].named_parameters())
+    return {
+        name: torch.stack([state[name] for state in states]).mean(dim=0) if name in parameters else value
+        for name, value in states[0].items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("processes", "every", "warmup", "outer", "momentum"),
+    ("ranks", "strategy", "how"),
     [
-        (3, 6, 5, DILOCO, 0.9),  # shares of 7, 7 and 6; two averages, and a step after the last
-        (2, 3, 0, {}, 0.9),
-        pytest.param(1, 4, 3, DILOCO, 0.9, marks=pytest.mark.exhaustive),
-        pytest.param(4, 7, 0, {"outer_lr": 0.5, "outer_momentum": 0.8}, 0.0, marks=pytest.mark.exhaustive),
-        pytest.param(3, 25, 4, {}, 0.9, marks=pytest.mark.exhaustive),
-        pytest.param(3, 5, 30, DILOCO, 0.9, marks=pytest.mark.exhaustive),
+        (3, "diloco", NORMED),
+        (2, "local_sgd", How("dense")),
+        pytest.param(4, "local_sgd", How(), marks=pytest.mark.exhaustive),
+        pytest.param(1, "diloco", NORMED, marks=pytest.mark.exhaustive),
     ],
 )
-def test_it_ends_where_its_rule_does(
-    train: Train, processes: int, every: int, warmup: int, outer: dict[str, Any], momentum: float
-) -> None:
-    """What is kept is the mean of the replicas, wherever they stand."""
-    several = (f"topology.procs_per_node={processes}", "data.global_batch_size=20", f"optimizer.momentum={momentum}")
-    run = train(*COMMAND, *options(every, warmup, outer), *several)
-    wanted = rule(processes, every=every, warmup=warmup, momentum=momentum, **outer)
-    results.assert_same(results.weights(run), wanted, tolerance=1e-6)
-    at_each_step = rule(processes, every=1, momentum=momentum)
-    apart = max((value - wanted[name]).abs().max().item() for name, value in at_each_step.items())
-    assert (apart > 1e-4) == (warmup < STEPS)
+def test_it_ends_where_its_rule_does(rank_pool: RankPool, ranks: int, strategy: str, how: How) -> None:
+    """Each rank clips and steps by its own gradients; what is evaluated and kept is the mean, also between averages."""
+    outer: dict[str, Any] = (
+        {"warmup": WARMUP, "lr": 0.7, "momentum": 0.9, "nesterov": True} if strategy == "diloco" else {}
+    )
+    wanted = rule(how, ranks=ranks, **outer)
+    for end in rank_pool.run(training.train, strategy, how, ranks=ranks):
+        results.assert_same(end.weights, wanted, tolerance=1e-9)
+    exact = training.expect(how, ranks=ranks).weights
+    assert ranks == 1 or max((value - exact[name]).abs().max() for name, value in wanted.items()) > 1e-4
 
 
-def test_on_another_number_of_processes_all_begin_from_the_mean(train: Train) -> None:
-    """Three, one step after an average; then two, for one step of plain SGD: that of the whole batch, from the mean."""
-    some = ("strategy.every_n_steps=4", "data.global_batch_size=20", "topology.procs_per_node=3")
-    run = train(*COMMAND, *some, "trainer.max_steps=5")
+class Seen:
+    """The weights after every step."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+
+    def on_fit_start(self, info: Any) -> None:
+        self.model = info.model
+
+    def on_train_step_end(self, report: StepReport) -> None:
+        self.weights.append(weights_of(self.model))
+
+
+def train_and_look(context: Context, *, looks: bool) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Give the weights after every step, and their moving average. looks: evaluate and log after every step."""
+    seen, ema = Seen(), EMAWeightAveraging(decay=0.5)
+    strategy = STRATEGIES["diloco"](context=context, every_n_steps=3, warmup_steps=2)
+    with late_dynamo():
+        trainer = training.trainer_of(
+            context, strategy, NORMED, steps=10, callbacks={"seen": seen, "ema": ema}, every=1 if looks else 100
+        )
+        trainer.fit()
+    return seen.weights, ema.state_dict()["average"]
+
+
+def test_ranks_agree_after_averages_alone_and_looking_changes_nothing(rank_pool: RankPool) -> None:
+    """With a warm-up of two steps, and averages every three: nor do evaluations move weights or their averages."""
+    plain = rank_pool.run(train_and_look, looks=False, ranks=3)
+    watched = rank_pool.run(train_and_look, looks=True, ranks=3)
+    same = [
+        step
+        for step, (one, *others) in enumerate(zip(*(weights for weights, _ in plain), strict=True), start=1)
+        if all(torch.equal(one["0.weight"], other["0.weight"]) for other in others)
+    ]
+    assert same == [1, 2, 5, 8]
+    for (weights, average), (again, average_again) in zip(plain, watched, strict=True):
+        results.assert_same(again[-1], weights[-1])
+        results.assert_same(average_again, average)
+
+
+Train = Callable[..., Path]
+COMMAND = (
+    *("recipe=toy", "strategy=local_sgd", "strategy.every_n_steps=4", "logger=none", "trainer.num_threads=1"),
+    *("topology.procs_per_node=3", "data.global_batch_size=20", "optimizer.lr=0.01"),
+    *("trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null", "trainer.max_steps=5"),
+)
+
+
+def test_on_another_number_of_ranks_all_resume_from_the_mean(train: Train) -> None:
+    """Three, one step after an average; then two, for a step of SGD on the whole batch from the mean."""
+    run = train(*COMMAND)
     model = ToyModel()
     model.load_state_dict(results.weights(run))
     train(f"resume={run}", "topology.procs_per_node=2", "trainer.max_steps=6")
-    told = "the checkpoint has the different weights of 3 ranks: all resume from their mean"
-    assert all(told in results.log(run, rank) for rank in range(2))
+    assert all("different weights of 3 ranks" in results.log(run, rank) for rank in range(2))
     inputs, targets = toy_batches(epochs=1, batches=6)[-1]
     nn.functional.mse_loss(model(inputs), targets).backward()
-    SGD(model.parameters(), lr=LR).step()
+    SGD(model.parameters(), lr=0.01).step()
     results.assert_same(results.weights(run), model.state_dict(), tolerance=1e-6)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("trainer.gradient_clip_val=0.5", "trainer.accumulate_grad_batches=2"),
-        pytest.param(("trainer.gradient_clip_val=0.5", "trainer.compile=default"), marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_each_process_clips_its_own_gradient(train: Train, options: tuple[str, ...]) -> None:
-    """Evaluated, logged and saved at odd moments besides."""
-    looks = ("trainer.val_check_interval=3", "trainer.log_every_n_steps=2", "checkpoint.every_n_steps=7")
-    several = ("topology.procs_per_node=3", "data.global_batch_size=20", "strategy.every_n_steps=4")
-    run = train(*COMMAND, *several, *options, *looks)
-    wanted = rule(3, every=4, clip=0.5)
-    assert max((value - wanted[name]).abs().max().item() for name, value in rule(3, every=4).items()) > 1e-3
-    results.assert_same(results.weights(run), wanted, tolerance=1e-6)

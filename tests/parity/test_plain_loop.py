@@ -1,100 +1,73 @@
-"""The engine against plain PyTorch: the same weights as a loop anyone could write, and on any number of processes."""
+"""The command against a plain PyTorch loop: the same weights, on any number of processes, with every strategy.
+
+What strategies compute is compared in more detail in test_strategies.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from framework.checkpoint import find, load
-from framework.data.sampler import GlobalOrder
-from framework.seed import seed_everything
-from recipes.toy import ToyModel, toy_regression
+from tests.helpers import results
+from tests.helpers.loops import plain_loop, toy_batches
 
-EPOCHS = 3
-SHORT = ("logger=none", f"trainer.max_epochs={EPOCHS}")
+pytestmark = pytest.mark.usefixtures("own_state")
+
 Train = Callable[..., Path]
+SHORT = ("logger=none", "trainer.num_threads=1", "trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null")
+TOY = ("recipe=toy", *SHORT, "trainer.max_steps=20", "data.global_batch_size=20")
+STAGES = ("recipe=toy_model_parallel", *TOY[1:], "strategy=pipeline", "topology=single_node")
+SPREAD = "strategy.min_num_params=50"
 
 
-def weights_of(run_dir: Path) -> dict[str, Tensor]:
-    """The last checkpoint's weights."""
-    return load(find(run_dir), map_location="cpu", parts=["model"])["model"]
-
-
-def plain_loop(*, batch_size: int, accumulate: int = 1) -> dict[str, Tensor]:
-    seed_everything(0, rank=0)
-    model = ToyModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    data: Any = toy_regression().train
-    order = GlobalOrder(len(data), seed=0, shuffle=True)
-    for epoch in range(EPOCHS):
-        loader: Any = DataLoader(data, batch_size=batch_size, sampler=order.indices(epoch).tolist())
-        for number, (inputs, targets) in enumerate(loader, start=1):
-            loss = nn.functional.mse_loss(model(inputs), targets)
-            (loss / accumulate).backward()
-            if number % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return model.state_dict()
-
-
-def assert_close(given: dict[str, Tensor], wanted: dict[str, Tensor], *, tolerance: float) -> None:
-    assert given.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(given[name], tensor, rtol=0.0, atol=tolerance)
-
-
-@pytest.mark.usefixtures("own_state")
 def test_one_process_is_the_plain_loop_bit_for_bit(train: Train) -> None:
-    assert_close(weights_of(train(*SHORT, "recipe=toy")), plain_loop(batch_size=20), tolerance=0.0)
+    """Three epochs; the last batch of each is a short one."""
+    run = train("recipe=toy", *SHORT, "trainer.max_epochs=3", "data.global_batch_size=37")
+    results.assert_same(results.weights(run), plain_loop(toy_batches(epochs=3, batch_size=37)))
 
 
-@pytest.mark.usefixtures("own_state")
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    "overrides",
+    ("processes", "options"),
     [
-        pytest.param(("topology.procs_per_node=2", "data.global_batch_size=20"), marks=pytest.mark.exhaustive),
-        # 20 isn't a multiple of 3: shares of 7, 7 and 6.
-        ("topology.procs_per_node=3", "data.global_batch_size=20"),
-        ("topology.procs_per_node=2", "data.batch_size=5", "trainer.accumulate_grad_batches=2"),
-        pytest.param(
-            ("topology.procs_per_node=1", "data.batch_size=5", "trainer.accumulate_grad_batches=4"),
-            marks=pytest.mark.exhaustive,
+        (3, (*TOY, "strategy=allreduce")),  # 20 isn't a multiple of 3: shares of 7, 7 and 6
+        (2, (*TOY, "trainer.accumulate_grad_batches=2")),
+        (2, ("recipe=toy_model_parallel", *TOY[1:])),
+        (2, (*STAGES, "strategy.schedule=gpipe", "strategy.num_microbatches=3")),
+        (4, (*TOY, "strategy=hsdp", SPREAD, "strategy.data_parallel_shard_degree=2")),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (
+                (5, (*TOY, "strategy=butterfly")),
+                (2, (*TOY, "strategy=ddp", "strategy.static_graph=true", "data.num_workers=1")),
+                (2, (*TOY, "strategy=ddp", "strategy.comm_hook=butterfly")),
+                (2, (*TOY, "strategy=local_sgd", "strategy.every_n_steps=1")),
+                (2, (*STAGES, "trainer.compile=default")),
+                (2, (*TOY, "strategy=fsdp", SPREAD, "trainer.compile=default")),
+                (3, (*TOY, "strategy=fsdp", SPREAD, "trainer.activation_checkpointing=[Linear]")),
+            )
         ),
-        pytest.param(
-            ("topology.procs_per_node=2", "data.global_batch_size=20", "data.num_workers=1"),
-            marks=pytest.mark.exhaustive,
-        ),
-        ("recipe=toy_model_parallel", "topology.procs_per_node=2", "data.global_batch_size=20"),
-        ("topology.procs_per_node=2", "data.global_batch_size=20", "strategy=ddp", "strategy.static_graph=true"),
-        ("topology.procs_per_node=3", "data.global_batch_size=20", "strategy=fsdp", "strategy.min_num_params=50"),
     ],
-    ids=" ".join,
+    ids=str,
 )
-def test_the_number_of_processes_changes_nothing(train: Train, overrides: tuple[str, ...]) -> None:
-    recipe = () if any(text.startswith("recipe=") for text in overrides) else ("recipe=toy",)
-    assert_close(weights_of(train(*SHORT, *recipe, *overrides)), plain_loop(batch_size=20), tolerance=1e-6)
+def test_the_number_of_processes_and_the_strategy_change_nothing(
+    train: Train, processes: int, options: tuple[str, ...]
+) -> None:
+    run = train(*options, f"topology.procs_per_node={processes}")
+    results.assert_same(results.weights(run), plain_loop(toy_batches(epochs=1, batches=20)), tolerance=1e-6)
 
 
-@pytest.mark.usefixtures("own_state")
 @pytest.mark.multiproc
-def test_a_short_last_batch_weighs_its_samples(train: Train) -> None:
-    """1,600 samples in batches of 37: the last has 9, for 4 processes 3, 2, 2 and 2."""
-    many = weights_of(train(*SHORT, "recipe=toy", "topology.procs_per_node=4", "data.global_batch_size=37"))
-    assert_close(many, plain_loop(batch_size=37), tolerance=1e-6)
-
-
-@pytest.mark.usefixtures("own_state")
-@pytest.mark.multiproc
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_without_samples_joins(train: Train, strategy: str) -> None:
-    """1,600 samples in batches of 41: the last has 1, so one of the two processes has none."""
-    two = ("topology.procs_per_node=2", "data.global_batch_size=41", f"strategy={strategy}")
-    many = weights_of(train(*SHORT, "recipe=toy", *two))
-    assert_close(many, plain_loop(batch_size=41), tolerance=1e-6)
+@pytest.mark.parametrize(
+    ("processes", "strategy", "size"),
+    [(4, "ddp", 37), (2, "fsdp", 41)],
+    ids=["short-last-batch", "rank-without-samples"],
+)
+def test_a_short_last_batch_weighs_its_samples(train: Train, processes: int, strategy: str, size: int) -> None:
+    """Of 1,600 samples the last batch of 37 has 9, and of 41 one: then a rank has none."""
+    several = (f"topology.procs_per_node={processes}", f"strategy={strategy}", f"data.global_batch_size={size}")
+    run = train("recipe=toy", *SHORT, *several, "trainer.max_epochs=2")
+    wanted = plain_loop(toy_batches(epochs=2, batch_size=size))
+    results.assert_same(results.weights(run), wanted, tolerance=1e-6)

@@ -1,253 +1,217 @@
-"""Every way to average gradients against one process with the same global batches: 20 steps of the toy.
+"""Every strategy on two to four ranks ends at the weights of a plain loop in one process with the same global batches.
 
-Those that add in the parameters' own type end at the same weights, but for the order of sums. Those that send shorter
-numbers end where a plain loop does that rounds each rank's gradients as they do.
+In 64 bits, which tell any mistake from rounding; those that send or compute in short numbers by a loop that rounds as
+they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 
-from framework.data.batching import share
-from tests.helpers import results
-from tests.helpers.loops import toy_batches, toy_model
+from framework.config.schema import ClipAlgorithm, Precision
+from tests.helpers.rank_pool import RankPool
+from tests.parity.training import Exchange, How, Trained, expect, mean, train
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
-Train = Callable[..., Path]
-Exchange = Callable[[Sequence[Tensor]], Tensor]  # the gradients of one parameter, of each rank
 
-STEPS, LR = 20, 0.01
-COMMAND = (
-    *("recipe=toy", "logger=none", f"trainer.max_steps={STEPS}", "trainer.num_threads=1", f"optimizer.lr={LR}"),
-    *("trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null"),
-)
-SPREAD = ("strategy=fsdp", "strategy.min_num_params=50")
-COPIES = ("strategy=hsdp", "strategy.min_num_params=50", "strategy.data_parallel_shard_degree=2")
-BUTTERFLY_HOOK = ("strategy=ddp", "strategy.comm_hook=butterfly")
+FULL = How(channels_last=True, recomputed=("Linear", "Conv2d"))
+"""Convolutions with the channels last, recomputed activations, accumulation, clipping, a rank without samples."""
+NORMED = How("normed", size=79, clip=None)
+"""With running statistics; no batch of a single sample."""
+COPIES = {"1f1b copies": 2, "gpipe copies": 2, "interleaved copies": 2}
+CUTS = {"gpipe": 3, "1f1b": 3, "1f1b copies": 2, "interleaved": 2, "interleaved copies": 2}
 
 
-def mean(gradients: Sequence[Tensor]) -> Tensor:
-    """Their mean; of one rank, itself."""
-    return torch.stack(list(gradients)).mean(dim=0)
+def exhaustive(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-def plain(*, clip: float | None = None, ranks: int = 1, exchange: Exchange = mean) -> dict[str, Tensor]:
-    """The weights after 20 steps of one process, which takes `ranks` parts of each batch of 20 one after another."""
-    model = toy_model()
-    parameters = list(model.parameters())
-    optimizer = SGD(parameters, lr=LR)
-    for inputs, targets in toy_batches(epochs=1, batches=STEPS):
-        of_ranks = []
-        for rank in range(ranks):
-            own = list(share(len(inputs), rank=rank, world_size=ranks))
-            loss = nn.functional.mse_loss(model(inputs[own]), targets[own]) * (len(own) * ranks / len(inputs))
-            of_ranks.append(torch.autograd.grad(loss, parameters))
-        for parameter, gradients in zip(parameters, zip(*of_ranks, strict=True), strict=True):
-            parameter.grad = exchange(gradients)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(parameters, clip)
-        optimizer.step()
-    return model.state_dict()
+def check(ends: list[Trained], wanted: Trained, *, tolerance: float, norms: bool = True) -> None:
+    """All ranks together have every weight and statistic, and each knows the norm and the validation loss."""
+    assert set().union(*(end.weights for end in ends)) == wanted.weights.keys()
+    for end in ends:
+        for name, value in end.weights.items():
+            torch.testing.assert_close(value, wanted.weights[name], rtol=0.0, atol=tolerance)
+            holders = [other.weights[name] for other in ends if name in other.weights]
+            assert all(torch.equal(value, other) for other in holders), "replicas differ"
+        assert end.val_loss == pytest.approx(wanted.val_loss, rel=max(10 * tolerance, 1e-6))
+        if norms:
+            assert end.norms == pytest.approx(wanted.norms, rel=max(100 * tolerance, 1e-6), nan_ok=True)
+
+
+def end_as_a_loop(pool: RankPool, strategy: str, how: How, *, ranks: int, tolerance: float) -> None:
+    pipelined = "gpipe" in strategy or "1f1b" in strategy or "interleaved" in strategy
+    copies = COPIES.get(strategy, 1 if pipelined else ranks)
+    wanted = expect(how, ranks=copies, cuts=CUTS.get(strategy, 1))
+    norms = how.algorithm is ClipAlgorithm.NORM
+    if norms and how.clip is not None:
+        assert max(filter(math.isfinite, wanted.norms)) > how.clip
+    check(pool.run(train, strategy, how, ranks=ranks), wanted, tolerance=tolerance, norms=norms)
 
 
 @pytest.mark.parametrize(
-    ("processes", "layers", "options"),
+    ("ranks", "strategy"),
     [
-        (2, 2, ("schedule=1f1b",)),
-        pytest.param(2, 2, ("schedule=gpipe", "num_microbatches=3"), marks=pytest.mark.exhaustive),
-        pytest.param(3, 3, ("schedule=1f1b",), marks=pytest.mark.exhaustive),
-        pytest.param(3, 3, ("schedule=gpipe", "num_microbatches=1"), marks=pytest.mark.exhaustive),
-        pytest.param(4, 4, ("schedule=1f1b",), marks=pytest.mark.exhaustive),
-        pytest.param(4, 2, ("schedule=1f1b", "num_stages=2"), marks=pytest.mark.exhaustive),
-        pytest.param(4, 2, ("schedule=gpipe", "num_stages=2"), marks=pytest.mark.exhaustive),
-        pytest.param(2, 4, ("schedule=interleaved",), marks=pytest.mark.exhaustive),
-        pytest.param(4, 4, ("schedule=interleaved", "num_stages=4"), marks=pytest.mark.exhaustive),
+        (2, "1f1b"),
+        (2, "interleaved"),
+        (2, "fsdp classes"),
+        (3, "ddp"),
+        (3, "ddp butterfly"),
+        (3, "ddp unused"),
+        (3, "allreduce"),
+        (3, "butterfly"),
+        (3, "fsdp"),
+        (3, "gpipe"),
+        (4, "hsdp"),
+        (4, "1f1b copies"),
+        *(exhaustive(2, name) for name in ("ddp", "ddp butterfly", "allreduce each", "butterfly", "fsdp", "gpipe")),
+        *(exhaustive(4, name) for name in ("ddp static", "allreduce", "butterfly", "fsdp", "interleaved copies")),
     ],
-    ids=str,
 )
-def test_stages_on_several_processes_end_as_layers_on_several_devices_of_one(
-    train: Train, processes: int, layers: int, options: tuple[str, ...]
-) -> None:
-    """With clipping, by the norm of all stages; the model-parallel network of two layers is the toy."""
-    more = ("trainer.gradient_clip_val=0.5", "recipe=toy_model_parallel", "data.global_batch_size=20")
-    cut = ("strategy=pipeline", "topology=single_node", f"topology.procs_per_node={processes}")
-    run = train(*COMMAND, *more, *cut, *(f"strategy.{option}" for option in options))
-    if layers == 2:
-        wanted = plain(clip=0.5)
-    else:
-        wanted = results.weights(train(*COMMAND, *more, f"topology.gpus_per_process={layers}"))
-    results.assert_same(results.weights(run), wanted, tolerance=1e-6)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_so_do_compiled_stages(train: Train, schedule: str) -> None:
-    """Each by itself. Batches of 20 in 8 micro-batches: some have a row that is no sample."""
-    more = ("trainer.gradient_clip_val=0.5", "recipe=toy_model_parallel", "data.global_batch_size=20")
-    stages = ("strategy=pipeline", "topology=single_node", "topology.procs_per_node=2", "trainer.compile=default")
-    run = train(*COMMAND, *more, *stages, f"strategy.schedule={schedule}")
-    whole = train(*COMMAND, *more, f"topology.gpus_per_process={2 if schedule == '1f1b' else 4}")
-    results.assert_same(results.weights(run), results.weights(whole), tolerance=1e-6)
-
-
-def rounded(dtype: torch.dtype) -> Exchange:
-    """Each rank's gradient is rounded and divided, and so is each sum of them, from the first rank on."""
-
-    def exchange(gradients: Sequence[Tensor]) -> Tensor:
-        first, *others = (gradient.to(dtype).div_(len(gradients)) for gradient in gradients)
-        for other in others:
-            first = first + other
-        return first.float()
-
-    return exchange
+def test_it_ends_as_a_plain_loop(rank_pool: RankPool, strategy: str, ranks: int) -> None:
+    """With accumulation, clipping by the norm of all gradients, recomputed activations and channels last."""
+    end_as_a_loop(rank_pool, strategy, FULL, ranks=ranks, tolerance=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("processes", "strategy"),
+    ("ranks", "strategy"),
     [
-        (2, ("strategy=allreduce", "strategy.bucket_cap_mb=0")),
-        (3, ("strategy=allreduce",)),
-        (3, ("strategy=butterfly",)),
-        (3, BUTTERFLY_HOOK),
-        (3, SPREAD),
-        pytest.param(4, COPIES, marks=pytest.mark.exhaustive),
-        pytest.param(2, SPREAD, marks=pytest.mark.exhaustive),
-        pytest.param(2, (*SPREAD, "trainer.activation_checkpointing=[Linear]"), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=ddp", "trainer.activation_checkpointing=[Linear]"), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=butterfly",), marks=pytest.mark.exhaustive),
-        pytest.param(2, BUTTERFLY_HOOK, marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=ddp",), marks=pytest.mark.exhaustive),
-        pytest.param(3, ("strategy=ddp",), marks=pytest.mark.exhaustive),
-        pytest.param(5, ("strategy=butterfly",), marks=pytest.mark.exhaustive),
+        (3, "ddp"),
+        (3, "allreduce"),
+        (3, "fsdp"),
+        (3, "gpipe whole"),
+        (4, "gpipe copies"),
+        *(exhaustive(2, name) for name in ("ddp static", "butterfly", "fsdp classes", "gpipe whole")),
+        exhaustive(4, "hsdp"),
     ],
-    ids=str,
 )
-def test_exact_ways_end_as_one_process(train: Train, processes: int, strategy: tuple[str, ...]) -> None:
-    """Of 20 samples, 3 processes take 7, 7 and 6."""
-    run = train(*COMMAND, *strategy, f"topology.procs_per_node={processes}", "data.global_batch_size=20")
-    results.assert_same(results.weights(run), plain(), tolerance=1e-6)
+def test_running_statistics_are_those_of_the_first_rank(rank_pool: RankPool, strategy: str, ranks: int) -> None:
+    """Each step begins with its statistics on all ranks; rows that fill up a micro-batch of a pipeline don't count."""
+    end_as_a_loop(rank_pool, strategy, NORMED, ranks=ranks, tolerance=1e-9)
+
+
+OF_FORMATS = {
+    "32-true": (How(precision=Precision.FP32, clip=0.02, algorithm=ClipAlgorithm.VALUE, passes=1), 1e-5),
+    "bf16-mixed": (How(precision=Precision.BF16_MIXED, recomputed=("Linear",)), 5e-3),
+    "16-mixed": (How(precision=Precision.FP16_MIXED), 1e-3),
+    "bf16-true": (How(precision=Precision.BF16, clip=None, passes=1), 0.1),
+    "compiled": (How(precision=Precision.FP32, compiles=True), 1e-5),
+}
+CAPTURED = ("ddp", "ddp butterfly", "allreduce", "fsdp", "1f1b")
 
 
 @pytest.mark.parametrize(
-    ("processes", "options"),
+    ("kind", "strategy"),
     [
-        (3, ("strategy=allreduce",)),
-        (4, (*COPIES, "trainer.activation_checkpointing=[Linear]")),
-        pytest.param(3, SPREAD, marks=pytest.mark.exhaustive),
-        pytest.param(3, ("strategy=butterfly",), marks=pytest.mark.exhaustive),
-        pytest.param(3, BUTTERFLY_HOOK, marks=pytest.mark.exhaustive),
-        *(
-            pytest.param(4 if how is COPIES else 3, (*how, "trainer.compile=default"), marks=pytest.mark.exhaustive)
-            for how in (
-                ("strategy=ddp",),
-                BUTTERFLY_HOOK,
-                ("strategy=allreduce",),
-                ("strategy=butterfly",),
-                SPREAD,
-                COPIES,
-            )
-        ),
+        ("32-true", "butterfly"),
+        ("bf16-mixed", "1f1b"),
+        ("bf16-mixed", "ddp"),
+        ("16-mixed", "fsdp"),
+        ("bf16-true", "allreduce"),
+        *(exhaustive("compiled", strategy) for strategy in CAPTURED),
+        *(exhaustive(kind, name) for kind in ("32-true", "bf16-mixed", "16-mixed") for name in ("allreduce", "fsdp")),
     ],
-    ids=str,
 )
-def test_so_they_do_with_accumulation_and_clipping(train: Train, processes: int, options: tuple[str, ...]) -> None:
-    clipped = ("trainer.gradient_clip_val=0.5", "trainer.accumulate_grad_batches=2")
-    run = train(*COMMAND, *options, *clipped, f"topology.procs_per_node={processes}", "data.global_batch_size=20")
-    wanted = plain(clip=0.5)
-    assert max((value - wanted[name]).abs().max().item() for name, value in plain().items()) > 1e-3
-    results.assert_same(results.weights(run), wanted, tolerance=1e-6)
+def test_it_ends_as_a_plain_loop_in_other_formats(rank_pool: RankPool, kind: str, strategy: str) -> None:
+    how, tolerance = OF_FORMATS[kind]
+    end_as_a_loop(rank_pool, strategy, how, ranks=2, tolerance=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("bf16", torch.bfloat16), pytest.param("fp16", torch.float16, marks=pytest.mark.exhaustive)]
-)
-def test_short_numbers_end_where_their_rule_does(train: Train, name: str, dtype: torch.dtype) -> None:
-    hook = ("strategy=ddp", f"strategy.comm_hook={name}")
-    run = train(*COMMAND, *hook, "topology.procs_per_node=2", "data.global_batch_size=20")
-    results.assert_same(results.weights(run), plain(ranks=2, exchange=rounded(dtype)), tolerance=1e-6)
-    off = max((value - results.weights(run)[key]).abs().max().item() for key, value in plain().items())
-    assert off > 1e-5
-
-
-def short_weights(*, ranks: int, reduce: torch.dtype) -> dict[str, Tensor]:
-    """The weights after 20 steps of SGD where each computes with weights and inputs of bfloat16.
-
-    Gradients of each rank are added in `reduce`, from the first rank on, and divided.
-    """
-    model = toy_model()
-    parameters = dict(model.named_parameters())
-    optimizer = SGD(parameters.values(), lr=LR)
-    for inputs, targets in toy_batches(epochs=1, batches=STEPS):
-        sums: list[Tensor] = []
-        for rank in range(ranks):
-            own = list(share(len(inputs), rank=rank, world_size=ranks))
-            short = {name: each.detach().bfloat16().requires_grad_() for name, each in parameters.items()}
-            output = torch.func.functional_call(model, short, inputs[own].bfloat16()).float()
-            loss = nn.functional.mse_loss(output, targets[own]) * (len(own) * ranks / len(inputs))
-            gradients = [each.to(reduce) for each in torch.autograd.grad(loss, list(short.values()))]
-            sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
-        for parameter, total in zip(parameters.values(), sums, strict=True):
-            parameter.grad = (total / ranks).float()
-        optimizer.step()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("reduce", "dtype"),
-    [("bf16", torch.bfloat16), pytest.param("null", torch.float32, marks=pytest.mark.exhaustive)],
-)
-def test_short_weights_end_where_their_rule_does(train: Train, reduce: str, dtype: torch.dtype) -> None:
-    """As a mean over ranks that is rounded; weights are kept and stepped in 32 bits."""
-    policy = f"strategy.mp_policy={{param_dtype:bf16,reduce_dtype:{reduce}}}"
-    run = train(*COMMAND, *SPREAD, policy, "topology.procs_per_node=2", "data.global_batch_size=20")
-    results.assert_same(results.weights(run), short_weights(ranks=2, reduce=dtype), tolerance=1e-6)
-    off = max((value - results.weights(run)[key]).abs().max().item() for key, value in plain().items())
-    assert off > 1e-4
+def rounded(dtype: torch.dtype, _: int, gradients: Sequence[Tensor]) -> Tensor:
+    """Each rank's gradient is rounded and divided; the sum is rounded again."""
+    first, second = (gradient.to(dtype).div_(2) for gradient in gradients)
+    return (first + second).to(gradients[0].dtype)
 
 
 class LowRank:
-    """PowerSGD of rank 1 with error feedback and warm start, as its paper has it, for the toy in one bucket.
+    """PowerSGD of rank 1 with error feedback and warm start, as its paper has it, of the network `dense` in one bucket.
 
-    Gradients come from the last layer to the first, and biases, which are vectors, are averaged as they are.
+    Gradients come from the last layer to the first. Biases and the last layer are too small to compress.
     """
 
     def __init__(self, *, start: int) -> None:
         self.start, self.calls = start, 0
         self.errors: dict[int, list[Tensor]] = {}
         self.thin: dict[int, Tensor] = {}
-        self.random = numpy.random.RandomState(0)
 
-    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
-        number, step = self.calls % 4, self.calls // 4  # two weights and two biases
+    def __call__(self, place: int, gradients: Sequence[Tensor]) -> Tensor:
+        step = self.calls // 6  # three weights and three biases
         self.calls += 1
-        if gradients[0].ndim == 1 or step < self.start:
-            return mean(gradients)
+        if place not in (0, 2) or step < self.start:
+            return mean(place, gradients)
         if not self.thin:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.random.randint(1_000_000_000))
-                self.thin = {2: torch.randn(10, 1), 0: torch.randn(10, 1)}
-        errors = self.errors.get(number, [torch.zeros_like(each) for each in gradients])
+                torch.manual_seed(numpy.random.RandomState(0).randint(1_000_000_000))
+                self.thin = {2: torch.randn(10, 1, dtype=torch.float64), 0: torch.randn(3, 1, dtype=torch.float64)}
+        errors = self.errors.get(place, [torch.zeros_like(each) for each in gradients])
         wanted = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
-        q = nn.functional.normalize(self.thin[number], dim=0)
-        p = nn.functional.normalize(sum((each @ q for each in wanted), torch.zeros(())), dim=0)
-        q = torch.stack([each.t() @ p for each in wanted]).mean(dim=0)
-        self.thin[number] = q
-        product = p @ q.t()
-        self.errors[number] = [each - product for each in wanted]
+        q = nn.functional.normalize(self.thin[place], dim=0)
+        p = nn.functional.normalize(torch.stack([each @ q for each in wanted]).sum(dim=0), dim=0)
+        self.thin[place] = torch.stack([each.t() @ p for each in wanted]).mean(dim=0)
+        product = p @ self.thin[place].t()
+        self.errors[place] = [each - product for each in wanted]
         return product
 
 
-def test_thin_matrices_end_where_their_rule_does(train: Train) -> None:
-    hook = "strategy.comm_hook={powersgd:{start_powerSGD_iter:4,min_compression_rate:1}}"
-    processes = ("topology.procs_per_node=2", "data.global_batch_size=20")
-    run = train(*COMMAND, "strategy=ddp", hook, *processes)
-    wanted = plain(ranks=2, exchange=LowRank(start=4))
-    results.assert_same(results.weights(run), wanted, tolerance=1e-5)
-    assert max((value - wanted[name]).abs().max().item() for name, value in plain().items()) > 1e-3
+@pytest.mark.parametrize(
+    ("strategy", "how", "exchange", "tolerance"),
+    [
+        ("ddp bf16", How("dense", precision=Precision.FP32), partial(rounded, torch.bfloat16), 1e-5),
+        ("ddp powersgd", How("dense"), LowRank(start=4), 1e-8),
+        exhaustive("ddp fp16", How("dense", precision=Precision.FP32), partial(rounded, torch.float16), 1e-5),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_shortened_gradients_end_where_their_rule_does(
+    rank_pool: RankPool, strategy: str, how: How, exchange: Exchange, tolerance: float
+) -> None:
+    wanted = expect(how, ranks=2, exchange=exchange)
+    check(rank_pool.run(train, strategy, how, ranks=2), wanted, tolerance=tolerance)
+    exact = expect(how, ranks=2)
+    assert max((value - exact.weights[name]).abs().max() for name, value in wanted.weights.items()) > 1e-5
+
+
+SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("precision", "param", "reduce", "tolerance"),
+    [
+        (Precision.FP32, "bf16", "bf16", 1e-5),
+        (Precision.FP32, "bf16", None, 1e-5),
+        (Precision.FP16_MIXED, "fp16", "fp16", 1e-5),
+        exhaustive(Precision.FP32, None, "bf16", 1e-5),
+        exhaustive(Precision.BF16_MIXED, "bf16", "fp32", 1e-5),
+        exhaustive(Precision.FP16_MIXED, "fp32", "fp16", 1e-5),
+        exhaustive(Precision.BF16, "bf16", "fp32", 2.0**-7),
+    ],
+)
+def test_short_weights_end_where_their_rule_does(
+    rank_pool: RankPool, precision: Precision, param: str | None, reduce: str | None, tolerance: float
+) -> None:
+    """Each rank computes with rounded weights; gradients are added in `reduce`; the optimizer steps whole weights."""
+    how = How("dense", precision=precision, passes=1)
+    kept = next(how.model().parameters()).dtype
+    exchange = partial(rounded, SHORT[reduce] if reduce else kept)
+    wanted = expect(how, ranks=2, exchange=exchange, param=SHORT[param] if param else None)
+    policy = {"param_dtype": param, "reduce_dtype": reduce}
+    check(rank_pool.run(train, "fsdp", how, mp_policy=policy, ranks=2), wanted, tolerance=tolerance)
+
+
+def test_what_a_pipeline_computes_again_drops_the_same(rank_pool: RankPool) -> None:
+    how = How("dropping", precision=Precision.BF16_MIXED)
+    once, again, undropped = (
+        rank_pool.run(train, "1f1b", each, ranks=2)
+        for each in (how, how._replace(recomputed=("Linear", "Dropout")), how._replace(network="dense"))
+    )
+    for one, other, third in zip(once, again, undropped, strict=True):
+        assert all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
+        assert not any(torch.equal(value, third.weights[name]) for name, value in one.weights.items())

@@ -1,22 +1,23 @@
-"""What DDP tells of a rank's waiting: from where its own gradients are there; and when it can't."""
+"""What a strategy reports of its rank's waiting for others, so that a slow rank is blamed and not those that wait."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from framework.distributed.context import Context
 from framework.strategies import DDP, AllReduce, LocalSGD
-from framework.types import Strategy
-from tests.unit.simulated_ranks import cpu_context
+from tests.helpers.rank_pool import RankPool
 
-pytestmark = pytest.mark.usefixtures("group", "own_state")
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 
 
-class Told:
-    """What is told, in order, among what the model does."""
+class Seen:
+    """What is reported, in order, among the gradients of the model."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -31,105 +32,68 @@ class Told:
         self.seen.append("not known")
 
 
-class Seen(nn.Module):
-    """Two layers, of which the last may be left out; gradients are noted as they come."""
+class Layers(nn.Module):
+    """Two layers, of which the last may be left out."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
-        for name, parameter in self.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: told.seen.append(name))
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: seen.seen.append("gradient"))
 
-    def forward(self, inputs: Tensor, *, all_of_it: bool = True) -> Tensor:
+    def forward(self, inputs: Tensor, *, leaves_out: bool = False) -> Tensor:
         hidden = self.first(inputs)
-        result: Tensor = self.last(hidden) if all_of_it else hidden
+        result: Tensor = hidden if leaves_out else self.last(hidden)
         return result
 
 
-def step(strategy: Strategy, wrapped: nn.Module, told: Told, *, synchronise: bool = True, **how: Any) -> list[str]:
-    told.seen.clear()
-    with strategy.accumulate(wrapped, synchronise=synchronise):
-        wrapped(torch.randn(3, 2), **how).sum().backward()
-    return list(told.seen)
+STRATEGIES: dict[str, Any] = {
+    "ddp": DDP,
+    "ddp unused": partial(DDP, find_unused_parameters=True),
+    "ddp butterfly": partial(DDP, comm_hook="butterfly"),
+    "ddp powersgd": partial(DDP, comm_hook="powersgd"),
+    "allreduce": AllReduce,
+    "local_sgd": partial(LocalSGD, every_n_steps=2, warmup_steps=1),
+}
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_a_rank_waits_when_the_last_of_its_own_gradients_is_there(static_graph: bool) -> None:
-    told = Told()
-    strategy = DDP(context=cpu_context(), static_graph=static_graph)
-    wrapped = strategy.wrap(Seen(told))
-    assert strategy.tell_waiting(wrapped, told)
-    for synchronise in (True, True, False, True):
-        *gradients, then = step(strategy, wrapped, told, synchronise=synchronise)
-        assert sorted(gradients) == ["first.bias", "first.weight", "last.bias", "last.weight"]
-        assert then == "waits"
+def watch(context: Context, name: str, steps: list[tuple[bool, bool]]) -> tuple[bool, list[list[str]]]:
+    """Give whether waiting is known, and what is reported in each step. steps: (synchronises, leaves out a layer)."""
+    seen, strategy = Seen(), STRATEGIES[name](context=context)
+    wrapped = strategy.wrap(Layers(seen))
+    known = strategy.tell_waiting(wrapped, seen)
+    found = []
+    for synchronise, leaves_out in steps:
+        seen.seen.clear()
+        with strategy.accumulate(wrapped, synchronise=synchronise):
+            wrapped(torch.randn(3, 2), leaves_out=leaves_out).sum().backward()
+        if name == "local_sgd":
+            strategy.after_update(wrapped)
+        found.append(list(seen.seen))
+    return known, found
 
 
-def test_the_exchange_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DDP waits for isn't there before: its hook's future is done when it is asked for."""
-    told = Told()
-    strategy = DDP(context=cpu_context(), comm_hook="fp16")
-
-    def hook(_: Any, bucket: Any) -> Any:
-        told.seen.append("exchanges")
-        done: Any = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    hook.__annotations__.clear()
-    strategy._comm_hook = hook
-    wrapped = strategy.wrap(Seen(told))
-    assert strategy.tell_waiting(wrapped, told)
-    seen = step(strategy, wrapped, told)
-    assert seen[-1] == "waits"
-    assert seen.count("exchanges") == 1  # begun in backward, beside which it goes on
+ALL, SOME = ["gradient"] * 4, ["gradient"] * 2
 
 
-def test_a_backward_that_leaves_out_the_last_parameter_is_not_known() -> None:
-    """Which is told before the step ends: whoever reads the times after it reads them with that."""
-    told = Told()
-    strategy = DDP(context=cpu_context(), find_unused_parameters=True)
-    wrapped = strategy.wrap(Seen(told))
-    assert strategy.tell_waiting(wrapped, told)
-    assert step(strategy, wrapped, told)[-1] == "waits"
-    seen = step(strategy, wrapped, told, all_of_it=False)
-    assert (seen[-1], seen.count("waits")) == ("not known", 0)
-    assert "not known" not in step(strategy, wrapped, told)
-    # Nothing is exchanged here, so nobody waits.
-    assert "not known" not in step(strategy, wrapped, told, synchronise=False, all_of_it=False)
-    assert "not known" not in step(strategy, wrapped, told)
+@pytest.mark.parametrize(
+    ("name", "steps", "wanted"),
+    [
+        # From where a rank's own gradients are all there; nothing is exchanged while they add up.
+        ("ddp", [(True, False), (True, False), (False, False)], [[*ALL, "waits"], [*ALL, "waits"], ALL]),
+        # Without the last layer's that isn't known.
+        ("ddp unused", [(True, False), (True, True), (False, True)], [[*ALL, "waits"], [*SOME, "not known"], SOME]),
+        ("allreduce", [(False, False), (True, False)], [ALL, [*ALL, "waits"]]),
+        # A step of warm-up, then an average in every second.
+        ("local_sgd", [(True, False)] * 3, [[*ALL, "waits"], ALL, [*ALL, "waits", "goes on"]]),
+    ],
+)
+def test_a_rank_waits_from_where_its_own_gradients_are_there(
+    rank_pool: RankPool, name: str, steps: list[tuple[bool, bool]], wanted: list[list[str]]
+) -> None:
+    assert rank_pool.run(watch, name, steps, ranks=2) == [(True, wanted)] * 2
 
 
-@pytest.mark.parametrize("comm_hook", ["butterfly", "powersgd", {"powersgd": {"start_powerSGD_iter": 5}}])
-def test_hooks_that_wait_in_backward_tell_nothing(comm_hook: Any) -> None:
-    told = Told()
-    strategy = DDP(context=cpu_context(), comm_hook=comm_hook)
-    wrapped = strategy.wrap(Seen(told))
-    assert not strategy.tell_waiting(wrapped, told)
-    assert "waits" not in step(strategy, wrapped, told)
-
-
-def test_an_exchange_after_backward_is_waiting() -> None:
-    told = Told()
-    strategy = AllReduce(context=cpu_context())
-    model = strategy.wrap(Seen(told))
-    assert strategy.tell_waiting(model, told)
-    strategy.exchange()
-    assert told.seen == ["waits"]
-
-
-def test_an_average_is_waiting_and_so_is_an_exchange_before_the_first() -> None:
-    """Two steps of warm-up, then an average in every second."""
-    told = Told()
-    strategy = LocalSGD(context=cpu_context(), every_n_steps=2, warmup_steps=2, outer_lr=0.5)
-    model = strategy.wrap(Seen(told))
-    assert strategy.tell_waiting(model, told)
-    strategy._all_reduce.exchange()  # as two ranks do in a warm-up
-    assert told.seen == ["waits"]
-    seen = []
-    for _ in range(6):
-        step(strategy, model, told)
-        told.seen.clear()
-        strategy.after_update(model)
-        seen.append(list(told.seen))
-    assert seen == [[], [], [], ["waits", "goes on"], [], ["waits", "goes on"]]
+@pytest.mark.parametrize("name", ["ddp butterfly", "ddp powersgd"])
+def test_hooks_that_wait_in_backward_report_nothing(rank_pool: RankPool, name: str) -> None:
+    assert rank_pool.run(watch, name, [(True, False)], ranks=2) == [(False, [ALL])] * 2

@@ -1,0 +1,284 @@
+"""A small training on ranks with any strategy, and the plain PyTorch loop that it must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import lru_cache, partial
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
+
+from framework.activations import recompute
+from framework.config.schema import ClipAlgorithm, Precision
+from framework.data.batching import micro_batches, plan_batches
+from framework.data.sampler import GlobalOrder
+from framework.distributed.context import Context
+from framework.distributed.tensors import whole
+from framework.late_dynamo import late_dynamo
+from framework.precision import PrecisionPlugin
+from framework.strategies import DDP, FSDP, AllReduce, Butterfly, LocalSGD, Pipeline
+from framework.trainer import Trainer
+from framework.types import Strategy, data_share
+from tests.unit.small_trainer import BATCH, Numbers, make_trainer, samples, settings
+
+STEPS, LR, MOMENTUM, DECAY = 20, 0.05, 0.9, 0.01
+POWERSGD = {"powersgd": {"start_powerSGD_iter": 4, "min_compression_rate": 1}}
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "ddp": DDP,
+    "ddp static": partial(DDP, static_graph=True),
+    "ddp unused": partial(DDP, find_unused_parameters=True, gradient_as_bucket_view=False),
+    "ddp butterfly": partial(DDP, comm_hook="butterfly"),
+    "ddp bf16": partial(DDP, comm_hook="bf16"),
+    "ddp fp16": partial(DDP, comm_hook="fp16"),
+    "ddp powersgd": partial(DDP, comm_hook=POWERSGD),
+    "allreduce": AllReduce,
+    "allreduce each": partial(AllReduce, bucket_cap_mb=0),
+    "butterfly": Butterfly,
+    "fsdp": partial(FSDP, min_num_params=30),
+    "fsdp classes": partial(FSDP, wrap=["Linear"], reshard_after_forward=False),
+    "hsdp": partial(FSDP, min_num_params=30, data_parallel_shard_degree=2),
+    "gpipe": partial(Pipeline, schedule="gpipe", num_microbatches=3),
+    "gpipe whole": partial(Pipeline, schedule="gpipe", num_microbatches=1),
+    "gpipe copies": partial(Pipeline, schedule="gpipe", num_stages=2, num_microbatches=1),
+    "1f1b": partial(Pipeline, num_microbatches=3),
+    "1f1b copies": partial(Pipeline, num_stages=2, num_microbatches=2, bucket_cap_mb=0),
+    "interleaved": partial(Pipeline, schedule="interleaved", num_microbatches=2),
+    "interleaved copies": partial(Pipeline, schedule="interleaved", num_stages=4, num_microbatches=2),
+    "local_sgd": partial(LocalSGD, every_n_steps=6),
+    "diloco": partial(LocalSGD, every_n_steps=6, warmup_steps=5, outer_lr=0.7, outer_momentum=0.9, nesterov=True),
+}
+
+
+class How(NamedTuple):
+    """What a step is made of beside its strategy. recomputed: classes of modules. compiles: what is wrapped is captured
+    by the compiler, and run as it was captured."""
+
+    network: str = "conv"
+    precision: Precision = Precision.FP64
+    clip: float | None = 0.5
+    algorithm: ClipAlgorithm = ClipAlgorithm.NORM
+    passes: int = 2
+    size: int = 73  # samples; the last global batch of an epoch is a short one, and some ranks have none of it
+    channels_last: bool = False
+    recomputed: tuple[str, ...] = ()
+    compiles: bool = False
+
+    def plugin(self) -> PrecisionPlugin:
+        return PrecisionPlugin(self.precision, device=torch.device("cpu"), channels_last=self.channels_last)
+
+    def model(self, *, seed: int = 0) -> nn.Module:
+        """As the engine makes it."""
+        torch.manual_seed(seed)
+        model = self.plugin().convert_model(NETWORKS[self.network]())
+        recompute(model, self.recomputed or None)
+        return model
+
+
+def _conv() -> nn.Module:
+    first = (nn.Linear(3, 16), nn.Unflatten(1, (4, 2, 2)), nn.Conv2d(4, 6, 2), nn.Tanh(), nn.Flatten())
+    return nn.Sequential(*first, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def _normed() -> nn.Module:
+    first = (nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh())
+    return nn.Sequential(*first, nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def _dense(drop: float = 0.0) -> nn.Module:
+    first = (nn.Linear(3, 10), nn.Tanh(), nn.Dropout(drop))
+    return nn.Sequential(*first, nn.Linear(10, 6), nn.Tanh(), nn.Dropout(drop), nn.Linear(6, 1))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "conv": _conv,
+    "normed": _normed,
+    "dense": _dense,
+    "dropping": partial(_dense, 0.5),
+}
+
+
+def optimizer_of(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+
+
+def trainer_of(
+    context: Context, strategy: Strategy, how: How, *, steps: int = STEPS, every: int | None = None, **more: Any
+) -> Trainer:
+    """Each replica draws weights of its own: it is for the strategy to make them equal.
+
+    every: evaluate and log after so many steps; None: log all, evaluate at the end.
+    """
+    share = data_share(strategy, rank=context.rank, world_size=context.world_size)
+    changes: dict[str, Any] = {"max_steps": steps, "max_epochs": None}
+    changes |= {"val_check_interval": every or steps, "log_every_n_steps": every or 1}
+    changes |= {"gradient_clip_val": how.clip, "gradient_clip_algorithm": how.algorithm}
+    return make_trainer(
+        settings(**changes, accumulate_grad_batches=how.passes),
+        model=more.pop("model", None) or how.model(seed=share.rank),
+        optimizer=optimizer_of,
+        data=samples(how.size),
+        val=samples(13),
+        context=context,
+        strategy=strategy,
+        precision=how.precision,
+        **more,
+    )
+
+
+class Trained(NamedTuple):
+    """What a rank has after training: of a model in stages its own weights."""
+
+    weights: dict[str, Tensor]
+    norms: list[float]
+    val_loss: float
+
+
+def train(context: Context, strategy: str, how: How, **options: Any) -> Trained:
+    """Call it on every rank. options: more of the strategy."""
+    numbers = Numbers()
+    with nullcontext() if how.compiles else late_dynamo():
+        made = STRATEGIES[strategy](context=context, **options)
+        trainer = trainer_of(context, made, how, loggers={"numbers": numbers})
+        if how.compiles:
+            trainer.parts.model.compile(backend="eager")
+        trainer.fit()
+        with trainer.parts.evaluation_weights():
+            weights = weights_of(trainer.parts.bare_model)
+    norms = [values["train/grad_norm"] for _, _, values in numbers.logged if "train/grad_norm" in values]
+    return Trained(weights, norms, trainer.val_metrics["val/loss"])
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Of parameters and buffers, whole. Every rank must call it."""
+    return {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
+
+
+Batch = tuple[Tensor, Tensor]
+Exchange = Callable[[int, Sequence[Tensor]], Tensor]
+"""Makes of the gradients of all ranks what each steps with; the number is the parameter's."""
+
+
+def mean(_: int, gradients: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(gradients)).mean(dim=0)
+
+
+def steps_of(data: TensorDataset, *, ranks: int, passes: int, cuts: int = 1) -> Iterator[list[list[Batch]]]:
+    """For each step the micro-batches of every rank. cuts: of each pass, in a pipeline."""
+    plan = plan_batches(
+        batch_size=BATCH, global_batch_size=BATCH * ranks * passes, world_size=ranks, accumulate=passes * cuts
+    )
+    order = GlobalOrder(len(data), seed=0, shuffle=True)
+    for epoch in count():
+        for batch in order.indices(epoch).split(plan.global_batch_size):
+            parts = [micro_batches(plan, global_count=len(batch), rank=rank) for rank in range(ranks)]
+            yield [[data[batch[list(part)]] for part in own if part] for own in parts]
+
+
+def plain_loop(
+    replicas: Sequence[nn.Module],
+    steps: Iterator[list[list[Batch]]],
+    *,
+    forward: Callable[[nn.Module, Tensor], Tensor],
+    clip: Callable[[list[nn.Parameter]], float],
+    exchange: Exchange = mean,
+    exchanging_steps: int = STEPS,
+    after_step: Callable[[int], object] | None = None,
+    is_scaled: bool = False,
+) -> list[float]:
+    """Train one replica for each rank, one after another in this process; return the norms before clipping.
+
+    The first `exchanging_steps` begin with the first one's buffers on all, and step with the exchanged gradients.
+    """
+    optimizers = [optimizer_of(model.parameters()) for model in replicas]
+    scalers = [torch.amp.GradScaler("cpu", enabled=is_scaled) for _ in replicas]
+    norms = []
+    for number, of_ranks in enumerate(steps, start=1):
+        total = sum(len(targets) for own in of_ranks for _, targets in own)
+        exchanges = number <= exchanging_steps
+        if exchanges:
+            for model in replicas[1:]:
+                copy_tensors(model.buffers(), replicas[0].buffers())
+        for model, scaler, own in zip(replicas, scalers, of_ranks, strict=True):
+            for inputs, targets in own:
+                loss = (forward(model, inputs).squeeze(1) - targets.to(_type_of(model))).square().mean()
+                scaler.scale(loss * (len(targets) * len(replicas) / total)).backward()
+        for place, same in enumerate(zip(*(model.parameters() for model in replicas), strict=True)):
+            if exchanges and any(each.grad is not None for each in same):
+                gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in same]
+                both = exchange(place, gradients)
+                for each in same:
+                    each.grad = both.clone()
+        for model, optimizer, scaler in zip(replicas, optimizers, scalers, strict=True):
+            scaler.unscale_(optimizer)
+            norms.append(clip(list(model.parameters())))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        if after_step is not None:
+            after_step(number)
+    return norms[:: len(replicas)]
+
+
+def copy_tensors(own: Any, values: Any) -> None:
+    with torch.no_grad():
+        for each, value in zip(own, values, strict=True):
+            each.copy_(value)
+
+
+def _type_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
+
+
+def forward_of(how: How, param: torch.dtype | None = None) -> Callable[[nn.Module, Tensor], Tensor]:
+    """A forward in the number formats of `trainer.precision`, with weights and inputs rounded to `param`."""
+    short = AUTOCAST.get(how.precision)
+
+    def forward(model: nn.Module, inputs: Tensor) -> Tensor:
+        kept = _type_of(model)
+        rounded = {name: each.to(param or kept) for name, each in model.named_parameters()}
+        with torch.autocast("cpu", short) if short else nullcontext():
+            return torch.func.functional_call(model, rounded, inputs.to(param or kept)).to(kept)
+
+    return forward
+
+
+def clip_of(how: How) -> Callable[[list[nn.Parameter]], float]:
+    def clip(parameters: list[nn.Parameter]) -> float:
+        if how.algorithm is ClipAlgorithm.NORM:
+            return float(nn.utils.clip_grad_norm_(parameters, how.clip or float("inf")))
+        nn.utils.clip_grad_value_(parameters, how.clip or float("inf"))
+        return 0.0
+
+    return clip
+
+
+@lru_cache
+def expect(
+    how: How, *, ranks: int, cuts: int = 1, exchange: Exchange = mean, param: torch.dtype | None = None
+) -> Trained:
+    """What the plain loop comes to, with replicas that take their parts of the same global batches.
+
+    cuts: of each pass, in a pipeline. param: what weights are rounded to for each forward.
+    """
+    how = how._replace(recomputed=(), channels_last=False)
+    replicas = [how.model() for _ in range(ranks)]
+    is_scaled = how.precision is Precision.FP16_MIXED
+    steps = islice(steps_of(samples(how.size), ranks=ranks, passes=how.passes, cuts=cuts), STEPS)
+    forward = forward_of(how, param)
+    norms = plain_loop(replicas, steps, forward=forward, exchange=exchange, clip=clip_of(how), is_scaled=is_scaled)
+    return Trained(weights_of(replicas[0]), norms, val_loss(replicas[0], forward))
+
+
+def val_loss(model: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> float:
+    inputs, targets = samples(13).tensors
+    with torch.no_grad():
+        outputs = forward(model.eval(), inputs).squeeze(1)
+    return float((outputs - targets.to(_type_of(model))).square().mean())

@@ -1,0 +1,204 @@
+"""strategy=ddp: what is made of its options, which parameters it names, and what a resumed run gets back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.distributed.collectives import gather_to_all
+from framework.distributed.context import Context
+from framework.errors import ConfigError
+from framework.strategies import DDP, Single, auto
+from framework.topology import Topology
+from tests.helpers.rank_pool import RankPool
+from tests.unit.simulated_ranks import cpu_context
+
+pytestmark = pytest.mark.usefixtures("own_state")
+
+
+def test_auto_is_single_for_one_process_and_ddp_for_several() -> None:
+    assert isinstance(auto(context=cpu_context()), Single)
+    assert isinstance(auto(context=cpu_context(world_size=2), static_graph=True), DDP)
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What DistributedDataParallel was made with."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "framework.strategies.ddp.DistributedDataParallel", lambda model, **how: found.update(how, model=model)
+    )
+    return found
+
+
+def on_gpus(*indices: int) -> Context:
+    devices = tuple(torch.device("cuda", index) for index in indices)
+    return Context(Topology(1, 1, 4, len(devices)), 0, 0, 0, devices, "nccl")
+
+
+def test_options_are_handed_to_torch(given: dict[str, Any]) -> None:
+    """Whose defaults are what it is without; the hooks that were made for the stand-in are not looked at."""
+    options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": False, "bucket_cap_mb": 3}
+    DDP(context=cpu_context(world_size=2), broadcast_buffers=False, **options).wrap(nn.Linear(3, 2))
+    assert {name: given[name] for name in options} == options
+    assert False in (given.get("broadcast_buffers"), given.get("forward_sync_buffers"))
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [(cpu_context(), None), (on_gpus(3), [3]), (on_gpus(2, 3), None)],
+    ids=["cpu", "gpu", "gpus"],
+)
+def test_device_ids_are_given_only_for_a_replica_that_is_one_gpu(
+    given: dict[str, Any], context: Context, expected: list[int] | None
+) -> None:
+    DDP(context=context, find_unused_parameters=True).wrap(nn.Linear(3, 2))
+    assert given["device_ids"] == expected
+
+
+def test_batch_norm_over_all_ranks_keeps_names_and_parameters(given: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    parameters, names = list(model.parameters()), list(model.state_dict())
+    DDP(context=on_gpus(0), sync_batchnorm=True, find_unused_parameters=True).wrap(model)
+    assert isinstance(given["model"][1], nn.SyncBatchNorm)
+    assert list(given["model"].state_dict()) == names
+    assert all(one is other for one, other in zip(given["model"].parameters(), parameters, strict=True))
+
+
+class Choosing(nn.Module):
+    """Trains one of two layers; a frozen parameter stands before both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.left, self.right = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, *, takes_left: bool) -> Tensor:
+        result: Tensor = (self.left if takes_left else self.right)(x * self.frozen)
+        return result
+
+
+def leave_out_a_layer(context: Context) -> None:
+    for synchronise in (True, False):
+        strategy = DDP(context=context)
+        wrapped = strategy.wrap(Choosing())
+        with strategy.accumulate(wrapped, synchronise=True):
+            wrapped(torch.ones(2, 2), takes_left=True).sum().backward()
+        message = r"2 of 4 had none: right\.weight, right\.bias\.\n.*find_unused_parameters=true"
+        with pytest.raises(ConfigError, match=message), strategy.accumulate(wrapped, synchronise=synchronise):
+            wrapped(torch.ones(2, 2), takes_left=True)
+    strategy, model = DDP(context=context, find_unused_parameters=True), Choosing()
+    wrapped = strategy.wrap(model)
+    for takes_left in (True, False, True):
+        model.zero_grad()
+        with strategy.accumulate(wrapped, synchronise=True):
+            wrapped(torch.ones(2, 2), takes_left=takes_left).sum().backward()
+        assert (model.left.weight.grad is None, model.right.weight.grad is None) == (not takes_left, takes_left)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), strategy.accumulate(wrapped, synchronise=True):
+        wrapped(torch.ones(2, 3), takes_left=True)
+
+
+@pytest.mark.multiproc
+def test_parameters_without_a_gradient_are_named_in_the_next_step(rank_pool: RankPool) -> None:
+    """With the setting that is named it trains; other errors pass as they are."""
+    rank_pool.run(leave_out_a_layer, ranks=2)
+
+
+THIN = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
+
+
+class Thin:
+    """Three layers in several buckets, whose gradients are exchanged as thin matrices."""
+
+    def __init__(self, context: Context, *, cap_mb: float = 0.1) -> None:
+        self.context = context
+        self.strategy = DDP(context=context, comm_hook={"powersgd": THIN}, bucket_cap_mb=cap_mb)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(3)))
+        self.wrapped = self.strategy.wrap(self.model)
+
+    def steps(self, *numbers: int) -> list[Tensor]:
+        for number in numbers:
+            seed = 10 * number + self.context.rank
+            inputs = torch.randn(4, 200, generator=torch.Generator().manual_seed(seed))
+            self.model.zero_grad()
+            with self.strategy.accumulate(self.wrapped, synchronise=True):
+                self.wrapped(inputs).square().mean().backward()
+        return [each.grad.clone() for each in self.model.parameters() if each.grad is not None]
+
+
+def bring_back_errors(context: Context) -> list[bool]:
+    """Whether gradients are as without a stop: with all that was kept, without errors, and with other buckets."""
+    one = Thin(context)
+    one.steps(0, 1, 2, 3)
+    (saved, *_) = gather_to_all(copy.deepcopy(one.strategy.state_dict(one.wrapped)), context)  # rank 0's is kept
+    errors = saved["powersgd"]["errors"]
+    assert len(errors) == context.world_size
+    assert len(errors[0]) > 1
+    wanted = one.steps(4, 5)
+    ends = []
+    nothing = [{index: 0 * error for index, error in each.items()} for each in errors]
+    for change, how in (({}, {}), ({"errors": nothing}, {}), ({}, {"cap_mb": 25})):
+        other = Thin(context, **how)
+        state = copy.deepcopy(saved)
+        state["powersgd"] |= change
+        other.strategy.load_state_dict(other.wrapped, state)
+        ends.append(all(map(torch.equal, other.steps(4, 5), wanted)))
+    # Of another number of ranks: each begins with the mean.
+    other, state = Thin(context), copy.deepcopy(saved)
+    mean = {index: (error + errors[1][index]) / 2 for index, error in errors[0].items()}
+    state["powersgd"]["errors"] = [mean] * 3
+    other.strategy.load_state_dict(other.wrapped, state)
+    again: Any = other.strategy.state_dict(other.wrapped)["powersgd"]["errors"]
+    assert all(torch.allclose(each[index], error) for each in again for index, error in mean.items())
+    return ends
+
+
+@pytest.mark.multiproc
+def test_what_thin_matrices_left_out_is_kept_and_brought_back(rank_pool: RankPool) -> None:
+    assert rank_pool.run(bring_back_errors, ranks=2) == [[True, False, False]] * 2
+
+
+class OutOfOrder(nn.Module):
+    """Uses its layers in another order than it has them; one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.twice = nn.Linear(3, 1), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.twice(self.twice(self.first(x))))
+        return result
+
+
+def bring_back_order(context: Context) -> None:
+    """The order of gradients, in which three ranks add them, comes without the model's code, data or draws."""
+    strategy, model = DDP(context=context), OutOfOrder()
+    wrapped = strategy.wrap(model)
+    for synchronise in (False, True):
+        with strategy.accumulate(wrapped, synchronise=synchronise):
+            wrapped(torch.ones(4, 3)).sum().backward()
+        order = strategy.state_dict(wrapped)["gradient_order"]
+        assert bool(order) is synchronise  # before, nothing was exchanged
+    assert sorted(order) == sorted(name for name, _ in model.named_parameters())
+    assert order.index("last.weight") < order.index("twice.weight") < order.index("first.weight")
+    other, twin = DDP(context=context), OutOfOrder()
+    wrapped = other.wrap(twin)
+    before, generator = copy.deepcopy(twin.state_dict()), torch.get_rng_state()
+    came: list[str] = []
+    for name, parameter in twin.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+    other.load_state_dict(wrapped, {"gradient_order": order[::-1], "exchanges": 1})
+    assert came == other.state_dict(wrapped)["gradient_order"] == order[::-1]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in twin.state_dict().items())
+    assert all(parameter.grad is None for parameter in twin.parameters())
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.multiproc
+def test_the_order_of_gradients_is_kept_and_brought_back(rank_pool: RankPool) -> None:
+    rank_pool.run(bring_back_order, ranks=3)
