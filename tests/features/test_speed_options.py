@@ -80,6 +80,7 @@ def test_ddp_takes_gradients_with_the_channels_last_as_they_are(train):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_compiled_model_gives_the_same_weights_and_its_checkpoint_is_a_plain_one(train):
     steps = ("recipe=toy", *SHORT, "trainer.max_steps=5")
     compiled, plain = train(*steps, "trainer.compile=default"), train(*steps)

@@ -1,55 +1,76 @@
-"""The rounds of a butterfly on paper, and between one to six real ranks against the backend's own all-reduce."""
+"""The butterfly: its rounds on paper, and between real ranks against the backend's own all-reduce."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from framework.distributed.butterfly import halvings, rounds
-from framework.launch.warm import WarmServer
-from tests.helpers.ranks import left_by_ranks
+from framework.distributed.butterfly import MEAN, butterfly_all_reduce, rounds
+from framework.distributed.collectives import gather_to_all
+from framework.distributed.context import Context
+from tests.helpers.rank_pool import RankPool
 
-ENTRIES = "tests.multiproc.strategy_entries"
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 32])
-def test_partners_swap_what_the_other_keeps_until_each_has_one_part(num_ranks: int) -> None:
-    rounds = [list(halvings(rank, num_ranks)) for rank in range(num_ranks)]
-    assert {len(swaps) for swaps in rounds} == {num_ranks.bit_length() - 1}
-    for rank, swaps in enumerate(rounds):
-        held = (0, num_ranks)
-        for number, swap in enumerate(swaps):
-            other = rounds[swap.partner][number]
-            assert (other.partner, other.sent, other.kept) == (rank, swap.kept, swap.sent)
-            assert sorted((swap.sent, swap.kept)) == [(held[0], sum(held) // 2), (sum(held) // 2, held[1])]
-            held = swap.kept
-        assert held == (rank, rank + 1)
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+SIZES = (0, 1, 3, 4, 7, 24, 1001, 100_003)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 6, 7, 12])
-def test_whoever_sends_has_a_partner_who_receives_in_the_same_round(num_ranks: int) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 6, 7, 8, 12, 32])
+def test_partners_swap_in_the_same_round_until_each_of_the_inner_ranks_has_one_part(num_ranks: int) -> None:
     by_rank = [list(rounds(rank, num_ranks)) for rank in range(num_ranks)]
-    (number,) = {len(each) for each in by_rank}
     inner = 1 << (num_ranks.bit_length() - 1)
-    assert number == inner.bit_length() - 1 + (inner < num_ranks)
+    assert {len(swaps) for swaps in by_rank} == {inner.bit_length() - 1 + (inner < num_ranks)}
     for rank, swaps in enumerate(by_rank):
+        held = (0, inner)
         for place, swap in enumerate(swaps):
-            if swap is not None:
-                assert by_rank[swap.partner][place] == (rank, swap.kept, swap.sent)
-    alone = [rank for rank, swaps in enumerate(by_rank) if swaps and swaps[0] is None]
-    assert alone == list(range(num_ranks - inner, inner) if inner < num_ranks else [])
+            if swap is None:
+                continue
+            assert by_rank[swap.partner][place] == (rank, swap.kept, swap.sent)
+            assert swap.sent[1] - swap.sent[0] + swap.kept[1] - swap.kept[0] == held[1] - held[0]
+            held = swap.kept
+        assert held == ((rank, rank + 1) if rank < inner else (0, 0))
+
+
+def layouts(values: Tensor) -> list[Tensor]:
+    """Views of it that are contiguous, strided, and a transposed part."""
+    four = values[: values.numel() // 4 * 4].view(-1, 4)
+    return [values, values[::2], four.t()[1:]]
+
+
+def reduce_everything(context: Context) -> int:
+    """Sums of small whole numbers are exact in every type, so they must be the same bits."""
+    draw = torch.Generator().manual_seed(context.rank)
+    cases, results = 0, []
+    for size in SIZES:
+        for dtype in TYPES if size < 100 else (torch.float32,):
+            for layout in range(3):
+                whole = torch.randint(-8, 9, (size,), generator=draw).to(dtype)
+                summed, around = layouts(whole)[layout], torch.randn(size, generator=draw).to(dtype)
+                expected, strides = summed.clone(), summed.stride()
+                dist.all_reduce(expected)
+                assert butterfly_all_reduce(summed) is summed
+                assert summed.stride() == strides
+                assert torch.equal(summed, expected), (size, dtype, layout)
+                # A part of a larger tensor: what lies beside it stays.
+                part, outside, before = layouts(around)[layout], torch.ones(size, dtype=torch.bool), around.clone()
+                layouts(outside)[layout].fill_(False)
+                mean = part.to(torch.complex128 if part.is_complex() else torch.float64, copy=True)
+                dist.all_reduce(mean)
+                butterfly_all_reduce(part, op=MEAN)
+                wanted = (mean / context.world_size).to(dtype)
+                torch.testing.assert_close(part, wanted, rtol=0.0, atol=16 * torch.finfo(dtype).eps)
+                assert torch.equal(around[outside], before[outside])
+                results.append(part.clone())
+                cases += 1
+    for others in gather_to_all(results, context):
+        assert all(map(torch.equal, others, results)), "ranks must have the same bits"
+    # A sum beyond the type, of which the mean isn't.
+    assert butterfly_all_reduce(torch.full((3,), 6e4, dtype=torch.float16), op=MEAN).tolist() == [60000.0] * 3
+    return cases
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("procs", [1, 3, 4, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 5, 6))])
-def test_it_is_an_all_reduce_for_any_size_type_and_layout(warm: WarmServer, tmp_path: Path, procs: int) -> None:
-    counts = left_by_ranks(f"{ENTRIES}:butterfly_as_all_reduce", procs=procs, warm=warm, folder=tmp_path)
-    assert counts == [2 * procs + 2 + 3 + 12 + 1] * procs
-
-
-@pytest.mark.multiproc
-def test_it_waits_no_longer_than_the_time_out_that_was_set_last(warm: WarmServer, tmp_path: Path) -> None:
-    """The group was made with another: 30 s."""
-    told = left_by_ranks(f"{ENTRIES}:wait_for_a_partner_in_vain", procs=2, warm=warm, folder=tmp_path)
-    assert "1000ms" in told[0]
+@pytest.mark.parametrize("ranks", [3, 4, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 5, 6))])
+def test_it_is_an_all_reduce_for_any_size_type_and_layout(rank_pool: RankPool, ranks: int) -> None:
+    assert rank_pool.run(reduce_everything, ranks=ranks) == [3 * (6 * len(TYPES) + 2)] * ranks

@@ -185,7 +185,7 @@ class Notes:
 
 
 def overflow_once(context: Context, strategy: str) -> tuple[list[bool], float]:
-    """Give whether each of four steps moved the weights, and the scale of the loss after them."""
+    """Give whether each of four steps moved the weights, and the scale of the loss, which begins too high."""
     how, notes = How(precision=Precision.FP16_MIXED, passes=1), Notes()
     torch.manual_seed(0)
     made = STRATEGIES[strategy](context=context)
@@ -200,4 +200,4 @@ def overflow_once(context: Context, strategy: str) -> tuple[list[bool], float]:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "allreduce"])
 def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(rank_pool: RankPool, strategy: str) -> None:
-    assert rank_pool.run(overflow_once, strategy, ranks=2) == [([True, False, True], 32768.0)] * 2
+    assert rank_pool.run(overflow_once, strategy, ranks=2) == [([True, False, True], 16384.0)] * 2
