@@ -88,7 +88,7 @@ def test_it_ends_as_a_plain_loop(rank_pool: RankPool, strategy: str, ranks: int)
         (3, "allreduce"),
         (3, "fsdp"),
         (3, "gpipe whole"),
-        (4, "gpipe copies"),
+        exhaustive(4, "gpipe copies"),
         *(exhaustive(2, name) for name in ("ddp static", "butterfly", "fsdp classes", "gpipe whole")),
         exhaustive(4, "hsdp"),
     ],

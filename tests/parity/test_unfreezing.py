@@ -94,7 +94,7 @@ def plain(ranks: int) -> dict[str, Tensor]:
         (3, "ddp", {}, 3),
         (3, "fsdp", {}, 3),
         (3, "local_sgd", {"warmup_steps": 100}, 3),
-        (4, "1f1b copies", {}, 2),
+        pytest.param(4, "1f1b copies", {}, 2, marks=pytest.mark.exhaustive),
         pytest.param(2, "ddp static", {}, 2, marks=pytest.mark.exhaustive),
         pytest.param(3, "ddp butterfly", {}, 3, marks=pytest.mark.exhaustive),
         pytest.param(3, "butterfly", {}, 3, marks=pytest.mark.exhaustive),

@@ -147,7 +147,14 @@ def groups_of(context: Context, strategy: str) -> tuple[list[int], set[timedelta
     return [group.size() for group in groups], found
 
 
-@pytest.mark.parametrize(("strategy", "sizes"), [("hsdp", [2, 2]), ("fsdp", [4]), ("1f1b copies", [2, 2])])
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        ("hsdp", [2, 2]),
+        pytest.param("fsdp", [4], marks=pytest.mark.exhaustive),
+        pytest.param("1f1b copies", [2, 2], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_groups_of_a_sharded_model_get_the_time_out_of_the_run(
     rank_pool: RankPool, strategy: str, sizes: list[int]
 ) -> None:
