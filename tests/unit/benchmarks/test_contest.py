@@ -1,12 +1,17 @@
+"""How contestants are run, compared and written to the table of results."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.contest import Contest, Contestant, ContestError, Target, Unit, compare, run, take_turns
+from benchmarks.__main__ import PARTS, main
+from benchmarks.contest import Contest, Contestant, ContestError, Row, Target, Unit, compare, run, take_turns
+from benchmarks.record import BEGIN, END, RESULTS, Part, with_parts
 
 SECONDS = Unit("s", decimals=1)
+EMPTY = f"# Measured\n\n{BEGIN}\n{END}\n\nMore.\n"
 
 
 def python(name: str, code: str, *, needs: str | None = None) -> Contestant:
@@ -14,11 +19,12 @@ def python(name: str, code: str, *, needs: str | None = None) -> Contestant:
 
 
 def test_a_contestant_leaves_its_figures_and_sees_a_terminal_and_an_empty_folder() -> None:
-    code = "import os, sys; from benchmarks.marks import report"
-    code += "; report(terminal=sys.stdout.isatty(), files=len(os.listdir('.')) - 1)"  # less the folder of reports
+    code = "import os, sys; from benchmarks.marks import report; here = os.listdir('.'); open('file', 'w').close()"
+    code += "; report(terminal=sys.stdout.isatty(), files=len(here) - 1, folder=os.getcwd())"  # less that of reports
     outcome = run(python("one", code))
-    assert outcome.reports == ({"terminal": True, "files": 0},)
-    assert outcome.seconds > 0
+    (found,) = outcome.reports
+    assert (found["terminal"], found["files"], outcome.seconds > 0) == (True, 0, True)
+    assert not Path(found["folder"]).exists()
 
 
 def test_of_several_processes_the_slowest_counts() -> None:
@@ -27,18 +33,18 @@ def test_of_several_processes_the_slowest_counts() -> None:
 
 
 @pytest.mark.parametrize(("code", "said"), [("raise SystemExit('no luck')", "no luck"), ("print('done')", "0 reports")])
-def test_one_that_fails_or_leaves_no_report_is_told_with_what_it_printed(code: str, said: str) -> None:
+def test_a_contestant_that_fails_or_leaves_no_report_is_shown_with_its_output(code: str, said: str) -> None:
     with pytest.raises(ContestError, match=said):
         run(python("one", code))
 
 
-def test_processes_that_hold_still_are_looked_at_before_they_go_on() -> None:
-    code = "from benchmarks import marks; marks.hold(); marks.report(went_on=True)"
+def test_processes_that_hold_still_are_looked_at_before_they_continue() -> None:
+    code = "from benchmarks import marks; marks.hold(); marks.report(continued=True)"
     seen: list[tuple[int, list[int]]] = []
     outcome = run(python("one", code), at_hold=lambda command, held: seen.append((command, held)), holding=1)
     ((command, held),) = seen
     assert held == [command]
-    assert outcome.reports == ({"went_on": True},)
+    assert outcome.reports == ({"continued": True},)
 
 
 def test_each_runs_once_a_round_and_another_one_begins() -> None:
@@ -53,7 +59,7 @@ def test_each_runs_once_a_round_and_another_one_begins() -> None:
     assert contests["wall"].figures == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
 
 
-def test_one_that_is_not_installed_and_one_that_fails_are_left_out_and_named() -> None:
+def test_a_contestant_that_is_not_installed_or_fails_is_left_out_and_named() -> None:
     measured: list[str] = []
 
     def measure(each: Contestant) -> dict[str, float]:
@@ -64,13 +70,13 @@ def test_one_that_is_not_installed_and_one_that_fails_are_left_out_and_named() -
 
     strange = python("strange", "", needs="no_such_package_here")
     wall = take_turns([python("ours", ""), python("weak", ""), strange], 3, measure)["wall"]
-    assert wall.figures.keys() | wall.absent.keys() == {"ours", "weak", "strange"}
-    assert wall.absent["strange"] == "not installed"
-    assert wall.absent["weak"] == "failed"
-    assert measured.count("weak") == 2
+    assert (wall.absent, measured.count("weak")) == ({"strange": "not installed", "weak": "failed"}, 2)
     rows = [compare("part", "claim", wall, ("ours", name), unit=SECONDS, target=Target(1.0)) for name in wall.absent]
-    assert {row.theirs for row in rows} == {"not installed", "failed"}
-    assert {(row.ours, row.ratio, row.reached) for row in rows} == {("1.0 (1.0–1.0) s", "–", "–")}
+    assert {(row.theirs, row.ours, row.ratio, row.reached) for row in rows} == {
+        (why, "1.0 (1.0–1.0) s", "–", "–") for why in ("not installed", "failed")
+    }
+    row = compare("part", "claim", None, ("ours", "raw"), unit=SECONDS)
+    assert (row.ours, row.theirs, row.reached) == ("failed", "failed", "–")
 
 
 def test_ratios_are_of_each_round_and_the_median_decides() -> None:
@@ -81,12 +87,24 @@ def test_ratios_are_of_each_round_and_the_median_decides() -> None:
     assert (more.target, more.reached) == ("≥ 1.50", "yes")
 
 
-def test_where_everyone_failed_the_row_says_so() -> None:
-    row = compare("part", "claim", None, ("ours", "raw"), unit=SECONDS)
-    assert (row.ours, row.theirs, row.reached) == ("failed", "failed", "–")
+def test_a_part_that_is_run_replaces_its_lines_and_the_rest_of_the_file_stays() -> None:
+    def part(name: str, figure: str) -> Part:
+        return Part(name, (Row(name, "a claim", figure, "2 s"),), f"- **{name}**: measured {figure}")
+
+    once = with_parts(EMPTY, [part("memory", "3 s"), part("steps", "1 s")], order=PARTS)
+    assert once.startswith(f"# Measured\n\n{BEGIN}\n")
+    assert once.endswith(f"{END}\n\nMore.\n")
+    assert once.index("| steps |") < once.index("| memory |") < once.index("- **steps**") < once.index("- **memory**")
+    again = with_parts(once, [part("steps", "7 s")], order=PARTS)
+    assert again == with_parts(EMPTY, [part("steps", "7 s"), part("memory", "3 s")], order=PARTS)
+    assert "| steps | a claim | 1 s | 2 s |" in with_parts(RESULTS.read_text(), [part("steps", "1 s")], order=PARTS)
+    with pytest.raises(ValueError, match="to write between"):
+        with_parts("# Measured\n", [], order=PARTS)
 
 
-def test_nothing_of_a_contestant_is_left_in_the_folder_it_ran_in() -> None:
-    code = "import os; from benchmarks.marks import report; open('file', 'w').close(); report(folder=os.getcwd())"
-    (found,) = run(python("one", code)).reports
-    assert not Path(found["folder"]).exists()
+@pytest.mark.parametrize("arguments", [["--only", "stepz"], ["--rounds", "0"]])
+def test_a_wrong_request_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--print"])
+    assert ended.value.code == 2
+    assert arguments[1] in capsys.readouterr().err

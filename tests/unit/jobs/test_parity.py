@@ -1,4 +1,4 @@
-"""What `job=parity` asks of its trainings, and what it refuses; the comparison itself is in tests/unit/parity."""
+"""What `job=parity` asks of its trainings, also on GPUs that aren't here, and what it says of each answer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import pytest
 from framework.config.parse import parse
 from framework.errors import ConfigError, TopologyError
 from framework.jobs import parity
+from framework.jobs.parity_text import render
 from framework.jobs.request import Place, Request
 from framework.launch.environment import detect
 from framework.launch.leader import Leader
+from framework.parity.reasons import Reason
 from tests.unit.config.raw import raw_config
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-CPU = {"job": "parity", "trainer.gpus": 0}
 
 
 def request(changes: dict[str, Any], **others: Any) -> Request:
-    raw = raw_config({**CPU, **changes})
+    raw = raw_config({"job": "parity", "trainer.gpus": 0, **changes})
     return Request(parse(raw), raw, overrides=(), **others)
 
 
@@ -35,15 +36,17 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "processes", "size"),
     [
         ({}, 2, 4),
-        ({"topology.procs_per_node": 3}, 3, 12),
         ({"topology.procs_per_node": 3, "parity.processes": 2}, 2, 12),
-        ({"trainer.accumulate_grad_batches": 2}, 2, 8),
+        ({"topology.procs_per_node": 3, "trainer.accumulate_grad_batches": 2}, 3, 24),
         ({"data.global_batch_size": 30, "parity.processes": 7}, 7, 30),
     ],
 )
 def test_processes_and_the_global_batch_are_the_runs(changes: dict[str, Any], processes: int, size: int) -> None:
     setting = parity.check_setting(request(changes))
     assert (setting.processes, setting.global_batch_size) == (processes, size)
+
+
+SHARED = {"trainer.gpus": 1, "topology.share_gpus": True, "topology.gpus_per_process": 1, "parity.processes": 3}
 
 
 @pytest.mark.usefixtures("gpus")
@@ -53,14 +56,12 @@ def test_processes_and_the_global_batch_are_the_runs(changes: dict[str, Any], pr
         ({"trainer.gpus": None}, (1, 1, 1), (4, 4, 1)),
         ({"trainer.gpus": 1}, (1, 1, 1), (2, 2, 1)),
         ({"trainer.gpus": None, "topology.min_gpus_per_process": 2}, (1, 2, 2), (2, 4, 2)),
-        (
-            {"trainer.gpus": 1, "topology.share_gpus": True, "topology.gpus_per_process": 1, "parity.processes": 3},
-            (1, 1, 1),
-            (3, 1, 1),
-        ),
+        (SHARED, (1, 1, 1), (3, 1, 1)),
     ],
 )
-def test_who_gets_which_gpus(changes: dict[str, Any], one: tuple[int, ...], many: tuple[int, ...]) -> None:
+def test_each_process_gets_as_many_gpus_as_in_the_run(
+    changes: dict[str, Any], one: tuple[int, ...], many: tuple[int, ...]
+) -> None:
     asked = request(changes)
     setting = parity.check_setting(asked)
     found = []
@@ -68,71 +69,83 @@ def test_who_gets_which_gpus(changes: dict[str, Any], one: tuple[int, ...], many
         config = parity.training(asked, setting, place=Place(Path(), processes), moves=False).config
         found.append((config.topology.procs_per_node, config.trainer.gpus, config.topology.gpus_per_process))
     assert found == [one, many]
-    topology = parity.check(asked)
-    assert (topology.procs_per_node, topology.gpus_per_node, topology.span) == many
 
 
 @pytest.mark.usefixtures("gpus")
-def test_too_few_gpus_are_said_with_what_to_do() -> None:
+def test_too_few_gpus_and_processes_started_by_something_else_are_refused() -> None:
     with pytest.raises(TopologyError, match=r"8 GPUs; there are 4\.\nUse parity\.processes=4, or let them share"):
         parity.check_setting(request({"trainer.gpus": 2, "parity.processes": 8}))
-
-
-def test_rounding_is_that_of_the_format_that_is_computed_in() -> None:
-    for policy, name in (
-        ({"param_dtype": "bf16"}, "bf16-mixed"),
-        ({"reduce_dtype": None}, "32-true"),
-        (None, "32-true"),
-    ):
-        asked = request({"strategy": {"_target_": "framework.strategies.FSDP", "mp_policy": policy}})
-        made = parity.training(asked, parity.check_setting(asked), place=Place(Path(), 2), moves=False)
-        assert made.config.callbacks["parity_recording"]["precision"] == name
+    place = detect({**TORCHRUN, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
+    assert place is not None
+    with pytest.raises(ConfigError, match="torchrun has started these"):
+        parity.check(request({}, leader=Leader(place, [])))
 
 
 def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
-    mine = {"_target_": "recipes.some.Callback"}
-    asked = request(
-        {
-            "callbacks": {"mine": mine},
-            "trainer.max_steps": 1000,
-            "trainer.fast_dev_run": True,
-            "checkpoint.monitor": "val/loss",
-            "launcher.max_restarts": 3,
-        }
-    )
+    changes = {
+        "callbacks": {"mine": {"_target_": "recipes.some.Callback"}},
+        "strategy": {"_target_": "framework.strategies.FSDP", "mp_policy": {"param_dtype": "bf16"}},
+        **{"trainer.max_steps": 1000, "trainer.fast_dev_run": True, "checkpoint.monitor": "val/loss"},
+    }
+    asked = request(changes | {"launcher.max_restarts": 3})
     before = repr(asked.raw)
     setting = parity.check_setting(asked)
     made = parity.training(asked, setting, place=Place(Path("folder"), 2), moves=True)
     config = made.config
     assert repr(asked.raw) == before
     assert parse(made.raw) == config
-    assert list(config.callbacks) == ["mine", "parity_recording"]
-    recording = config.callbacks["parity_recording"]
-    assert (recording["steps"], recording["moves_weights"], recording["precision"]) == (3, True, "32-true")
-    assert config.trainer.max_steps == 1000  # what schedules are as long as
-    assert (config.trainer.fast_dev_run, config.trainer.log_every_n_steps) == (False, 1)
-    assert (config.trainer.limit_val_batches, config.trainer.limit_test_batches) == (0, 0)
-    assert (config.checkpoint.enabled, config.checkpoint.monitor, config.logger) == (False, None, {})
-    assert config.launcher.max_restarts == 0
+    mine, recording = config.callbacks
+    assert mine == "mine"
+    # Rounding is that of the format in which the strategy computes.
+    assert config.callbacks[recording]["precision"] == "bf16-mixed"
+    assert config.trainer.max_steps == 1000  # schedules keep their length
+    assert (config.trainer.fast_dev_run, config.trainer.limit_val_batches) == (False, 0)
+    assert (config.checkpoint.enabled, config.logger, config.launcher.max_restarts) == (False, {}, 0)
     assert (config.model, config.optimizer, config.seed) == (asked.config.model, asked.config.optimizer, 0)
 
 
+# What it says
+
+WORST = {"name": "fc.weight", "rank": 2, "difference": 0.4, "allowed": 2e-5, "rounding": 3e-6}
+LAYER = {
+    **{"name": "norm", "type": "BatchNorm1d", "kind": "left", "inside": "", "call": 1, "own": True, "drew": False},
+    **{"before": None, "rank": 0, "difference": 0.31, "allowed": 2e-5, "rounding": 3e-6},
+}
+
+
+def answer(allowed: float = 2e-5, **changes: Any) -> dict[str, Any]:
+    worst = {**WORST, "difference": 3e-7, "step": 2, "allowed": allowed}
+    parts: dict[str, Any] = {part: {"compared": 4, "greatest": worst} for part in ("layers", "gradients", "weights")}
+    parts["buffers"] = {"compared": 0, "greatest": None}
+    same = {"same": True, "processes": 4, "steps": 3, "left_out": [], "model": "Net", "dropouts": 0, "parts": parts}
+    return {**same, "unsure": [], "layer_alone": None, "departure": None, **changes}
+
+
 @pytest.mark.parametrize(
-    ("changes", "others", "part"),
+    ("found", "parts"),
     [
-        ({}, {"place": Place(Path(), 0)}, "can't go with a sweep"),
-        ({"topology.nnodes": 2}, {}, "Use topology.nnodes=1"),
-        ({"launcher.name": "in_place"}, {}, "Use launcher=local"),
-        ({"parity.processes": 5}, {}, "less than one sample for each of the 5 forward"),
+        (answer(), ["The same: Net gets the same weights from 1 process and from 4 in 3 steps"]),
+        (answer(dropouts=2, left_out=[1, 2]), ["switched off in 2 modules", "skipped the optimizer in step 1, 2"]),
+        (answer(unsure=["k.bias"]), ["Of 1 parameter nothing can be said", "k.bias"]),
+        (answer(0.7), ["the same gradients", "Of the weights nothing can be said", "trainer.precision=32-true"]),
+        (answer(layer_alone={"step": 2, **LAYER}), ["The same: Net", "the output of norm (BatchNorm1d)", "in step 2"]),
+        (answer(same=False, steps=0), ["the training ended before its first step"]),
+        (answer(same=False, left_out=[1, 2, 3]), ["Use more: parity.steps=20"]),
+        (answer(same=False), ["rounding is as large as the gradients"]),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], others: dict[str, Any], part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
-        parity.check(request(changes, **others))
+def test_an_answer_says_no_more_than_was_sure(found: dict[str, Any], parts: list[str]) -> None:
+    printed = render(found)
+    assert [part for part in parts if part not in printed] == [], printed
 
 
-def test_processes_that_something_else_has_started_are_refused() -> None:
-    place = detect({**TORCHRUN, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
-    assert place is not None
-    with pytest.raises(ConfigError, match="torchrun has started these"):
-        parity.check(request({}, leader=Leader(place, [])))
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_says_what_to_do(reason: Reason) -> None:
+    counted = {"number": 3, "first": WORST, "worst": {**WORST, "name": "out.bias", "difference": 0.9}}
+    departure = {"step": int(reason is not Reason.START), "layer": LAYER, "parts": {"gradients": counted}}
+    departure |= {"shares": [6, 5, 5], "module": "norm", "factor": 0.25, "names": ["a", "b", "c", "d"]}
+    printed = render(answer(same=False, departure=departure | {"reason": reason.value}))
+    for part in ("the output of norm (BatchNorm1d): 0.31 off", "first fc.weight, 0.4 off on rank 2", "out.bias"):
+        assert part in printed
+    assert not {"{", "}"} & set(printed)
+    assert len(printed.partition("Probably:")[2]) > 100

@@ -1,4 +1,4 @@
-"""What fails a preflight, what is only noted, and how it is said."""
+"""What of the facts that a preflight finds fails it, is noted, and is named as slow; two nodes with two ranks each."""
 
 from __future__ import annotations
 
@@ -7,210 +7,226 @@ from typing import Any
 import pytest
 
 from framework.config.parse import parse
-from framework.config.schema import PreflightConfig
-from framework.preflight.arithmetic import slowest_link
+from framework.jobs.preflight_text import render
 from framework.preflight.assessing import assess
-from framework.preflight.wording import amount, device_line, flops, link_line, rate, seconds_text, verdict
 from tests.unit.config.raw import raw_config
-from tests.unit.preflight.found import PAIRS, STUCK, check, found, link, rank
+
+NODES = (0, 0, 1, 1)
+PAIRS = ((0, 1), (0, 2), (1, 3), (2, 3))
+STUCK = {"source": 2, "posted_s": 20.0, "worked_s": 0.05, "total_s": 20.05, "overlapped": False}
+OLD = {"python": "3.11.2", "torch": "2.10", "framework": "1"}
 
 
-def settings(**keys: Any) -> PreflightConfig:
-    return parse(raw_config({f"preflight.{key}": value for key, value in keys.items()})).preflight
+def link(one: int, other: int, *, nodes: tuple[int, ...] = NODES, **changes: Any) -> dict[str, Any]:
+    ends = [nodes[one], nodes[other]]
+    return {
+        **{"ranks": [one, other], "nodes": ends, "is_within_node": ends[0] == ends[1]},
+        **{"bytes_per_s": 1e9, "bytes": 2**22, "latency_s": 1e-4, "round_trips_s": [2e-4] * 10},
+        **{"compared_bytes_per_s": 5e8, "compared_bytes": 2**18, **changes},
+    }
 
 
-def failures(given: dict[str, Any], **keys: Any) -> list[tuple[str, str]]:
-    answer = assess(given, settings(**keys))
-    assert answer["passed"] == (not answer["failures"])
-    return [(each["check"], each["text"]) for each in answer["failures"]]
+def rank(number: int, **changes: Any) -> dict[str, Any]:
+    facts = {"rank": number, "node": NODES[number], "host": f"host{NODES[number] + 1}", "local_rank": number % 2}
+    machine = {"free_disk_bytes": 50 * 10**9, "free_shm_bytes": 2 * 10**9, "data_root": None}
+    own = {"clock": {"ahead_s": 0.0, "error_s": 1e-4}, "matmul": [{"device": "cpu", "flops_per_s": 4e10}]}
+    late = {"source": (number - 1) % 4, "posted_s": 1e-5, "worked_s": 0.05, "total_s": 0.051, "overlapped": True}
+    waited = {"turn": number + 1, "barrier_s": 1e-4, "late_s": 1e-5, "late_sender": late}
+    versions = {"python": "3.11.2", "torch": "2.15", "framework": "1"}
+    devices = [{"device": "cpu", "name": "A processor"}]
+    return {**facts, **machine, **own, **waited, "devices": devices, "versions": versions, **changes}
 
 
-def test_all_is_well() -> None:
-    assert failures(found()) == []
-    assert failures(found(), min_matmul=39, min_free_disk=49, min_shm=1.9, min_bus_bandwidth=499) == []
-    assert failures(found(), max_latency=0.001, min_link_bandwidth=999) == []
+def with_ranks(changes: dict[str, Any], *which: int) -> dict[str, Any]:
+    return {"ranks": [rank(number, **(changes if number in which else {})) for number in range(4)]}
 
 
-def test_a_wrong_value_always_fails() -> None:
-    fault = {"check": "all_gather", "rank": 2, "text": "of 4,096 bytes, 1 of 1,024 values are wrong"}
-    assert failures(found(faults=[fault]), max_clock_offset=None) == [
-        ("all_gather", "wrong values on rank 2: of 4,096 bytes, 1 of 1,024 values are wrong")
+def with_link(**changes: Any) -> dict[str, Any]:
+    """The one between ranks 1 and 3."""
+    return {"links": [link(*pair, **(changes if pair == (1, 3) else {})) for pair in PAIRS]}
+
+
+def check(name: str, *, bus: float = 5e8, **changes: Any) -> dict[str, Any]:
+    points = [
+        {"size_bytes": size, "seconds": 1e-3, "bus_bytes_per_s": bus * share}
+        for size, share in ((4, 0.01), (4096, 1.0), (16384, 0.5))
     ]
+    return {"name": name, "unsupported": None, "cut_at_bytes": None, "points": points, **changes}
 
 
-def test_a_receive_that_holds_its_rank_up_fails() -> None:
-    ranks = [rank(0), rank(1), rank(2), rank(3, late_sender=STUCK)]
-    assert failures(found(ranks=ranks)) == [
-        (
-            "isend/irecv",
-            "irecv held rank 3 (host2) up for 20 s, until rank 2 (host2) sent without its word: "
-            "nothing goes on beside a receive",
-        )
-    ]
+def assessed(given: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """All that preflight.json has, for what was found and keys of `preflight`."""
+    found = {
+        **{"recipe": "toy", "backend": "gloo", "seconds": 20.0, "took_s": 1.25},
+        **{"ranks": [rank(number) for number in range(4)], "links": [link(*pair) for pair in PAIRS]},
+        "num_links": {"within_node": 2, "between_nodes": 2},
+        **{"checks": [check("broadcast"), check("all_reduce")], "faults": [], "interconnects": {}},
+        **{"sizes": {"max_bytes": 16384, "limited_by": None}, **given},
+    }
+    settings = parse(raw_config({f"preflight.{key}": value for key, value in keys.items()})).preflight
+    return {**found, **assess(found, settings)}
 
 
-def test_a_rank_out_of_its_turn_fails() -> None:
-    fault = {"check": "barrier", "rank": 1, "text": "its turn was number 3, and number 2 belongs to it"}
-    said = "not in order on rank 1: its turn was number 3, and number 2 belongs to it"
-    assert failures(found(faults=[fault])) == [("barrier", said)]
+GENEROUS = {
+    **{"min_matmul": 39, "min_free_disk": 49, "min_shm": 1.9, "min_bus_bandwidth": 499},
+    **{"max_latency": 0.001, "min_link_bandwidth": 999, "max_clock_offset": 0.1},
+}
+
+
+@pytest.mark.parametrize("keys", [{}, GENEROUS])
+def test_without_a_fault_and_within_all_limits_it_passes(keys: dict[str, Any]) -> None:
+    result = assessed({}, **keys)
+    assert (result["passed"], result["failures"], result["notes"]) == (True, [], [])
+    page = render(result)
+    assert page.endswith("Preflight passed in 1.2 s: 4 ranks, every value right")
+    assert "in order, rank 0 first" in page
+    assert "slowest link: rank 0 (host1) – rank 1 (host1): 500 MB/s at 256 KiB" in page
 
 
 @pytest.mark.parametrize(
-    ("keys", "changed", "check_name", "said"),
+    ("given", "keys", "name", "parts"),
     [
+        ({"faults": [{"check": "all_gather", "rank": 2, "text": "1 is 0.5"}]}, {}, "all_gather", ["rank 2: 1 is 0.5"]),
+        ({"faults": [{"check": "barrier", "rank": 1, "text": "third"}]}, {}, "barrier", ["not in order on rank 1"]),
+        (with_ranks({"late_sender": STUCK}, 3), {}, "isend/irecv", ["rank 3 (host2) up for 20 s", "rank 2 (host2)"]),
+        (with_ranks({"versions": OLD}, 1, 3), {}, "versions", ["torch is 2.10 on ranks 1, 3, and 2.15 on rank 0"]),
         (
+            with_ranks({"clock": {"ahead_s": -3.5, "error_s": 0.1}}, 3),
             {"max_clock_offset": 2},
-            {"clock": {"ahead_s": -3.5, "error_s": 0.1}},
             "clocks",
-            "the clock of rank 3 (node 1, host2) is 3.5 s behind rank 0's; "
-            "preflight.max_clock_offset allows 2 s at most",
+            ["rank 3 (node 1, host2) is 3.5 s behind", "preflight.max_clock_offset allows 2 s at most"],
         ),
         (
-            {"min_matmul": 50},
-            {"matmul": [{"device": "cuda:1", "flops_per_s": 4.99e10}]},
+            with_ranks({"matmul": [{"device": "cuda:1", "flops_per_s": 2e10}]}, 3),
+            {"min_matmul": 30},
             "matmul",
-            "cuda:1 of rank 3 (node 1, host2) does 49.9 GFLOP/s; preflight.min_matmul allows 50 GFLOP/s at least",
+            ["cuda:1 of rank 3 (node 1, host2) does 20.0 GFLOP/s", "min_matmul allows 30 GFLOP/s at least"],
+        ),
+        (
+            with_ranks({"free_disk_bytes": 10**9}, 2, 3),  # said once of a node
+            {"min_free_disk": 1.5},
+            "free_disk",
+            ["953.7 MiB are free", "node 1, host2", "min_free_disk allows 1.5 GB at least"],
+        ),
+        (with_ranks({"free_shm_bytes": None}, 2, 3), {"min_shm": 1}, "shm", ["an unknown amount is free in /dev/shm"]),
+        (
+            with_link(latency_s=0.02),
+            {"max_latency": "0.01s"},
+            "latency",
+            ["between rank 1 (host1) and rank 3 (host2) takes 20 ms", "max_latency allows 0.01 s at most"],
+        ),
+        (
+            with_link(bytes_per_s=12.3e6),
+            {"min_link_bandwidth": 100},
+            "link bandwidth",
+            ["between rank 1 (host1) and rank 3 (host2) carries 12.3 MB/s at 4 MiB", "allows 100 MB/s at least"],
+        ),
+        (
+            {"checks": [check("broadcast"), check("all_reduce", bus=2e8)]},  # at its best size
+            {"min_bus_bandwidth": 201},
+            "bus bandwidth",
+            ["all_reduce is 200 MB/s", "min_bus_bandwidth allows 201 MB/s"],
+        ),
+        (
+            with_ranks({"data_root": {"path": "/d", "state": "not readable"}}, 0, 1),
+            {},
+            "data root",
+            ["/d is not readable on node 0, host1"],
         ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_rank_beyond_a_limit(keys: dict[str, Any], changed: dict[str, Any], check_name: str, said: str) -> None:
-    fast = {"matmul": [{"device": "cuda:0", "flops_per_s": 6e10}]}
-    ranks = [*(rank(number, **fast) for number in range(3)), rank(3, **{**fast, **changed})]
-    assert failures(found(ranks=ranks), **keys) == [(check_name, said)]
-    assert failures(found(ranks=ranks), **dict.fromkeys(keys)) == []
+def test_what_fails_is_named_with_its_place_value_and_limit(
+    given: dict[str, Any], keys: dict[str, Any], name: str, parts: list[str]
+) -> None:
+    result = assessed(given, **keys)
+    assert not result["passed"]
+    assert [each["check"] for each in result["failures"]] == [name]
+    text = result["failures"][0]["text"]
+    assert [part for part in parts if part not in text] == [], text
+    assert text in render(result)
+    if keys:  # without the limit nothing is wrong
+        assert assessed(given, **dict.fromkeys(keys))["passed"]
+
+
+def test_a_folder_of_data_may_be_missing_everywhere_and_not_somewhere() -> None:
+    def roots(*states: str) -> dict[str, Any]:
+        return {
+            "ranks": [rank(number, data_root={"path": "/d", "state": states[NODES[number]]}) for number in range(4)]
+        }
+
+    assert assessed(roots("there", "there"))["notes"] == []
+    nowhere = assessed(roots("missing", "missing"))  # it may yet be downloaded
+    assert (nowhere["passed"], nowhere["notes"]) == (True, ["data.root=/d isn't there yet"])
+    (failure,) = assessed(roots("there", "missing"))["failures"]
+    assert "/d is missing on node 1, host2 and there on another node" in failure["text"]
 
 
 def test_a_clock_within_the_error_of_its_measurement_passes() -> None:
-    ranks = [rank(0), rank(1, clock={"ahead_s": 1.2, "error_s": 0.3}), rank(2), rank(3)]
-    assert failures(found(ranks=ranks), max_clock_offset=1) == []
-    assert len(failures(found(ranks=ranks), max_clock_offset=0.8)) == 1
-
-
-def test_a_nodes_disk_and_shared_memory_are_told_once() -> None:
-    ranks = [rank(0), rank(1), *(rank(number, free_disk_bytes=10**9, free_shm_bytes=None) for number in (2, 3))]
-    assert failures(found(ranks=ranks), min_free_disk=1.5, min_shm=1) == [
-        (
-            "free_disk",
-            "953.7 MiB are free for the run directory of node 1, host2; preflight.min_free_disk allows 1.5 GB at least",
-        ),
-        ("shm", "an unknown amount is free in /dev/shm of node 1, host2; preflight.min_shm allows 1 GB at least"),
-    ]
-
-
-def test_a_link_beyond_a_limit() -> None:
-    links = [link(*pair) for pair in PAIRS]
-    links[2] = link(1, 3, bytes_per_s=12.3e6, latency_s=0.02)
-    assert failures(found(links=links), max_latency="0.01s", min_link_bandwidth=100) == [
-        (
-            "latency",
-            "the way between rank 1 (host1) and rank 3 (host2) takes 20 ms; "
-            "preflight.max_latency allows 0.01 s at most",
-        ),
-        (
-            "link bandwidth",
-            "the link between rank 1 (host1) and rank 3 (host2) carries 12.3 MB/s at 4 MiB; "
-            "preflight.min_link_bandwidth allows 100 MB/s at least",
-        ),
-    ]
-
-
-def test_the_bus_bandwidth_is_that_of_all_reduce_at_its_best() -> None:
-    given = found(checks=[check("broadcast", bus=1e6), check("all_reduce", bus=2e8)])
-    assert failures(given, min_bus_bandwidth=200) == []
-    answer = assess(given, settings(min_bus_bandwidth=201))
-    assert [(each["value"], each["limit"]) for each in answer["failures"]] == [(200.0, 201.0)]
-    assert failures(found(checks=[]), min_bus_bandwidth=201) == []  # one process: nothing to measure
-
-
-def test_a_rank_with_another_version_is_named() -> None:
-    odd = {"python": "3.11.2", "torch": "2.10", "framework": "1"}
-    ranks = [rank(0), rank(1, versions=odd), rank(2), rank(3, versions=odd)]
-    assert failures(found(ranks=ranks)) == [("versions", "torch is 2.10 on ranks 1, 3, and 2.15 on rank 0")]
-
-
-@pytest.mark.parametrize(
-    ("states", "said"),
-    [
-        (("there", "there"), None),
-        (("missing", "missing"), None),  # it may be downloaded yet
-        (("there", "missing"), "data.root=/d is missing on node 1, host2 and there on another node"),
-        (("not readable", "there"), "data.root=/d is not readable on node 0, host1"),
-    ],
-)
-def test_the_data_root(states: tuple[str, str], said: str | None) -> None:
-    ranks = [rank(number, data_root={"path": "/d", "state": states[number // 2]}) for number in range(4)]
-    assert failures(found(ranks=ranks)) == ([] if said is None else [("data root", said)])
-    notes = assess(found(ranks=ranks), settings())["notes"]
-    assert notes == (["data.root=/d isn't there yet"] if states == ("missing", "missing") else [])
+    given = with_ranks({"clock": {"ahead_s": 1.2, "error_s": 0.3}}, 1)
+    assert [assessed(given, max_clock_offset=limit)["passed"] for limit in (1, 0.8)] == [True, False]
 
 
 def test_what_was_cut_or_left_out_is_noted() -> None:
-    checks = [
-        check("all_reduce", cut_at_bytes=65536),
-        check("all_to_all", unsupported="Backend gloo does not support it", points=[]),
-    ]
-    sizes = {"max_bytes": 4096, "limited_by": "the free memory of rank 1 (host1) leaves 4 KiB for a buffer"}
-    num_links = {"within_node": 2, "between_nodes": 1234}
-    assert assess(found(checks=checks, sizes=sizes, num_links=num_links), settings())["notes"] == [
-        "all_to_all is not supported by gloo: Backend gloo does not support it",
-        "nothing above 4 KiB was exchanged: the free memory of rank 1 (host1) leaves 4 KiB for a buffer",
-        "preflight.seconds=20 ended the growth of sizes: all_reduce after 64 KiB",
-        "preflight.seconds=20 ended the measuring of links between nodes: 2 of 1,234",
-    ]
+    unsupported = check("all_to_all", unsupported="Backend gloo does not support it", points=[])
+    given = {
+        "checks": [check("all_reduce", cut_at_bytes=65536), unsupported],
+        "sizes": {"max_bytes": 4096, "limited_by": "the free memory of rank 1 (host1) leaves 4 KiB for a buffer"},
+        "num_links": {"within_node": 2, "between_nodes": 1234},
+    }
+    notes = "\n".join(assessed(given)["notes"])
+    for part in ("all_to_all is not supported by gloo", "nothing above 4 KiB", "all_reduce after 64 KiB", "2 of 1,234"):
+        assert part in notes
+        assert part in render(assessed(given))
 
 
-# How it is said
+# Which is slow
 
 
-def said(**changes: Any) -> dict[str, Any]:
-    given = found(**changes)
-    return {**given, **assess(given, settings())}
+def links_at(*rates: float, nodes: tuple[int, ...] = (0, 1, 2)) -> dict[str, Any]:
+    """Between ranks 0 and 1, 0 and 2, 1 and 2, as far as there are rates."""
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    return {
+        "ranks": [rank(number, node=node, host=f"host{node + 1}") for number, node in enumerate(nodes)],
+        "links": [
+            link(*pair, nodes=nodes, compared_bytes_per_s=speed) for pair, speed in zip(pairs, rates, strict=False)
+        ],
+    }
 
 
-def test_the_slow_link_is_named_with_its_machines() -> None:
-    links = [link(*pair) for pair in PAIRS]
-    links[2] = link(1, 3, bytes_per_s=12.3e6)
-    assert link_line(said(links=links)) == (
-        "slowest link: rank 1 (host1) – rank 3 (host2): 6.15 MB/s at 256 KiB, 81.3 times slower than the median link "
-        "between nodes, which stands out"
-    )
-    assert link_line(said()) == (
-        "slowest link: rank 0 (host1) – rank 1 (host1): 500 MB/s at 256 KiB, as fast as the median link within a node"
-    )
+@pytest.mark.parametrize(
+    ("given", "ranks", "times", "stands_out", "slow_nodes"),
+    [
+        (links_at(800.0, 1000.0, 100.0), [1, 2], 10.0, True, []),
+        (links_at(800.0, 1000.0, 900.0), [0, 1], 1.25, False, []),
+        (links_at(1000.0, 90.0, 100.0), [0, 2], 1000 / 90, True, [2]),  # all of node 2's
+        (links_at(400.0, 1000.0, 10.0), [1, 2], 100.0, True, []),  # node 1 has a better one, too
+        (links_at(7.0), [0, 1], 1.0, False, []),
+        # Those within a node are compared among themselves.
+        (links_at(9000.0, 4000.0, 100.0, nodes=(0, 0, 0)), [1, 2], 90.0, True, []),
+        ({"links": [*links_at(9000.0, nodes=(0, 0, 1))["links"], *links_at(100.0)["links"]]}, [0, 1], 1.0, False, []),
+    ],
+)
+def test_the_slowest_link_beside_its_like(
+    given: dict[str, Any], ranks: list[int], times: float, stands_out: bool, slow_nodes: list[int]
+) -> None:
+    result = assessed(given)
+    slow = result["slowest_link"]
+    assert (slow["ranks"], slow["stands_out"], result["slow_nodes"]) == (ranks, stands_out, slow_nodes)
+    assert slow["times_slower"] == pytest.approx(times)
+    page = render(result)
+    assert (", which stands out" in page) is stands_out
+    assert ("all links of node" in page) is bool(slow_nodes)
 
 
-def test_on_one_machine_ranks_have_no_host() -> None:
-    ranks = [rank(0), rank(1)]
-    result = said(ranks=ranks, links=[link(0, 1)])
-    assert link_line(result) == "slowest link: rank 0 – rank 1: 500 MB/s at 256 KiB, the only one"
-    assert device_line(result) == "slowest rank: rank 0 on cpu: 40.0 GFLOP/s, as fast as the median"
-    alone = said(ranks=ranks[:1], links=[])
-    assert (link_line(alone), device_line(alone)) == (None, None)
-
-
-def test_a_slow_node_is_named() -> None:
-    links = [link(*pair) for pair in PAIRS]
-    result = {**said(links=links), "slow_nodes": [1], "slowest_link": slowest_link(links)}
-    assert str(link_line(result)).endswith("; all links of node 1 (host2) are slow")
-
-
-def test_the_verdict() -> None:
-    assert verdict(said()) == "Preflight passed in 1.2 s: 4 ranks, every value right"
-    faults = [{"check": f"check{number % 2}", "rank": 0, "text": "?"} for number in range(12)]
-    lines = verdict(said(faults=faults)).splitlines()
-    assert lines[0] == "Preflight failed in 1.2 s: check0, check1"
-    assert lines[1] == "  check0: wrong values on rank 0: ?"
-    assert lines[-1] == "  … and 2 more"
-
-
-def test_amounts() -> None:
-    assert [amount(size) for size in (0, 4, 1023, 1024, 65536, 2**28, 1.5 * 2**30)] == [
-        *("0 B", "4 B", "1023 B", "1 KiB", "64 KiB", "256 MiB", "1.5 GiB")
-    ]
-    assert [rate(value) for value in (12.0, 999.4, 999.6, 12.34e6, 1.5e9)] == [
-        *("12.0 B/s", "999 B/s", "1.00 kB/s", "12.3 MB/s", "1.50 GB/s")
-    ]
-    assert flops(4.2e12) == "4.20 TFLOP/s"
-    assert [seconds_text(value) for value in (0.0, 52e-6, 1.4e-3, 12.34, -2e-3, 4000.0)] == [
-        *("0 µs", "52 µs", "1.4 ms", "12.3 s", "-2 ms", "4,000 s")
-    ]
+def test_the_slowest_device() -> None:
+    speeds = (9e9, 3e9, 8e9, 9e9)
+    ranks = [rank(number, matmul=[{"device": "cpu", "flops_per_s": speed}]) for number, speed in enumerate(speeds)]
+    result = assessed({"ranks": ranks})
+    assert result["slowest_device"] == {
+        **{"rank": 1, "device": "cpu", "flops_per_s": 3e9, "times_slower": 3.0, "stands_out": True}
+    }
+    assert "slowest rank: rank 1 (host1) on cpu: 3.00 GFLOP/s, 3.0 times slower" in render(result)
+    alone = assessed({"ranks": [rank(0)], "links": [], "checks": []})
+    assert (alone["slowest_device"]["times_slower"], alone["slowest_link"]) == (1.0, None)
+    assert render(alone).endswith("Preflight passed in 1.2 s: 1 rank")
