@@ -14,16 +14,16 @@ from framework.progress import hooks
 from framework.pulse import Pulse
 from framework.rank_log import warn
 from framework.slow_ranks import SlowRank, SlowRanks
-from framework.stopwatch import Stopwatch, clock_of
+from framework.stopwatch import Clock, Stopwatch, clock_of
 from framework.types import Logger, Strategy
 
 
 @final
 class Timing:
-    """watch: to be marked in every step. every: steps from one log to the next."""
+    """watch: to be marked in every step. every: steps from one log to the next. clock: of the device by default."""
 
-    def __init__(self, pulse: Pulse, *, context: Context, every: int) -> None:
-        self.watch = Stopwatch(pulse, clock=clock_of(context.device), every=every)
+    def __init__(self, pulse: Pulse, *, context: Context, every: int, clock: Clock | None = None) -> None:
+        self.watch = Stopwatch(pulse, clock=clock_of(context.device) if clock is None else clock, every=every)
         self._context = context
         self._slow_ranks = SlowRanks(rank=context.rank, world_size=context.world_size)
 

@@ -46,6 +46,7 @@ from framework.progress import Progress, Throughput, flush, hooks
 from framework.pulse import Phase
 from framework.rank_log import logger, show
 from framework.seed import generator_states
+from framework.stopwatch import Clock
 from framework.strategies.trained import described_change
 from framework.timing import Timing
 from framework.trainable import Trainable
@@ -56,7 +57,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @final
 class Trainer:
-    """Trains one replica on one rank. Every rank makes one and calls `fit`."""
+    """Trains one replica on one rank. Every rank makes one and calls `fit`. clock: times the parts of a step."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class Trainer:
         checkpoints: CheckpointManager | None,
         after_first_step: Callable[[], None],
         link: Link,
+        clock: Clock | None = None,
     ) -> None:
         self.parts = parts
         self.settings = settings
@@ -82,7 +84,7 @@ class Trainer:
         self.val_step: int | None = None
         self.ending = Ending(link, context=context)
         self.restore_generators: Callable[[], object] | None = None  # called once all that may draw numbers is made
-        self.timing = Timing(link.pulse, context=context, every=settings.log_every_n_steps)
+        self.timing = Timing(link.pulse, context=context, every=settings.log_every_n_steps, clock=clock)
         self._watch = self.timing.watch
         for tell in hooks([train_loader], "tell_waiting"):
             tell(self._watch)

@@ -1,4 +1,4 @@
-"""A run with a slow rank: what the terminal, run.json, metrics.jsonl and TensorBoard say of it."""
+"""A run with a slow rank: what the terminal, run.json, metrics.jsonl and TensorBoard show of it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from tests.helpers import results
 
-YAML = """# @package _global_
-defaults:
-  - override /task: regression
-model: {_target_: tests.helpers.naps.sleepy}
-data: {datasets: {_target_: tests.helpers.naps.datasets, size: 4000}, batch_size: 4, num_workers: 0}
-trainer: {max_steps: 95, log_every_n_steps: 16, num_threads: 1}
-checkpoint: {monitor: null}
-callbacks:
-  naps: {_target_: tests.helpers.naps.observer}
+SLEEPY = """
+import os, time
+from recipes.toy import toy_regression
+from framework import Datasets
+
+class Sleepy:
+    \"\"\"Takes so long on rank 1 that what else the machine does hardly matters.\"\"\"
+    def __init__(self): self.data = toy_regression().train
+    def __len__(self): return len(self.data)
+    def __getitem__(self, index):
+        time.sleep(0.1 * (os.environ["RANK"] == "1"))
+        return self.data[index]
+
+def datasets(): return Datasets(train=Sleepy())
 """
+SHORT = ("trainer.max_steps=42", "trainer.log_every_n_steps=6", "data.global_batch_size=2", "checkpoint=none")
 
 
 @pytest.mark.multiproc
-def test_it_is_named_at_once_and_at_the_end_in_words_numbers_and_charts(
-    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_it_is_named_during_training_and_at_the_end_in_words_numbers_and_charts(
+    train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "conf" / "recipe").mkdir(parents=True)
-    (tmp_path / "conf" / "recipe" / "sleepy.yaml").write_text(YAML)
-    monkeypatch.setenv("NAPS", "data:1:0.02")
-    monkeypatch.setenv("NAPS_USUAL", "0.02")
-    run = train("recipe=sleepy", "topology.procs_per_node=2")
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    data = ("data.datasets={_target_: sleepy.datasets}", "data.num_workers=0", "logger=[console,jsonl,tensorboard]")
+    run = train("recipe=toy", "topology.procs_per_node=2", *SHORT, *data)
 
-    (slow,) = results.results(run)["slow_ranks"]
+    slow = results.results(run)["slow_ranks"][0]  # the worst
     assert (slow["rank"], slow["kind"], slow["throughout"]) == (1, "data", True)
     assert slow["place"] == f"{socket.gethostname()}, cpu"
-    assert 0.1 < slow["share"] < 0.6
-    told = f"rank 1 ({slow['place']}) is {slow['share'] * 100:.0f} % slower in data"
-    assert f"\n  {told}\n" in capfd.readouterr().out
+    assert f"\n  rank 1 ({slow['place']}) is {slow['share'] * 100:.0f} % slower in data\n" in capfd.readouterr().out
     begins = f"Rank 1 ({slow['place']}) is "
     log = results.log(run)
     assert (log.count(f"WARNING {begins}"), log.count(f"\n{begins}")) == (1, 1)  # recorded, and printed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from framework.optim import Schedule
 from framework.parts import Parts
 from framework.precision import PrecisionPlugin
 from framework.pulse import Phase
+from framework.stopwatch import Clock
 from framework.strategies.single import AsItIs
 from framework.trainer import Trainer
 from framework.types import (
@@ -57,7 +58,7 @@ class Squares:
 
 
 class Numbers:
-    """A logger that remembers what it was told."""
+    """A logger that keeps what it is given."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[int, int, dict[str, float]]] = []
@@ -80,7 +81,7 @@ class Numbers:
 
 
 class Marks:
-    """A pulse that remembers what it was told: phases by name, steps by number."""
+    """A pulse that keeps what it is given: phases by name, steps by number."""
 
     def __init__(self) -> None:
         self.seen: list[str | int] = []
@@ -136,6 +137,7 @@ def make_trainer(
     optimizer: Callable[[Any], Optimizer] = lambda parameters: SGD(parameters, lr=0.05),
     scheduler: Callable[[Optimizer], Any] | None = None,
     interval: Interval = Interval.EPOCH,
+    monitor: str | None = None,
     callbacks: Mapping[str, Any] | None = None,
     loggers: Mapping[str, Any] | None = None,
     checkpoints: CheckpointManager | None = None,
@@ -147,13 +149,15 @@ def make_trainer(
     precision: Precision = Precision.FP32,
     after_first_step: Callable[[], None] = lambda: None,
     watched: Link | None = None,
+    clock: Clock | None = None,
 ) -> Trainer:
     how = settings() if how is None else how
     context = cpu_context() if context is None else context
     model = linear() if model is None else model
     dataset: Any = samples() if data is None else data
     strategy = AsItIs() if strategy is None else strategy
-    wrapped = strategy.wrap(model)
+    plugin = PrecisionPlugin(precision, device=CPU)
+    wrapped = strategy.wrap(plugin.convert_model(model))
     opt = optimizer(model.parameters())
     share = data_share(strategy, rank=context.rank, world_size=context.world_size)
     plan = plan_batches(
@@ -166,9 +170,9 @@ def make_trainer(
         model=wrapped,
         task=Squares() if task is None else task,
         strategy=strategy,
-        precision=PrecisionPlugin(precision, device=CPU),
+        precision=plugin,
         optimizer=opt,
-        schedule=Schedule(None if scheduler is None else scheduler(opt), interval=interval, monitor=None),
+        schedule=Schedule(None if scheduler is None else scheduler(opt), interval=interval, monitor=monitor),
         callbacks=callbacks or {},
         loggers=loggers or {},
     )
@@ -182,6 +186,7 @@ def make_trainer(
         checkpoints=checkpoints,
         after_first_step=after_first_step,
         link=link() if watched is None else watched,
+        clock=clock,
     )
 
 
@@ -203,25 +208,6 @@ def assert_equal(given: list[Tensor], wanted: list[Tensor]) -> None:
     assert len(given) == len(wanted)
     for one, other in zip(given, wanted, strict=True):
         assert torch.equal(one, other)
-
-
-def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of an epoch, as the loop should see them."""
-    data = samples()
-    for indices in GlobalOrder(SIZE, seed=0, shuffle=True).indices(epoch).split(BATCH):
-        yield data[indices]
-
-
-def plain_loop(step: Callable[[nn.Module, Optimizer], None], *, epochs: int = 2, momentum: float = 0.0) -> list[Tensor]:
-    """What anyone would write; `step` is called between backward and `zero_grad`."""
-    model = linear()
-    optimizer = SGD(model.parameters(), lr=0.05, momentum=momentum)
-    for epoch in range(epochs):
-        for inputs, targets in batches(epoch):
-            (model(inputs).squeeze(1) - targets).square().mean().backward()
-            step(model, optimizer)
-            optimizer.zero_grad()
-    return list(model.state_dict().values())
 
 
 class BadAt(Squares):

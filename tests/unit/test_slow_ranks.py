@@ -1,14 +1,22 @@
-"""Whom the times of all ranks make out to be slow, in what, and by how much."""
+"""Which rank is named slow, in what and by how much: from given times, and in trainings timed by a given clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from framework import slow_ranks
+from framework.distributed.context import Context
 from framework.slow_ranks import (
     CURVES_OF_RANKS,
     KINDS,
@@ -20,6 +28,10 @@ from framework.slow_ranks import (
     Spent,
     excesses,
 )
+from framework.strategies import DDP, AllReduce
+from framework.types import StepReport
+from tests.helpers.rank_pool import RankPool
+from tests.unit.small_trainer import BATCH, Numbers, Squares, make_trainer, samples, settings
 
 STEP_S = 0.1
 STEPS = 10
@@ -37,123 +49,83 @@ def spent(**more: float) -> Spent:
     return Spent(STEPS, STEPS * STEP_S, **{kind: STEPS * s for kind, s in own.items()}, waiting=STEPS * waiting)
 
 
-def tell(ranks: SlowRanks, table: Sequence[Spent], *, step: int) -> dict[str, float]:
+def note(ranks: SlowRanks, table: Sequence[Spent], *, step: int) -> dict[str, float]:
     return ranks.note([number for each in table for number in each], step=step)
 
 
-def judged(own: Own, *, world_size: int = 4, logs: int = 10) -> tuple[SlowRanks, list[tuple[int, str]]]:
-    """After so many logs: and what was told, by step."""
+def judged(own: Own, *, world_size: int = 4, logs: int = 10) -> tuple[list[str], list[tuple[int, str]]]:
+    """Who is named after so many logs, and what was reported at which step."""
     ranks = SlowRanks(rank=0, world_size=world_size)
     ranks.start([f"node{rank // 2}, cuda:{rank % 2}" for rank in range(world_size)], step=0)
-    told = []
+    reported = []
     for log in range(1, logs + 1):
-        tell(ranks, [spent(**own(log, rank)) for rank in range(world_size)], step=log * STEPS)
+        note(ranks, [spent(**own(log, rank)) for rank in range(world_size)], step=log * STEPS)
         if ranks.news is not None:
-            told.append((log * STEPS, ranks.news))
-    return ranks, told
+            reported.append((log * STEPS, ranks.news))
+    assert all(SlowRank.from_plain(each.to_plain()) == each for each in ranks.found())
+    return [str(each) for each in ranks.found()], reported
 
 
-def named(ranks: SlowRanks) -> list[str]:
-    return [str(each) for each in ranks.found()]
+# From given times
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 64])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_slow_rank_and_no_other_is_named_with_what_a_step_would_gain(kind: str, world_size: int) -> None:
-    ranks, told = judged(lambda _, rank: {kind: 0.018} if rank == 1 else {}, world_size=world_size)
-    assert named(ranks) == [f"rank 1 (node0, cuda:1) is 18 % slower in {kind}"]
-    assert told == [(40, f"Rank 1 (node0, cuda:1) is 18 % slower in {kind} than the others, since step 1")]
+    named, reported = judged(lambda _, rank: {kind: 0.018} if rank == 1 else {}, world_size=world_size)
+    assert named == [f"rank 1 (node0, cuda:1) is 18 % slower in {kind}"]
+    assert reported == [(40, f"Rank 1 (node0, cuda:1) is 18 % slower in {kind} than the others, since step 1")]
 
 
-def test_those_who_wait_are_not_blamed() -> None:
-    """Rank 1 takes 30 ms longer; the others wait for as long in the same step."""
-    table = [spent(compute=0.03 * (rank == 1)) for rank in range(2)]
-    assert table[0].waiting > table[1].waiting
-    assert excesses(table, "compute") == pytest.approx([-0.3, 0.3])
-    assert excesses(table, "data") == pytest.approx([0.0, 0.0])
-
-
-def test_ranks_may_be_slow_each_in_something_else() -> None:
+def test_several_ranks_may_be_slow_each_in_something_else() -> None:
     slow = {0: {"compute": 0.02}, 1: {"data": 0.03}, 2: {"callbacks": 0.011}}
-    ranks, told = judged(lambda _, rank: slow.get(rank, {}))
-    assert [(each.rank, each.kind) for each in ranks.found()] == [(1, "data"), (0, "compute"), (2, "callbacks")]
-    assert told == [
-        (40, "Rank 1 (node0, cuda:1) is 30 % slower in data than the others, since step 1, and 2 more such")
-    ]
+    named, ((step, news),) = judged(lambda _, rank: slow.get(rank, {}))
+    assert [text.split()[1::6] for text in named] == [["1", "data"], ["0", "compute"], ["2", "callbacks"]]
+    assert step == 40
+    assert news == "Rank 1 (node0, cuda:1) is 30 % slower in data than the others, since step 1, and 2 more such"
 
 
-def test_a_little_slower_is_not_slow() -> None:
-    ranks, told = judged(lambda _, rank: {"compute": 0.0095} if rank == 1 else {})
-    assert (named(ranks), told) == ([], [])
+@pytest.mark.parametrize(
+    ("own", "logs"),
+    [
+        (lambda _, rank: {"compute": 0.0095} if rank == 1 else {}, 10),  # a little
+        (lambda log, rank: {"data": 0.03} if rank == 1 and log == 6 else {}, 10),  # once
+        (lambda log, rank: {"data": 0.03} if rank == 1 and log % 5 in (0, 1, 3) else {}, 10),  # at times
+        (lambda log, rank: {"compute": 0.05} if log % 4 == rank else {}, 40),  # each in turn
+        (lambda _, rank: {"data": 0.03} if rank == 1 else {}, OF_THEM - 1),  # a short run
+    ],
+    ids=["a little", "once", "at times", "in turn", "short"],
+)
+def test_noise_names_nobody(own: Own, logs: int) -> None:
+    assert judged(own, logs=logs) == ([], [])
 
 
-@pytest.mark.parametrize("log", range(1, 11))
-def test_a_stretch_that_was_slow_once_or_at_times_is_noise(log: int) -> None:
-    assert named(judged(lambda now, rank: {"data": 0.03} if rank == 1 and now == log else {})[0]) == []
-    ranks, told = judged(lambda now, rank: {"data": 0.03} if rank == 1 and now % 5 in (log % 5, 0, 1) else {})
-    assert (named(ranks), told) == ([], [])
+def test_a_rank_that_is_slow_for_a_while_is_reported_once_and_named_if_it_lasts() -> None:
+    late = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log > 90 else {}, logs=100)
+    assert late[0] == ["rank 3 (node1, cuda:1) is 20 % slower in data (steps 901 to 1,000)"]
+    assert late[1] == [(940, "Rank 3 (node1, cuda:1) is 20 % slower in data than the others, since step 901")]
+    named, reported = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log % 20 < 8 else {}, logs=57)
+    assert (named, len(reported)) == ([], 1)
+    named, _ = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log <= 60 else {}, logs=100)
+    assert named == ["rank 3 (node1, cuda:1) is 20 % slower in data (steps 1 to 600)"]
 
 
-def test_noise_that_hits_one_rank_after_another_names_nobody() -> None:
-    ranks, told = judged(lambda log, rank: {"compute": 0.05} if log % 4 == rank else {}, logs=40)
-    assert (named(ranks), told) == ([], [])
-
-
-def test_who_becomes_slow_late_is_named_with_the_steps() -> None:
-    ranks, told = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log > 90 else {}, logs=100)
-    assert named(ranks) == ["rank 3 (node1, cuda:1) is 20 % slower in data (steps 901 to 1,000)"]
-    assert told == [(940, "Rank 3 (node1, cuda:1) is 20 % slower in data than the others, since step 901")]
-
-
-def test_who_was_slow_for_a_while_was_told_once_and_is_named_only_if_it_was_most_of_the_run() -> None:
-    ranks, told = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log % 20 < 8 else {}, logs=57)
-    assert named(ranks) == []
-    assert len(told) == 1
-    ranks, _ = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log <= 60 else {}, logs=100)
-    assert named(ranks) == ["rank 3 (node1, cuda:1) is 20 % slower in data (steps 1 to 600)"]
-
-
-def test_short_runs_name_nobody() -> None:
-    assert named(judged(lambda _, rank: {"data": 0.03 * (rank == 1)}, logs=OF_THEM - 1)[0]) == []
-    ranks = SlowRanks(rank=0, world_size=2)
-    for log in range(LAST_STRETCHES):
-        short = [Spent(*(number * STRETCH_S * 0.19 for number in spent(data=0.03 * rank))) for rank in range(2)]
-        values = tell(ranks, short, step=log)
-        assert values["skew/worst"] == pytest.approx(0.3)
-    assert named(ranks) == []
-
-
-def test_short_logs_are_judged_together() -> None:
+def test_short_logs_are_judged_together_from_the_first_known_steps_on() -> None:
     ranks = SlowRanks(rank=0, world_size=2)
     ranks.start(["a, cpu", "b, cpu"], step=100)
-    for log in range(1, 1 + 4 * 5):
-        short = [Spent(*(number / 8 for number in spent(data=0.03 * rank))) for rank in range(2)]
-        tell(ranks, short, step=100 + log)
-    assert named(ranks) == ["rank 1 (b, cpu) is 30 % slower in data"]
-    assert ranks.found()[0].first_step == 101
-
-
-def test_steps_that_a_rank_does_not_know_are_left_out() -> None:
-    ranks, _ = judged(lambda _, rank: {"data": 0.03 * (rank == 1)}, logs=3)
-    before = named(ranks)
-    assert tell(ranks, [Spent(), *[spent()] * 3], step=40) == {}
-    assert tell(ranks, [Spent()] * 4, step=40) == {}
-    assert named(ranks) == before
-
-
-def test_a_rank_is_slow_since_the_first_steps_that_are_known() -> None:
-    ranks = SlowRanks(rank=0, world_size=2)
-    ranks.start(["a, cpu", "b, cpu"], step=100)
-    tell(ranks, [Spent()] * 2, step=107)
-    for step in range(110, 150, 10):
-        tell(ranks, [spent(), spent(data=0.03)], step=step)
-    assert ranks.news == "Rank 1 (b, cpu) is 30 % slower in data than the others, since step 108"
+    assert note(ranks, [Spent(), spent()], step=107) == {}  # of which a rank knows nothing
+    for log in range(4 * LAST_STRETCHES):
+        short = [Spent(*(number * STRETCH_S / 4 for number in spent(data=0.03 * rank))) for rank in range(2)]
+        assert note(ranks, short, step=108 + log)["skew/worst"] == pytest.approx(0.3)
+        assert (ranks.news is not None) == (log == 4 * OF_THEM - 1)
+    (found,) = ranks.found()
+    assert str(found) == "rank 1 (b, cpu) is 30 % slower in data"
+    assert found.first_step == 108
 
 
 def test_what_is_logged_are_shares_of_a_step_and_how_far_ranks_are_apart() -> None:
     ranks = SlowRanks(rank=0, world_size=2)
-    values = tell(ranks, [spent(), spent(data=0.02)], step=10)
-    assert values == {
+    assert note(ranks, [spent(), spent(data=0.02)], step=10) == {
         "time/data": pytest.approx(0.2),
         "time/waiting": pytest.approx((0.039 + 0.019) / 2 / STEP_S),
         "skew/worst": pytest.approx(0.2),
@@ -161,18 +133,12 @@ def test_what_is_logged_are_shares_of_a_step_and_how_far_ranks_are_apart() -> No
         "skew/rank_0": pytest.approx(-0.2),
         "skew/rank_1": pytest.approx(0.2),
     }
-    even = tell(ranks, [spent(), spent(data=0.002)], step=20)
-    assert "skew/slowest_rank" not in even
-    unknown = tell(ranks, [spent()._replace(waiting=0.0, compute=0.0)] * 2, step=30)
-    assert "time/waiting" not in unknown
-    assert tell(SlowRanks(rank=0, world_size=1), [spent()], step=10) == {"time/data": pytest.approx(0.1)}
-
-
-def test_many_ranks_have_no_curve_each() -> None:
-    world_size = CURVES_OF_RANKS + 1
-    ranks = SlowRanks(rank=0, world_size=world_size)
-    values = tell(ranks, [spent()] * world_size, step=10)
-    assert values.keys() == {"time/data", "time/waiting", "skew/worst"}
+    assert "skew/slowest_rank" not in note(ranks, [spent(), spent(data=0.002)], step=20)
+    unknown = [spent()._replace(waiting=0.0, compute=0.0)] * 2
+    assert "time/waiting" not in note(ranks, unknown, step=30)
+    assert note(SlowRanks(rank=0, world_size=1), [spent()], step=10) == {"time/data": pytest.approx(0.1)}
+    many = SlowRanks(rank=0, world_size=CURVES_OF_RANKS + 1)
+    assert note(many, [spent()] * (CURVES_OF_RANKS + 1), step=10).keys() == {"time/data", "time/waiting", "skew/worst"}
 
 
 def test_rows_of_all_ranks_add_up_to_the_table() -> None:
@@ -188,6 +154,194 @@ def test_the_median_is_of_the_others(own: list[float]) -> None:
     assert excesses(table, "data") == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_named_rank_survives_being_written_down() -> None:
-    slow = SlowRank(3, "node1, cuda:3", "data", 0.18, 1, 600, throughout=False)
-    assert SlowRank.from_plain(slow.to_plain()) == slow
+# In trainings, by a clock that goes on where a rank works, and where ranks meet to that of the last one
+
+PLACES = {"data": "data", "forward": "compute", "backward": "compute", "callbacks": "callbacks"}
+"""Where a rank may be slow, and what it is named for."""
+EVERY, LOGS = 4, 7
+"""The first log isn't judged. Each of the others is, by itself."""
+Slow = dict[str, dict[int, float]]
+"""Place → rank → seconds more of each step."""
+
+
+class WorkClock:
+    """Seconds that this rank has worked and waited. Nobody sleeps, so load and luck have no part in it."""
+
+    samples, unit_s = False, 1.0
+
+    def __init__(self, slow: Slow, rank: int) -> None:
+        self.time = 0.0
+        self._more = {place: slow.get(place, {}).get(rank, 0.0) for place in PLACES}
+
+    def now(self) -> float:
+        return self.time
+
+    def between(self, end: float, begin: float) -> float:
+        return end - begin
+
+    def work(self, place: str) -> None:
+        self.time += 0.001 + 0.03 * (place == "forward") + self._more[place]
+
+    def meet(self) -> None:
+        """Wait for the rank that comes last."""
+        latest = torch.tensor(self.time, dtype=torch.float64)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+        self.time = latest.item()
+
+
+class Meeting:
+    """A strategy in whose exchanges of gradients, and of buffers before a forward, clocks meet."""
+
+    def __init__(self, strategy: Any, clock: WorkClock) -> None:
+        self._strategy, self._clock = strategy, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        wrapped: nn.Module = self._strategy.wrap(model)
+        if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+            synchronise = wrapped._sync_buffers
+
+            def meet() -> None:
+                synchronise()
+                self._clock.meet()
+
+            vars(wrapped)["_sync_buffers"] = meet
+        return wrapped
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, synchronise: bool) -> Iterator[None]:
+        with self._strategy.accumulate(model, synchronise=synchronise):
+            yield
+        if synchronise:
+            self._clock.meet()
+
+
+class Working(nn.Module):
+    """Has buffers, and layers before and after those in which a backward takes time."""
+
+    def __init__(self, clock: WorkClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.clock.work("forward")
+        hidden = self.norm(self.first(inputs))
+        hidden.register_hook(lambda _: self.clock.work("backward"))
+        output: Tensor = self.last(hidden)
+        return output
+
+
+class Worked:
+    """As a dataset one that takes time for each batch, as a callback for each step."""
+
+    def __init__(self, clock: WorkClock, size: int = 0) -> None:
+        self.clock, self.data, self.asked = clock, samples(size), 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked += 1
+        if self.asked % BATCH == 0:
+            self.clock.work("data")
+        return self.data[index]
+
+    def on_train_step_end(self, report: StepReport) -> None:
+        self.clock.work("callbacks")
+
+
+def trained(context: Context, strategy: Any, slow: Slow, *, every: int = EVERY, steps: int = EVERY * LOGS) -> Any:
+    """A trainer that has trained, and what it has logged."""
+    clock, numbers = WorkClock(slow, context.rank), Texts()
+    data: Any = Worked(clock, steps * BATCH * context.world_size)
+    torch.manual_seed(0)
+    with mock.patch.object(slow_ranks, "STRETCH_S", 0.0):  # every log is judged by itself
+        trainer = make_trainer(
+            settings(max_steps=steps, max_epochs=None, log_every_n_steps=every, check_val_every_n_epoch=None),
+            model=Working(clock),
+            strategy=Meeting(strategy(context=context), clock),
+            context=context,
+            data=data,
+            callbacks={"worked": Worked(clock)},
+            loggers={"numbers": numbers} if context.is_main else {},
+            clock=clock,
+        )
+        trainer.fit()
+    return trainer, numbers
+
+
+class Texts(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[tuple[str, str]] = []
+
+    def text(self, tag: str, text: str) -> None:
+        self.texts.append((tag, text))
+
+
+def found(context: Context, strategy: Any, slow: Slow) -> tuple[list[tuple[int, str]], dict[str, float], list[str]]:
+    """Who is named, the last values logged, and what the logger was given as text."""
+    trainer, numbers = trained(context, strategy, slow)
+    named = [(each.rank, each.kind) for each in trainer.timing.slow_ranks()]
+    return sorted(named), numbers.logged[-1][2] if numbers.logged else {}, numbers.texts
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("strategy", [DDP, AllReduce])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_one_that_is_slow_is_named_and_not_who_waits_for_it(
+    rank_pool: RankPool, strategy: Any, place: str, who: int
+) -> None:
+    """What the other one waits in backward, and for buffers, isn't its own."""
+    (named, values, texts), (others, _, no_texts) = rank_pool.run(found, strategy, {place: {who: 0.03}})
+    assert named == [(who, PLACES[place])]
+    assert values["skew/slowest_rank"] == who
+    assert values["skew/worst"] == pytest.approx(0.03 / 0.064, rel=0.05)
+    assert values["time/waiting"] == pytest.approx(0.03 / 0.064 / 2, rel=0.05)
+    ((tag, text),) = texts
+    assert tag == "slow_rank"
+    assert text.startswith(f"Rank {who} (")
+    assert f"slower in {PLACES[place]} than the others" in text
+    assert (others, no_texts) == ([], [])  # the first rank reports
+
+
+THREE = {"data": {1: 0.03}, "backward": {2: 0.03}, "callbacks": {0: 0.03}}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("slow", "named"), [({}, []), (THREE, [(0, "callbacks"), (1, "data"), (2, "compute")])])
+def test_each_slow_rank_is_named_and_no_other(rank_pool: RankPool, slow: Slow, named: list[tuple[int, str]]) -> None:
+    (first, *_), *_ = rank_pool.run(found, DDP, slow, ranks=3)
+    assert first == named
+
+
+def count_collectives(context: Context, every: int) -> tuple[int, int]:
+    """Of nine steps: reductions, and values that are gathered from all ranks."""
+    with (
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
+        mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered,
+        mock.patch.object(WorkClock, "meet"),
+    ):
+        trained(context, DDP, {}, every=every, steps=9)
+    return reduced.call_count, gathered.call_count
+
+
+@pytest.mark.multiproc
+def test_a_log_costs_one_reduction_and_the_times_none(rank_pool: RankPool) -> None:
+    """At the beginning ranks gather their names and places, once however often they log."""
+    counts = {every: rank_pool.run(count_collectives, every) for every in (100, 3, 1)}
+    (reduced, gathered), _ = counts[100]
+    assert counts == {every: [(reduced + more, gathered)] * 2 for every, more in ((100, 0), (3, 3), (1, 9))}
+
+
+def test_one_rank_logs_the_share_of_data_and_nothing_else_of_its_times() -> None:
+    numbers = Numbers()
+    with torch.random.fork_rng(devices=[]):
+        make_trainer(settings(max_steps=4), task=Squares(), loggers={"numbers": numbers}).fit()
+    names = [{name for name in values if not name.startswith("train/")} for _, _, values in numbers.logged]
+    assert names == [set(), {"time/data"}, {"time/data"}, {"time/data"}]
+    assert all(0 <= values.get("time/data", 0.5) <= 1 for _, _, values in numbers.logged)

@@ -1,9 +1,10 @@
-"""The loop: what is trained, logged and evaluated, and what stops it; a rank alone."""
+"""The loop on one rank: what is trained, logged, evaluated and observed, and what makes it fail."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +12,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from framework import progress as progress_module
 from framework import trainer as trainer_module
-from framework.checkpoint import load
+from framework.callbacks import EMAWeightAveraging
+from framework.checkpoint import find, load
 from framework.config.schema import ClipAlgorithm, Interval, Precision
 from framework.data.sampler import GlobalOrder
-from framework.errors import RunError
+from framework.errors import RunError, TargetError
+from framework.predictions import columns_of
 from framework.trainer import Trainer
-from framework.types import StepOutput
+from framework.types import Callback, FitInfo, StepOutput, StepReport
 from tests.unit.simulated_ranks import cpu_context
 from tests.unit.small_trainer import (
     BATCH,
     SIZE,
     STEPS_PER_EPOCH,
     BadAt,
+    Marks,
     Numbers,
     Recorder,
     Squares,
     assert_equal,
-    batches,
     linear,
+    link,
     make_trainer,
     manager,
-    plain_loop,
     samples,
     saved_steps,
     settings,
@@ -46,137 +49,149 @@ from tests.unit.small_trainer import (
 pytestmark = pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
 
 
-# What is trained
+# Training equals a plain PyTorch loop
 
 
-def test_it_is_the_loop_anyone_would_write() -> None:
-    trainer = make_trainer()
-    trainer.fit()
-    assert_equal(weights(trainer), plain_loop(lambda _, optimizer: optimizer.step()))
-    assert (trainer.progress.step, trainer.progress.epoch, trainer.progress.samples) == (2 * STEPS_PER_EPOCH, 2, 0)
+def windows(epoch: int, *, accumulate: int = 1) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The micro-batches of each optimizer step of an epoch: a last, short step has fewer and smaller ones."""
+    data = samples()
+    for indices in GlobalOrder(SIZE, seed=0, shuffle=True).indices(epoch).split(BATCH * accumulate):
+        yield [data[part] for part in indices.tensor_split(-(-len(indices) // BATCH))]
 
 
-@pytest.mark.parametrize("steps", [1, 4, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1])
-def test_max_steps_ends_in_the_middle_of_an_epoch(steps: int) -> None:
-    numbers = Numbers()
-    trainer = make_trainer(settings(max_steps=steps), loggers={"numbers": numbers})
-    trainer.fit()
-    epoch, within = divmod(steps, STEPS_PER_EPOCH)
-    assert trainer.progress.step == steps
-    assert (trainer.progress.epoch, trainer.progress.samples) == (epoch, within * BATCH)
-    assert [step for step, _ in numbers.of("train")] == list(range(1, steps + 1))
-    assert trainer.last_epoch == (steps - 1) // STEPS_PER_EPOCH
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return (model(inputs).squeeze(1) - targets).square().mean()
 
 
-def test_what_is_reached_already_trains_nothing() -> None:
-    trainer = make_trainer(settings(max_steps=3))
-    trainer.progress.step = 3
-    before = weights(trainer)
-    trainer.fit()
-    assert_equal(weights(trainer), before)
-    assert trainer.progress.step == 3
+class PlainLoop:
+    """What anyone would write, with each option in one line."""
+
+    def __init__(
+        self,
+        *,
+        accumulate: int = 1,
+        clip: Callable[[Any], Any] | None = None,
+        schedule: Callable[[Optimizer], Any] | None = None,
+        interval: Interval | None = None,
+        dtype: torch.dtype = torch.float32,
+        autocast: torch.dtype | None = None,
+        decay: float = 0.0,
+    ) -> None:
+        self.model = linear().to(dtype)
+        self.average: list[Tensor] = []
+        self.norms: list[str] = []
+        self.rates: list[float] = []
+        optimizer = SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        scheduler = schedule(optimizer) if schedule else None
+        scaler = torch.amp.GradScaler("cpu", enabled=autocast is torch.float16)
+        for epoch in range(2):
+            for window in windows(epoch, accumulate=accumulate):
+                scale = 1 / sum(len(targets) for _, targets in window)
+                for inputs, targets in window:
+                    with torch.autocast("cpu", dtype=autocast) if autocast else nullcontext():
+                        loss = loss_of(self.model, (inputs.to(dtype), targets.to(dtype)))
+                    scaler.scale(loss * (len(targets) * scale)).backward()
+                scaler.unscale_(optimizer)
+                norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+                self.norms.append(str(norm.item()))  # as text, so that NaN equals NaN
+                self.rates.append(optimizer.param_groups[0]["lr"])
+                if clip is not None:
+                    clip(self.model.parameters())
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if scheduler and interval is Interval.STEP:
+                    scheduler.step()
+                now = [tensor.clone() for tensor in self.model.state_dict().values()]
+                pairs = zip(self.average or now, now, strict=True)
+                self.average = [decay * mean + (1 - decay) * tensor for mean, tensor in pairs]
+            if scheduler and interval is Interval.EPOCH:
+                scheduler.step()
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(math.inf)
+
+    def weights(self) -> list[Tensor]:
+        return list(self.model.state_dict().values())
 
 
-def test_after_the_first_step_of_each_beginning_the_time_out_is_changed_once() -> None:
-    calls: list[int] = []
-    trainer = make_trainer(settings(max_steps=4), after_first_step=lambda: calls.append(trainer.progress.step))
-    trainer.fit()
-    assert calls == [1]
-    again = make_trainer(settings(max_steps=8), after_first_step=lambda: calls.append(again.progress.step))
-    again.progress.load_state_dict(trainer.progress.state_dict())
-    again.fit()
-    assert calls == [1, 5]
+def halved(optimizer: Optimizer) -> StepLR:
+    return StepLR(optimizer, step_size=1, gamma=0.5)
 
 
-# Accumulation
+def impatient(optimizer: Optimizer) -> ReduceLROnPlateau:
+    """Nothing counts as an improvement."""
+    return ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_accumulated_gradients_are_those_of_the_whole_batch(accumulate: int) -> None:
-    """The last step of an epoch has fewer samples and fewer, uneven micro-batches: it still counts each one once."""
-    given: list[list[Tensor]] = []
-    trainer = make_trainer(settings(accumulate_grad_batches=accumulate, max_epochs=1), optimizer=still)
-    keep_gradients(trainer, given)
-    trainer.fit()
-    data, order = samples(), GlobalOrder(SIZE, seed=0, shuffle=True).indices(0)
-    windows = order.split(BATCH * accumulate)
-    assert len(given) == len(windows)
-    for gradients, indices in zip(given, windows, strict=True):
-        model = linear()
-        inputs, targets = data[indices]
-        (model(inputs).squeeze(1) - targets).square().mean().backward()
-        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=1e-6)
+VALUE = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": ClipAlgorithm.VALUE}
 
 
-def test_a_stand_in_weighs_nothing_and_is_not_counted() -> None:
-    """Two simulated ranks and a last global batch of one sample: rank 1 computes a loss that changes nothing."""
-    given: list[list[Tensor]] = []
-    context = cpu_context(1, world_size=2)
-    trainer = make_trainer(settings(max_epochs=1), data=samples(9), context=context, optimizer=still)
-    keep_gradients(trainer, given)
-    counts = []
-    for window in trainer.train_loader.epoch(0):
-        counts.append(window.global_count)
-        trainer.train_step(window)
-    assert counts == [8, 1]
-    assert [gradient.abs().sum() > 0 for gradient in given[0]] == [True, True]
-    assert [gradient.abs().sum() > 0 for gradient in given[1]] == [False, False]
-    assert trainer._meter._series["loss"].count == 4
+def by_norm(parameters: Any) -> None:
+    nn.utils.clip_grad_norm_(list(parameters), 0.5)
 
 
-def keep_gradients(trainer: Trainer, given: list[list[Tensor]]) -> None:
-    trainer.parts.optimizer.register_step_pre_hook(
-        lambda *_: given.append([p.grad.clone() for p in trainer.parts.model.parameters() if p.grad is not None])
-    )
+def by_value(parameters: Any) -> None:
+    nn.utils.clip_grad_value_(parameters, 0.1)
 
 
-# Clipping
+STEP, EPOCH = {"interval": Interval.STEP}, {"interval": Interval.EPOCH}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}, {}),
+    "2 batches": ({"accumulate_grad_batches": 2}, {}, {"accumulate": 2}),
+    "3 batches": ({"accumulate_grad_batches": 3}, {}, {"accumulate": 3}),
+    "norm": ({"gradient_clip_val": 0.5}, {}, {"clip": by_norm}),
+    "value": (VALUE, {}, {"clip": by_value}),
+    "by step": ({}, {"scheduler": halved, **STEP}, {"schedule": halved, **STEP}),
+    "by epoch": ({}, {"scheduler": halved, **EPOCH}, {"schedule": halved, **EPOCH}),
+    "plateau": ({}, {"scheduler": impatient, "monitor": "val/loss", "val": samples(7)}, {"schedule": impatient}),
+    "bf16-mixed": ({}, {"precision": Precision.BF16_MIXED}, {"autocast": torch.bfloat16}),
+    "bf16-true": ({}, {"precision": Precision.BF16}, {"dtype": torch.bfloat16}),
+    "64-true": ({}, {"precision": Precision.FP64}, {"dtype": torch.float64}),
+    "16-mixed": (
+        {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+        {"precision": Precision.FP16_MIXED},
+        {"autocast": torch.float16, "accumulate": 2, "clip": by_norm},
+    ),
+}
+"""How the trainer is asked for it (settings, parts), and the plain loop."""
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "clip"),
-    [
-        (ClipAlgorithm.NORM, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5)),
-        (ClipAlgorithm.VALUE, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.5)),
-    ],
-)
-def test_clipping_changes_weights_as_torchs_does(algorithm: ClipAlgorithm, clip: Callable[[nn.Module], Any]) -> None:
-    def step(model: nn.Module, optimizer: Optimizer) -> None:
-        clip(model)
-        optimizer.step()
-
-    trainer = make_trainer(settings(gradient_clip_val=0.5, gradient_clip_algorithm=algorithm))
-    trainer.fit()
-    clipped = plain_loop(step)
-    assert_equal(weights(trainer), clipped)
-    assert not torch.equal(clipped[0], plain_loop(lambda _, optimizer: optimizer.step())[0])
-
-
-def test_scaled_gradients_are_clipped_and_measured_as_they_are_without_the_scale() -> None:
-    """A scale is a power of two, so the weights are the same to the bit as with torch's own loop."""
-    numbers = Numbers()
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_a_plain_loop_bit_for_bit(case: str) -> None:
+    """The weights, and what is logged of each step: the norm of the gradients before clipping, and the rate used."""
+    changes, parts, options = CASES[case]
+    plain, numbers = PlainLoop(**options), Numbers()
     trainer = make_trainer(
-        settings(gradient_clip_val=0.5), precision=Precision.FP16_MIXED, loggers={"numbers": numbers}
+        settings(**changes), optimizer=lambda p: SGD(p, lr=0.05, momentum=0.9), loggers={"numbers": numbers}, **parts
     )
     trainer.fit()
-    scaler = torch.amp.GradScaler("cpu")
-    model, norms = linear(), []
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for epoch in range(2):
-        for inputs, targets in batches(epoch):
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = (model(inputs).squeeze(1) - targets).square().mean()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert trainer.parts.precision.scaler.get_scale() == scaler.get_scale() > 1.0
-    assert_equal(weights(trainer), list(model.state_dict().values()))
-    # As text: the first scale is too large, so the first norms are NaN and infinite, and those steps are left out.
-    assert [str(values["train/grad_norm"]) for _, _, values in numbers.logged] == [str(norm) for norm in norms]
+    assert_equal(weights(trainer), plain.weights())
+    logged = [values for _, _, values in numbers.logged if "train/loss" in values]
+    assert [values["train/lr"] for values in logged] == plain.rates
+    if changes is not VALUE:
+        assert [str(values["train/grad_norm"]) for values in logged] == plain.norms
+    assert (trainer.progress.step, trainer.progress.epoch, trainer.progress.samples) == (len(plain.rates), 2, 0)
+
+
+def test_averaged_weights_are_evaluated_and_saved_and_training_continues_with_its_own(tmp_path: Path) -> None:
+    plain, data = PlainLoop(decay=0.8), samples(7)
+    trainer = make_trainer(
+        optimizer=lambda p: SGD(p, lr=0.05, momentum=0.9),
+        callbacks={"ema": EMAWeightAveraging(decay=0.8)},
+        val=data,
+        checkpoints=manager(tmp_path),
+    )
+    trainer.fit()
+    assert_equal(weights(trainer), plain.weights())
+    state = load(find(tmp_path), map_location="cpu")
+    assert_equal(list(state["training"]["model"].values()), plain.weights())
+    for found, wanted in zip(state["model"].values(), plain.average, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        assert not torch.equal(found, plain.weights()[-1])
+    averaged = nn.Linear(3, 1)
+    averaged.load_state_dict(state["model"])
+    assert trainer.val_metrics["val/loss"] == pytest.approx(loss_of(averaged, data[:]).item(), rel=1e-6)
 
 
 def test_a_schedule_stands_still_in_the_steps_that_a_scaler_leaves_out() -> None:
@@ -188,7 +203,6 @@ def test_a_schedule_stands_still_in_the_steps_that_a_scaler_leaves_out() -> None
         return optimizer
 
     trainer = make_trainer(
-        settings(max_epochs=3),
         precision=Precision.FP16_MIXED,
         optimizer=counted,
         scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (step + 1)),
@@ -199,123 +213,100 @@ def test_a_schedule_stands_still_in_the_steps_that_a_scaler_leaves_out() -> None
     assert trainer.parts.schedule.state_dict()["last_epoch"] == len(steps)
 
 
-@pytest.mark.parametrize("clip", [None, 0.01])
-def test_the_logged_norm_is_of_the_gradients_before_clipping(clip: float | None) -> None:
-    numbers = Numbers()
-    trainer = make_trainer(settings(gradient_clip_val=clip, max_steps=1), loggers={"numbers": numbers}, optimizer=still)
+@pytest.mark.parametrize(("size", "own"), [(11, range(10, 11)), (9, range(0))])
+def test_a_loss_weighs_its_share_of_the_global_batch_and_a_stand_in_nothing(size: int, own: range) -> None:
+    """Rank 1 of two has 4 of the first 8 samples, and `own` of the 3 or 1 that are left."""
+    given: list[list[Tensor]] = []
+
+    def note(optimizer: Optimizer, *_: Any) -> None:
+        given.append([parameter.grad.clone() for parameter in optimizer.param_groups[0]["params"]])
+
+    data, context = samples(size), cpu_context(1, world_size=2)
+    trainer = make_trainer(data=data, context=context, optimizer=still, shuffle=False)
+    trainer.parts.optimizer.register_step_pre_hook(note)
+    for window in trainer.train_loader.epoch(0):
+        trainer.train_step(window)
+    for gradients, part, total in zip(given, (range(4, 8), own), (8, size - 8), strict=True):
+        model = linear()
+        inputs, targets = data[list(part)]
+        ((model(inputs).squeeze(1) - targets).square().sum() * (2 / total)).backward()  # ranks average gradients
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=1e-6)
+
+
+# Limits
+
+
+@pytest.mark.parametrize("steps", [1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1])
+def test_max_steps_may_end_training_within_an_epoch(steps: int) -> None:
+    trainer = make_trainer(settings(max_steps=steps))
     trainer.fit()
-    model = linear()
-    inputs, targets = next(batches(0))
-    (model(inputs).squeeze(1) - targets).square().mean().backward()
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    assert numbers.logged[0][2]["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+    epoch, within = divmod(steps, STEPS_PER_EPOCH)
+    assert (trainer.progress.step, trainer.progress.epoch, trainer.progress.samples) == (steps, epoch, within * BATCH)
+    assert trainer.last_epoch == (steps - 1) // STEPS_PER_EPOCH
+    before = weights(trainer)
+    trainer.fit()  # the limit is reached: nothing to train
+    assert_equal(weights(trainer), before)
+    assert trainer.progress.step == steps
+
+
+def test_the_time_out_changes_once_after_the_first_step_of_a_run_or_a_resumed_one() -> None:
+    calls: list[int] = []
+    trainer = make_trainer(settings(max_steps=4), after_first_step=lambda: calls.append(trainer.progress.step))
+    trainer.fit()
+    again = make_trainer(settings(max_steps=8), after_first_step=lambda: calls.append(again.progress.step))
+    again.progress.load_state_dict(trainer.progress.state_dict())
+    again.fit()
+    assert calls == [1, 5]
 
 
 # Logging
 
 
-@pytest.mark.parametrize(
-    ("every", "logged"),
-    [
-        (1, list(range(1, 11))),
-        (4, [4, 8, 10]),  # what is left at the end
-        (5, [5, 10]),
-        (100, [10]),
-    ],
-)
-def test_it_logs_every_n_steps_and_what_is_left(every: int, logged: list[int]) -> None:
+@pytest.mark.parametrize(("every", "logged"), [(4, [4, 8, 10]), (5, [5, 10]), (100, [10])])
+def test_it_logs_every_n_steps_and_what_is_left_at_the_end(every: int, logged: list[int]) -> None:
+    """Each time the mean over all samples since the last time; batches 6 and 10 aren't of the same size."""
     numbers = Numbers()
-    make_trainer(settings(log_every_n_steps=every, max_steps=10), loggers={"numbers": numbers}).fit()
+    make_trainer(settings(log_every_n_steps=every, max_steps=10), loggers={"numbers": numbers}, optimizer=still).fit()
     assert numbers.of("train") == [(step, (step - 1) // STEPS_PER_EPOCH) for step in logged]
+    model = linear()
+    batches = [batch for epoch in range(2) for (batch,) in windows(epoch)]
+    errors = [(model(inputs).squeeze(1) - targets).square().detach() for inputs, targets in batches]
+    for begin, end in zip([0, *logged], logged, strict=False):
+        assert numbers.losses()[end] == pytest.approx(torch.cat(errors[begin:end]).mean().item(), rel=1e-6)
 
 
-def test_what_is_logged_is_the_mean_over_all_samples_since_the_last_time() -> None:
-    numbers = Numbers()
-    trainer = make_trainer(settings(log_every_n_steps=4, max_epochs=1), loggers={"numbers": numbers}, optimizer=still)
-    trainer.fit()
-    errors = [(linear()(inputs).squeeze(1) - targets).square().detach() for inputs, targets in batches(0)]
-    assert numbers.losses().keys() == {4, 6}
-    assert numbers.losses()[4] == pytest.approx(torch.cat(errors[:4]).mean().item(), rel=1e-6)
-    assert numbers.losses()[6] == pytest.approx(torch.cat(errors[4:]).mean().item(), rel=1e-6)  # 4 and 2 samples
+class Slow(Squares):
+    """A step takes 1 s and a batch of validation 1,000, by a clock that goes on only here."""
 
-
-def test_the_learning_rate_logged_is_the_one_that_was_used() -> None:
-    numbers = Numbers()
-    make_trainer(
-        settings(max_steps=3),
-        loggers={"numbers": numbers},
-        scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.1**step),
-        interval=Interval.STEP,
-    ).fit()
-    assert [values["train/lr"] for _, _, values in numbers.logged] == pytest.approx([0.05, 0.005, 0.0005])
-
-
-def test_a_schedule_moves_by_steps_or_by_epochs() -> None:
-    rates = {}
-    for interval in Interval:
-        numbers = Numbers()
-        make_trainer(
-            loggers={"numbers": numbers},
-            scheduler=lambda optimizer: StepLR(optimizer, step_size=1, gamma=0.5),
-            interval=interval,
-        ).fit()
-        rates[interval] = [values["train/lr"] for _, _, values in numbers.logged]
-    assert rates[Interval.EPOCH] == [0.05] * STEPS_PER_EPOCH + [0.025] * STEPS_PER_EPOCH
-    assert rates[Interval.STEP] == [0.05 * 0.5**step for step in range(2 * STEPS_PER_EPOCH)]
-
-
-class Clock:
-    """Time that passes only where the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def perf_counter(self) -> float:
         return self.now
 
-
-class Slow(Squares):
-    """A step takes 1 s and a batch of validation 1,000."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        self.clock.now += 1.0
+        self.now += 1.0
         return super().training_step(model, batch)
 
     def validation_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        self.clock.now += 1000.0
+        self.now += 1000.0
         return super().training_step(model, batch)
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_throughput_is_of_the_time_spent_training(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    clock, numbers = Clock(), Numbers()
-    for module in (trainer_module, progress_module):
-        monkeypatch.setattr(module, "time", clock)
-    how = settings(log_every_n_steps=every, max_epochs=1)
-    make_trainer(how, task=Slow(clock), loggers={"numbers": numbers}, val=samples(5)).fit()
-    rates = [values["train/samples_per_s"] for _, _, values in numbers.logged if "train/loss" in values]
-    assert rates[0] == pytest.approx(BATCH)
-    assert rates[-1] == pytest.approx((SIZE - BATCH * (STEPS_PER_EPOCH - every)) / every)
-
-
-def test_throughput_is_right_also_where_evaluation_and_save_come_between_two_logs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_throughput_leaves_out_evaluation_and_saving(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every: int
 ) -> None:
-    clock, numbers = Clock(), Numbers()
+    clock, numbers = Slow(), Numbers()
     for module in (trainer_module, progress_module):
         monkeypatch.setattr(module, "time", clock)
-    make_trainer(
-        settings(log_every_n_steps=100, max_epochs=1),
-        task=Slow(clock),
-        loggers={"numbers": numbers},
-        val=samples(5),
-        checkpoints=manager(tmp_path, monitor="val/loss"),
-    ).fit()
-    (rate,) = [values["train/samples_per_s"] for _, _, values in numbers.logged if "train/loss" in values]
-    assert rate == pytest.approx(SIZE / STEPS_PER_EPOCH)
+    how = settings(log_every_n_steps=every, max_epochs=1, val_check_interval=4)
+    checkpoints = manager(tmp_path, monitor="val/loss")
+    make_trainer(how, task=clock, loggers={"numbers": numbers}, val=samples(5), checkpoints=checkpoints).fit()
+    rates = [values["train/samples_per_s"] for _, _, values in numbers.logged if "train/loss" in values]
+    steps = min(every, STEPS_PER_EPOCH)
+    assert rates[0] == pytest.approx(min(BATCH * steps, SIZE) / steps)
+    assert rates[-1] == pytest.approx((SIZE - BATCH * (STEPS_PER_EPOCH - steps)) / steps)
 
 
 # Evaluation
@@ -333,79 +324,229 @@ def test_throughput_is_right_also_where_evaluation_and_save_come_between_two_log
     ],
 )
 def test_it_evaluates_when_it_is_due(changes: dict[str, Any], evaluated: list[int]) -> None:
-    numbers = Numbers()
-    make_trainer(settings(**changes), loggers={"numbers": numbers}, val=samples(7)).fit()
-    assert numbers.of("val") == [(step, (step - 1) // STEPS_PER_EPOCH) for step in evaluated]
-
-
-def test_an_evaluation_is_the_mean_over_all_samples_and_is_kept() -> None:
     numbers, data = Numbers(), samples(7)
-    trainer = make_trainer(settings(max_epochs=1), loggers={"numbers": numbers}, val=data, optimizer=still)
+    trainer = make_trainer(settings(**changes), loggers={"numbers": numbers}, val=data, optimizer=still)
     trainer.fit()
-    inputs, targets = data[:]
-    expected = (linear()(inputs).squeeze(1) - targets).square().mean().item()
-    assert trainer.val_metrics == {"val/loss": pytest.approx(expected, rel=1e-6)}
-    assert numbers.logged[-1][2] == trainer.val_metrics
+    assert numbers.of("val") == [(step, (step - 1) // STEPS_PER_EPOCH) for step in evaluated]
+    wanted = {"val/loss": pytest.approx(loss_of(linear(), data[:]).item(), rel=1e-6)} if evaluated else {}
+    assert trainer.val_metrics == wanted
 
 
-def test_evaluation_leaves_training_as_it_was() -> None:
-    """With dropout: the same numbers are drawn in training whether or not it evaluates."""
+class Counts(nn.Linear):
+    """A model with dropout and a buffer that every forward changes, in evaluation too."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(3, 1)
+        self.forwards: Tensor
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(nn.functional.dropout(inputs, training=self.training)) + self.forwards / 100
+
+
+class Noisy(Squares):
+    """Draws a number in each step, and counts validation steps."""
+
+    validations = 0
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        return super().training_step(model, [batch[0] + torch.randn(()), batch[1]])
+
+    def validation_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        self.validations += 1
+        output = self.training_step(model, batch)
+        return output._replace(metrics={"masked": (torch.tensor(0.0), torch.tensor(0))})
+
+
+def noisy(numbers: Numbers | None = None, **changes: Any) -> Trainer:
+    loggers = {} if numbers is None else {"numbers": numbers}
+    trainer = make_trainer(settings(**changes), model=Counts(), task=Noisy(), loggers=loggers, val=samples(12))
+    torch.manual_seed(6)
+    return trainer
+
+
+def test_evaluation_leaves_dropout_and_the_mode_of_the_model_as_they_were() -> None:
     ends = []
     for every in (None, 1):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Dropout(0.5), linear())
-        torch.manual_seed(1)
-        trainer = make_trainer(
-            settings(val_check_interval=every, check_val_every_n_epoch=None), model=model, val=samples(7)
-        )
+        how = settings(val_check_interval=every, check_val_every_n_epoch=None)
+        trainer = make_trainer(how, model=model, val=samples(7))
         trainer.fit()
         assert trainer.parts.model.training
         ends.append(weights(trainer))
     assert_equal(*ends)
 
 
-# Trouble
+def test_the_sanity_check_runs_the_first_batches_and_changes_nothing() -> None:
+    plain, numbers = noisy(), Numbers()
+    plain.fit()
+    checked = noisy(numbers, num_sanity_val_steps=2)
+    assert checked.sanity_check() == ["val/loss", "val/masked"]  # also of a metric without samples in these batches
+    assert vars(checked.parts.task)["validations"] == 2
+    assert numbers.logged == []
+    assert checked.parts.bare_model.training
+    checked.fit()
+    assert_equal(weights(checked), weights(plain))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(("bad", "log_every", "save_every"), [(7, 5, 5), (1, 100, 100), (7, 100, 2), (12, 100, 5)])
-def test_a_loss_that_is_not_finite_stops_with_its_step_and_nothing_is_saved_after(
-    tmp_path: Path, value: float, bad: int, log_every: int, save_every: int
-) -> None:
-    trainer = make_trainer(
-        settings(log_every_n_steps=log_every),
-        task=BadAt(bad, value=value),
-        checkpoints=manager(tmp_path, every_n_steps=save_every),
-    )
-    with pytest.raises(RunError, match=rf"since step {bad} \(epoch \d\)"):
+@pytest.mark.parametrize(
+    "changes", [{"num_sanity_val_steps": 0}, {"check_val_every_n_epoch": None}, {"max_steps": 1}], ids=str
+)
+def test_no_sanity_check_where_nothing_is_validated_or_training_has_begun(changes: dict[str, Any]) -> None:
+    trainer = noisy(**changes)
+    if "max_steps" in changes:  # as in a resumed run
         trainer.fit()
-    assert saved_steps(tmp_path) == [step for step in range(1, bad) if step % save_every == 0]
+    assert trainer.sanity_check() == []
+    assert not vars(trainer.parts.task)
 
 
-def test_a_bad_loss_is_found_at_the_end_at_the_latest_also_without_checkpoints() -> None:
-    with pytest.raises(RunError, match="since step 12 "):
-        make_trainer(settings(log_every_n_steps=100), task=BadAt(12)).fit()
+# What a task returns and raises
+
+LOSS = torch.zeros((), requires_grad=True)
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
-    trainer = make_trainer(task=BadAt(7, gradient_only=True), checkpoints=manager(tmp_path, every_n_steps=1))
-    with pytest.raises(RunError):
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (LOSS, r"returned a tensor of shape \(\), float32. It must return framework.StepOutput"),
+        ({"loss": LOSS}, r"returned a mapping with the keys \['loss'\]"),
+        (None, "returned None"),
+        (StepOutput(0.5, 4), "a loss that is a float"),  # type: ignore[arg-type]
+        (StepOutput(torch.zeros(4), 4), r"a loss that is a tensor of shape \(4,\)"),
+        (StepOutput(LOSS, torch.tensor(4)), "a num_samples that is a tensor"),  # type: ignore[arg-type]
+        (StepOutput(LOSS, 4, {"loss": (1.0, 4)}), "a metric called 'loss'"),
+        (StepOutput(LOSS, 4, {3: (1.0, 4)}), "a metric called 3"),  # type: ignore[dict-item]
+        (StepOutput(LOSS, 4, {"acc": 0.5}), "the metric 'acc' as a float"),  # type: ignore[dict-item]
+        (StepOutput(LOSS, 4, {"acc": (torch.tensor(1j), 4)}), "the metric 'acc' as a tuple of 2"),
+        (StepOutput(LOSS, 4, {"acc": (torch.zeros(3), 4)}), r"It must be a pair \(sum over samples, count\)"),
+    ],
+)
+@pytest.mark.parametrize("method", ["training_step", "validation_step"])
+def test_a_wrong_step_output_is_refused_before_the_first_step(method: str, output: Any, message: str) -> None:
+    task = type("Wrong", (Squares,), {method: lambda *_: output})()
+    trainer = make_trainer(task=task, val=samples(7))
+    with pytest.raises(TargetError, match=rf"^Wrong\.{method} returned (.|\n)*{message.removeprefix('returned ')}"):
+        (trainer.fit if method == "training_step" else trainer.sanity_check)()
+    assert trainer.progress.step == 0
+
+
+def test_a_loss_without_a_gradient_and_a_wrong_prediction_are_refused() -> None:
+    detached = StepOutput(torch.zeros(()), 4)
+    trainer = make_trainer(task=type("Cut", (Squares,), {"training_step": lambda *_: detached})())
+    with pytest.raises(TargetError, match=r"^Cut\.training_step returned a loss that doesn't depend on a trained"):
         trainer.fit()
-    for step in saved_steps(tmp_path):
-        model = load(tmp_path / f"step_{step:08d}", map_location="cpu", parts=["model"])["model"]
-        assert all(tensor.isfinite().all() for tensor in model.values()), step
+    wrong: Any = 0.5
+    with pytest.raises(TargetError, match=r"predict_step returned a float\. It must return a tensor, or a dict of"):
+        columns_of(wrong, num_samples=4)
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])
 def test_what_a_task_raises_passes(where: str) -> None:
-    task = Squares()
-
     def fail(*_: Any) -> StepOutput:
         raise ZeroDivisionError("in the task")
 
+    task = Squares()
     setattr(task, where, fail)
     with pytest.raises(ZeroDivisionError, match="in the task"):
         make_trainer(task=task, val=samples(7)).fit()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("bad", "log_every", "save_every"), [(7, 5, 5), (1, 100, 100), (7, 100, 2), (12, 100, None)])
+def test_a_loss_that_is_not_finite_stops_training_with_its_step_and_nothing_is_saved_after_it(
+    tmp_path: Path, value: float, bad: int, log_every: int, save_every: int | None
+) -> None:
+    checkpoints = save_every and manager(tmp_path, every_n_steps=save_every)
+    how = settings(log_every_n_steps=log_every)
+    with pytest.raises(RunError, match=rf"since step {bad} \(epoch \d\)"):
+        make_trainer(how, task=BadAt(bad, value=value), checkpoints=checkpoints or None).fit()
+    assert saved_steps(tmp_path) == [step for step in range(1, bad) if save_every and step % save_every == 0]
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    trainer = make_trainer(task=BadAt(7, gradient_only=True), checkpoints=manager(tmp_path, every_n_steps=1))
+    with pytest.raises(RunError, match="after step 7"):
+        trainer.fit()
+    assert saved_steps(tmp_path) == list(range(1, 7))
+
+
+# Observers
+
+
+def test_callbacks_are_called_in_order_with_what_the_contract_says(tmp_path: Path) -> None:
+    recorder, model = Recorder(), linear()
+    trainer = make_trainer(
+        settings(max_epochs=2, max_steps=100),
+        model=model,
+        callbacks={"recorder": recorder},
+        val=samples(7),
+        checkpoints=manager(tmp_path),
+        optimizer=still,
+    )
+    trainer.fit()
+    info = recorder.calls[0][1]
+    assert info == FitInfo(model, 0, 12, STEPS_PER_EPOCH, max_epochs=2, optimizer=trainer.parts.optimizer)
+    epoch = ["on_train_step_end"] * STEPS_PER_EPOCH + ["on_validation_end"]
+    assert [name for name, _ in recorder.calls] == ["on_fit_start", *epoch, *epoch, "state_dict", "on_fit_end"]
+    steps = recorder.named("on_train_step_end")
+    assert [(report.step, report.epoch) for report in steps] == [(n + 1, n // STEPS_PER_EPOCH) for n in range(12)]
+    assert [report.global_count for report in steps] == [4, 4, 4, 4, 4, 2] * 2
+    assert not any(report.loss.requires_grad for report in steps)
+    for report, (batch,) in zip(steps, windows(0), strict=False):
+        assert report.loss.item() == pytest.approx(loss_of(model, batch).item())
+    evaluations = recorder.named("on_validation_end")
+    assert [(report.part, report.step, report.epoch) for report in evaluations] == [("val", 6, 0), ("val", 12, 1)]
+    assert evaluations[-1].metrics == trainer.val_metrics
+
+
+def test_a_hook_that_nobody_wrote_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for name in ("on_fit_start", "on_train_step_end", "on_validation_end"):
+
+        def empty(*_: Any, name: str = name) -> None:
+            called.append(name)
+
+        monkeypatch.setattr(Callback, name, empty)
+
+    class OnlyAtTheEnd(Callback):
+        def on_fit_end(self) -> None:
+            called.append("on_fit_end")
+
+    only: Any = OnlyAtTheEnd  # what it leaves out is the protocol's, and empty
+    make_trainer(callbacks={"only": only(), "nothing": object()}, val=samples(7)).fit()
+    assert called == ["on_fit_end"]
+
+
+def test_loggers_may_observe_the_start_and_every_step() -> None:
+    class Progressing(Numbers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observed: list[Any] = []
+
+        def fit_start(self, info: FitInfo) -> None:
+            self.observed.append(info.total_steps)
+
+        def step(self, report: StepReport) -> None:
+            self.observed.append(report.step)
+
+    logger = Progressing()
+    make_trainer(settings(max_steps=3), loggers={"one": logger, "other": Numbers()}).fit()
+    assert logger.observed == [3, 1, 2, 3]
+
+
+def test_the_pulse_shows_each_phase(tmp_path: Path) -> None:
+    marks = Marks()
+    how = settings(max_steps=2, accumulate_grad_batches=2, log_every_n_steps=100, val_check_interval=2)
+    make_trainer(how, val=samples(7), checkpoints=manager(tmp_path), watched=link(marks)).fit()
+    micro_batches = ["forward", "backward", "data"] * 2
+    assert marks.seen == [
+        *("data", *micro_batches, "optimizer", 1, "logging"),
+        *("data", *micro_batches, "optimizer", 2, "logging", "evaluate", "data"),
+        *("checkpoint", "logging", "checkpoint"),  # what is left at the end, and until that is written
+    ]
 
 
 # The step path holds only the step
@@ -419,14 +560,14 @@ WAITING = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__",
     ids=["plain", "clipping", "accumulating"],
 )
 def test_nothing_waits_for_the_device_between_logs(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    calls: list[tuple[str, bool]] = []
+    read: list[tuple[str, bool]] = []
     inside: list[bool] = []
 
-    def counting(name: str) -> Callable[..., Any]:
+    def noting(name: str) -> Callable[..., Any]:
         original = getattr(Tensor, name)
 
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            calls.append((name, bool(inside)))
+            read.append((name, bool(inside)))
             return original(tensor, *args, **kwargs)
 
         return call
@@ -434,7 +575,7 @@ def test_nothing_waits_for_the_device_between_logs(monkeypatch: pytest.MonkeyPat
     trainer = make_trainer(
         settings(log_every_n_steps=5, max_steps=10, max_epochs=9, **changes),
         optimizer=lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
-        scheduler=lambda optimizer: StepLR(optimizer, step_size=1),
+        scheduler=halved,
         interval=Interval.STEP,
         callbacks={"recorder": Recorder()},
         loggers={"numbers": Numbers()},
@@ -449,7 +590,7 @@ def test_nothing_waits_for_the_device_between_logs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(trainer, "log", marked)
     with monkeypatch.context() as patched:
         for name in WAITING:
-            patched.setattr(Tensor, name, counting(name))
+            patched.setattr(Tensor, name, noting(name))
         trainer.fit()
-    assert [name for name, in_log in calls if not in_log] == []
-    assert calls, "logging reads tensors, so the counters must have seen it"
+    assert [name for name, in_log in read if not in_log] == []
+    assert read, "logging reads tensors, so this must have seen it"

@@ -1,71 +1,141 @@
-"""The collectives, and what is built on them, between real processes; alone they need no process group."""
+"""The collectives between real ranks, and time-outs; alone they need no process group."""
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from framework.distributed.collectives import any_over_ranks, barrier, gather_to_all, sum_over_ranks
-from framework.launch.warm import WarmServer
-from tests.helpers.ranks import left_by_ranks
+from framework.distributed.butterfly import butterfly_all_reduce
+from framework.distributed.collectives import (
+    any_over_ranks,
+    barrier,
+    from_first,
+    gather_to_all,
+    gather_to_first,
+    sum_over_ranks,
+)
+from framework.distributed.context import Context
+from framework.distributed.exchange import SideExchange
+from framework.distributed.group import limit_groups, second_group
+from framework.errors import RunError
+from tests.helpers.rank_pool import RankPool
 from tests.unit.simulated_ranks import cpu_context
 
-Run = Callable[..., list[Any]]
-SIZES = (1, 2, 3, 22, 23)
 
-
-@pytest.fixture
-def run(warm: WarmServer, tmp_path: Path) -> Run:
-    """Runs an entry on `procs` ranks; gives what each left."""
-
-    def call(entry: str, *, procs: int) -> list[Any]:
-        return left_by_ranks(f"tests.multiproc.collective_entries:{entry}", procs=procs, warm=warm, folder=tmp_path)
-
-    return call
-
-
-def test_alone_nothing_is_exchanged_and_no_group_is_needed() -> None:
+def test_one_rank_exchanges_nothing_and_needs_no_group() -> None:
     context, values = cpu_context(), torch.tensor([2.0, 3.0])
     assert not dist.is_initialized()
     assert sum_over_ranks(values, context) is values
     assert values.tolist() == [2.0, 3.0]
     assert [any_over_ranks(flag, context) for flag in (True, False)] == [True, False]
-    assert gather_to_all({"some": "thing"}, context) == [{"some": "thing"}]
+    assert (
+        gather_to_all({"some": "thing"}, context) == gather_to_first({"some": "thing"}, context) == [{"some": "thing"}]
+    )
+    assert from_first(3, context) == 3
     barrier(context)
+    exchange = SideExchange(context, timeout_s=1.0)
+    assert exchange.begin([1.0, 2.0])() == [[1.0, 2.0]]
+    assert exchange.give("a", source=0) == "a"
+
+
+def every_collective(context: Context, folder: str) -> None:
+    world, mine = context.world_size, context.rank
+    given = torch.tensor([float(mine), 1.0, 0.5], dtype=torch.float64)
+    assert sum_over_ranks(given, context) is given
+    assert given.tolist() == [world * (world - 1) / 2, float(world), world / 2]
+    assert [any_over_ranks(mine == chosen, context) for chosen in range(world)] == [True] * world
+    assert any_over_ranks(False, context) is False
+    values = gather_to_all({"rank": mine, "names": ["x"] * mine}, context)
+    assert values == [{"rank": other, "names": ["x"] * other} for other in range(world)]
+    large = bytes([mine]) * ((17 << 20) - 1000 * mine)  # more than goes at once, and of other sizes
+    gathered = gather_to_first(large, context)
+    if mine:
+        assert gathered is None
+    else:
+        assert gathered is not None
+        assert [(len(each), set(each)) for each in gathered] == [((17 << 20) - 1000 * r, {r}) for r in range(world)]
+    assert from_first({"rank": mine}, context) == {"rank": 0}
+    if mine == world - 1:
+        time.sleep(0.1)  # the others are at the barrier by now, or this proves less
+        Path(folder, "arrived").touch()
+    barrier(context)
+    assert Path(folder, "arrived").exists()
+
+    exchange = SideExchange(context, timeout_s=60.0)
+    with pytest.raises(RuntimeError, match="wasn't opened"):
+        exchange.begin([1.0])
+    with pytest.raises(RuntimeError, match="wasn't opened"):
+        exchange.give("a", source=0)
+    exchange.open()
+    first, second = exchange.begin([float(mine), 0.5]), exchange.begin([-1.0 * mine])
+    assert second() == [[-1.0 * other] for other in range(world)]
+    assert first() == [[float(other), 0.5] for other in range(world)]
+    assert [exchange.give({"of": mine}, source=source) for source in range(world)] == [{"of": r} for r in range(world)]
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("procs", [2, 3])
-def test_every_collective_does_what_it_says(run: Run, procs: int) -> None:
-    assert run("collectives", procs=procs) == ["done"] * procs
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_collective_does_what_it_says(rank_pool: RankPool, tmp_path: Path, ranks: int) -> None:
+    rank_pool.run(every_collective, str(tmp_path), ranks=ranks)
+
+
+def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(values, group=group)
+
+
+def butterfly(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    butterfly_all_reduce(values, group=group)
+
+
+def wait_alone(context: Context, call: Callable[[torch.Tensor, dist.ProcessGroup], None], *, older: bool) -> str:
+    """Return rank 0's error if rank 1 doesn't come within a limit that was set after the group was made."""
+    group = second_group()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        if older:
+            warnings.simplefilter("ignore", FutureWarning)
+            patch.delattr(dist, "set_timeout", raising=False)
+        limit_groups(0.2, [group])
+    message = ""
+    if context.rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            call(torch.ones(4), group)
+        message = str(caught.value)
+    barrier(context)
+    dist.destroy_process_group(group)
+    return message
 
 
 @pytest.mark.multiproc
-def test_meters_add_up_over_processes_and_refuse_differing_names(run: Run) -> None:
-    zero, one = run("reduce_meters", procs=2)
-    assert zero == one
-    assert zero["values"] == {"loss": 1.0, "right": 0.5}
-    assert zero["bad"] == 5
-    assert "rank 0 has ['loss'], others ['loss', 'more']" in zero["error"]
+@pytest.mark.parametrize(("call", "older"), [(all_reduce, False), (all_reduce, True), (butterfly, False)])
+def test_a_collective_waits_no_longer_than_the_time_out_set_last(
+    rank_pool: RankPool, call: object, older: bool
+) -> None:
+    """By torch's public function and, before there was one, its private one."""
+    assert "200ms" in rank_pool.run(wait_alone, call, older=older)[0]
+
+
+def exchange_alone(context: Context) -> str:
+    exchange = SideExchange(context, timeout_s=0.2)
+    exchange.open()
+    message = ""
+    if context.rank == 0:
+        with pytest.raises(RunError) as caught:
+            exchange.begin([1.0])()
+        message = str(caught.value)
+    barrier(context)
+    for group in exchange.groups:
+        dist.destroy_process_group(group)
+    return message
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("procs", [2, 3])
-def test_an_evaluation_counts_every_sample_once_over_processes(run: Run, procs: int) -> None:
-    ends = run("evaluate_shares", procs=procs)
-    assert all(end == ends[0] for end in ends)
-    for size in SIZES:
-        exact = sum(number**2 for number in range(size)) / size
-        assert ends[0][str(size)]["val/square"] == exact
-        assert ends[0][str(size)]["val/loss"] == pytest.approx(exact, rel=1e-15)
-
-
-@pytest.mark.multiproc
-def test_an_evaluation_is_of_the_weights_that_are_saved_also_with_running_statistics(run: Run) -> None:
-    (together, saved), _ = run("evaluate_buffers", procs=2)
-    assert together == pytest.approx(saved)
+def test_an_exchange_that_times_out_names_the_rank_and_the_key_to_raise(rank_pool: RankPool) -> None:
+    message = rank_pool.run(exchange_alone)[0]
+    assert message.startswith("Rank 0 ")
+    assert "backend.timeout" in message
