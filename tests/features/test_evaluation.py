@@ -18,23 +18,26 @@ SHORT = ("recipe=toy", "logger=[jsonl,tensorboard]", METRIC)
 FROZEN = ("trainer.max_steps=1", "trainer.val_check_interval=1", "optimizer.lr=0")
 
 
-@pytest.fixture(scope="module")
-def trained(train_once):
-    return train_once(*SHORT, "trainer.max_epochs=2", "trainer.log_every_n_steps=10")
+TRAINED = (*SHORT, "trainer.max_epochs=2", "trainer.log_every_n_steps=10")
 
 
-@pytest.fixture(scope="module")
-def evaluated(train_once, trained):
-    """Number of processes → metrics of the same weights. 200 samples are not dealt evenly to 3."""
-    runs = {
-        procs: train_once(*SHORT, *FROZEN, f"init_from={trained}", f"topology.procs_per_node={procs}")
-        for procs in (1, 2, 3)
-    }
-    return {procs: results.metrics(run_dir) for procs, run_dir in runs.items()}
+@pytest.fixture
+def trained(shared_run):
+    return shared_run(*TRAINED)
 
 
-@pytest.mark.parametrize("procs", [1, 2, 3])
-def test_metrics_are_those_of_the_whole_part(evaluated, trained, procs):
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("topology.procs_per_node=2",),
+        # 200 samples can't be split evenly over 3: 67, 67 and 66, in batches of 7.
+        ("topology.procs_per_node=3", "data.eval_batch_size=7", "data.num_workers=1"),
+    ],
+    ids=["1", "2", "3"],
+)
+def test_metrics_are_those_of_the_whole_part(train, trained, overrides):
+    found = results.metrics(train(*SHORT, *FROZEN, *overrides, f"init_from={trained}"))
     model = ToyModel()
     model.load_state_dict(results.weights(trained))
     data: Any = toy_regression()
@@ -42,21 +45,13 @@ def test_metrics_are_those_of_the_whole_part(evaluated, trained, procs):
         inputs, targets = dataset.tensors
         with torch.no_grad():
             off = model(inputs) - targets
-        assert evaluated[procs][f"{part}/loss"] == pytest.approx(float((off**2).mean()), rel=1e-6)
-        assert evaluated[procs][f"{part}/error"] == pytest.approx(float(off.abs().mean()), rel=1e-6)
-
-
-def test_small_batches_change_nothing(train, trained, evaluated):
-    """Batches of 7 of the 67, 67 and 66 samples that each of three processes has."""
-    three = ("topology.procs_per_node=3", "data.eval_batch_size=7", "data.num_workers=1")
-    run_dir = train(*SHORT, *FROZEN, *three, f"init_from={trained}")
-    assert results.metrics(run_dir) == {name: pytest.approx(v, rel=1e-6) for name, v in evaluated[1].items()}
+        assert found[f"{part}/loss"] == pytest.approx(float((off**2).mean()), rel=1e-6)
+        assert found[f"{part}/error"] == pytest.approx(float(off.abs().mean()), rel=1e-6)
 
 
 def test_the_logged_curves_are_of_all_ranks(train, trained):
     """The same global batches over two processes, of a last one that is short: the same curves."""
-    overrides = ("topology.procs_per_node=2", "data.global_batch_size=20")
-    many = train(*SHORT, "trainer.max_epochs=2", "trainer.log_every_n_steps=10", *overrides)
+    many = train(*TRAINED, "topology.procs_per_node=2", "data.global_batch_size=20")
     for name in ("train/loss", "train/grad_norm", "train/lr", "val/loss", "val/error"):
         one = results.curve(trained, name)
         assert results.curve(many, name) == {step: pytest.approx(value, rel=1e-4) for step, value in one.items()}, name
@@ -81,20 +76,20 @@ class Differing:
 
 
 @pytest.mark.parametrize(
-    ("since", "told"),
+    ("since", "message"),
     [
         (1, "Ranks report different metrics: rank 0 has ['even', 'loss'], others ['even', 'loss', 'odd']."),
         (4, "Rank 1 reports ['odd'], which the first report didn't have: ['even', 'loss']."),
     ],
 )
-def test_ranks_that_log_different_keys_are_told_by_rank_and_key(train, tmp_path, capfd, since, told):
-    """From the first report on, all ranks know; later the one that has it says so, and nobody waits for it."""
+def test_ranks_that_log_different_keys_are_named_with_the_key(train, tmp_path, capfd, since, message):
+    """In the first report by all ranks; later by the one that has it, and nobody waits for it."""
     (tmp_path / "differing.py").write_text(DIFFERING)
     task = ("~task.loss", "~task.metrics", "task._target_=differing.Differing", f"+task.since={since}")
     steps = ("trainer.log_every_n_steps=3", "trainer.max_steps=9", "backend.timeout=60s")
     train("recipe=toy", "logger=jsonl", *steps, *task, "topology.procs_per_node=2", status=1)
     printed = capfd.readouterr().err
-    assert printed.count(told) == 1, printed
+    assert printed.count(message) == 1, printed
     assert "Traceback" not in printed
     assert "A task must return the same names on every rank and for every batch." in printed
     if since > 3:

@@ -23,7 +23,7 @@ class Sleepy:
         time.sleep(0.1 * (os.environ["RANK"] == "1"))
         return self.data[index]
 
-def datasets(): return Datasets(train=Sleepy())
+def datasets(num_samples, seed): return Datasets(train=Sleepy())
 """
 SHORT = ("trainer.max_steps=42", "trainer.log_every_n_steps=6", "data.global_batch_size=2", "checkpoint=none")
 
@@ -33,7 +33,7 @@ def test_it_is_named_during_training_and_at_the_end_in_words_numbers_and_charts(
     train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sleepy.py").write_text(SLEEPY)
-    data = ("data.datasets={_target_: sleepy.datasets}", "data.num_workers=0", "logger=[console,jsonl,tensorboard]")
+    data = ("data.datasets._target_=sleepy.datasets", "data.num_workers=0", "logger=[console,jsonl,tensorboard]")
     run = train("recipe=toy", "topology.procs_per_node=2", *SHORT, *data)
 
     slow = results.results(run)["slow_ranks"][0]  # the worst

@@ -1,3 +1,5 @@
+"""Settings that shorten a run, as numbers: limits of batches, overfitting, a fast run."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -12,7 +14,7 @@ from torch.utils.data import TensorDataset
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.data.batching import plan_batches
-from framework.limits import first_samples, limited, overfitted, shortened, steps_to_meeting, total_steps, train_windows
+from framework.limits import limited, overfitted, shortened, steps_to_meeting, total_steps, train_windows
 from framework.strategies.single import AsItIs
 from framework.types import Datasets
 from tests.unit.config.raw import raw_config
@@ -32,25 +34,11 @@ def items(dataset: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("total", "limit", "left"),
-    [
-        (10, None, 10),
-        (10, 3, 3),
-        (10, 10, 10),
-        (10, 11, 10),
-        (10, 0, 0),
-        (10, 0.0, 0),
-        (10, 1, 1),  # a number of batches,
-        (10, 1.0, 10),  # and a share of them
-        (10, 0.5, 5),
-        (10, 0.55, 5),
-        (10, 0.01, 1),  # never nothing, when something was asked for
-        (0, 0.5, 0),
-        (0, 3, 0),
-    ],
+    ("limit", "left"),
+    [(None, 10), (3, 3), (11, 10), (0, 0), (0.0, 0), (1, 1), (1.0, 10), (0.5, 5), (0.55, 5), (0.01, 1)],
 )
-def test_a_whole_number_counts_batches_and_a_float_is_a_share(total: int, limit: float | None, left: int) -> None:
-    assert limited(total, limit) == left
+def test_a_whole_number_counts_batches_and_a_float_is_a_share(limit: float | None, left: int) -> None:
+    assert limited(10, limit) == left
 
 
 @given(total=st.integers(0, 10_000), limit=st.one_of(st.integers(0, 10_000), st.floats(0, 1)))
@@ -74,51 +62,27 @@ def test_a_limit_never_adds_and_leaves_something_if_it_is_above_zero(total: int,
     ],
 )
 def test_training_is_cut_to_whole_optimizer_steps(limit: float | None, accumulate: int, windows: int | None) -> None:
-    """However many parts a pipeline cuts each batch into."""
+    """Into however many parts a pipeline cuts each batch, and however many processes there are."""
     settings = config(limit_train_batches=limit, accumulate_grad_batches=accumulate).trainer
-    for parts in (1, 4):
-        plan = plan_batches(batch_size=4, global_batch_size=4 * accumulate, world_size=1, accumulate=accumulate * parts)
-        assert train_windows(settings, plan, size=40 * accumulate - 1) == windows
+    for parts, procs in ((1, 1), (4, 1), (1, 4)):
+        size = 4 * procs * accumulate
+        plan = plan_batches(batch_size=4, global_batch_size=size, world_size=procs, accumulate=accumulate * parts)
+        assert train_windows(settings, plan, size=10 * size - 1) == windows
 
 
-def test_the_limit_counts_each_process_s_batches() -> None:
-    """4 processes with 3 batches each are 3 optimizer steps, as with one process."""
-    plan = plan_batches(batch_size=5, global_batch_size=None, world_size=4, accumulate=1)
-    assert train_windows(config(limit_train_batches=3).trainer, plan, size=1000) == 3
-    assert train_windows(config(limit_train_batches=0.1).trainer, plan, size=1000) == 5
-
-
-def test_overfitting_trains_and_validates_on_the_same_few_samples() -> None:
+@pytest.mark.parametrize(("batches", "left"), [(2, 24), (0.25, 12), (99, 50)])
+def test_overfitting_trains_and_validates_on_the_same_few_global_batches(batches: float, left: int) -> None:
     given = Datasets(train=numbers(50), val=numbers(9), test=numbers(9))
     plan = plan_batches(batch_size=2, global_batch_size=None, world_size=3, accumulate=2)
-    few = overfitted(given, config(overfit_batches=2).trainer, plan)
+    few = overfitted(given, config(overfit_batches=batches).trainer, plan)
     assert few.train is few.val
     assert few.test is None
-    assert items(few.train) == list(range(2 * 12))
-
-
-def test_overfitting_on_a_share_takes_whole_global_batches() -> None:
-    plan = plan_batches(batch_size=4, global_batch_size=None, world_size=1, accumulate=1)
-    few = overfitted(Datasets(train=numbers(50)), config(overfit_batches=0.25).trainer, plan)
-    assert items(few.train) == list(range(3 * 4))  # 13 batches, the last of 2 samples
-
-
-def test_overfitting_on_more_than_there_is_takes_all_and_without_it_nothing_changes() -> None:
-    plan = plan_batches(batch_size=4, global_batch_size=None, world_size=1, accumulate=1)
-    given = Datasets(train=numbers(10), val=numbers(3), test=numbers(2))
-    assert items(overfitted(given, config(overfit_batches=99).trainer, plan).train) == list(range(10))
+    assert items(few.train) == list(range(left))
     assert overfitted(given, config().trainer, plan) is given
 
 
-def test_first_samples_copies_nothing_when_all_are_wanted() -> None:
-    dataset = numbers(5)
-    assert first_samples(dataset, 5) is dataset
-    assert first_samples(dataset, 6) is dataset
-    assert items(first_samples(dataset, 2)) == [0, 1]
-
-
 @pytest.mark.parametrize(("given", "batches"), [(True, 1), (1, 1), (3, 3)])
-def test_a_fast_run_is_few_batches_of_everything_and_leaves_nothing(given: int | bool, batches: int) -> None:
+def test_a_fast_run_has_few_batches_of_everything_and_leaves_nothing(given: int | bool, batches: int) -> None:
     usual = config(fast_dev_run=given, max_epochs=7, max_steps=1, val_check_interval=1, check_val_every_n_epoch=None)
     usual = replace(usual, callbacks={"some": {"_target_": "framework.callbacks.Timer"}})
     assert usual.logger
@@ -128,24 +92,20 @@ def test_a_fast_run_is_few_batches_of_everything_and_leaves_nothing(given: int |
     assert (trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches) == (batches,) * 3
     assert (trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps) == (1, None, 1)
     assert (trainer.val_check_interval, trainer.check_val_every_n_epoch) == (None, 1)
-    assert not fast.checkpoint.enabled
-    assert fast.logger == {}
-    assert fast.callbacks == {}
+    assert (fast.checkpoint.enabled, fast.logger, fast.callbacks) == (False, {}, {})
     assert usual.checkpoint.enabled  # a new value was made
-
-
-@pytest.mark.parametrize("given", [False, 0])
-def test_without_a_fast_run_the_config_is_as_it_was(given: int | bool) -> None:
-    usual = config(fast_dev_run=given)
+    usual = config(fast_dev_run=0)
     assert shortened(usual) is usual
 
 
 @pytest.mark.parametrize(
     ("max_steps", "max_epochs", "steps"), [(None, 3, 18), (5, 3, 5), (100, 3, 18), (7, None, 7), (None, None, None)]
 )
-def test_total_steps_is_what_comes_first(max_steps: int | None, max_epochs: int | None, steps: int | None) -> None:
-    how = replace(parse(raw_config()).trainer, max_steps=max_steps, max_epochs=max_epochs)
-    assert total_steps(how, steps_per_epoch=6) == steps
+def test_total_steps_is_the_limit_that_comes_first(
+    max_steps: int | None, max_epochs: int | None, steps: int | None
+) -> None:
+    settings = config(max_steps=max_steps, max_epochs=max_epochs).trainer
+    assert total_steps(settings, steps_per_epoch=6) == steps
 
 
 @pytest.mark.parametrize(

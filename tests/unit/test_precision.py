@@ -1,3 +1,5 @@
+"""Number formats: of the model, batches, the task and what is computed; memory formats; scaled losses."""
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -32,27 +34,15 @@ def small() -> nn.Module:
         (Precision.FP64, torch.float64, torch.float64),
     ],
 )
-def test_every_precision_trains_on_the_cpu_in_its_formats(own_state, precision, weights, output):
-    torch.manual_seed(0)
+def test_every_precision_computes_in_its_formats(own_state, precision, weights, output):
     plugin = PrecisionPlugin(precision, device=CPU)
     model = plugin.convert_model(small())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    image_BCHW, label_B = plugin.convert_batch((torch.randn(16, 1, 8, 8), torch.arange(16) % 3))
-    losses = []
-    for _ in range(15):
-        with plugin.autocast():
-            logits_BK = model(image_BCHW)
-            loss = nn.functional.cross_entropy(logits_BK, label_B)
-        plugin.scaler.scale(loss).backward()
-        plugin.scaler.unscale_(optimizer)
-        plugin.scaler.step(optimizer)
-        plugin.scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    with plugin.autocast():
+        logits_BK = model(plugin.convert_batch(torch.randn(16, 1, 8, 8)))
     assert {parameter.dtype for parameter in model.parameters()} == {weights}
     assert logits_BK.dtype == output
-    assert losses[-1] < losses[0]
     assert plugin.scaler.is_enabled() == (precision is Precision.FP16_MIXED)
+    assert plugin.autocast() is plugin.autocast()  # made once
 
 
 def test_the_scaler_skips_a_step_that_overflowed(own_state):
@@ -72,19 +62,12 @@ def test_batches_keep_their_form_and_only_floats_change():
         "pair": Pair(torch.ones(2), torch.ones(2, dtype=torch.int64)),
         "list": [torch.ones(1), "name", None],
     }
-    same = PrecisionPlugin(Precision.BF16_MIXED, device=CPU).convert_batch(batch)
-    assert same is batch
+    assert PrecisionPlugin(Precision.BF16_MIXED, device=CPU).convert_batch(batch) is batch
     changed = PrecisionPlugin(Precision.BF16, device=CPU).convert_batch(batch)
     assert isinstance(changed["pair"], Pair)
     assert (changed["pair"].x.dtype, changed["pair"].y.dtype) == (torch.bfloat16, torch.int64)
     assert changed["list"][0].dtype == torch.bfloat16
     assert changed["list"][1:] == ["name", None]
-
-
-@pytest.mark.parametrize("precision", list(Precision))
-def test_autocast_is_made_once(precision):
-    plugin = PrecisionPlugin(precision, device=CPU)
-    assert plugin.autocast() is plugin.autocast()
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])

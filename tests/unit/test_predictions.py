@@ -1,4 +1,4 @@
-"""Each rank's share becomes one file, in order, whole or not at all."""
+"""The ranks' predictions become one file, in order, whole or not at all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_tensor_is_a_column_called_output() -> None:
         ({"names": ["a", "b", "c"]}, "'names' as list"),
     ],
 )
-def test_what_is_not_a_row_for_each_sample_is_refused(prediction: Any, said: str) -> None:
+def test_predictions_need_a_row_for_each_sample(prediction: Any, said: str) -> None:
     with pytest.raises(ConfigError, match="first dimension is the sample") as caught:
         columns_of(prediction, num_samples=3)
     assert said in str(caught.value)
@@ -82,7 +82,7 @@ def test_pt_has_the_tensors_as_they_were(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "all.pt"]
 
 
-def test_several_numbers_a_sample_are_several_columns(tmp_path: Path) -> None:
+def test_several_numbers_of_a_sample_are_several_columns(tmp_path: Path) -> None:
     values = {"image": torch.arange(8).reshape(2, 2, 2), "is_new": torch.tensor([True, False])}
     join_parts(save(tmp_path, [[values]]), tmp_path / "all.csv")
     assert read(tmp_path / "all.csv") == [
@@ -133,7 +133,7 @@ def test_a_full_disk_leaves_no_half_file_and_keeps_the_parts(
     assert sorted(tmp_path.iterdir()) == parts
 
 
-def test_a_file_that_came_meanwhile_is_left_as_it_is(tmp_path):
+def test_a_file_that_another_command_wrote_meanwhile_is_kept(tmp_path: Path) -> None:
     part, output = tmp_path / "0.part", tmp_path / "all.csv"
     save_part([{"output": torch.ones(2)}], part)
     output.write_text("another's")
@@ -144,7 +144,7 @@ def test_a_file_that_came_meanwhile_is_left_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 11, 12])
-def test_parts_that_took_turns_are_put_in_order(tmp_path: Path, count: int) -> None:
+def test_parts_of_ranks_that_took_turns_are_put_in_order(tmp_path: Path, count: int) -> None:
     """Two samples at a time each of three, and of what is left a share."""
     whole = list(range(count))
     shares: list[list[int]] = [[], [], []]

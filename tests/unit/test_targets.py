@@ -1,6 +1,10 @@
+"""`_target_` nodes checked before anything is built: each mistake with its key and what is right."""
+
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +18,6 @@ from framework.targets import (
     PLAIN,
     SCHEDULE,
     STRATEGY,
-    Supplied,
     check_node,
     check_targets,
     import_target,
@@ -23,160 +26,136 @@ from framework.targets import (
 )
 
 FAKES = "tests.unit.fake_targets"
-CLEAN: dict[str, Any] = {
-    "model": {"_target_": f"{FAKES}.Net", "activation": {"_target_": "torch.nn.ReLU"}},
-    "data": {"datasets": {"_target_": f"{FAKES}.datasets", "parts": 2}},
-    "task": {"_target_": "framework.tasks.Supervised", "loss": {"_target_": "torch.nn.MSELoss"}, "metrics": {}},
-    "strategy": {"_target_": "framework.strategies.auto"},
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-    "scheduler": {"schedule": {"_target_": "framework.optim.cosine", "warmup_steps": 2}},
-    "logger": {"one": {"_target_": f"{FAKES}.FakeLogger", "prefix": "x"}},
-    "callbacks": {"one": {"_target_": f"{FAKES}.Observer"}},
-}
+LR = "torch.optim.lr_scheduler"
+
+
+def node(name: str, **keywords: Any) -> dict[str, Any]:
+    """Of the fake of this name, or of what is named in full."""
+    return {"_target_": name if "." in name else f"{FAKES}.{name}", **keywords}
 
 
 def config(**changes: Any) -> Any:
-    sections = {**CLEAN, **changes}
+    sections = {
+        "model": node("Net", activation=node("torch.nn.ReLU")),
+        "data": {"datasets": node("datasets", parts=2)},
+        "task": node("framework.tasks.Supervised", loss=node("torch.nn.MSELoss"), metrics={}),
+        "strategy": node("framework.strategies.auto"),
+        "optimizer": node("torch.optim.SGD", lr=0.1),
+        "scheduler": {"schedule": node("framework.optim.cosine", warmup_steps=2)},
+        "logger": {"one": node("FakeLogger", prefix="x")},
+        "callbacks": {"one": node("Observer")},
+        **changes,
+    }
     for name in ("data", "scheduler"):
         sections[name] = SimpleNamespace(**sections[name])
     return SimpleNamespace(**sections)
 
 
-def test_what_fits_passes():
+def test_what_fits_passes() -> None:
     check_targets(config())
     check_targets(config(scheduler={"schedule": None}))
 
 
 @pytest.mark.parametrize(
-    ("node", "supplied", "message"),
+    ("given", "supplied", "message"),
     [
         (
-            {"_target_": "torch.optim.SGD", "momentun": 0.9},
+            node("torch.optim.SGD", momentun=0.9),
             OPTIMIZER,
-            "k.momentun: torch.optim.SGD has no such keyword. Did you mean k.momentum? It takes lr, momentum, ",
+            "k.momentun: torch.optim.SGD has no such keyword.",
         ),
+        (node("torch.optim.SGD", momentun=0.9), OPTIMIZER, "Did you mean k.momentum? It takes lr, momentum, "),
+        (node("torch.optim.SGD", lr="abc"), OPTIMIZER, "k.lr=abc: torch.optim.SGD takes a number there."),
+        (node("torch.optim.SGD", params=[]), OPTIMIZER, "k.params is filled in by the framework. Leave it out."),
+        (node("Spread", devices=[]), MODEL, "k.devices is filled in"),
+        (node("framework.strategies.DDP", context=1), STRATEGY, "k.context is filled in"),
+        (node("FakeLogger", run_dir="x"), LOGGER, "k.run_dir is filled in"),
+        (node(f"{LR}.StepLR"), SCHEDULE, f"k.step_size is needed by {LR}.StepLR"),
+        (node("FakeLogger"), PLAIN, "k.run_dir is needed by"),
+        (node("Watcher", patience=1), PLAIN, f"k.patience: {FAKES}.Watcher has no such keyword"),
+        (node("torch.nn.Lineer"), PLAIN, "k._target_=torch.nn.Lineer: there is no Lineer in torch.nn. Did you mean"),
+        (node("torch.optm.SGD"), PLAIN, "there is no optm in torch. Did you mean torch.optim?"),
+        (node("torh.optim.SGD"), PLAIN, "there is no module torh. Did you mean torch?"),
+        (node("torch.nn.Linear.sise"), PLAIN, "there is no sise in torch.nn.Linear."),
+        (node("framework.topology.x.y"), PLAIN, "there is no x in framework.topology."),
+        (node("NUMBER"), PLAIN, "it is a int and can't be called."),
+        (node(FAKES), PLAIN, "it is a module and can't be called. It has Net, Spread, "),
+        (node("FakeTask", loss=node("torch.nn.MSELoss", reductoin="mean")), PLAIN, "Did you mean k.loss.reduction?"),
         (
-            {"_target_": "torch.optim.SGD", "params": []},
-            OPTIMIZER,
-            "k.params is filled in by the framework. Leave it out.",
-        ),
-        ({"_target_": f"{FAKES}.Spread", "devices": []}, MODEL, "k.devices is filled in"),
-        ({"_target_": "framework.strategies.DDP", "context": 1}, STRATEGY, "k.context is filled in"),
-        ({"_target_": f"{FAKES}.FakeLogger", "run_dir": "x"}, LOGGER, "k.run_dir is filled in"),
-        (
-            {"_target_": "torch.optim.lr_scheduler.StepLR"},
-            SCHEDULE,
-            "k.step_size is needed by torch.optim.lr_scheduler.StepLR",
-        ),
-        ({"_target_": f"{FAKES}.FakeLogger"}, PLAIN, "k.run_dir is needed by"),
-        (
-            {"_target_": f"{FAKES}.Watcher", "patience": 1},
-            PLAIN,
-            "k.patience: tests.unit.fake_targets.Watcher has no such keyword",
-        ),
-        (
-            {"_target_": "torch.nn.Lineer"},
-            PLAIN,
-            "k._target_=torch.nn.Lineer: there is no Lineer in torch.nn. Did you mean torch.nn.Linear?",
-        ),
-        ({"_target_": "torch.optm.SGD"}, PLAIN, "there is no optm in torch. Did you mean torch.optim?"),
-        ({"_target_": "torh.optim.SGD"}, PLAIN, "there is no module torh. Did you mean torch?"),
-        ({"_target_": "torch.nn.Linear.sise"}, PLAIN, "there is no sise in torch.nn.Linear."),
-        ({"_target_": "framework.topology.x.y"}, PLAIN, "there is no x in framework.topology."),
-        ({"_target_": f"{FAKES}.NUMBER"}, PLAIN, "it is a int and can't be called."),
-        ({"_target_": FAKES}, PLAIN, "it is a module and can't be called. It has Net, Spread, "),
-        (
-            {"_target_": f"{FAKES}.FakeTask", "loss": {"_target_": "torch.nn.MSELoss", "reductoin": "mean"}},
-            PLAIN,
-            "k.loss.reductoin: torch.nn.MSELoss has no such keyword. Did you mean k.loss.reduction?",
-        ),
-        (
-            {"_target_": f"{FAKES}.FakeTask", "loss": {"parts": [{"_target_": "torch.nn.Linear", "in_features": 1}]}},
+            node("FakeTask", loss={"parts": [node("torch.nn.Linear", in_features=1)]}),
             PLAIN,
             "k.loss.parts.0.out_features is needed by torch.nn.Linear",
         ),
-        ({"_target_": f"{FAKES}.Net", "_partial_": True}, MODEL, "k._partial_ can't be used here"),
-        ({"_target_": f"{FAKES}.Net", "_args_": [3]}, MODEL, "k._args_ can't be used here"),
+        (node("Net", _partial_=True), MODEL, "k._partial_ can't be used here"),
+        (node("Net", _args_=[3]), MODEL, "k._args_ can't be used here"),
     ],
 )
-def test_each_mistake_is_told_with_its_key_and_what_is_right(node, supplied, message):
-    (told,) = check_node(node, "k", supplied)
-    assert message in told
+def test_each_mistake_names_its_key_and_what_is_right(given: Any, supplied: Any, message: str) -> None:
+    (mistake,) = check_node(given, "k", supplied)
+    assert message in mistake
 
 
 @pytest.mark.parametrize(
-    ("node", "supplied"),
+    ("given", "supplied"),
     [
-        ({"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 1, "total_steps": 5}, SCHEDULE),
-        ({"_target_": "framework.optim.cosine"}, SCHEDULE),
-        ({"_target_": f"{FAKES}.Anything", "whatever": 1}, MODEL),
-        ({"_target_": "builtins.dict", "whatever": 1}, PLAIN),
-        ({"_target_": f"{FAKES}.FakeTask", "loss": {"_target_": "torch.nn.Linear", "_partial_": True}}, PLAIN),
-        ({"_target_": f"{FAKES}.FakeTask", "loss": {"_target_": "torch.nn.Linear", "_args_": [1, 2]}}, PLAIN),
-        ({"_target_": f"{FAKES}.FakeTask", "loss": {"_target_": "no.such"}, "_recursive_": False}, PLAIN),
+        (node(f"{LR}.OneCycleLR", max_lr=1, total_steps=5), SCHEDULE),
+        (node("framework.optim.cosine"), SCHEDULE),
+        (node("Anything", whatever=1), MODEL),
+        (node("builtins.dict", whatever=1), PLAIN),
+        (node("FakeTask", loss=node("torch.nn.Linear", _partial_=True)), PLAIN),
+        (node("FakeTask", loss=node("torch.nn.Linear", _args_=[1, 2])), PLAIN),
+        (node("FakeTask", loss=node("no.such"), _recursive_=False), PLAIN),
     ],
 )
-def test_what_could_be_right_is_not_refused(node, supplied):
-    assert check_node(node, "k", supplied) == []
+def test_what_could_be_right_is_not_refused(given: Any, supplied: Any) -> None:
+    assert check_node(given, "k", supplied) == []
 
 
-def test_every_section_is_checked_and_all_mistakes_are_told_at_once():
-    wrong = {"_target_": "torch.no_such"}
-    changed = config(
-        model=wrong,
-        data={"datasets": wrong},
-        task=wrong,
-        strategy=wrong,
-        optimizer=wrong,
-        scheduler={"schedule": wrong},
-        logger={"a": wrong},
-        callbacks={"b": wrong},
-    )
+def test_every_section_is_checked_and_all_mistakes_are_reported_together() -> None:
+    wrong = node("torch.no_such")
+    sections: dict[str, Any] = dict.fromkeys(("model", "task", "strategy", "optimizer"), wrong)
+    sections |= {"data": {"datasets": wrong}, "scheduler": {"schedule": wrong}}
+    sections |= {"logger": {"a": wrong}, "callbacks": {"b": wrong}}
     with pytest.raises(TargetError) as caught:
-        check_targets(changed)
+        check_targets(config(**sections))
     keys = [line.partition("._target_=")[0] for line in str(caught.value).splitlines()]
-    expected = "model data.datasets task strategy optimizer scheduler.schedule logger.a callbacks.b"
-    assert keys == expected.split()
+    assert keys == [
+        "model",
+        "data.datasets",
+        "task",
+        "strategy",
+        "optimizer",
+        "scheduler.schedule",
+        "logger.a",
+        "callbacks.b",
+    ]
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(text: str) -> str:
         (tmp_path / "written_for_a_test.py").write_text(text)
-        monkeypatch.delitem(sys.modules, "written_for_a_test", raising=False)
         return "written_for_a_test.Thing"
 
     yield write
     sys.modules.pop("written_for_a_test", None)
 
 
-def test_a_module_that_lacks_another_says_which(module):
+def test_a_module_that_cannot_be_imported_says_why(module: Callable[[str], str]) -> None:
     with pytest.raises(TargetError, match="because it imports no_such_package, which isn't there"):
         import_target(module("import no_such_package"))
 
 
-def test_a_module_that_fails_raises_its_own_exception(module):
+def test_a_module_that_fails_raises_its_own_exception(module: Callable[[str], str]) -> None:
     with pytest.raises(ZeroDivisionError):
         import_target(module("1 / 0"))
 
 
-def test_keywords_are_looked_for_by_name():
-    assert takes({"_target_": f"{FAKES}.Spread"}, "devices")
-    assert not takes({"_target_": f"{FAKES}.Anything"}, "devices")
-    assert requires({"_target_": "framework.optim.cosine"}, "total_steps")
-    assert not requires({"_target_": "framework.optim.cosine", "total_steps": 3}, "total_steps")
-    assert not requires({"_target_": "torch.optim.lr_scheduler.OneCycleLR"}, "total_steps")
-
-
-@pytest.mark.parametrize(
-    ("changes", "mistake"),
-    [
-        ({"lr": "abc"}, "optimizer.lr=abc: torch.optim.SGD takes a number there."),
-        ({"lr": 0.1, "momentum": "much"}, "optimizer.momentum=much: torch.optim.SGD takes a number there."),
-    ],
-)
-def test_text_where_only_a_number_fits_is_a_mistake(changes, mistake):
-    node = {"_target_": "torch.optim.SGD", **changes}
-    assert check_node(node, "optimizer", Supplied(positional=1)) == [mistake]
+def test_what_a_target_takes_and_needs_is_known_by_name() -> None:
+    assert takes(node("Spread"), "devices")
+    assert not takes(node("Anything"), "devices")
+    assert requires(node("framework.optim.cosine"), "total_steps")
+    assert not requires(node("framework.optim.cosine", total_steps=3), "total_steps")
+    assert not requires(node(f"{LR}.OneCycleLR"), "total_steps")

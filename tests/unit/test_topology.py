@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -37,7 +35,7 @@ PROCS = r"topology\.procs_per_node=(\d+)(?: trainer\.gpus=(\d+))?(?:, or let|;)"
 
 
 @given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 4), gpus=st.integers(0, 24))
-def test_what_is_resolved_keeps_what_was_asked_for_and_uses_every_gpu_once(procs, span, least, gpus):
+def test_the_topology_keeps_what_was_given_and_uses_every_gpu_once(procs, span, least, gpus):
     settings = asked(procs, span, least)
     if not _possible(procs, span, least, gpus):
         with pytest.raises(TopologyError, match=r"topology\."):
@@ -59,7 +57,7 @@ def test_what_is_resolved_keeps_what_was_asked_for_and_uses_every_gpu_once(procs
 
 
 @given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 4), gpus=st.integers(1, 12))
-def test_shared_gpus_are_wrapped_around_and_each_is_used(procs, span, least, gpus):
+def test_shared_gpus_wrap_around_and_each_is_used(procs, span, least, gpus):
     settings = asked(procs, span, least, share_gpus=True)
     if span is None or span < least or (procs is not None and procs * span < gpus):
         with pytest.raises(TopologyError, match=r"topology\."):
@@ -87,11 +85,6 @@ def test_permission_to_share_changes_nothing_where_all_fits(procs, span, least, 
     assert resolve_topology(asked(procs, span, least, share_gpus=True), gpus=gpus) == exact
 
 
-def test_without_gpus_there_is_nothing_to_share():
-    assert resolve_topology(asked(3, 2, 1, share_gpus=True), gpus=0) == Topology(1, 3, 0, 2)
-    assert not Topology(1, 3, 0, 2).shares_gpus
-
-
 def _possible(procs: int | None, span: int | None, least: int, gpus: int) -> bool:
     """By search over all answers instead of by rules."""
     if gpus == 0:
@@ -109,56 +102,47 @@ def test_ranks_are_numbered_node_by_node(nnodes, procs, gpus):
     assert topology.world_size == nnodes * procs
 
 
-def test_without_gpus_processes_own_the_cpu_as_often_as_the_model_needs():
-    assert resolve_topology(asked(None, None, 1), gpus=0) == Topology(1, 1, 0, 1)
-    assert resolve_topology(asked(2, None, 2), gpus=0) == Topology(1, 2, 0, 2)
-    assert resolve_topology(asked(2, 3, 2), gpus=0) == Topology(1, 2, 0, 3)
-    assert Topology(1, 2, 0, 2).device_indices(1) == ()
+@pytest.mark.parametrize("share_gpus", [False, True])
+def test_without_gpus_processes_own_the_cpu_as_often_as_the_model_needs(share_gpus):
+    for (procs, span, least), expected in {
+        (None, None, 1): Topology(1, 1, 0, 1),
+        (2, None, 2): Topology(1, 2, 0, 2),
+        (2, 3, 2): Topology(1, 2, 0, 3),
+    }.items():
+        topology = resolve_topology(asked(procs, span, least, share_gpus=share_gpus), gpus=0)
+        assert topology == expected
+        assert topology.device_indices(0) == ()
+        assert not topology.shares_gpus
 
 
 @pytest.mark.parametrize(
-    ("settings", "gpus", "message"),
+    ("settings", "share", "gpus", "messages"),
     [
-        ((3, None, 1), 8, "topology.procs_per_node=3 doesn't divide trainer.gpus=8.\nUse trainer.gpus=3, or topology."),
-        ((3, None, 1), 8, "takes any number of devices, topology.procs_per_node may be one of 1, 2, 4, 8."),
-        ((3, None, 2), 8, "Use trainer.gpus=6, or topology.procs_per_node=4; "),
-        ((2, None, 2), 5, "Use trainer.gpus=4, or topology.procs_per_node=2 trainer.gpus=4; "),
-        ((None, 3, 1), 8, "topology.gpus_per_process=3 doesn't divide trainer.gpus=8. Use one of 1, 2, 4, 8."),
-        ((2, 3, 1), 8, "Use trainer.gpus=6, or leave one of the two out (auto)."),
-        ((4, 3, 1), 8, "or let processes share GPUs: topology.share_gpus=true."),
-        ((16, None, 1), 8, "or let processes share GPUs: topology.share_gpus=true topology.gpus_per_process=1; "),
-        ((8, None, 2), 8, "Use topology.procs_per_node=4, or let processes share GPUs: topology.share_gpus=true "),
-        ((None, 1, 2), 8, "topology.gpus_per_process=1 is less than the model needs"),
-        ((8, None, 2), 8, "topology.procs_per_node=8 needs 16 GPUs, as topology.min_gpus_per_process=2, but"),
-        ((None, None, 2), 5, "Use trainer.gpus=4 or 6, or topology.procs_per_node=1"),
-        ((None, None, 2), 1, "Use trainer.gpus=2 or a multiple of it, or trainer.gpus=0"),
-        ((None, None, 2), 1, "or use a GPU more than once: topology.share_gpus=true topology.gpus_per_process=2"),
+        ((3, None, 1), False, 8, ["procs_per_node=3 doesn't divide trainer.gpus=8", "one of 1, 2, 4, 8."]),
+        ((3, None, 2), False, 8, ["Use trainer.gpus=6, or topology.procs_per_node=4; "]),
+        ((2, None, 2), False, 5, ["Use trainer.gpus=4, or topology.procs_per_node=2 trainer.gpus=4; "]),
+        ((None, 3, 1), False, 8, ["gpus_per_process=3 doesn't divide trainer.gpus=8. Use one of 1, 2, 4, 8."]),
+        ((2, 3, 1), False, 8, ["Use trainer.gpus=6, or leave one of the two out (auto)."]),
+        ((4, 3, 1), False, 8, ["or let processes share GPUs: topology.share_gpus=true."]),
+        ((16, None, 1), False, 8, ["topology.share_gpus=true topology.gpus_per_process=1; "]),
+        ((None, 1, 2), False, 8, ["topology.gpus_per_process=1 is less than the model needs"]),
+        ((8, None, 2), False, 8, ["procs_per_node=8 needs 16 GPUs", "Use topology.procs_per_node=4, or let processes"]),
+        ((None, None, 2), False, 5, ["Use trainer.gpus=4 or 6, or topology.procs_per_node=1"]),
+        ((None, None, 2), False, 1, ["Use trainer.gpus=2 or a multiple of it, or trainer.gpus=0"]),
+        ((2, None, 1), True, 8, ["share_gpus=true needs topology.gpus_per_process: say how many of the 8 GPUs"]),
+        ((2, 3, 1), True, 8, ["uses 6 of trainer.gpus=8", "Use trainer.gpus=6, or topology.procs_per_node=3 or more."]),
+        ((8, 1, 2), True, 8, ["topology.gpus_per_process=1 is less than the model needs"]),
     ],
 )
-def test_a_topology_that_does_not_fit_says_what_does(settings, gpus, message):
+def test_a_topology_that_does_not_fit_says_what_does(settings, share, gpus, messages):
     with pytest.raises(TopologyError) as caught:
-        resolve_topology(asked(*settings), gpus=gpus)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ((2, None, 1), "topology.share_gpus=true needs topology.gpus_per_process: say how many of the 8 GPUs"),
-        ((2, 3, 1), "uses 6 of trainer.gpus=8 GPUs, so there is nothing to share.\nUse trainer.gpus=6, or"),
-        ((2, 3, 1), "topology.procs_per_node=3 or more."),
-        ((8, 1, 2), "topology.gpus_per_process=1 is less than the model needs"),
-    ],
-)
-def test_sharing_that_does_not_fit_says_what_does(settings, message):
-    with pytest.raises(TopologyError) as caught:
-        resolve_topology(asked(*settings, share_gpus=True), gpus=8)
-    assert message in str(caught.value)
+        resolve_topology(asked(*settings, share_gpus=share), gpus=gpus)
+    assert [message for message in messages if message not in str(caught.value)] == []
 
 
 @given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 3), gpus=st.integers(1, 9), share=st.booleans())
-def test_every_refusal_names_a_way_out_that_works(procs, span, least, gpus, share):
-    """What a message says to use is accepted, typed in place of what was given."""
+def test_every_suggestion_of_a_refusal_works(procs, span, least, gpus, share):
+    """What a message says to use is accepted in place of what was given."""
     try:
         resolve_topology(asked(procs, span, least, share_gpus=share), gpus=gpus)
     except TopologyError as error:
@@ -176,7 +160,7 @@ def test_every_refusal_names_a_way_out_that_works(procs, span, least, gpus, shar
                 resolve_topology(chosen, gpus=gpus)
 
 
-def test_refusals_do_name_ways_out():
+def test_refusals_suggest_something():
     """Else the test above would have nothing to try."""
     said = []
     for procs, span, least, gpus in itertools.product((None, 1, 2, 3, 5), (None, 1, 2, 3), (1, 2, 3), range(1, 9)):
@@ -197,8 +181,3 @@ def test_places_that_do_not_exist_are_refused():
 @given(st.integers(1, 200))
 def test_divisors_are_all_that_divide(number):
     assert {d for d in range(1, number + 1) if number % d == 0} == set(divisors(number))
-
-
-def test_neither_topology_nor_hardware_imports_torch():
-    code = "import sys, framework.topology, framework.hardware as h; h.cpu_count(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
