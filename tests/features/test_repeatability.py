@@ -9,8 +9,8 @@ import pytest
 from tests.helpers import results
 
 TOY = ("recipe=toy", "logger=jsonl", "trainer.max_epochs=1", "trainer.limit_test_batches=0")
-DIGITS = ("recipe=digits", "logger=jsonl", "trainer.max_steps=3", "trainer.limit_test_batches=0")
-DETERMINISTIC = (*DIGITS, "trainer=deterministic")
+DIGITS = ("recipe=digits", "logger=jsonl", "trainer.max_steps=3", "trainer.val_check_interval=3")
+DETERMINISTIC = (*DIGITS, "trainer=deterministic", "trainer.limit_test_batches=0")
 TWO = (*TOY, "topology.procs_per_node=2")
 WATCHER = '''
 import json, os

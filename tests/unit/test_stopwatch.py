@@ -1,4 +1,4 @@
-"""What a rank's steps are made of, by clocks that go only where they are told to."""
+"""What a rank's steps are made of, by clocks that the tests move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.small_trainer import Marks
 
 
 class Host:
-    """Goes on when somebody works."""
+    """Moves when somebody works."""
 
     samples, unit_s = False, 0.5
 
@@ -31,7 +31,7 @@ class Host:
 
 
 class Event:
-    """As torch's: it has a time once the device has come by, and is made at a price."""
+    """As torch's: it has a time once the device has come by."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -47,7 +47,7 @@ class Event:
 
 
 class Device:
-    """A clock whose stamps are events, with the queue they lie in: work is queued at once, and done when waited for."""
+    """A clock whose stamps are events in a queue, whose work is done when somebody waits for it."""
 
     samples, unit_s = True, 0.5
     between: Any = DeviceClock.between
@@ -126,7 +126,7 @@ def log(watch: Stopwatch, clock: Any) -> Spent:
 STEP = Spent(steps=1, step=0.5 * 35, data=0.5 * 3, compute=0.5 * 7, callbacks=0.5 * 5, waiting=0.5 * 20)
 
 
-def test_every_step_since_the_last_log_is_added_up_by_kind() -> None:
+def test_steps_since_the_last_log_are_added_up_by_kind() -> None:
     clock = Host()
     watch = settled(made(clock), clock)
     for number in (2, 3):
@@ -169,7 +169,7 @@ def test_an_evaluation_or_a_checkpoint_and_the_step_after_it_are_left_out(phase:
     assert log(watch, clock) == Spent(*(number * each for each in STEP))
 
 
-def test_steps_of_which_the_waiting_is_not_known_are_left_out() -> None:
+def test_steps_with_unknown_waiting_are_left_out() -> None:
     clock = Host()
     watch = settled(made(clock), clock)
     step(watch, clock, 2)
@@ -179,7 +179,7 @@ def test_steps_of_which_the_waiting_is_not_known_are_left_out() -> None:
     assert log(watch, clock) == STEP
 
 
-def test_where_no_strategy_tells_of_waiting_nothing_is_known_to_be_computing() -> None:
+def test_without_a_strategy_that_knows_of_waiting_computing_is_unknown() -> None:
     clock = Host()
     watch = settled(made(clock), clock)
     watch.knows_waiting = False
@@ -187,7 +187,7 @@ def test_where_no_strategy_tells_of_waiting_nothing_is_known_to_be_computing() -
     assert log(watch, clock) == STEP._replace(compute=0.0)
 
 
-def test_many_steps_without_a_log_take_no_more_room() -> None:
+def test_many_steps_without_a_log_take_no_more_memory() -> None:
     clock = Host()
     watch = settled(made(clock, every=10**9), clock)
     most = 0
@@ -199,7 +199,7 @@ def test_many_steps_without_a_log_take_no_more_room() -> None:
     assert log(watch, clock).steps == 2000
 
 
-def test_two_steps_in_the_middle_of_two_logs_are_stamped_on_a_device_and_one_is_read() -> None:
+def test_on_a_device_one_step_between_two_logs_is_timed() -> None:
     """And only the log waits for the device."""
     clock = Device()
     watch = settled(made(clock, every=10), clock)
@@ -218,7 +218,7 @@ def test_two_steps_in_the_middle_of_two_logs_are_stamped_on_a_device_and_one_is_
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_where_logs_come_fast_every_step_on_a_device_is_stamped(every: int) -> None:
+def test_on_a_device_every_step_is_timed_where_logs_come_fast(every: int) -> None:
     clock = Device()
     watch = settled(made(clock, every=every), clock)
     for number in range(2, 2 + every):
@@ -228,7 +228,7 @@ def test_where_logs_come_fast_every_step_on_a_device_is_stamped(every: int) -> N
     assert log(watch, clock) == Spent(*(every * number for number in STEP))
 
 
-def test_a_step_after_an_evaluation_is_left_out_on_a_device_too() -> None:
+def test_on_a_device_the_step_after_an_evaluation_is_left_out_too() -> None:
     clock = Device()
     watch = settled(made(clock, every=1), clock)
     step(watch, clock, 2)
@@ -239,7 +239,7 @@ def test_a_step_after_an_evaluation_is_left_out_on_a_device_too() -> None:
     assert log(watch, clock) == STEP
 
 
-def test_who_watches_is_told_the_phases_and_no_more() -> None:
+def test_the_pulse_gets_the_phases_and_no_waiting() -> None:
     marks: Any = Marks()
     clock = Host()
     watch = Stopwatch(marks, clock=clock, every=5)

@@ -119,16 +119,8 @@ def test_every_section_is_checked_and_all_mistakes_are_reported_together() -> No
     with pytest.raises(TargetError) as caught:
         check_targets(config(**sections))
     keys = [line.partition("._target_=")[0] for line in str(caught.value).splitlines()]
-    assert keys == [
-        "model",
-        "data.datasets",
-        "task",
-        "strategy",
-        "optimizer",
-        "scheduler.schedule",
-        "logger.a",
-        "callbacks.b",
-    ]
+    of_one = ["model", "data.datasets", "task", "strategy", "optimizer", "scheduler.schedule"]
+    assert keys == [*of_one, "logger.a", "callbacks.b"]
 
 
 @pytest.fixture
