@@ -8,10 +8,9 @@ import pytest
 
 from tests.helpers import results
 
-TOY = ("recipe=toy", "logger=jsonl", "trainer.max_epochs=1", "trainer.limit_test_batches=0")
 DIGITS = ("recipe=digits", "logger=jsonl", "trainer.max_steps=3", "trainer.val_check_interval=3")
 DETERMINISTIC = (*DIGITS, "trainer=deterministic", "trainer.limit_test_batches=0")
-TWO = (*TOY, "topology.procs_per_node=2")
+TWO = ("recipe=toy", "logger=jsonl", "trainer.max_epochs=1", "topology.procs_per_node=2")
 WATCHER = '''
 import json, os
 from pathlib import Path
@@ -26,9 +25,16 @@ class Watcher:
 '''
 
 
-@pytest.mark.parametrize("overrides", [TOY, pytest.param(TWO, marks=pytest.mark.multiproc), DETERMINISTIC])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(TWO, marks=pytest.mark.multiproc),
+        # With dropout and convolutions. The switch has torch load its compiler, for seconds.
+        pytest.param(DETERMINISTIC, marks=pytest.mark.exhaustive),
+    ],
+    ids=["two processes", "deterministic"],
+)
 def test_a_seed_repeats_and_another_one_differs(train, overrides):
-    """With dropout and convolutions too."""
     one, again, other = train(*overrides, "seed=3"), train(*overrides, "seed=3"), train(*overrides, "seed=4")
     assert not results.differ(results.weights(one), results.weights(again))
     losses = [results.metrics(run_dir) for run_dir in (one, again, other)]

@@ -56,31 +56,17 @@ def test_what_is_freed_is_used_again() -> None:
         ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000"}, False),
     ],
 )
-def test_what_the_user_has_said_is_left(monkeypatch, environ, is_set):
-    calls = stand_in(monkeypatch, lambda *_: 1)
-    assert keep_freed_memory(environ) is is_set
-    assert bool(calls) is is_set
-
-
-def test_old_versions_take_a_lower_threshold(monkeypatch):
-    calls = stand_in(monkeypatch, lambda option, value: int(option != -3 or value <= 32 << 20))
-    assert keep_freed_memory({})
-    assert calls == [(-3, 128 << 20), (-3, 32 << 20), (-1, 1 << 30)]
-
-
-def test_another_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
-    assert not keep_freed_memory({})
-
-
-def stand_in(monkeypatch, mallopt):
-    calls = []
+def test_what_the_user_has_set_is_left(monkeypatch, environ, is_set):
+    options: list[int] = []
 
     class Library:
         @staticmethod
-        def mallopt(option, value):
-            calls.append((option, value))
-            return mallopt(option, value)
+        def mallopt(option: int, value: int) -> int:
+            options.append(option)
+            return int(option != -3 or value <= 32 << 20)  # as an old version, which takes a lower threshold
 
     monkeypatch.setattr("ctypes.CDLL", lambda _: Library)
-    return calls
+    assert keep_freed_memory(environ) is is_set
+    assert options == ([-3, -3, -1] if is_set else [])
+    monkeypatch.setattr("ctypes.CDLL", lambda _: object())  # another C library
+    assert not keep_freed_memory({})

@@ -85,18 +85,15 @@ def test_targets_get_plain_containers(own_state):
         assert type(container) is kind
 
 
-def test_an_optimizers_state_is_readable_with_weights_only():
-    optimizer = build_optimizer(node("torch.optim.Adam", lr=0.5, betas=[0.8, 0.9]), parameters())
+def test_an_optimizer_holds_the_parameters_and_its_state_is_readable_with_weights_only():
+    (parameter,) = given = parameters()
+    optimizer = build_optimizer(node("torch.optim.Adam", lr=0.5, betas=[0.8, 0.9]), iter(given))
+    assert optimizer.param_groups[0]["params"][0] is parameter
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     (group,) = torch.load(file, weights_only=True)["param_groups"]
     assert (group["lr"], list(group["betas"])) == (0.5, [0.8, 0.9])
-
-
-def test_an_optimizer_holds_the_very_parameters():
-    (parameter,) = given = parameters()
-    assert build_optimizer(node("torch.optim.SGD"), iter(given)).param_groups[0]["params"][0] is parameter
 
 
 def large() -> list[nn.Parameter]:

@@ -220,34 +220,24 @@ def test_a_lean_step_calls_later_hooks_and_shows_in_the_profiler():
     assert optimizer.param_groups[0]["params"][0].item() == 1.0 - 7
 
 
-def noting(seen: list[str], step: Any) -> Any:
-    """As a user wraps a step, with all of its marks."""
+@pytest.mark.parametrize("where", ["optimizer", "class"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_put_in_place_of_torchs_is_taken(monkeypatch, where, when):
+    optimizer, wrapped, seen = sgd(), torch.optim.SGD.step, list[str]()
 
-    @functools.wraps(step)
+    @functools.wraps(wrapped)  # as users wrap it, with all of its marks
     def noted(*arguments: Any, **keywords: Any) -> Any:
         seen.append("noted")
-        return step(*arguments, **keywords)
-
-    return noted
-
-
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("where", ["optimizer", "class"])
-def test_a_step_put_in_place_of_torchs_is_taken(monkeypatch, where, when, scheduled):
-    seen: list[str] = []
-    optimizer = sgd()
+        return wrapped(*arguments, **keywords)
 
     def put() -> None:
         if where == "class":
-            monkeypatch.setattr(torch.optim.SGD, "step", noting(seen, torch.optim.SGD.step))
+            monkeypatch.setattr(torch.optim.SGD, "step", noted)
         else:
-            vars(optimizer)["step"] = MethodType(noting(seen, torch.optim.SGD.step), optimizer)
+            vars(optimizer)["step"] = MethodType(noted, optimizer)
 
     if when == "before":
         put()
-    if scheduled and where == "optimizer":  # of a class's, a schedule keeps the step that it found
-        StepLR(optimizer, 1)
     step = stepper(optimizer)
     step()
     if when == "after":
@@ -277,7 +267,9 @@ def test_an_optimizers_own_step_and_zero_grad_are_called():
     stepper(optimizer)()
     gradient_dropper(optimizer)()
     assert optimizer.calls == 11
-    plain, calls = sgd(), list[str]()
+    gradient_dropper(plain := sgd())()
+    assert plain.param_groups[0]["params"][0].grad is None
+    calls: list[str] = []
     plain.zero_grad = lambda **_: calls.append("mine")  # type: ignore[method-assign]
     gradient_dropper(plain)()
     assert calls == ["mine"]
@@ -290,13 +282,6 @@ def test_a_schedule_that_is_made_later_sees_that_there_was_a_step():
     step()
     schedule.step()  # else torch warns, which is an error here
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_dropping_gradients_is_zero_grad(kind):
-    (trained,), frozen = with_gradients([1.0]), nn.Parameter(torch.zeros(3), requires_grad=False)
-    gradient_dropper(kind([{"params": [trained]}, {"params": [frozen]}], lr=1.0))()
-    assert [parameter.grad for parameter in (trained, frozen)] == [None, None]
 
 
 # Fused kernels and the state of another form

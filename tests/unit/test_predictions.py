@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from framework.data.batching import share
 from framework.errors import ConfigError
@@ -71,15 +71,21 @@ def test_csv_has_an_index_and_one_row_a_sample(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "all.csv"]
 
 
-def test_pt_has_the_tensors_as_they_were(tmp_path: Path) -> None:
-    image = {"image": torch.arange(12.0).reshape(2, 2, 3).bfloat16(), "is_new": torch.tensor([True, False])}
-    parts = save(tmp_path, [[image], [], [image, image]])
-    assert join_parts(parts, tmp_path / "all.pt") == 6
+@pytest.mark.parametrize("sizes", [(3, 0, 2), (0, 0, 1), (0, 4), (2, 2, 2, 1)])
+def test_pt_has_the_tensors_as_they_were_and_ranks_without_samples_leave_no_gap(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    whole = {"x": torch.arange(6.0 * sum(sizes)).reshape(-1, 2, 3).bfloat16(), "new": torch.arange(sum(sizes)) > 1}
+    parts: list[list[Columns]] = []
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        parts.append([{name: values[end - size : end] for name, values in whole.items()}] if size else [])
+    for suffix in FORMATS:
+        assert join_parts(save(tmp_path, parts), tmp_path / f"all{suffix}") == sum(sizes)
     columns = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert columns.keys() == image.keys()
-    for name, values in image.items():
-        assert torch.equal(columns[name], torch.cat([values] * 3))
-    assert list(tmp_path.iterdir()) == [tmp_path / "all.pt"]
+    assert columns.keys() == whole.keys()
+    assert all(torch.equal(columns[name], values) for name, values in whole.items())
+    assert [int(row[0]) for row in read(tmp_path / "all.csv")[1:]] == list(range(sum(sizes)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.csv", "all.pt"]
 
 
 def test_several_numbers_of_a_sample_are_several_columns(tmp_path: Path) -> None:
@@ -99,23 +105,6 @@ def test_numbers_in_csv_read_back_the_same(tmp_path_factory: pytest.TempPathFact
     join_parts(save(folder, [[{"x": given_values}]]), folder / "all.csv")
     found = torch.tensor([float(row[1]) for row in read(folder / "all.csv")[1:]])
     assert torch.equal(found, given_values)
-
-
-@pytest.mark.parametrize("suffix", FORMATS)
-@pytest.mark.parametrize("sizes", [(3, 0, 2), (0, 0, 1), (0, 4), (2, 2, 2, 1)])
-def test_ranks_without_samples_leave_no_gap(tmp_path: Path, suffix: str, sizes: tuple[int, ...]) -> None:
-    whole = torch.arange(float(sum(sizes)))
-    shares: list[list[Columns]] = [[{"x": values}] if len(values) else [] for values in whole.split(list(sizes))]
-    output = tmp_path / f"all{suffix}"
-    assert join_parts(save(tmp_path, shares), output) == sum(sizes)
-    assert torch.equal(found_in(output), whole)
-
-
-def found_in(output: Path) -> Tensor:
-    if output.suffix == ".pt":
-        values: Tensor = torch.load(output, weights_only=True)["x"]
-        return values
-    return torch.tensor([float(row[1]) for row in read(output)[1:]])
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

@@ -1,3 +1,5 @@
+"""Metrics as sums and counts, on the device; the classes that are predicted."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,18 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import ConfigError, DataError
-from framework.tasks import Accuracy, MeanAbsoluteError
+from framework.tasks import Accuracy, Classes, MeanAbsoluteError
 
 SCORES = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.3, 0.1, 0.6], [0.2, 0.5, 0.3]])
 
 
 @pytest.mark.parametrize(
-    ("top_k", "target", "hits"),
-    [(1, [1, 0, 2, 1], 4), (1, [1, 0, 2, 0], 3), (1, [0, 1, 0, 2], 0), (2, [2, 2, 0, 0], 3), (3, [0, 1, 2, 0], 4)],
+    ("metric", "target", "hits", "count"),
+    [
+        (Accuracy(), [1, 0, 2, 1], 4, 4),
+        (Accuracy(), [1, 0, 2, 0], 3, 4),
+        (Accuracy(), [0, 1, 0, 2], 0, 4),
+        (Accuracy(top_k=2), [2, 2, 0, 0], 3, 4),
+        (Accuracy(top_k=3), [0, 1, 2, 0], 4, 4),
+        (Accuracy(ignore_index=-100), [1, -100, 2, 0], 2, 3),
+        (Accuracy(ignore_index=0), [1, 0, 2, 0], 2, 2),  # a class that the model predicts
+        (Accuracy(top_k=2, ignore_index=0), [1, 0, 0, 0], 1, 1),
+    ],
 )
-def test_accuracy_counts_targets_among_the_best(top_k, target, hits):
-    total, count = Accuracy(top_k=top_k)(SCORES, torch.tensor(target))
-    assert (total.item(), count) == (hits, 4)
+def test_accuracy_counts_targets_among_the_best(metric, target, hits, count):
+    total, of = metric(SCORES, torch.tensor(target))
+    assert (int(total), int(of)) == (hits, count)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -25,23 +36,21 @@ def test_accuracy_of_images_counts_pixels(top_k):
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(2, 5, 3, 4, generator=generator)
     target = torch.randint(5, (2, 3, 4), generator=generator)
-    flat = scores.permute(0, 2, 3, 1).reshape(-1, 5)
     total, count = Accuracy(top_k=top_k)(scores, target)
     assert count == 24
-    assert total.item() == Accuracy(top_k=top_k)(flat, target.flatten())[0].item() > 0
+    assert total.item() == Accuracy(top_k=top_k)(scores.permute(0, 2, 3, 1).reshape(-1, 5), target.flatten())[0].item()
 
 
 @given(cut=st.integers(1, 30))
 def test_parts_add_up_to_the_whole(cut):
     generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(31, 4, generator=generator)
-    target = torch.randint(4, (31,), generator=generator)
-    whole, parts = (
-        Accuracy()(scores, target),
-        [Accuracy()(scores[:cut], target[:cut]), Accuracy()(scores[cut:], target[cut:])],
-    )
-    assert sum(total.item() for total, _ in parts) == whole[0].item()
-    assert sum(count for _, count in parts) == whole[1]
+    scores, target = torch.randn(31, 4, generator=generator), torch.randint(4, (31,), generator=generator)
+    for metric in (Accuracy(), MeanAbsoluteError()):
+        wanted = target if isinstance(metric, Accuracy) else scores.round()
+        total, count = metric(scores, wanted)
+        (one, n), (other, m) = metric(scores[:cut], wanted[:cut]), metric(scores[cut:], wanted[cut:])
+        assert (one + other).item() == pytest.approx(total.item())
+        assert n + m == count
 
 
 @pytest.mark.parametrize(
@@ -65,35 +74,23 @@ def test_top_k_must_fit():
         Accuracy(top_k=4)(SCORES, torch.zeros(4, dtype=torch.int64))
 
 
-def test_mean_absolute_error_is_over_elements():
-    total, count = MeanAbsoluteError()(torch.tensor([[1.0, -2.0], [0.0, 3.0]]), torch.tensor([[0.0, 2.0], [0.0, 1.0]]))
-    assert (total.item(), count) == (7.0, 4)
+@pytest.mark.parametrize(
+    ("metric", "output", "target", "expected"),
+    [
+        (MeanAbsoluteError(), [[1.0, -2.0], [0.0, 3.0]], [[0.0, 2.0], [0.0, 1.0]], (7.0, 4)),
+        (MeanAbsoluteError(ignore_index=-1), [1.0, torch.inf, 5.0], [0.0, -1.0, 2.0], (4.0, 2)),
+    ],
+)
+def test_mean_absolute_error_is_over_elements(metric, output, target, expected):
+    total, count = metric(torch.tensor(output), torch.tensor(target))
+    assert (float(total), int(count)) == expected
 
 
-def test_mean_absolute_error_adds_half_precision_in_single():
+def test_mean_absolute_error_adds_in_single_precision_and_refuses_to_broadcast():
     total, count = MeanAbsoluteError()(torch.ones(5000, dtype=torch.bfloat16), torch.zeros(5000, dtype=torch.bfloat16))
     assert (total.dtype, total.item(), count) == (torch.float32, 5000.0, 5000)
-
-
-def test_mean_absolute_error_refuses_to_broadcast():
     with pytest.raises(DataError, match=r"\(4, 1\) and targets of shape \(4,\)"):
         MeanAbsoluteError()(torch.zeros(4, 1), torch.zeros(4))
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_accuracy_leaves_ignored_targets_out_of_sum_and_count(top_k):
-    """Also where the ignored value is a class that the model predicts."""
-    for ignored, target in ((-100, [1, -100, 2, 0]), (0, [1, 0, 2, 0])):
-        kept = torch.tensor(target) != ignored
-        expected = Accuracy(top_k)(SCORES[kept], torch.tensor(target)[kept])
-        total, count = Accuracy(top_k, ignore_index=ignored)(SCORES, torch.tensor(target))
-        assert (int(total), int(count)) == (int(expected[0]), expected[1])
-
-
-def test_mean_absolute_error_leaves_ignored_targets_out():
-    output, target = torch.tensor([1.0, torch.inf, 5.0]), torch.tensor([0.0, -1.0, 2.0])
-    total, count = MeanAbsoluteError(ignore_index=-1)(output, target)
-    assert (float(total), int(count)) == (4.0, 2)
 
 
 @pytest.mark.parametrize("metric", [Accuracy(), Accuracy(top_k=2), Accuracy(ignore_index=0)])
@@ -102,3 +99,13 @@ def test_sums_stay_on_the_device(own_state, metric):
     total, count = metric(torch.zeros(4, 3, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta"))
     assert (total.device.type, total.shape) == ("meta", ())
     assert count == 4 if metric.ignore_index is None else count.device.type == "meta"
+
+
+def test_the_best_class_and_its_probability_are_predicted_in_single_precision():
+    found = Classes()(torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0 + torch.log(torch.tensor(2.0)), -100.0]]))
+    assert torch.equal(found["class"], torch.tensor([1, 1]))
+    torch.testing.assert_close(found["probability"], torch.tensor([0.66524094, 2 / 3]))
+    scores = torch.randn(50, 10, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.testing.assert_close(Classes()(scores)["probability"], scores.double().softmax(dim=1).amax(dim=1).float())
+    with pytest.raises(DataError, match=r"\(3, 4, 5\)(.|\n)*task\.predictions=null"):
+        Classes()(torch.zeros(3, 4, 5))

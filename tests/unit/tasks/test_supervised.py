@@ -33,21 +33,13 @@ def summed(output: StepOutput, name: str) -> tuple[torch.Tensor, torch.Tensor | 
     return total, count
 
 
-def test_it_is_a_task(classification):
+def test_training_gives_the_mean_loss_and_validation_the_metrics(classification, model):
     assert isinstance(classification, Task)
-
-
-def test_training_gives_the_mean_loss_with_its_graph_and_no_metrics(classification, model):
     output = classification.training_step(model, [X, LABELS])
     assert output.loss.equal(nn.functional.cross_entropy(model(X), LABELS))
     assert output.loss.requires_grad
-    assert output.num_samples == 12
-    assert output.metrics == {}
-
-
-def test_validation_gives_metrics(classification, model):
-    output = classification.validation_step(model, [X, LABELS])
-    total, count = summed(output, "accuracy")
+    assert (output.num_samples, output.metrics) == (12, {})
+    total, count = summed(classification.validation_step(model, [X, LABELS]), "accuracy")
     assert (total.item(), int(count)) == ((model(X).argmax(dim=1) == LABELS).sum().item(), 12)
 
 
@@ -101,19 +93,12 @@ def test_other_forms_are_refused(classification, model, batch, said):
         classification.training_step(model, batch)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_loss_that_is_no_mean_is_refused(reduction):
-    with pytest.raises(ConfigError, match=f"CrossEntropyLoss has reduction='{reduction}'. Use reduction='mean'"):
-        Supervised(loss=nn.CrossEntropyLoss(reduction=reduction))
-
-
-def test_a_function_that_gives_no_scalar_is_refused(model):
-    task = Supervised(loss=lambda output, target: (output - target).abs())
+def test_what_is_no_mean_loss_is_refused(model):
+    for reduction in ("sum", "none"):
+        with pytest.raises(ConfigError, match=f"CrossEntropyLoss has reduction='{reduction}'. Use reduction='mean'"):
+            Supervised(loss=nn.CrossEntropyLoss(reduction=reduction))
     with pytest.raises(ConfigError, match=r"shape \(12, 3\)"):
-        task.training_step(model, (X, torch.zeros(12, 3)))
-
-
-def test_a_metric_called_loss_is_refused():
+        Supervised(loss=lambda output, target: (output - target).abs()).training_step(model, (X, torch.zeros(12, 3)))
     with pytest.raises(ConfigError, match="called 'loss'"):
         Supervised(loss=nn.MSELoss(), metrics={"loss": MeanAbsoluteError()})
 
