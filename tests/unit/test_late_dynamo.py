@@ -65,7 +65,7 @@ IMPORTED = f"""{STEPS}
 with late_dynamo():
     trained()
     first = torch._dynamo
-    {{statement}}
+    STATEMENT
     assert REAL in sys.modules and torch._dynamo is sys.modules["torch._dynamo"] is not first
     from torch._dynamo import config, eval_frame, exc
     import torch._dynamo.backends.registry
@@ -90,9 +90,9 @@ assert torch._dynamo is sys.modules["torch._dynamo"] is not first
     "script",
     [
         NOT_IMPORTED,
-        IMPORTED.format(statement="import torch._dynamo.config"),
+        IMPORTED.replace("STATEMENT", "import torch._dynamo.config"),
         *(
-            pytest.param(IMPORTED.format(statement=statement), marks=pytest.mark.exhaustive)
+            pytest.param(IMPORTED.replace("STATEMENT", statement), marks=pytest.mark.exhaustive)
             for statement in (
                 "left_alone = torch._dynamo.disable(lambda x: x); assert left_alone(1) == 1",
                 "from torch._dynamo.exc import Unsupported",
