@@ -107,7 +107,7 @@ def test_the_compiler_is_imported_only_when_it_is_needed_and_then_once(script: s
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_run_never_imports_it_unless_it_compiles(train, tmp_path: Path) -> None:
+def test_a_run_never_imports_it_unless_it_compiles(own_state, train, tmp_path: Path) -> None:
     (tmp_path / "probe.py").write_text(
         "import sys\n"
         "class Probe:\n"
