@@ -1,7 +1,4 @@
-"""What the documentation shows of the command's output is what it prints, where that doesn't depend on the machine.
-
-Compared word by word: directories of runs, paths and numbers that were measured aside.
-"""
+"""Output that the documentation shows is what the command prints, except for what depends on the machine."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def words(text: str, *, numbers: bool = True) -> list[str]:
 
 @pytest.fixture
 def typed(warm, tmp_path, monkeypatch, capfd) -> Typed:
-    """Types a command in an empty folder; gives its exit status and all that it prints."""
+    """Type a command in an empty folder; return its exit status and all that it prints."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str]:
@@ -55,6 +52,7 @@ def typed(warm, tmp_path, monkeypatch, capfd) -> Typed:
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", _ANSWERS)
 def test_what_is_shown_below_a_command_is_what_it_prints(typed: Typed, command: str) -> None:
     """An excerpt that ends in `…` is the beginning."""
@@ -67,6 +65,7 @@ def test_what_is_shown_below_a_command_is_what_it_prints(typed: Typed, command: 
         assert printed.rstrip() == shown
 
 
+@pytest.mark.exhaustive
 def test_files_that_cannot_be_downloaded(typed: Typed, tmp_path: Path) -> None:
     shown = shown_text(ROOT / "docs/data.md", begins="train-images-idx3-ubyte.gz and 3 more")
     status, printed = typed("recipe=mnist", "trainer.gpus=0", "data.mirrors=[http://files.example/mnist]")
@@ -103,6 +102,7 @@ def test_the_report_of_a_rank_that_hangs() -> None:
     assert render(report).startswith(shown_text(README, begins="──── Rank 1").rstrip())
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_leaves_out_parameters_under_ddp(typed: Typed, tmp_path: Path) -> None:
     (tmp_path / "partly.py").write_text(
         "from torch import nn\n\n\n"
@@ -120,7 +120,7 @@ def test_a_model_that_leaves_out_parameters_under_ddp(typed: Typed, tmp_path: Pa
     assert words(printed)[: len(shown)] == shown
 
 
-def test_checkpoints_and_what_is_said_of_a_damaged_one(typed: Typed, tmp_path: Path) -> None:
+def test_files_of_a_run_and_the_answer_to_a_damaged_checkpoint(typed: Typed, tmp_path: Path) -> None:
     page = ROOT / "docs/checkpoints.md"
     short = ("trainer.gpus=0", "trainer.max_epochs=2", "trainer.limit_train_batches=2")
     assert typed("recipe=toy", *short)[0] == 0

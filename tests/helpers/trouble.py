@@ -1,6 +1,6 @@
-"""A user's recipe in which one rank does one deed, such as killing itself, in one phase of one step.
+"""A recipe in which one rank misbehaves, for instance kills itself, in one phase of one step.
 
-What is to be done stands in `deed.json`; before it does it, the rank writes `done.json`: who, where and when.
+`deed.json` says how; just before, the rank writes `done.json`: its rank and PID, the phase, step and time.
 """
 
 from __future__ import annotations

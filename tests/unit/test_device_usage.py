@@ -1,4 +1,4 @@
-"""What is logged of a GPU, with a GPU made up: what torch's functions are asked, and how often."""
+"""Memory and utilization of GPUs (made up ones), at most once a second."""
 
 from __future__ import annotations
 

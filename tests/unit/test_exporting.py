@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from framework import StepOutput, exporting
 from framework.checkpoint import write
-from framework.config.parse import parse
 from framework.errors import CheckpointError, ConfigError, RunError, TargetError
 from framework.onnx_file import runtime
-from framework.tracing import examples
-from recipes.toy import ToyModel, toy_regression
+from recipes.toy import ToyModel
 from recipes.toy_model_parallel import ToyModelParallel
-from tests.conf.test_options import composed
+from tests.unit.config.raw import composed
 
 HERE = "tests.unit.test_exporting"
-GRAPHS = ("onnx", "torch_export")
+GRAPHS = (pytest.param("onnx", marks=pytest.mark.exhaustive), "torch_export")
+"""Default: that which is fast; ONNX is proved by default where it differs."""
 SUFFIX = {"state_dict": ".pt", "safetensors": ".safetensors", "onnx": ".onnx", "torch_export": ".pt2"}
 
 pytestmark = pytest.mark.usefixtures("own_state")
@@ -66,6 +65,13 @@ class Noisy(ToyModel):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         return out + torch.rand_like(out)
+
+
+class Unknown(ToyModel):
+    """An operation that is not in ONNX."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.special.airy_ai(x))
 
 
 class Counting(ToyModel):
@@ -176,29 +182,6 @@ def test_weights_are_there_under_their_names(export, format_, make):
     make().load_state_dict(found, strict=True)
 
 
-def test_tied_weights_keep_their_names_and_are_told(export):
-    path, said = export(Tied(), "safetensors")
-    assert said["tied"] == ["second.weight shares its values with first.weight; written again, 400 bytes"]
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    assert json.loads(metadata.pop("tied")) == {"second.weight": "first.weight"}
-    assert metadata.pop("framework_version")
-    assert metadata == {"recipe": "toy", "step": "7", "format": "pt", "torch_version": torch.__version__}
-
-
-def test_a_state_dict_keeps_tied_weights_tied(export):
-    path, said = export(Tied(), "state_dict")
-    found = torch.load(path, weights_only=True)
-    assert found["first.weight"].data_ptr() == found["second.weight"].data_ptr()
-    assert "tied" not in said
-
-
-def test_a_file_is_readable_by_whom_new_files_are(export, tmp_path):
-    (tmp_path / "plain").touch()
-    path, _ = export(ToyModel(), "safetensors")
-    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
 def test_what_is_no_tensor_stays_in_a_state_dict_only(export):
     path, _ = export(Counting(), "state_dict")
     assert torch.load(path, weights_only=True)["_extra_state"] == {"seen": 3}
@@ -206,14 +189,20 @@ def test_what_is_no_tensor_stays_in_a_state_dict_only(export):
         export(Counting(), "safetensors")
 
 
-def test_values_that_are_not_numbers_are_kept(export):
-    model = ToyModel()
-    with torch.no_grad():
-        model.net1.bias[0], model.net1.bias[1] = torch.nan, -0.0
-    path, _ = export(model, "safetensors")
-    found = load_file(path)["net1.bias"]
-    assert found[0].isnan()
-    assert found[1].signbit()
+def test_tied_weights_keep_their_names(export, tmp_path):
+    path, said = export(Tied(), "state_dict")
+    found = torch.load(path, weights_only=True)
+    assert found["first.weight"].data_ptr() == found["second.weight"].data_ptr()
+    assert "tied" not in said
+    path, said = export(Tied(), "safetensors")
+    assert "second.weight shares its values with first.weight" in said["tied"][0]
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["tied"]) == {"second.weight": "first.weight"}
+    facts = {"recipe": "toy", "step": "7", "torch_version": torch.__version__}
+    assert facts.items() <= metadata.items()
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # readable by those who may read new files
 
 
 @pytest.mark.parametrize("format_", ["state_dict", "safetensors"])
@@ -230,12 +219,20 @@ def test_a_file_that_reads_back_as_something_else_is_refused(export, monkeypatch
         export(ToyModel(), format_)
 
 
-def test_weights_of_another_model(export):
-    with pytest.raises(CheckpointError, match="don't fit the model ToyModel"):
-        export(Tied(), "state_dict", target="recipes.toy.ToyModel")
+@pytest.mark.parametrize(
+    ("model", "keywords", "error", "said"),
+    [
+        (lambda: Tied(), {"target": "recipes.toy.ToyModel"}, CheckpointError, "don't fit the model ToyModel"),
+        (lambda: ToyModelParallel(["cpu"] * 3), {"span": 2}, CheckpointError, r"topology\.gpus_per_process=NUMBER"),
+    ],
+    ids=["another model", "another number of devices"],
+)
+def test_weights_that_do_not_fit_are_refused(export, model, keywords, error, said):
+    with pytest.raises(error, match=said):
+        export(model(), "state_dict", **keywords)
 
 
-def test_a_disk_that_refuses(export, monkeypatch):
+def test_a_full_disk_is_reported(export, monkeypatch):
     def full(*_: Any) -> None:
         raise RuntimeError("No space left on device")
 
@@ -247,7 +244,7 @@ def test_a_disk_that_refuses(export, monkeypatch):
 # Graphs
 
 
-@pytest.mark.parametrize("format_", GRAPHS)
+@pytest.mark.parametrize("format_", ["onnx", "torch_export"])
 def test_a_graph_takes_batches_of_any_size(export, format_):
     model = Tied()
     path, said = export(model, format_)
@@ -293,13 +290,7 @@ def test_a_graph_in_the_models_type(export, format_, precision, dtype):
         torch.testing.assert_close(computed(path, x), model(x).detach())
 
 
-def test_without_autocast(export):
-    _, said = export(ToyModel(), "torch_export", "trainer.precision=bf16-mixed")
-    assert said["input"] == ["x: float32 [batch, 10]"]
-    assert said["precision"] == ["bf16-mixed: weights and computation are float32, as autocast is no part of a file"]
-
-
-@pytest.mark.parametrize("format_", GRAPHS)
+@pytest.mark.parametrize("format_", ["onnx", "torch_export"])
 def test_inputs_are_what_the_task_gives_the_model(export, format_):
     model = Rich()
     path, said = export(model, format_, task="RichTask")
@@ -317,34 +308,23 @@ def test_inputs_are_what_the_task_gives_the_model(export, format_):
     assert torch.equal(classes, wanted["classes"][0])
 
 
-def test_an_example_is_what_the_model_got_before_it_wrote_to_it():
-    config = parse({**composed("recipe=toy"), "task": {"_target_": f"{HERE}.RichTask"}})
-    (x, mask, _), (_, longer, _) = (call.tensors() for call in examples(config, Rich()).calls)
-    assert torch.equal(x, toy_regression().test[:8][0])  # type: ignore[index]
-    assert (len(mask), len(longer)) == (8, 9)
-
-
-@pytest.mark.parametrize("format_", GRAPHS)
-def test_a_graph_says_where_it_is_from(export, format_):
-    path, _ = export(ToyModel(), format_)
-    if format_ == "onnx":
-        found = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
-    else:
-        found = dict.fromkeys(("recipe", "step", "torch_version"), "")
-        torch.export.load(path, extra_files=found)
+def test_notes_on_what_was_exported(export):
+    path, said = export(ToyModel(), "torch_export", "trainer.precision=bf16-mixed", task="Twice")
+    assert said["input"] == ["x: float32 [batch, 10]"]
+    assert "weights and computation are float32" in said["precision"][0]
+    assert "validation_step calls the model 2 times" in said["note"][0]
+    found = dict.fromkeys(("recipe", "step", "torch_version"), "")
+    torch.export.load(path, extra_files=found)
     assert (found["recipe"], found["step"], found["torch_version"]) == ("toy", "7", torch.__version__)
 
 
-def test_a_model_that_is_called_twice_is_told(export):
-    _, said = export(ToyModel(), "torch_export", task="Twice")
-    assert said["note"] == ["validation_step calls the model 2 times; the first call is the example"]
-
-
-def test_what_only_a_part_that_is_there_has(export):
-    _, said = export(ToyModel(), "torch_export", "data.datasets.num_samples=3", "+data.datasets.test_fraction=0.4")
-    assert " for batches of 8 and 9: " in said["compared"][0]  # one sample, again and again
-    _, said = export(ToyModel(), "torch_export", "+data.datasets.test_fraction=0", "+data.datasets.val_fraction=0")
-    assert " for batches of 8 and 9: " in said["compared"][0]
+@pytest.mark.exhaustive
+def test_without_onnxruntime_the_reference_runs_the_file(export, monkeypatch):
+    monkeypatch.setattr("framework.onnx_file.find_spec", lambda _: None)
+    path, said = export(ToyModel(), "onnx")
+    assert "by onnx.reference " in said["compared"][0]
+    found = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+    assert (found["recipe"], found["step"], found["torch_version"]) == ("toy", "7", torch.__version__)
 
 
 # Refused
@@ -380,47 +360,23 @@ def test_what_can_not_be_a_graph_is_refused(export, model, overrides, task, erro
         export(model, "torch_export", *overrides, task=task)
 
 
-def test_an_onnx_file_that_computes_something_else_is_refused(export):
-    with pytest.raises(RunError, match=r"The onnx file of Noisy, run by onnxruntime [\d.]+ with a batch of 8 samples"):
-        export(Noisy(), "onnx")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("model", "error", "said"),
+    [
+        (Noisy, RunError, r"The onnx file of Noisy, run by onnxruntime [\d.]+ with a batch of 8 samples"),
+        (Unknown, TargetError, r"torch\.onnx can't turn Unknown into ONNX: "),
+    ],
+)
+def test_what_can_not_be_an_onnx_file_is_refused(export, model, error, said):
+    with pytest.raises(error, match=said):
+        export(model(), "onnx")
 
 
-def test_what_onnx_does_not_have(export):
-    with pytest.raises(TargetError, match=r"torch\.onnx can't turn Unknown into ONNX: "):
-        export(Unknown(), "onnx")
-
-
-def test_one_onnx_file_has_a_limit(export, monkeypatch):
-    monkeypatch.setattr(exporting, "_ONNX_LIMIT_BYTES", 100)
-    with pytest.raises(ConfigError, match=r"The weights of ToyModel are 660 bytes, and one ONNX file holds less"):
-        export(ToyModel(), "onnx")
-
-
-def test_a_damaged_onnx_file_is_not_valid(tmp_path):
+def test_wrong_onnx_files_are_refused(export, tmp_path, monkeypatch):
     (tmp_path / "a.onnx").write_bytes(b"no model")
     with pytest.raises(RunError, match="The ONNX file isn't valid"):
         runtime(tmp_path / "a.onnx", [])
-
-
-def test_without_onnxruntime_the_reference_runs_the_file(export, monkeypatch):
-    monkeypatch.setattr("framework.onnx_file.find_spec", lambda _: None)
-    _, said = export(ToyModel(), "onnx")
-    assert "by onnx.reference " in said["compared"][0]
-    assert "note" not in said
-
-
-def test_another_number_of_devices_is_told(export):
-    with pytest.raises(CheckpointError, match=r"made for 2 device\(s\) here: topology\.gpus_per_process=NUMBER says"):
-        export(ToyModelParallel(["cpu", "cpu", "cpu"]), "state_dict", span=2)
-
-
-class Unknown(ToyModel):
-    """An operation that is not in ONNX."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.special.airy_ai(x))
-
-
-def test_every_format_can_be_chosen():
-    for format_ in SUFFIX:
-        assert parse(composed("recipe=toy", f"export.format={format_}")).export.format.value == format_
+    monkeypatch.setattr(exporting, "_ONNX_LIMIT_BYTES", 100)
+    with pytest.raises(ConfigError, match=r"The weights of ToyModel are 660 bytes, and one ONNX file holds less"):
+        export(ToyModel(), "onnx")

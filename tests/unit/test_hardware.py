@@ -1,3 +1,5 @@
+"""GPUs, cores and threads of the machine, as drivers, control groups and SLURM leave them."""
+
 from __future__ import annotations
 
 import os
@@ -120,36 +122,30 @@ def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(nvml):
     assert hardware.resolve_gpus(0) == 0
 
 
-@pytest.mark.parametrize("visible", ["1,3", "GPU-bb,GPU-cc", "MIG-1,0"])
-def test_gpus_that_are_left_are_all_there_are(nvml, monkeypatch, visible):
-    nvml(FOUR, mig=("MIG-1",))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert hardware.resolve_gpus(None) == 2
-    with pytest.raises(TopologyError, match="has 2 GPUs"):
-        hardware.resolve_gpus(3)
+@pytest.mark.parametrize(
+    ("there", "visible", "asked", "facts"),
+    [
+        (FOUR, None, 8, ["has 4 GPUs", "trainer.gpus=4 or trainer.gpus=auto"]),
+        (FOUR[:1], None, 8, ["has 1 GPU", "trainer.gpus=auto"]),
+        ((), None, 8, ["has no GPU"]),
+        (FOUR, "1", 2, ["has 1 GPU (CUDA_VISIBLE_DEVICES='1')"]),
+        *((FOUR, visible, 3, ["has 2 GPUs"]) for visible in ("1,3", "GPU-bb,GPU-cc", "MIG-1,0")),
+    ],
+)
+def test_too_many_gpus_are_refused_with_what_there_is(nvml, monkeypatch, there, visible, asked, facts):
+    nvml(there, mig=("MIG-1",))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(TopologyError) as caught:
+        hardware.resolve_gpus(asked)
+    for fact in (*facts, f"trainer.gpus=0 topology.procs_per_node={asked}"):
+        assert fact in str(caught.value)
+    assert ("trainer.gpus=auto" in str(caught.value)) == bool(there)
 
 
 def test_gpus_are_those_asked_for_or_all(nvml):
     nvml(FOUR)
     assert [hardware.resolve_gpus(n) for n in (None, 0, 3, 4)] == [4, 0, 3, 4]
-
-
-@pytest.mark.parametrize(("there", "says"), [(FOUR, "has 4 GPUs"), (FOUR[:1], "has 1 GPU"), ((), "has no GPU")])
-def test_too_many_gpus_says_how_many_there_are_and_how_to_use_the_cpu(nvml, there, says):
-    nvml(there)
-    with pytest.raises(TopologyError) as caught:
-        hardware.resolve_gpus(8)
-    message = str(caught.value)
-    assert says in message
-    assert "trainer.gpus=0 topology.procs_per_node=8" in message
-    assert ("trainer.gpus=auto" in message) == bool(there)
-
-
-def test_too_many_gpus_names_the_variable_that_hides_some(nvml, monkeypatch):
-    nvml(FOUR)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with pytest.raises(TopologyError, match=r"has 1 GPU \(CUDA_VISIBLE_DEVICES='1'\)"):
-        hardware.resolve_gpus(2)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +180,6 @@ def test_cores_are_those_that_affinity_and_control_groups_leave(tmp_path, monkey
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert hardware.cpu_count(tmp_path) == expected
-
-
-def test_affinity_below_the_quota_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     assert hardware.cpu_count(tmp_path) == 1
 
@@ -243,7 +236,7 @@ def two_cores(monkeypatch):
         ({}, Sharers(4, 2)),
     ],
 )
-def test_tasks_that_srun_has_bound_share_cores_with_those_bound_alike(environ, expected):
+def test_tasks_of_srun_share_cores_with_those_of_the_same_binding(environ, expected):
     assert sharers_of_cores(local_rank=2, procs=4, environ=environ) == expected
 
 

@@ -1,3 +1,5 @@
+"""Exponential moving averages of the weights."""
+
 from __future__ import annotations
 
 import io
@@ -54,17 +56,6 @@ def evaluated(callback: EMAWeightAveraging, model: nn.Module) -> State:
         return copy_of(model)
 
 
-def history(steps: int) -> list[State]:
-    """The weights after each of the steps."""
-    model, callback = new_model(), EMAWeightAveraging()
-    start(callback, model)
-    states = []
-    for step in range(1, steps + 1):
-        train(callback, model, range(step, step + 1))
-        states.append(copy_of(model))
-    return states
-
-
 @pytest.mark.parametrize(
     ("keywords", "updated_after"),
     [
@@ -74,57 +65,51 @@ def history(steps: int) -> list[State]:
         ({"update_every_n_steps": 2, "update_starting_at_step": 1}, [3, 5]),
     ],
 )
-def test_it_is_the_formula(keywords: dict[str, Any], updated_after: list[int]) -> None:
+def test_the_average_follows_the_formula(keywords: dict[str, Any], updated_after: list[int]) -> None:
     model = new_model()
     callback = start(EMAWeightAveraging(decay=0.9, **keywords), model)
-    train(callback, model, range(1, 7))
-    weights = [history(6)[step - 1] for step in updated_after]
-    expected = {name: tensor.double() for name, tensor in weights[0].items() if tensor.is_floating_point()}
-    for state in weights[1:]:
-        expected = {name: 0.9 * average + 0.1 * state[name].double() for name, average in expected.items()}
+    expected: State = {}
+    for step in range(1, 7):
+        train(callback, model, range(step, step + 1))
+        if step in updated_after:
+            state = {name: tensor.double() for name, tensor in copy_of(model).items() if tensor.is_floating_point()}
+            expected = {name: 0.9 * expected[name] + 0.1 * state[name] if expected else state[name] for name in state}
     actual = evaluated(callback, model)
     for name, average in expected.items():
         torch.testing.assert_close(actual[name].double(), average, rtol=1e-5, atol=1e-6)
     assert len(expected) == 8, "parameters and BatchNorm's statistics"
 
 
-def test_without_use_buffers_the_model_keeps_its_own() -> None:
+def test_buffers_may_stay_the_models_own() -> None:
     model = new_model()
     callback = start(EMAWeightAveraging(decay=0.9, use_buffers=False), model)
     train(callback, model, range(1, 4))
     own, average = copy_of(model), evaluated(callback, model)
-    for name in own:
-        assert torch.equal(own[name], average[name]) is (name in {name for name, _ in model.named_buffers()}), name
+    buffers = {name for name, _ in model.named_buffers()}
+    assert {name for name in own if torch.equal(own[name], average[name])} == buffers
 
 
-def test_the_training_weights_come_back_bit_for_bit_where_they_were() -> None:
+def bits(model: nn.Module) -> State:
+    return {name: tensor.clone().view(torch.uint8) for name, tensor in model.state_dict().items() if tensor.dim()}
+
+
+def test_after_an_evaluation_the_training_weights_are_the_same_bits_in_the_same_memory() -> None:
     model = new_model()
     callback = start(EMAWeightAveraging(decay=0.9), model)
     train(callback, model, range(1, 4))
     with torch.no_grad():
         model[0].weight[0, :2] = torch.tensor([float("nan"), -0.0])  # type: ignore[index]
-    before = {name: tensor.clone().view(torch.uint8) for name, tensor in model.state_dict().items() if tensor.dim()}
-    addresses = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    before, addresses = bits(model), [tensor.data_ptr() for tensor in model.state_dict().values()]
     average = evaluated(callback, model)
-    after = {name: tensor.view(torch.uint8) for name, tensor in model.state_dict().items() if tensor.dim()}
-    assert_equal(before, after)
-    assert addresses == [tensor.data_ptr() for tensor in model.state_dict().values()]
-    assert_equal(average, evaluated(callback, model))
+    saved = {name: tensor.clone() for name, tensor in callback.state_dict()["average"].items()}
+    with callback.evaluation_weights(model), callback.evaluation_weights(model):  # twice is once
+        assert_equal(copy_of(model), average)
+        assert_equal(callback.state_dict()["average"], saved)
     with pytest.raises(ZeroDivisionError), callback.evaluation_weights(model):
         raise ZeroDivisionError
-    assert_equal(
-        before, {name: tensor.view(torch.uint8) for name, tensor in model.state_dict().items() if tensor.dim()}
-    )
-
-
-def test_entering_twice_is_entering_once() -> None:
-    model = new_model()
-    callback = start(EMAWeightAveraging(decay=0.9), model)
-    train(callback, model, range(1, 4))
-    own, average = copy_of(model), evaluated(callback, model)
-    with callback.evaluation_weights(model), callback.evaluation_weights(model):
-        assert_equal(copy_of(model), average)
-    assert_equal(copy_of(model), own)
+    assert_equal(bits(model), before)
+    assert addresses == [tensor.data_ptr() for tensor in model.state_dict().values()]
+    assert_equal(evaluated(callback, model), average)
 
 
 def test_before_the_first_update_the_model_is_evaluated_as_it_is() -> None:
@@ -137,54 +122,35 @@ def test_before_the_first_update_the_model_is_evaluated_as_it_is() -> None:
 
 @pytest.mark.parametrize("load_first", [True, False])
 @pytest.mark.parametrize("cut", [0, 2, 5])
-def test_a_resumed_average_goes_on_exactly(load_first: bool, cut: int) -> None:
+def test_a_resumed_average_is_exact(load_first: bool, cut: int) -> None:
     def new() -> EMAWeightAveraging:
         return EMAWeightAveraging(decay=0.9, update_every_n_steps=2, update_starting_at_step=1)
 
-    whole_model = new_model()
+    whole_model, model, resumed_model = new_model(), new_model(), new_model()
     whole = start(new(), whole_model)
     train(whole, whole_model, range(1, 9))
-
-    model = new_model()
-    callback = start(new(), model)
-    train(callback, model, range(1, cut + 1))
-    check_plain(callback.state_dict())
+    stopped = start(new(), model)
+    train(stopped, model, range(1, cut + 1))
+    check_plain(stopped.state_dict())
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "callback": callback.state_dict()}, file)
+    torch.save(stopped.state_dict(), file)
     file.seek(0)
-    saved = torch.load(file, weights_only=True)
-
-    resumed_model, resumed = new_model(), new()
-    resumed_model.load_state_dict(saved["model"])
+    state = torch.load(file, weights_only=True)
+    resumed_model.load_state_dict(model.state_dict())
+    resumed = new()
     if load_first:
-        resumed.load_state_dict(saved["callback"])
-        assert resumed.state_dict()["num_averaged"] == saved["callback"]["num_averaged"]
-        start(resumed, resumed_model, step=cut)
-    else:
-        start(resumed, resumed_model, step=cut)
-        resumed.load_state_dict(saved["callback"])
+        resumed.load_state_dict(state)
+    start(resumed, resumed_model, step=cut)
+    if not load_first:
+        resumed.load_state_dict(state)
     train(resumed, resumed_model, range(cut + 1, 9))
     assert_equal(evaluated(resumed, resumed_model), evaluated(whole, whole_model))
 
 
-def test_the_state_is_the_average_also_while_it_is_swapped_in() -> None:
-    model = new_model()
-    callback = start(EMAWeightAveraging(decay=0.9), model)
-    train(callback, model, range(1, 4))
-    outside = {name: tensor.clone() for name, tensor in callback.state_dict()["average"].items()}
-    with callback.evaluation_weights(model):
-        assert_equal(callback.state_dict()["average"], outside)
-    assert_equal(outside, evaluated(callback, model))
-
-
-def test_an_average_of_another_model_is_refused() -> None:
+def test_wrong_settings_and_averages_of_another_model_are_refused() -> None:
+    for keywords in ({"decay": 1.1}, {"decay": -0.1}, {"update_every_n_steps": 0}):
+        with pytest.raises(ConfigError, match=next(iter(keywords))):
+            EMAWeightAveraging(**keywords)
     callback = start(EMAWeightAveraging(), nn.Linear(2, 2))
-    state = {"num_averaged": 1, "average": nn.Linear(3, 2).state_dict()}
     with pytest.raises(CheckpointError, match="average in the checkpoint doesn't fit"):
-        callback.load_state_dict(state)
-
-
-@pytest.mark.parametrize("keywords", [{"decay": 1.1}, {"decay": -0.1}, {"update_every_n_steps": 0}])
-def test_wrong_settings_are_refused(keywords: dict) -> None:
-    with pytest.raises(ConfigError, match=next(iter(keywords))):
-        EMAWeightAveraging(**keywords)
+        callback.load_state_dict({"num_averaged": 1, "average": nn.Linear(3, 2).state_dict()})

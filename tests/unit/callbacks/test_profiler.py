@@ -1,3 +1,5 @@
+"""Traces of some training steps."""
+
 from __future__ import annotations
 
 import json
@@ -23,7 +25,7 @@ def _quiet(monkeypatch):
 
 
 @pytest.mark.parametrize("keywords", WRONG, ids=str)
-def test_numbers_of_steps_that_make_no_sense_are_refused(tmp_path, keywords):
+def test_wrong_numbers_of_steps_are_refused(tmp_path, keywords):
     with pytest.raises(ConfigError, match="numbers of steps"):
         TorchProfiler(context=CONTEXT, run_dir=RunDir(tmp_path), **keywords)
 
@@ -50,17 +52,17 @@ def recorded_steps(folder):
     return {each["name"] for each in json.loads(trace.read_text())["traceEvents"] if "ProfilerStep" in each["name"]}
 
 
-def test_what_a_failing_training_recorded_is_written_when_it_is_closed(tmp_path, capsys):
+def test_a_failing_training_leaves_what_it_recorded(tmp_path, capsys):
     recording = profiler(tmp_path)
     with pytest.raises(ArithmeticError):
         make_trainer(task=FailsAt(4), callbacks={"profiler": recording}).fit()
     recording.close()
     recording.close()
     assert recorded_steps(tmp_path) >= {"ProfilerStep#2", "ProfilerStep#3"}
-    assert capsys.readouterr().out == f"Traces of the profiler are in {tmp_path / 'profile'}\n"
+    assert str(tmp_path / "profile") in capsys.readouterr().out
 
 
-def test_one_that_failed_before_it_recorded_leaves_nothing(tmp_path, caplog):
+def test_a_failure_before_the_recording_leaves_nothing(tmp_path, caplog):
     recording = profiler(tmp_path)
     with pytest.raises(ArithmeticError):
         make_trainer(task=FailsAt(1), callbacks={"profiler": recording}).fit()
@@ -69,7 +71,7 @@ def test_one_that_failed_before_it_recorded_leaves_nothing(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_a_failure_is_not_hidden_by_a_folder_that_cannot_be_made(tmp_path, caplog):
+def test_a_folder_that_cannot_be_made_does_not_hide_the_failure(tmp_path, caplog):
     recording = profiler(tmp_path)
     with pytest.raises(ArithmeticError):
         make_trainer(task=FailsAt(4), callbacks={"profiler": recording}).fit()
@@ -79,7 +81,7 @@ def test_a_failure_is_not_hidden_by_a_folder_that_cannot_be_made(tmp_path, caplo
     assert "TorchProfiler can't write what it recorded" in caplog.text
 
 
-def test_traces_of_an_earlier_fit_do_not_hide_that_nothing_was_recorded(tmp_path, caplog, capsys):
+def test_a_run_that_records_nothing_says_so_despite_earlier_traces(tmp_path, caplog, capsys):
     make_trainer(settings(max_steps=4), callbacks={"profiler": profiler(tmp_path)}).fit()
     earlier = recorded_steps(tmp_path)
     capsys.readouterr()

@@ -4,122 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
-_RAW: dict[str, Any] = {
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from framework.config.assets import config_dir
+
+_SOME: dict[str, Any] = {
     "recipe": "some",
-    "job": "train",
-    "seed": 0,
-    "resume": None,
-    "init_from": None,
-    "eval": {"part": "test"},
-    "predict": {"part": "test", "output": "predictions.csv"},
-    "export": {"format": "state_dict", "output": None, "dynamic_batch": True},
-    "plan": {"format": "text", "train_samples": None},
-    "parity": {"processes": None, "steps": 3},
-    "preflight": {
-        "enabled": False,
-        "seconds": None,
-        "max_bytes": 1024,
-        "max_clock_offset": "1s",
-        "max_latency": None,
-        "min_link_bandwidth": None,
-        "min_bus_bandwidth": None,
-        "min_matmul": None,
-        "min_free_disk": None,
-        "min_shm": None,
-    },
-    "collectives": {"backends": None, "delay": "1s"},
-    "tune": {
-        "find_batch_size": True,
-        "find_lr": True,
-        "max_batch_size": None,
-        "steps_per_trial": 3,
-        "margin": 0.1,
-        "min_lr": 1e-7,
-        "max_lr": 10,
-        "num_training": 100,
-        "early_stop_threshold": 4.0,
-    },
-    "path": {"outputs": "outputs"},
+    "preflight.max_bytes": 1024,
     "model": {"_target_": "recipes.some.Model", "width": 8},
-    "data": {
-        "datasets": {"_target_": "recipes.some.data"},
-        "batch_size": 4,
-        "global_batch_size": None,
-        "eval_batch_size": None,
-        "loader": "auto",
-        "stream": "shared",
-        "num_workers": "auto",
-        "shuffle": True,
-        "root": None,
-        "mirrors": None,
-    },
-    "task": {"_target_": "framework.tasks.Supervised", "loss": {"_target_": "torch.nn.MSELoss"}, "metrics": {}},
-    "backend": {"name": "auto", "init_method": "env", "init_timeout": "5m", "timeout": 600},
-    "topology": {
-        "nnodes": 1,
-        "node_rank": 0,
-        "procs_per_node": "auto",
-        "gpus_per_process": None,
-        "min_gpus_per_process": 1,
-        "share_gpus": False,
-        "rdzv_endpoint": None,
-    },
-    "trainer": {
-        "gpus": "auto",
-        "max_epochs": 2,
-        "max_steps": None,
-        "precision": "32-true",
-        "accumulate_grad_batches": 1,
-        "gradient_clip_val": None,
-        "gradient_clip_algorithm": "norm",
-        "log_every_n_steps": 10,
-        "log_rank_losses": False,
-        "val_check_interval": None,
-        "check_val_every_n_epoch": 1,
-        "num_sanity_val_steps": 1,
-        "limit_train_batches": None,
-        "limit_val_batches": None,
-        "limit_test_batches": None,
-        "fast_dev_run": False,
-        "overfit_batches": None,
-        "deterministic": False,
-        "benchmark": None,
-        "num_threads": "auto",
-        "cpu_affinity": False,
-        "channels_last": False,
-        "compile": None,
-        "activation_checkpointing": None,
-        "profiler": None,
-    },
-    "strategy": {"_target_": "framework.strategies.auto"},
+    "data.datasets": {"_target_": "recipes.some.data"},
+    "data.batch_size": 4,
+    "data.eval_batch_size": None,
+    "topology.gpus_per_process": None,
+    "trainer.max_epochs": 2,
+    "trainer.log_every_n_steps": 10,
     "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-    "scheduler": {"schedule": None, "interval": "epoch", "monitor": None, "total_steps": None},
-    "checkpoint": {
-        "path": None,
-        "enabled": True,
-        "monitor": None,
-        "mode": "min",
-        "save_top_k": 1,
-        "save_last_k": 2,
-        "every_n_steps": None,
-        "every_n_epochs": 1,
-        "every_n_minutes": None,
-        "asynchronous": True,
-    },
+    "checkpoint.monitor": None,
     "logger": {"jsonl": {"_target_": "framework.loggers.JsonlLogger"}},
-    "callbacks": {},
-    "launcher": {"name": "auto", "max_restarts": 0, "late_after": "10s"},
 }
+"""How it differs from that of `recipe=toy`: nothing in it is imported, and every value is told from the defaults."""
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    """Return what the command composes of `overrides`, resolved. Composed once for each set of overrides."""
+    return deepcopy(_composed(overrides))
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        config = compose("config", overrides=list(overrides), return_hydra_config=True)
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)  # what ${hydra:...} looks in
+    try:
+        raw: Any = OmegaConf.to_container(config, resolve=True)
+    finally:
+        HydraConfig.instance().cfg = before
+    del raw["hydra"]
+    return dict(raw)
 
 
 def raw_config(changes: Mapping[str, Any] | None = None, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A configuration that is right, with values put at dotted keys and keys taken out."""
-    raw = deepcopy(_RAW)
-    for key, value in (changes or {}).items():
+    """Return a valid configuration with values put at dotted keys and keys taken out."""
+    raw = composed("recipe=toy")
+    for key, value in {**_SOME, **(changes or {})}.items():
         parent, name = _find(raw, key)
-        parent[name] = value
+        parent[name] = deepcopy(value)
     for key in without:
         parent, name = _find(raw, key)
         del parent[name]

@@ -11,7 +11,7 @@ import pytest
 from framework.config.parse import parse
 from framework.errors import TopologyError
 from framework.jobs import equivalents
-from framework.jobs.equivalents import commands, environment, hidden_gpus, launcher_name
+from framework.jobs.equivalents import commands, environment, hidden_gpus
 from framework.jobs.request import Request
 from framework.topology import Topology
 from tests.unit.config.raw import raw_config
@@ -25,7 +25,7 @@ def lines(topology: Topology, *overrides: str, **changes: Any) -> dict[str, str]
     return {name: shlex.join(words) for name, words in commands(request, topology).items()}
 
 
-def test_one_node() -> None:
+def test_commands_for_one_node() -> None:
     typed = ("job=plan", "recipe=toy", "plan.format=json", "trainer.gpus=0", "topology.procs_per_node=2")
     assert lines(Topology(1, 2, 0, 1), *typed) == {
         "framework": "python -m framework recipe=toy trainer.gpus=0 topology.procs_per_node=2",
@@ -36,7 +36,7 @@ def test_one_node() -> None:
     }
 
 
-def test_several_nodes_meet_at_a_placeholder() -> None:
+def test_commands_for_several_nodes() -> None:
     typed = ("recipe=toy", "trainer.gpus=8", "topology.nnodes=2", "topology.node_rank=1", "job=plan")
     assert lines(TWO_NODES, *typed, topology__nnodes=2) == {
         "framework": "python -m framework recipe=toy trainer.gpus=8 topology.nnodes=2 topology.node_rank=NODE "
@@ -48,7 +48,7 @@ def test_several_nodes_meet_at_a_placeholder() -> None:
     }
 
 
-def test_several_nodes_meet_where_that_was_said() -> None:
+def test_the_given_endpoint_and_restarts_are_used() -> None:
     changes = {"topology__nnodes": 2, "topology__rdzv_endpoint": "node0:4000", "launcher__max_restarts": 3}
     found = lines(TWO_NODES, "topology.rdzv_endpoint=node0:4000", "launcher=elastic", **changes)
     end = "topology.node_rank=NODE topology.rdzv_endpoint=node0:4000"
@@ -65,19 +65,6 @@ def test_an_address_with_brackets_is_quoted_for_hydra() -> None:
     assert words[-1] == "topology.rdzv_endpoint='[fe80::1]:4000'"
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({}, "local"),
-        ({"topology.nnodes": 2}, "elastic"),
-        ({"launcher.max_restarts": 1}, "elastic"),
-        ({"launcher.name": "in_place"}, "in_place"),
-    ],
-)
-def test_the_launcher_that_auto_becomes(changes: dict[str, Any], name: str) -> None:
-    assert launcher_name(parse(raw_config(changes))) == name
-
-
 def test_the_environment_of_the_first_and_the_last_rank() -> None:
     config = parse(raw_config({"topology.nnodes": 2, "topology.rdzv_endpoint": "[fe80::1]:4000"}))
     found = environment(config, TWO_NODES)
@@ -87,7 +74,7 @@ def test_the_environment_of_the_first_and_the_last_rank() -> None:
     assert wanted.items() <= found["common"].items()
 
 
-def test_gpus_are_counted_among_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpus_are_part_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setattr(equivalents, "count_gpus", lambda: 2)
     config = parse(raw_config())
@@ -102,7 +89,7 @@ def no_driver() -> int:
 
 
 @pytest.mark.parametrize("count", [lambda: 1, lambda: 8, no_driver])
-def test_gpus_of_another_machine_are_not_counted_among_those_visible_here(
+def test_gpus_hidden_on_this_machine_say_nothing_about_another(
     monkeypatch: pytest.MonkeyPatch, count: Callable[[], int]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,zz")
@@ -110,9 +97,9 @@ def test_gpus_of_another_machine_are_not_counted_among_those_visible_here(
     elsewhere = Topology(1, 2, 2, 1)
     assert "CUDA_VISIBLE_DEVICES" not in environment(parse(raw_config()), elsewhere)["common"]
     (note,) = hidden_gpus(elsewhere)
-    assert note.startswith("This machine's CUDA_VISIBLE_DEVICES=0,zz shows another number of GPUs than the 2")
+    assert "CUDA_VISIBLE_DEVICES=0,zz shows another number of GPUs than the 2" in note
 
 
-def test_in_place_there_is_no_environment_of_its_own() -> None:
+def test_a_run_in_place_sets_no_environment() -> None:
     found = environment(parse(raw_config({"launcher.name": "in_place"})), Topology(1, 1, 0, 1))
     assert found == {"common": {}, "first_rank": {}, "last_rank": {}}

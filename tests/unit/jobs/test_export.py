@@ -1,4 +1,4 @@
-"""What `job=export` refuses before anything is done, and for how many devices the model is made."""
+"""What `job=export` refuses before torch is needed, and which devices the model is made for."""
 
 from __future__ import annotations
 
@@ -13,91 +13,68 @@ from framework.config.parse import parse
 from framework.errors import ConfigError
 from framework.jobs import export
 from framework.jobs.request import Place, Request
-from tests.conf.test_options import composed
+from tests.unit.config.raw import raw_config
+
+SUFFIX = {"state_dict": ".pt", "safetensors": ".safetensors", "onnx": ".onnx", "torch_export": ".pt2"}
 
 
-def request(*overrides: str, checkpoint: Path | None = None) -> Request:
-    raw: dict[str, Any] = composed("recipe=toy", "job=export", *overrides)
-    raw["checkpoint"]["path"] = None if checkpoint is None else str(checkpoint)
-    return Request(config=parse(raw), raw=raw, overrides=overrides)
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state: dict[str, Any] = {"model": {}, "training": {}, "generators": []}
-    return write(tmp_path / "checkpoints", state, step=1200, epoch=0, metrics={}, config_text="")
+    folder = tmp_path_factory.mktemp("run")
+    return write(folder / "checkpoints", state, step=1200, epoch=0, metrics={}, config_text="")
 
 
-@pytest.mark.parametrize(
-    ("format_", "name"),
-    [
-        ("state_dict", "toy_1200.pt"),
-        ("safetensors", "toy_1200.safetensors"),
-        ("onnx", "toy_1200.onnx"),
-        ("torch_export", "toy_1200.pt2"),
-    ],
-)
-def test_without_a_name_recipe_and_step_give_one_here(checkpoint, tmp_path, monkeypatch, format_, name):
+def request(changes: dict[str, Any], checkpoint: Path | None = None) -> Request:
+    path = {"checkpoint.path": None if checkpoint is None else str(checkpoint)}
+    raw = raw_config({"job": "export", **path, **changes})
+    return Request(config=parse(raw), raw=raw, overrides=())
+
+
+@pytest.mark.parametrize("format_", SUFFIX)
+def test_a_file_is_named_after_recipe_and_step(checkpoint, tmp_path, monkeypatch, format_):
     monkeypatch.chdir(tmp_path)
-    asked = request(f"export.format={format_}", checkpoint=checkpoint)
-    assert export.check(asked) == tmp_path / name
-    Path(name).touch()
-    with pytest.raises(ConfigError, match=f"{name} is there already"):
+    file = tmp_path / f"vision_some_1200{SUFFIX[format_]}"
+    asked = request({"export.format": format_, "recipe": "vision/some"}, checkpoint)
+    assert export.check(asked) == file
+    file.touch()
+    with pytest.raises(ConfigError, match=f"{file.name} is there already"):
         export.check(asked)
 
 
-def test_a_recipe_in_a_folder_gives_a_name_without(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = request(checkpoint=checkpoint)
-    asked = replace(asked, config=replace(asked.config, recipe="vision/toy"))
-    assert export.check(asked) == tmp_path / "vision_toy_1200.pt"
-
-
-def test_the_name_of_another_format_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"export\.output=model\.pt: must end with \.onnx\."):
-        export.check(request("export.format=onnx", f"export.output={tmp_path}/model.pt"))
-
-
 @pytest.mark.parametrize(
-    ("format_", "there", "missing"),
-    [
-        ("onnx", {"onnx"}, "onnxscript"),
-        ("onnx", set(), "onnx onnxscript"),
-        ("safetensors", set(), "safetensors"),
-    ],
+    ("format_", "installed", "missing"),
+    [("onnx", {"onnx"}, "onnxscript"), ("onnx", set(), "onnx onnxscript"), ("safetensors", set(), "safetensors")],
 )
-def test_a_missing_package_is_named_before_anything_else(monkeypatch, format_, there, missing):
-    """Before the file's name too, which is wrong here."""
-    monkeypatch.setattr(export, "_is_installed", lambda name: name in there)
-    with pytest.raises(ConfigError) as caught:
-        export.main(request(f"export.format={format_}", "export.output=some.txt"))
-    names = " and ".join(missing.split())
-    assert str(caught.value) == (f"export.format={format_} needs {names}, which isn't installed: pip install {missing}")
+def test_a_missing_package_is_named_before_anything_else(monkeypatch, format_, installed, missing):
+    monkeypatch.setattr(export, "_is_installed", lambda name: name in installed)
+    with pytest.raises(ConfigError, match=f"export.format={format_} needs .*: pip install {missing}$"):
+        export.main(request({"export.format": format_, "export.output": "some.txt"}))
 
 
-def test_a_folder_where_one_is_has_no_package_in_it(tmp_path, monkeypatch):
+def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "onnx_of_mine").mkdir()
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert not export._is_installed("onnx_of_mine")
-    assert not export._is_installed("nowhere_at_all")
     assert export._is_installed("pytest")
 
 
-def test_a_sweep_is_refused(tmp_path):
+def test_wrong_names_and_sweeps_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"export\.output=model\.pt: must end with \.onnx\."):
+        export.check(request({"export.format": "onnx", "export.output": f"{tmp_path}/model.pt"}))
     with pytest.raises(ConfigError, match="can't go with a sweep"):
-        export.check(replace(request(f"export.output={tmp_path}/a.pt"), place=Place(tmp_path, number=0)))
+        export.check(replace(request({"export.output": f"{tmp_path}/a.pt"}), place=Place(tmp_path, number=0)))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "span"),
+    ("gpus", "topology", "span"),
     [
-        ((), 1),
-        (("trainer.gpus=8",), 1),
-        (("trainer.gpus=8", "topology.procs_per_node=2"), 4),
-        (("topology=model_parallel",), 2),
-        (("topology.gpus_per_process=3", "topology.nnodes=16", "topology.procs_per_node=8"), 3),
+        (8, {}, 1),
+        (8, {"procs_per_node": 2}, 4),
+        (0, {"gpus_per_process": 2}, 2),
+        (0, {"gpus_per_process": 3, "nnodes": 16, "procs_per_node": 8}, 3),
     ],
 )
-def test_a_model_is_made_for_the_devices_of_one_process_of_the_run(overrides, span):
-    assert export._span(request(*overrides).config) == span
+def test_a_model_is_made_for_the_devices_of_one_process_of_the_run(gpus, topology, span):
+    keys = {f"topology.{name}": value for name, value in topology.items()}
+    assert export._span(request({"trainer.gpus": gpus, **keys}).config) == span

@@ -16,103 +16,86 @@ from framework.jobs.sweep import Finished, distinguishing, run_sweep, table
 from framework.run_dir import RunDir, create_run_dir
 from tests.unit.config.raw import raw_config
 
-Act = Callable[[Request], JobResult]
+FOLDER = Path("outputs/multirun/x")
 
 
-def request(number: int, *, folder: Path = Path("outputs/multirun/x"), monitor: str | None = "val/loss") -> Request:
+def request(number: int, *, monitor: str = "val/loss") -> Request:
     raw = raw_config({"seed": number, "checkpoint.monitor": monitor})
-    overrides = ("recipe=some", f"seed={number}")
-    return Request(parse(raw), raw, overrides, place=Place(folder, number))
+    return Request(parse(raw), raw, ("recipe=some", f"seed={number}"), place=Place(FOLDER, number))
+
+
+def act(request: Request) -> JobResult:
+    """What each job does, by its seed."""
+    assert request.place is not None
+    seed = request.config.seed
+    if seed == 3:
+        raise ConfigError("a wrong key")
+    run_dir = create_run_dir(request.place.folder, name=str(request.place.number))
+    if seed == 1:
+        raise RunError("the disk is gone")
+    if seed == 2:
+        raise ZeroDivisionError("unexpected")
+    return JobResult(EXIT_STOPPED if seed == 4 else 0, run_dir, score=0.25)
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Act, int], int]:
-    """Runs so many jobs, each being `act`."""
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """Run a job for each seed."""
+    monkeypatch.chdir(tmp_path)
 
-    def run_jobs(act: Act, number: int) -> int:
-        monkeypatch.setitem(sys.modules, "framework.jobs.train", SimpleNamespace(main=act, check=lambda _: None))
-        monkeypatch.chdir(tmp_path)
-        return run_sweep([request(each) for each in range(number)])
+    def run_jobs(*seeds: int, job: Callable[[Request], JobResult] = act) -> int:
+        monkeypatch.setitem(sys.modules, "framework.jobs.train", SimpleNamespace(main=job, check=lambda _: None))
+        return run_sweep([request(seed) for seed in seeds])
 
     return run_jobs
 
 
-def test_each_line_is_there_before_the_next_job_starts(
-    run: Callable[[Act, int], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_each_job_is_reported_before_the_next_starts(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[str, str]] = []
 
-    def act(request: Request) -> JobResult:
+    def job(request: Request) -> JobResult:
         seen.append(tuple(capsys.readouterr()))  # type: ignore[arg-type]
-        assert request.place is not None
-        run_dir = create_run_dir(tmp_path / request.place.folder, name=str(request.place.number))
-        if request.place.number == 1:
-            raise RunError("the disk is gone")
-        return JobResult(0, run_dir, score=0.25)
+        return act(request)
 
-    assert run(act, 3) == 1
-    assert seen[0] == ("3 jobs in outputs/multirun/x\n", "")
+    assert run(0, 1, 2, 3, job=job) == 1
+    seen.append(tuple(capsys.readouterr()))  # type: ignore[arg-type]
+    assert seen[0] == ("4 jobs in outputs/multirun/x\n", "")
     assert seen[1][0].startswith("[0] seed=0  finished  0.2500  ")
     assert seen[2][0].startswith("[1] seed=1  FAILED (1)  ")
     assert seen[2][0].endswith("  log: outputs/multirun/x/1\n")  # no rank came to open one
     assert seen[2][1] == "the disk is gone\n"
-    closing = capsys.readouterr().out
-    assert "1 of 3 jobs failed: 1\n" in closing
-    assert closing.endswith("\n  look         tensorboard --logdir outputs/multirun/x\n")
+    assert "ZeroDivisionError: unexpected" in seen[3][1]
+    assert "Traceback" in seen[3][1]
+    refused, _, rest = seen[4][0].partition("\n")
+    assert refused.startswith("[3] seed=3  FAILED (2)")
+    assert "log:" not in refused  # it has no directory
+    assert "3 of 4 jobs failed: 1, 2, 3" in rest
+    assert "tensorboard --logdir outputs/multirun/x" in rest
 
 
-def test_all_well(run: Callable[[Act, int], int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(lambda _: JobResult(0), 2) == 0
+def test_a_sweep_without_failures_ends_well(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(0, 5) == 0
     assert "failed" not in capsys.readouterr().out
 
 
-def test_a_job_without_a_directory_has_no_log_to_show(
-    run: Callable[[Act, int], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(_: Request) -> JobResult:
-        raise ConfigError("not so")
-
-    assert run(refuse, 1) == 1
-    printed = capsys.readouterr()
-    assert printed.err == "not so\n"
-    assert "FAILED (2)" in printed.out
-    assert "log:" not in printed.out
+def test_a_stopped_job_ends_the_sweep(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(0, 4, 5, 6)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("[4] seed=4  stopped  ")
+    assert lines[2].endswith("  resume=outputs/multirun/x/4")
+    assert any("2 more were not started" in line for line in lines)
+    assert not any("failed" in line for line in lines)
 
 
-def test_an_unexpected_exception_keeps_its_traceback_and_an_interrupt_passes(
-    run: Callable[[Act, int], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(_: Request) -> JobResult:
-        raise ZeroDivisionError("oh")
-
+def test_an_interrupted_job_ends_the_sweep(run: Callable[..., int]) -> None:
     def interrupt(_: Request) -> JobResult:
         raise KeyboardInterrupt
 
-    assert run(fail, 1) == 1
-    assert "Traceback" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
-        run(interrupt, 2)
-
-
-def test_a_job_that_was_stopped_ends_the_sweep(
-    run: Callable[[Act, int], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def act(request: Request) -> JobResult:
-        assert request.place is not None
-        run_dir = create_run_dir(tmp_path / request.place.folder, name=str(request.place.number))
-        return JobResult(EXIT_STOPPED if request.place.number == 1 else 0, run_dir)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(act, 4)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("[1] seed=1  stopped  ")
-    assert lines[2].endswith("  resume=outputs/multirun/x/1")
-    assert "Interrupted in job 1; 2 more were not started." in lines
-    assert [line.split()[:3] for line in lines if line[:1].isdigit()][1:] == [
-        ["0", "seed=0", "finished"],
-        ["1", "seed=1", "stopped"],
-    ]
-    assert not any("failed" in line for line in lines)
+        run(0, 5, job=interrupt)
 
 
 @pytest.mark.parametrize(
@@ -124,23 +107,19 @@ def test_a_job_that_was_stopped_ends_the_sweep(
         ([("a=1",), ("a=1",)], ["", ""]),
     ],
 )
-def test_labels_are_what_not_all_have(overrides: list[tuple[str, ...]], labels: list[str]) -> None:
+def test_jobs_are_labelled_by_what_differs(overrides: list[tuple[str, ...]], labels: list[str]) -> None:
     assert distinguishing(overrides) == labels
 
 
-def test_the_table_is_aligned() -> None:
+def test_the_table_has_overrides_status_score_and_time_of_each_job() -> None:
     results = [JobResult(0, RunDir(Path("0")), score=1.0), JobResult(1), JobResult(0)]
     finished = [Finished(request(number), result, seconds=12.34) for number, result in enumerate(results)]
-    assert table(finished).splitlines() == [
-        "",
-        "job  overrides  status      best val/loss  s",
-        "0    seed=0     finished    1.0000         12.3",
-        "1    seed=1     FAILED (1)  –              12.3",
-        "2    seed=2     finished    –              12.3",
+    rows = [line.split() for line in table(finished).splitlines() if line]
+    assert rows == [
+        ["job", "overrides", "status", "best", "val/loss", "s"],
+        ["0", "seed=0", "finished", "1.0000", "12.3"],
+        ["1", "seed=1", "FAILED", "(1)", "–", "12.3"],
+        ["2", "seed=2", "finished", "–", "12.3"],
     ]
-
-
-def test_jobs_that_monitor_different_metrics_share_a_column() -> None:
-    monitors = ("val/loss", "val/accuracy")
-    finished = [Finished(request(n, monitor=m), JobResult(0, score=0.5), seconds=1) for n, m in enumerate(monitors)]
-    assert table(finished).splitlines()[1].split() == ["job", "overrides", "status", "best", "s"]
+    both = [finished[0], Finished(request(1, monitor="val/accuracy"), results[0], seconds=1)]
+    assert table(both).splitlines()[1].split() == ["job", "overrides", "status", "best", "s"]

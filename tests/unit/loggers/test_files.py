@@ -1,0 +1,230 @@
+"""metrics.jsonl and TensorBoard's files have every number once, whatever happens to the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from framework.loggers import JsonlLogger, TensorBoardLogger
+from framework.run_dir import RunDir
+from framework.types import FitInfo
+from tests.helpers import results
+
+Logger = JsonlLogger | TensorBoardLogger
+Curves = dict[str, list[tuple[int, Any]]]
+OPTIMIZER: Any = None  # nothing here looks at it
+
+
+def info(start_step: int) -> FitInfo:
+    return FitInfo(
+        nn.Identity(), start_step, total_steps=None, steps_per_epoch=10, max_epochs=None, optimizer=OPTIMIZER
+    )
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, each of which has to be JSON as the standard has it."""
+    text = (folder / "metrics.jsonl").read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def of_rows(folder: Path) -> Curves:
+    curves: Curves = defaultdict(list)
+    for row in rows(folder):
+        for name in row.keys() - {"step", "epoch", "time", "nonfinite"}:
+            curves[name].append((row["step"], row[name]))
+    return curves
+
+
+def of_events(folder: Path) -> Curves:
+    events = results.events(folder)
+    return {name: [(e.step, pytest.approx(e.value)) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def texts(folder: Path, tag: str) -> list[str]:
+    tensors = results.events(folder).Tensors(f"{tag}/text_summary")
+    return [event.tensor_proto.string_val[0].decode() for event in tensors]
+
+
+@pytest.fixture(params=[JsonlLogger, TensorBoardLogger])
+def logger_type(request: pytest.FixtureRequest) -> type[Logger]:
+    kind: type[Logger] = request.param
+    return kind
+
+
+@pytest.fixture
+def begin(logger_type: type[Logger], tmp_path: Path) -> Callable[..., Logger]:
+    """A logger of the run; start: the step its training starts from, None without a training."""
+
+    def new(start: int | None = 0) -> Logger:
+        logger = logger_type(run_dir=RunDir(tmp_path))
+        if start is not None:
+            logger.fit_start(info(start))
+        return logger
+
+    return new
+
+
+@pytest.fixture
+def curves(logger_type: type[Logger], tmp_path: Path) -> Callable[[], Curves]:
+    """What the files show: name → steps and values."""
+    return lambda: dict((of_rows if logger_type is JsonlLogger else of_events)(tmp_path))
+
+
+Begin = Callable[..., Logger]
+Read = Callable[[], Curves]
+
+
+def test_numbers_have_the_names_and_steps_they_came_with(begin: Begin, curves: Read) -> None:
+    logger = begin()
+    logger.metrics({"train/loss": 0.5, "lr": 0.1}, step=1, epoch=0)
+    logger.metrics({"train/loss": 0.25, "lr": 0.2}, step=2, epoch=0)
+    logger.metrics({"val/accuracy": 0.75}, step=2, epoch=0)
+    logger.close()
+    logger.close()
+    assert curves() == {"train/loss": [(1, 0.5), (2, 0.25)], "lr": [(1, 0.1), (2, 0.2)], "val/accuracy": [(2, 0.75)]}
+
+
+def test_evaluations_and_what_was_flushed_outlive_a_kill(begin: Begin, curves: Read) -> None:
+    """Numbers of training that come fast wait a little; a checkpoint that counts must not be ahead of them."""
+    threads = set(threading.enumerate())
+    logger = begin()
+    logger.flush()  # nothing is open yet
+    for step in (1, 2, 3):
+        logger.metrics({"train/loss": 0.5}, step=step, epoch=0)
+    logger.metrics({"val/loss": 0.5}, step=3, epoch=0)
+    assert curves() == {"train/loss": [(1, 0.5), (2, 0.5), (3, 0.5)], "val/loss": [(3, 0.5)]}
+    for step in (4, 5):
+        logger.metrics({"train/loss": 0.5}, step=step, epoch=0)
+    logger.flush()
+    assert [step for step, _ in curves()["train/loss"]] == [1, 2, 3, 4, 5]
+    logger.close()
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_resumed_run_has_every_step_once(begin: Begin, curves: Read) -> None:
+    for start, end in ((0, 8), (5, 7), (6, 10)):
+        logger = begin(start)
+        for step in range(start + 1, end + 1):
+            logger.metrics({"train/loss": 100.0 * start + step}, step=step, epoch=0)
+        logger.close()
+    resumed = [(step, 600.0 + step) for step in range(7, 11)]
+    assert curves()["train/loss"] == [*((step, float(step)) for step in range(1, 6)), (6, 506.0), *resumed]
+    logger = begin(0)
+    logger.metrics({"train/loss": 9.0}, step=1, epoch=0)
+    logger.close()
+    assert curves()["train/loss"] == [(1, 9.0)]
+
+
+def test_the_step_resumed_from_is_not_written_again(begin: Begin, curves: Read) -> None:
+    for start in (0, 3):
+        logger = begin(start)
+        if start == 0:
+            logger.metrics({"train/loss": 0.5, "test/a": 1.0}, step=3, epoch=0)
+        else:
+            logger.metrics({"test/a": 1.0}, step=3, epoch=0)
+            logger.metrics({"test/a": 1.0, "test/b": 2.0}, step=3, epoch=0)
+            logger.metrics({"train/loss": 0.25}, step=4, epoch=0)
+        logger.close()
+    assert curves() == {"train/loss": [(3, 0.5), (4, 0.25)], "test/a": [(3, 1.0)], "test/b": [(3, 2.0)]}
+
+
+def test_an_evaluation_alone_is_added(begin: Begin, curves: Read) -> None:
+    for start, name, step in ((0, "train/loss", 3), (None, "test/loss", 2)):
+        logger = begin(start)
+        logger.metrics({name: 2.0}, step=step, epoch=0)
+        logger.close()
+    assert curves() == {"train/loss": [(3, 2.0)], "test/loss": [(2, 2.0)]}
+
+
+def test_nothing_logged_leaves_no_file_behind(begin: Begin, tmp_path: Path) -> None:
+    begin(None).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# metrics.jsonl
+
+
+def test_numbers_that_are_not_finite_are_null_and_named(tmp_path: Path) -> None:
+    logger = JsonlLogger(run_dir=RunDir(tmp_path))
+    logger.metrics({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1, epoch=0)
+    logger.close()
+    (row,) = rows(tmp_path)
+    assert (row["step"], row["epoch"], {name: row[name] for name in "abcd"}) == (
+        *(1, 0),
+        {"a": None, "b": None, "c": None, "d": 1.0},
+    )
+    assert row["nonfinite"] == {"a": "nan", "b": "inf", "c": "-inf"}
+
+
+@pytest.mark.parametrize(("start", "steps"), [(3, [1, 2, 3, 4]), (None, [1, 2, 3, 4])])
+def test_a_line_that_a_kill_cut_short_is_removed(tmp_path: Path, start: int | None, steps: list[int]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'\xff\xfe\n[1]\n{"epoch": 1}\n' * (start is not None)
+        + b"".join(b'{"step": %d, "epoch": 0}\n' % step for step in (1, 2, 3))
+        + b'{"step": 4, "epo'
+    )
+    logger = JsonlLogger(run_dir=RunDir(tmp_path))
+    if start is not None:
+        logger.fit_start(info(start))
+    logger.metrics({"train/loss": 0.5}, step=4, epoch=0)
+    logger.close()
+    assert [row["step"] for row in rows(tmp_path)] == steps
+
+
+# TensorBoard
+
+
+def test_texts_are_code_blocks_at_the_step_the_training_starts_from(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
+    logger.text("config", "model:\n  _target_: x\n\ntask: '```'\n")
+    logger.metrics({"restart/attempt": 1}, step=30, epoch=0)
+    logger.fit_start(info(30))
+    logger.text("note", "a *b*")
+    logger.close()
+    assert texts(tmp_path, "config") == ["    model:\n      _target_: x\n    \n    task: '```'\n"]
+    assert texts(tmp_path, "note") == ["    a *b*"]
+    assert [event.step for event in results.events(tmp_path).Tensors("config/text_summary")] == [30]
+    alone = tmp_path / "texts_only"
+    logger = TensorBoardLogger(run_dir=RunDir(alone))
+    logger.text("config", "b: 2")
+    logger.close()
+    assert texts(alone, "config") == ["    b: 2"]
+
+
+def test_texts_and_numbers_from_before_a_restart_are_shown(tmp_path: Path) -> None:
+    for attempt in range(2):
+        logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
+        if attempt:
+            logger.text("restart", "again")
+            logger.metrics({"restart/attempt": attempt}, step=0, epoch=0)
+        logger.fit_start(info(0))
+        logger.metrics({"train/loss": 100.0 * attempt}, step=1, epoch=0)
+        logger.close()
+    assert of_events(tmp_path) == {"train/loss": [(1, 100.0)], "restart/attempt": [(0, 1.0)]}
+    assert texts(tmp_path, "restart") == ["    again"]
+
+
+def test_times_of_ranks_get_a_chart_of_all(tmp_path: Path) -> None:
+    for start, name in ((0, "train/loss"), (2, "skew/rank_0")):
+        logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
+        logger.fit_start(info(start))
+        logger.metrics({name: 0.5, "time/data": 0.1}, step=start + 1, epoch=0)
+        logger.close()
+        assert ("custom_scalars__config__" in results.events(tmp_path).Tags()["tensors"]) is (start == 2)
+
+
+def test_importing_the_loggers_loads_neither_torch_nor_tensorboard_nor_rich() -> None:
+    program = "import sys, framework.loggers; sys.exit(bool({'torch', 'tensorboard', 'rich'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
