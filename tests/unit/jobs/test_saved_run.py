@@ -132,8 +132,8 @@ def test_keys_that_are_newer_than_the_run_have_todays_values(run_dir: RunDir) ->
 
 def test_an_evaluation_forgets_the_runs_initial_weights(run_dir: RunDir) -> None:
     saved = yaml.safe_load(run_dir.config_file.read_text()) | {"init_from": "elsewhere"}
-    for file in (run_dir.config_file, run_dir.checkpoints / "step_00000020" / "config.yaml"):
-        file.write_text(yaml.safe_dump(saved))
+    run_dir.config_file.write_text(yaml.safe_dump(saved))
+    write_small(run_dir.checkpoints, 20, config_text=yaml.safe_dump(saved))
     assert configured(run_dir)["init_from"] is None
     assert configured(run_dir, key="resume")["init_from"] == "elsewhere"
 
