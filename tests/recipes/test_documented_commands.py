@@ -43,7 +43,11 @@ def chosen() -> Iterator[Command]:
     seen: set[str] = set()
     for command in sorted(every, key=lambda each: (each.place != "README.md", -len(each.arguments))):
         shown = {_shown(text) for text in command.arguments if not LEFT_OUT.fullmatch(text)}
-        if shown <= seen or ONLY_ANSWERS & set(command.arguments) or any(map(NOT_HERE.fullmatch, command.arguments)):
+        if (
+            shown <= seen
+            or (ONLY_ANSWERS | {"…"}) & set(command.arguments)
+            or any(map(NOT_HERE.fullmatch, command.arguments))
+        ):
             continue
         seen |= shown
         yield command
