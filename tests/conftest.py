@@ -97,7 +97,7 @@ def warm() -> Iterator[WarmServer]:
     from framework.__main__ import PRELOAD
     from framework.launch.warm import WarmServer
 
-    server = WarmServer.start(PRELOAD)
+    server = WarmServer.start((*PRELOAD, "framework.strategies.fsdp"))  # its import costs each rank two seconds
     yield server
     server.close()
 

@@ -13,13 +13,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import final
 
+from tests.helpers.rank_pool import PRELOAD
+
 DEADLINE_S = 60.0
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "framework.trainer",
-    "framework.strategies",
-]  # as of `RankPool`: there is one server
 
 
 @final
@@ -64,7 +60,7 @@ def forked(*arguments: str, cwd: Path, env: Mapping[str, str], output: Path) -> 
     """
     output.mkdir(parents=True)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(PRELOAD)  # as of `RankPool`: there is one server
     given = {**os.environ, **env}
     process = context.Process(target=_command, args=(arguments, given, str(cwd), str(output)))
     process.start()

@@ -22,6 +22,7 @@ from framework.topology import Topology
 from tests.helpers import processes
 
 TIMEOUT_S = 90.0
+PRELOAD = ["torch", "framework.trainer", "framework.strategies.fsdp", "framework.strategies.pipeline"]
 GRACE_S = 3.0
 """What other ranks get to finish after one has failed; they may wait for it in a collective."""
 
@@ -75,7 +76,7 @@ class RankPool:
 
 def _start(ranks: int, store: Path) -> list[tuple[BaseProcess, Connection]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "framework.trainer", "framework.strategies"])
+    context.set_forkserver_preload(PRELOAD)
     members: list[tuple[BaseProcess, Connection]] = []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
