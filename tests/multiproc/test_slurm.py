@@ -22,10 +22,11 @@ from tests.helpers.trouble import Deed
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
+exhaustive = pytest.mark.exhaustive
 FRAMEWORK = (sys.executable, "-m", "framework", "trainer.gpus=0")
 START_S = 120.0  # every task loads torch by itself, on few cores
 TIMEOUT_S = 6.0
-REPORT_S = 30.0
+REPORT_S = 60.0
 PAUSE_S = 0.05
 LONG = ("trainer.max_steps=100000", "trainer.val_check_interval=1000", "checkpoint.every_n_steps=1000")
 
@@ -38,12 +39,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def alone(slurm: Cluster, train_once: Callable[..., Path]) -> Path:
-    """The run directory of the same training without SLURM, with 4 processes."""
-    return train_once("recipe=toy", "launcher=local", "topology.procs_per_node=4", "trainer.max_epochs=2")
-
-
 def wait_for_step(folder: Path, *, outputs: str = "outputs") -> None:
     """Return once the first metrics are written: training is on its way."""
     deadline = time.monotonic() + START_S
@@ -52,36 +47,42 @@ def wait_for_step(folder: Path, *, outputs: str = "outputs") -> None:
         time.sleep(0.05)
 
 
-def test_srun_gives_every_task_its_place(slurm: Cluster, tmp_path: Path) -> None:
-    """The cluster itself: two hosts, two tasks on each, and the worst exit status comes out."""
-    command = "echo $(hostname) $SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID; exit $((70 + SLURM_PROCID))"
-    result = slurm.srun("--nodes=2", "--ntasks-per-node=2", "sh", "-c", command, cwd=tmp_path)
-    assert sorted(result.stdout.splitlines()) == ["host1 0 0 0", "host1 1 1 0", "host2 2 0 1", "host2 3 1 1"]
+DETECT = """
+import os, sys
+from framework.launch.environment import detect
+at = detect(os.environ)
+print(os.uname().nodename, at.rank, at.local_rank, at.node_rank, at.nnodes, at.procs_per_node, at.host)
+sys.exit(70 + at.rank)
+"""
+
+
+def test_the_place_of_every_task_of_srun_is_detected(slurm: Cluster, tmp_path: Path) -> None:
+    """By the variables of a real SLURM: two hosts, two tasks on each, and the worst exit status comes out."""
+    result = slurm.srun("--nodes=2", "--ntasks-per-node=2", sys.executable, "-c", DETECT, cwd=tmp_path)
+    assert sorted(result.stdout.splitlines()) == [
+        f"host{rank // 2 + 1} {rank} {rank % 2} {rank // 2} 2 2 host1" for rank in range(4)
+    ]
     assert result.returncode == 73
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        ("--nodes=2", "--ntasks-per-node=2"),
-        pytest.param(("--nodes=1", "--ntasks=4"), marks=pytest.mark.exhaustive),
-    ],
-)
+@exhaustive
+@pytest.mark.parametrize("where", [("--nodes=2", "--ntasks-per-node=2"), ("--nodes=1", "--ntasks=4")])
 def test_tasks_of_srun_give_the_result_of_one_command(
-    slurm: Cluster, alone: Path, tmp_path: Path, where: tuple[str, ...]
+    slurm: Cluster, shared_run: Callable[..., Path], tmp_path: Path, where: tuple[str, ...]
 ) -> None:
     result = slurm.srun(*where, *FRAMEWORK, "recipe=toy", "trainer.max_epochs=2", cwd=tmp_path, timeout=START_S)
     assert result.returncode == 0, result.stderr
     (run_dir,) = tmp_path.glob("outputs/toy/*")
+    alone = shared_run("recipe=toy", "launcher=local", "topology.procs_per_node=4", "trainer.max_epochs=2")
     results.assert_same(results.weights(run_dir), results.weights(alone))
     assert sorted(file.name for file in (run_dir / "logs").glob("rank_*.log")) == [f"rank_{r}.log" for r in range(4)]
     assert results.run_file(run_dir)["status"] == "finished"
     assert result.stdout.count("Finished toy") == 1
 
 
-@pytest.mark.exhaustive
-def test_a_preflight_of_sruns_tasks_precedes_training(slurm: Cluster, tmp_path: Path) -> None:
-    """Of two nodes with two tasks each; where a limit isn't kept, all end with status 1 and nothing is trained."""
+@exhaustive
+def test_a_preflight_of_the_tasks_precedes_training(slurm: Cluster, tmp_path: Path) -> None:
+    """Of two nodes with two tasks each; if a limit isn't kept, all end with status 1 and nothing is trained."""
     where, small = ("--nodes=2", "--ntasks-per-node=2"), ("preflight=true", "preflight.max_bytes=65536")
     command = (*FRAMEWORK, "recipe=toy", "trainer.max_epochs=1", *small)
     result = slurm.srun(*where, *command, cwd=tmp_path, timeout=START_S)
@@ -98,8 +99,8 @@ def test_a_preflight_of_sruns_tasks_precedes_training(slurm: Cluster, tmp_path: 
     assert len([path for path in tmp_path.glob("outputs/toy/*") if results.run_file(path)["status"] == "failed"]) == 1
 
 
-@pytest.mark.exhaustive
-def test_the_batch_script_of_the_documentation_saves_and_goes_on(slurm: Cluster, tmp_path: Path) -> None:
+@exhaustive
+def test_the_batch_script_of_the_documentation_saves_and_resumes(slurm: Cluster, tmp_path: Path) -> None:
     """Another recipe, two tasks a node and no GPUs; SIGUSR1 by hand instead of near the end of four hours."""
     steps = 100
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
@@ -130,7 +131,7 @@ def test_the_batch_script_of_the_documentation_saves_and_goes_on(slurm: Cluster,
     assert results.run_file(run_dir)["status"] == "finished"
 
 
-@pytest.mark.exhaustive
+@exhaustive
 def test_a_topology_that_contradicts_srun_is_refused_with_both_numbers(slurm: Cluster, tmp_path: Path) -> None:
     overrides = ("recipe=toy", "topology.procs_per_node=3")
     result = slurm.srun("--nodes=2", "--ntasks-per-node=2", *FRAMEWORK, *overrides, cwd=tmp_path, timeout=START_S)
@@ -141,7 +142,8 @@ def test_a_topology_that_contradicts_srun_is_refused_with_both_numbers(slurm: Cl
     assert list(tmp_path.glob("outputs/*/*")) == []
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive), signal.SIGTERM])
+@exhaustive
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: Path, number: signal.Signals) -> None:
     """As `sbatch --signal=USR1@90` and a preemption send it."""
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
@@ -157,10 +159,8 @@ def test_a_signal_to_the_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: 
     assert not list(run_dir.glob("failure*.json"))
 
 
-@pytest.mark.parametrize(
-    ("what", "rank", "kind"),
-    [("SIGKILL", 0, "exit"), pytest.param("raise", 3, "exception", marks=pytest.mark.exhaustive)],
-)
+@exhaustive
+@pytest.mark.parametrize(("what", "rank", "kind"), [("SIGKILL", 0, "exit"), ("raise", 3, "exception")])
 def test_a_task_that_dies_is_reported(slurm: Cluster, tmp_path: Path, what: str, rank: int, kind: str) -> None:
     """How another task ended only SLURM is told; that it did, and where it was, any task of its node can see."""
     trouble.write_recipe(tmp_path, Deed(what, rank=rank, phase="backward", step=5))
