@@ -84,6 +84,7 @@ def hints(text: str) -> list[list[str]]:
     return [found.split() for found in OVERRIDES.findall(advice)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [pytest.param(text.split(), id=text, marks=[] if text in ALWAYS else pytest.mark.exhaustive) for text in REFUSED],

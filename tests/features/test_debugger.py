@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import results
 from tests.helpers.command import ROOT
 
@@ -36,6 +38,7 @@ def read_until(terminal: int, end: bytes, *, timeout_s: float = 60.0) -> bytes:
     return output
 
 
+@pytest.mark.exhaustive
 def test_a_debugger_gets_a_plain_terminal(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     words = ("recipe=toy", "model._target_=mine.Stopping", "launcher=in_place", "trainer.gpus=0")

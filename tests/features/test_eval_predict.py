@@ -132,6 +132,7 @@ def test_what_is_typed_is_applied_and_what_was_saved_stays(evaluate, trained, tm
     assert used == {**saved, **changed}
 
 
+@pytest.mark.exhaustive
 def test_evaluations_lie_in_the_run_that_they_evaluate(command, trained, tmp_path):
     """And are no runs to resume: neither the newest unfinished one, nor by their names."""
     run = Path(shutil.copytree(trained, tmp_path / "outputs" / "toy" / trained.name, symlinks=True))
@@ -214,6 +215,7 @@ def test_more_processes_than_samples(command, trained, tmp_path):
     assert len(predictions(tmp_path / "predictions.csv")) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_classifiers_predictions_are_classes_and_probabilities(command, shared_run, tmp_path):
     short = ("trainer.max_steps=1", "logger=none", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
     run_dir = shared_run("recipe=digits", *short)

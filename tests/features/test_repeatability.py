@@ -43,6 +43,7 @@ def test_a_seed_repeats_and_another_one_differs(train, overrides):
     assert losses[0] != losses[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("overrides", "seen"),

@@ -28,6 +28,7 @@ def datasets(num_samples, seed): return Datasets(train=Sleepy())
 SHORT = ("trainer.max_steps=42", "trainer.log_every_n_steps=6", "data.global_batch_size=2", "checkpoint=none")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_it_is_named_during_training_and_at_the_end_in_words_numbers_and_charts(
     train, tmp_path: Path, capfd: pytest.CaptureFixture[str]

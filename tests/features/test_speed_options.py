@@ -32,6 +32,7 @@ def test_the_profiler_writes_a_trace_of_some_steps_on_every_rank(train):
     assert f"Traces of the profiler are in {run_dir / 'profile'}" in results.log(run_dir)
 
 
+@pytest.mark.exhaustive
 def test_the_profilers_steps_can_be_chosen(train):
     chosen = ("callbacks=[profiler]", "callbacks.profiler.wait=1", "callbacks.profiler.warmup=1")
     run_dir = train("recipe=toy", *SHORT, *chosen, "trainer.max_steps=4")
@@ -39,6 +40,7 @@ def test_the_profilers_steps_can_be_chosen(train):
     assert recorded_steps(json.loads(trace.read_text())) >= {"ProfilerStep#2", "ProfilerStep#3"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_that_ends_early_says_so_or_leaves_the_trace_of_its_last_steps(train, tmp_path, fails):
     (tmp_path / "falls.py").write_text(
@@ -58,6 +60,7 @@ def test_a_run_that_ends_early_says_so_or_leaves_the_trace_of_its_last_steps(tra
     assert recorded_steps(json.loads(trace.read_text())) >= {"ProfilerStep#13", "ProfilerStep#14"}
 
 
+@pytest.mark.exhaustive
 def test_channels_last_gives_the_same_weights(train):
     steps = ("recipe=digits", *SHORT, "trainer.max_steps=5", "model.conv_dropout=0", "model.dropout=0")
     plain, changed = (results.weights(train(*steps, f"trainer.channels_last={value}")) for value in ("false", "true"))
@@ -72,6 +75,7 @@ class WarningsAreErrors:
         warnings.simplefilter("error")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_ddp_takes_gradients_with_the_channels_last_as_they_are(train):
     """DDP warns where a gradient's strides differ from its bucket's: digits have one channel, and many strides fit."""
@@ -110,6 +114,7 @@ class Cores:
         self.file.write_text(json.dumps(sorted(os.sched_getaffinity(0))))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_processes_keep_to_cores_of_their_own(train):

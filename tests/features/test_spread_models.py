@@ -47,6 +47,7 @@ def stopped(sharded_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sharded_run, tmp_path / "outputs" / "toy" / "copy", symlinks=True))
 
 
+@pytest.mark.exhaustive
 def test_every_process_writes_its_part(sharded_run: Path) -> None:
     directory = find(sharded_run)
     files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}

@@ -25,6 +25,7 @@ def the_run(folder: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_a_run_in_this_process_stops_after_the_step_and_resumes_exactly(train, tmp_path, shared_run):
     with paused_training(tmp_path, "launcher=in_place") as started:

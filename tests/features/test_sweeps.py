@@ -199,6 +199,7 @@ def sweeper(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_a_sweeper_gets_the_monitored_metric_and_sees_failures(sweeper):
     command = ("-m", "recipe=toy", "trainer.gpus=0", "hydra/sweeper=mine", "seed=3", *SHORT)
     result = run_framework(*command, "trainer.log_every_n_steps=1", cwd=sweeper, env={"PYTHONPATH": str(sweeper)})

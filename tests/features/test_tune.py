@@ -161,6 +161,7 @@ def test_an_error_ends_the_search_and_is_explained(
         assert not found_in(run_dir)["batch_size"]["together"]
 
 
+@pytest.mark.exhaustive
 def test_a_batch_beyond_the_hosts_memory_is_never_begun(train: Train) -> None:
     """The system would end a process, and it needn't be this one."""
     run_dir = train(*TUNE, f"model._target_={CASES}.Large", "tune.find_lr=false", "data.batch_size=4")

@@ -93,6 +93,7 @@ def runs(folder: Path) -> list[Path]:
     return sorted(folder.glob("outputs/*/*"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "variables", [kubernetes, pytest.param(srun, marks=exhaustive)], ids=lambda value: value.__name__
 )
@@ -209,6 +210,7 @@ def test_adopted_without_a_starter_is_refused(tmp_path: Path) -> None:
     assert "isn't one of several that torchrun, srun or a Kubernetes PyTorchJob has started" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_port_that_is_taken_is_named_with_what_to_set(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first, second = ended(tmp_path, *TOY, "backend.init_timeout=3s", port=taken.getsockname()[1])
@@ -219,6 +221,7 @@ def test_a_port_that_is_taken_is_named_with_what_to_set(tmp_path: Path) -> None:
     assert runs(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_does_not_come_is_named(port: int, tmp_path: Path) -> None:
     (only,) = ended(tmp_path, *TOY, "backend.init_timeout=1s", port=port, ranks=[1])
     assert only[:2] == (1, "")

@@ -100,6 +100,7 @@ def test_a_killed_rank_costs_only_time(elastic: Callable[..., Any], tmp_path: Pa
     assert restart["cause"].startswith(line.partition(" after ")[2])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["file", pytest.param("tcp", marks=exhaustive)])
 def test_restarted_ranks_meet_by_every_init_method_until_no_restart_is_left(
     elastic: Callable[..., Any], method: str
@@ -121,6 +122,7 @@ def test_a_wrong_request_is_not_tried_again(elastic: Callable[..., Any], tmp_pat
     assert not list(tmp_path.glob("outputs/trouble/*"))
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_asked_to_stop_is_not_restarted(elastic: Callable[..., Any], tmp_path: Path) -> None:
     def stop() -> None:
         wait_until(lambda: has_checkpoint(tmp_path))
@@ -160,6 +162,7 @@ def assert_ends(nodes: list[Started], status: int, *, within_s: float = END_S) -
         node.assert_all_gone()
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_on_another_node_is_restarted_and_ctrl_c_there_stops_all(tmp_path: Path, port: int) -> None:
     trouble.write_recipe(tmp_path, Deed("SIGKILL", rank=1, phase="backward", step=EVERY + 2, pause=0.05))
     with two_nodes(tmp_path, port, *ENDLESS, "launcher.max_restarts=2", "backend.timeout=30s") as nodes:

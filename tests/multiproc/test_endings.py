@@ -52,6 +52,7 @@ def test_whichever_process_is_killed_none_is_left(tmp_path: Path, who: str | int
         started.assert_all_gone(within_s=END_S)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_before_anything_runs_leaves_no_process(tmp_path: Path) -> None:
     with started_framework("recipe=toy", cwd=tmp_path) as started:
         wait_until(lambda: len(started.processes()) >= 2 or started.process.poll() is not None)
@@ -76,6 +77,7 @@ def test_a_second_ctrl_c_ends_a_command_that_cannot_save(tmp_path: Path) -> None
     assert run_file(tmp_path)["status"] == "interrupted"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["raise", pytest.param("nothing", marks=exhaustive)])
 def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path, what: str) -> None:
     """The reader is gone before the first line, so every write of the command and its ranks fails."""

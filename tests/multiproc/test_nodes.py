@@ -89,6 +89,7 @@ while True:
 CLIENT = "import socket; print(socket.gethostname(), socket.create_connection(('host1', 5000), 2.0).recv(99).decode())"
 
 
+@pytest.mark.exhaustive
 def test_hosts_reach_each_other_until_the_link_is_cut(hosts: list[Host]) -> None:
     """The helper itself: names, addresses, cutting and mending."""
 
@@ -117,6 +118,7 @@ with network(1) as (host,):
 """
 
 
+@pytest.mark.exhaustive
 def test_what_a_killed_test_has_left_is_cleared_away() -> None:
     require("netns")
     with started_python("-c", KILLED) as killed:

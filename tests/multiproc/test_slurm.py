@@ -56,6 +56,7 @@ sys.exit(70 + at.rank)
 """
 
 
+@pytest.mark.exhaustive
 def test_the_place_of_every_task_of_srun_is_detected(slurm: Cluster, tmp_path: Path) -> None:
     """By the variables of a real SLURM: two hosts, two tasks on each, and the worst exit status comes out."""
     result = slurm.srun("--nodes=2", "--ntasks-per-node=2", sys.executable, "-c", DETECT, cwd=tmp_path)

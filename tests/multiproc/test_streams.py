@@ -132,6 +132,7 @@ def trained(context: Context, names: Sequence[str]) -> list[Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_uneven_streams_train_as_one_process_does(rank_pool: RankPool) -> None:
     wanted, loss = one_process()
     for of_rank in rank_pool.run(trained, ["ddp", "fsdp", "local_sgd"], ranks=3):
@@ -198,6 +199,7 @@ def statistics(context: Context, names: Sequence[str], lengths: Sequence[int]) -
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [(0, 10), (6, 14)])
 def test_statistics_continue_where_the_first_rank_has_nothing_left(rank_pool: RankPool, lengths: Any) -> None:
     names, wanted = (

@@ -126,6 +126,7 @@ def test_run_json_records_what_was_run(default: Run) -> None:
     assert record["topology"]["world_size"] == 1
 
 
+@pytest.mark.exhaustive
 def test_the_printed_commands_work(default: Run, warm: WarmServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resuming a run that has ended trains nothing, and gives the same results."""
     monkeypatch.chdir(default.folder)

@@ -87,6 +87,7 @@ def run_dir(answer: Answer, folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(first, tmp_path / "run", symlinks=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("own_state")  # launcher=in_place trains in this process
 @pytest.mark.parametrize(
     "command",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import run_python
+from tests.helpers.command import run_framework, run_python
 
 STEPS = """
 import sys
@@ -86,6 +86,7 @@ assert torch._dynamo is sys.modules["torch._dynamo"] is not first
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "script",
     [
@@ -107,7 +108,8 @@ def test_the_compiler_is_imported_only_when_it_is_needed_and_then_once(script: s
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_run_never_imports_it_unless_it_compiles(own_state, train, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_a_run_never_imports_it_unless_it_compiles(tmp_path: Path) -> None:
     (tmp_path / "probe.py").write_text(
         "import sys\n"
         "class Probe:\n"
@@ -115,6 +117,7 @@ def test_a_run_never_imports_it_unless_it_compiles(own_state, train, tmp_path: P
         "        print('imported:', 'torch._dynamo.convert_frame' in sys.modules, flush=True)\n"
     )
     short = ("recipe=toy", "logger=none", "trainer.max_steps=3", "+callbacks.probe._target_=probe.Probe")
-    run_dir = train(*short, "topology.procs_per_node=2")
-    logs = [file.read_text() for file in (run_dir / "logs").glob("rank_*.log")]
+    ended = run_framework(*short, "trainer.gpus=0", "topology.procs_per_node=2", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    logs = [file.read_text() for file in tmp_path.glob("outputs/toy/*/logs/rank_*.log")]
     assert [("imported: False" in text, "imported: True" in text) for text in logs] == [(True, False)] * 2

@@ -66,6 +66,7 @@ FURTHER = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [time_steps, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in FURTHER)])
 def test_a_part_runs(part: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,7 @@ def groups_of(context: Context, strategy: str) -> tuple[list[int], set[timedelta
     return [group.size() for group in groups], found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
     [

@@ -193,6 +193,7 @@ class Penalises:
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("task", "message"),
     [
