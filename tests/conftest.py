@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,7 +99,8 @@ def warm() -> Iterator[WarmServer]:
     from framework.__main__ import PRELOAD
     from framework.launch.warm import WarmServer
 
-    server = WarmServer.start((*PRELOAD, "framework.strategies.fsdp"))  # its import costs each rank two seconds
+    costly = ("framework.strategies.fsdp", "framework.strategies.pipeline", "framework.checkpoint.sharded")
+    server = WarmServer.start((*PRELOAD, *costly))  # else each rank that needs them imports them for seconds
     yield server
     server.close()
 
@@ -133,23 +133,6 @@ def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 assert file.read_text() == content, "a refused resume leaves the run's records as they were"
             return next(iter(resumed), tmp_path)
         (run_dir,) = run_dirs(tmp_path) - before or resumed
-        return run_dir
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def train_once(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """As `train`, for runs that several tests of a module look at; each in a folder of its own."""
-    from framework import cli
-
-    def run(*overrides: str, status: int = 0) -> Path:
-        folder = tmp_path_factory.mktemp("run")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(folder)
-            patch.setattr(sys, "path", list(sys.path))
-            assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
-        (run_dir,) = run_dirs(folder)
         return run_dir
 
     return run

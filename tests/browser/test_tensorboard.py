@@ -69,7 +69,6 @@ def shown_lines(page: Page, tag: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("own_state")
 def test_tensorboard_shows_loss_accuracy_and_learning_rate_of_two_runs(train, tmp_path):

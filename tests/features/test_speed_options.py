@@ -83,7 +83,6 @@ def test_ddp_takes_gradients_with_the_channels_last_as_they_are(train):
     train("recipe=digits", *SHORT, *TWO, "strategy=ddp", "checkpoint=none", "trainer.channels_last=true", strict)
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_compiled_model_gives_the_same_weights_and_its_checkpoint_is_a_plain_one(train):
     steps = ("recipe=toy", *SHORT, "trainer.max_steps=5")

@@ -59,13 +59,13 @@ def test_every_process_writes_its_part(sharded_run: Path) -> None:
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [
-        ((*SHARDED, procs(3)), (procs(2),)),
         ((*SHARDED, procs(3)), (procs(2), "strategy=ddp")),
-        (("strategy=single",), (*SHARDED, procs(2))),
         ((*STAGES, procs(2)), (procs(1), "strategy=single", "topology.gpus_per_process=2")),
         *(
             pytest.param(*each, marks=pytest.mark.exhaustive)
             for each in (
+                ((*SHARDED, procs(3)), (procs(2),)),
+                (("strategy=single",), (*SHARDED, procs(2))),
                 ((*HSDP, procs(4)), (*SHARDED, "strategy.data_parallel_shard_degree=null", procs(2))),
                 ((*SHARDED, procs(3)), ("strategy=single", procs(1))),
                 ((*STAGES, procs(2), *COPIES), (procs(4),)),

@@ -41,9 +41,9 @@ def records(run_dir: Path, *names: str) -> list[list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def digits_on_cpu(train_once: Run) -> Path:
+def digits_on_cpu(shared_run: Run) -> Path:
     """What the runs of ten steps are compared with."""
-    return train_once(*DIGITS, "trainer.max_steps=10")
+    return shared_run(*DIGITS, "trainer.max_steps=10")
 
 
 @pytest.mark.parametrize(

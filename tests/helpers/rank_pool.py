@@ -22,7 +22,7 @@ from framework.topology import Topology
 from tests.helpers import processes
 
 TIMEOUT_S = 90.0
-PRELOAD = ["torch", "framework.trainer", "framework.strategies.fsdp", "framework.strategies.pipeline"]
+PRELOAD = ["torch", "framework.trainer", "framework.checkpoint.sharded", "framework.strategies.pipeline"]
 GRACE_S = 3.0
 """What other ranks get to finish after one has failed; they may wait for it in a collective."""
 

@@ -44,8 +44,8 @@ def terminal() -> io.StringIO:
 
 
 @pytest.fixture(scope="module")
-def whole_run(train_once: Callable[..., Path]) -> Path:
-    return train_once(*OVERRIDES)
+def whole_run(shared_run: Callable[..., Path]) -> Path:
+    return shared_run(*OVERRIDES)
 
 
 def training(procs: int, *overrides: str) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ from framework.seed import restore_generator_states
 from framework.strategies import DDP, FSDP, AllReduce, LocalSGD
 from framework.trainer import Trainer
 from framework.types import MicroBatch, Window
+from tests.helpers.contexts import CPU
 from tests.helpers.rank_pool import RankPool
-from tests.unit.simulated_ranks import CPU
 from tests.unit.small_trainer import make_trainer, settings
 from tests.unit.streams import Parts, Stateful, make_loader, opened, sample
 

@@ -69,7 +69,6 @@ def test_the_default_recipe_recognises_97_percent_of_the_digits(tmp_path: Path) 
     assert results.results(run.run_dir)["test"]["metrics"]["test/accuracy"] >= 0.97
 
 
-@pytest.mark.slow
 def test_the_default_recipe_learns_and_tests_its_best(default: Run) -> None:
     found, accuracies = results.results(default.run_dir), results.curve(default.run_dir, "val/accuracy")
     assert found["test"]["metrics"]["test/accuracy"] >= 0.85

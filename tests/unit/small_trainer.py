@@ -40,8 +40,8 @@ from framework.types import (
     data_share,
     forward_communicates,
 )
+from tests.helpers.contexts import CPU, cpu_context
 from tests.unit.config.raw import raw_config
-from tests.unit.simulated_ranks import CPU, cpu_context
 
 SIZE, BATCH, STEPS_PER_EPOCH = 22, 4, 6
 """The last batch of an epoch has 2 samples."""

@@ -15,7 +15,7 @@ from framework.data.stream import Deal, Reading
 from framework.data.stream_loader import StreamLoader
 from framework.distributed.context import Context
 from framework.distributed.exchange import Alone, Exchange, SideExchange
-from tests.unit.simulated_ranks import CPU, cpu_context
+from tests.helpers.contexts import CPU, cpu_context
 
 Sample = tuple[Tensor, Tensor]
 

@@ -15,7 +15,7 @@ from framework.activations import recompute
 from framework.distributed.tensors import whole
 from framework.errors import ConfigError
 from framework.strategies import DDP, FSDP, AllReduce, Single
-from tests.unit.simulated_ranks import cpu_context
+from tests.helpers.contexts import cpu_context
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

@@ -27,8 +27,8 @@ from framework.run_dir import RunDir
 from framework.strategies import DDP, AllReduce, Butterfly, Single
 from framework.topology import Topology
 from framework.types import Datasets
+from tests.helpers.contexts import cpu_context
 from tests.unit import fake_targets
-from tests.unit.simulated_ranks import cpu_context
 
 FAKES = "tests.unit.fake_targets"
 

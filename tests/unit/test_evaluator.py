@@ -19,9 +19,9 @@ from framework.evaluator import evaluate
 from framework.precision import PrecisionPlugin
 from framework.strategies import DDP
 from framework.types import MicroBatch, StepOutput
+from tests.helpers.contexts import CPU, cpu_context
 from tests.helpers.rank_pool import RankPool
 from tests.unit import small_trainer
-from tests.unit.simulated_ranks import CPU, cpu_context
 
 FP32 = PrecisionPlugin(Precision.FP32, device=CPU)
 

@@ -14,8 +14,8 @@ from framework.distributed.context import Context
 from framework.errors import RunError
 from framework.meter import Meter, rank_loss
 from framework.types import StepOutput, SumCount
+from tests.helpers.contexts import cpu_context
 from tests.helpers.rank_pool import RankPool
-from tests.unit.simulated_ranks import cpu_context
 
 
 def output(loss: float, samples: int, **metrics: SumCount) -> StepOutput:

@@ -11,8 +11,8 @@ import torch
 from framework import engine, session
 from framework.config.parse import parse
 from framework.hardware import Sharers
+from tests.helpers.contexts import cpu_context
 from tests.unit.config.raw import raw_config
-from tests.unit.simulated_ranks import cpu_context
 
 SECOND_OF_TWO = cpu_context(1, world_size=2)
 

@@ -24,7 +24,7 @@ from framework.errors import RunError, TargetError
 from framework.predictions import columns_of
 from framework.trainer import Trainer
 from framework.types import Callback, FitInfo, StepOutput, StepReport
-from tests.unit.simulated_ranks import cpu_context
+from tests.helpers.contexts import cpu_context
 from tests.unit.small_trainer import (
     BATCH,
     SIZE,

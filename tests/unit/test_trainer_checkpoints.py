@@ -20,10 +20,10 @@ from framework.errors import DiskError
 from framework.seed import restore_generator_states
 from framework.trainer import Trainer
 from framework.types import FitInfo, StepOutput
+from tests.helpers.contexts import CPU, cpu_context
 from tests.helpers.disks import full_at
 from tests.helpers.exact import tree_differences
 from tests.unit.checkpoint.states import manager_of
-from tests.unit.simulated_ranks import CPU, cpu_context
 from tests.unit.small_trainer import (
     Numbers,
     Recorder,

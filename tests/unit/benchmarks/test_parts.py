@@ -67,7 +67,6 @@ FURTHER = (
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.parametrize("part", [time_steps, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in FURTHER)])
 def test_a_part_runs(part: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "WARM_UP", 2)

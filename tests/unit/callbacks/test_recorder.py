@@ -16,7 +16,7 @@ from framework.callbacks.recorder import compare
 from framework.rows import read_rows
 from framework.run_dir import RunDir
 from framework.types import FitInfo, MicroIndices, StepReport
-from tests.unit.simulated_ranks import cpu_context
+from tests.helpers.contexts import cpu_context
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

@@ -11,7 +11,7 @@ from torch.optim import Adam
 
 from framework.checkpoint.replicas import mean_training, replicas
 from framework.errors import CheckpointError
-from tests.unit.simulated_ranks import cpu_context
+from tests.helpers.contexts import cpu_context
 
 
 def own(number: int) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from framework.checkpoint.spread import NOTE, take_apart
 from framework.distributed.tensors import whole
 from framework.errors import CheckpointError
 from framework.strategies import FSDP
+from tests.helpers.contexts import cpu_context
 from tests.helpers.exact import tree_differences
-from tests.unit.simulated_ranks import cpu_context
 
 pytestmark = pytest.mark.usefixtures("group", "own_state")
 INDEX, SHARD = "sharded/.metadata", "sharded/__0_0.distcp"

@@ -25,9 +25,9 @@ from framework.errors import CheckpointError, ConfigError, DataError, FrameworkE
 from framework.strategies.single import AsItIs
 from framework.streams import check_state, check_streams, train_limit
 from framework.types import Datasets
+from tests.helpers.contexts import CPU
 from tests.helpers.rank_pool import RankPool
 from tests.unit.config.raw import raw_config
-from tests.unit.simulated_ranks import CPU
 from tests.unit.small_trainer import samples
 from tests.unit.streams import Drawing, KeepsItsPosition, Parts, Stateful, make_loader, opened, sample
 

@@ -24,8 +24,8 @@ from framework.distributed.context import Context
 from framework.distributed.exchange import SideExchange
 from framework.distributed.group import limit_groups, second_group
 from framework.errors import RunError
+from tests.helpers.contexts import cpu_context
 from tests.helpers.rank_pool import RankPool
-from tests.unit.simulated_ranks import cpu_context
 
 
 def test_one_rank_exchanges_nothing_and_needs_no_group() -> None:

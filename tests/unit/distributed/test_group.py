@@ -12,7 +12,7 @@ from framework.distributed.context import Context
 from framework.distributed.group import backends, group_of_mine, process_group, second_group, set_timeout, timeout_of
 from framework.errors import RunError
 from framework.topology import Topology
-from tests.unit.simulated_ranks import CPU, cpu_context
+from tests.helpers.contexts import CPU, cpu_context
 
 
 def backend(*, init_timeout_s: float = 20.0) -> BackendConfig:

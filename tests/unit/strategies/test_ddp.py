@@ -14,8 +14,8 @@ from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.strategies import DDP, Single, auto
 from framework.topology import Topology
+from tests.helpers.contexts import cpu_context
 from tests.helpers.rank_pool import RankPool
-from tests.unit.simulated_ranks import cpu_context
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

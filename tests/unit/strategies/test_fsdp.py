@@ -19,9 +19,9 @@ from framework.distributed.tensors import is_model_spread, is_spread
 from framework.strategies import FSDP
 from framework.topology import Topology
 from framework.types import StepReport, own_groups
+from tests.helpers.contexts import cpu_context
 from tests.helpers.rank_pool import RankPool
 from tests.parity.training import STRATEGIES, How, trainer_of, weights_of
-from tests.unit.simulated_ranks import cpu_context
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 

@@ -20,8 +20,8 @@ from framework.late_dynamo import late_dynamo
 from framework.precision import PrecisionPlugin
 from framework.strategies import Pipeline
 from framework.types import DataShare, MicroBatch, StepOutput, Window
+from tests.helpers.contexts import CPU, cpu_context
 from tests.helpers.rank_pool import RankPool
-from tests.unit.simulated_ranks import CPU, cpu_context
 from tests.unit.small_trainer import Squares
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]

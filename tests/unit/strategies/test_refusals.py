@@ -17,7 +17,7 @@ from framework.errors import ConfigError, FrameworkError, TargetError, TopologyE
 from framework.strategies import DDP, FSDP, AllReduce, Butterfly, LocalSGD, Pipeline, Single, auto
 from framework.topology import Topology
 from framework.types import Strategy
-from tests.unit.simulated_ranks import cpu_context
+from tests.helpers.contexts import cpu_context
 
 Make = Callable[..., Strategy]
 
