@@ -104,6 +104,7 @@ def test_what_a_refusal_suggests_is_accepted(command, overrides):
 # Refused by processes that have torch: once, not by each, and nothing is left
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has mpi")
 def test_mpi_where_torch_has_none(command, tmp_path):
     answer = command(*SHORT, "backend.name=mpi", "topology.procs_per_node=2")

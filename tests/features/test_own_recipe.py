@@ -87,6 +87,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_by_config_alone(train, folder):
     run_dir = train("recipe=line", "topology.procs_per_node=2")

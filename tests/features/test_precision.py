@@ -52,6 +52,7 @@ def test_two_processes_end_with_about_the_same_weights(train, shared_run, precis
         torch.testing.assert_close(two[name], tensor, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["64-true", pytest.param("bf16-true", marks=pytest.mark.exhaustive)])
 def test_a_loss_with_weights_is_of_the_type_of_the_model(train, warm, precision):
     """In training, and in an evaluation by itself."""

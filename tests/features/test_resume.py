@@ -56,6 +56,7 @@ def test_a_run_whose_processes_are_all_killed_resumes_exactly(train, tmp_path):
     assert [run["status"] for run in record["earlier"]] == ["running"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
 def test_a_run_resumes_with_another_number_of_processes(train, whole_run, before, after):
@@ -130,6 +131,7 @@ def test_another_learning_rate_is_scaled_by_the_schedule(train):
     assert [rates[step] for step in (60, 61, 80, 81)] == pytest.approx([0.001, 0.002, 0.002, 0.0002])
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_from_an_older_checkpoint_and_stays_there_until_the_next(train, whole_run, tmp_path):
     """A restart before its first checkpoint doesn't take the later one that was left out on purpose."""
     stopped = train(*SHORT, "trainer.max_steps=60", "checkpoint.every_n_steps=20", "checkpoint.save_top_k=-1")
@@ -154,7 +156,12 @@ def test_a_run_resumes_from_an_older_checkpoint_and_stays_there_until_the_next(t
 @pytest.mark.parametrize(
     ("overrides", "typed", "reason"),
     [
-        ((*SHORT, "topology.procs_per_node=2"), "optimizer=adam", "optimizer torch.optim.Adam"),
+        pytest.param(
+            (*SHORT, "topology.procs_per_node=2"),
+            "optimizer=adam",
+            "optimizer torch.optim.Adam",
+            marks=pytest.mark.exhaustive,
+        ),
         (SHORT, "scheduler=cosine", "no schedule"),
         pytest.param(SCHEDULED, "scheduler=none", "no schedule", marks=pytest.mark.exhaustive),
         pytest.param(SCHEDULED, "scheduler=cosine", "torch.optim.lr_scheduler.StepLR", marks=pytest.mark.exhaustive),

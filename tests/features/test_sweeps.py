@@ -102,6 +102,7 @@ def test_all_jobs_share_one_fork_server(tmp_path, monkeypatch, capfd, started):
     assert f"tensorboard --logdir outputs/multirun/{folder.name}" in printed.out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_a_job_of_a_sweep_is_the_same_run_alone(sweep, train, tmp_path):
     two = ("recipe=toy", *SHORT, "topology.procs_per_node=2")
@@ -142,6 +143,7 @@ def test_a_failing_job_does_not_end_the_sweep(sweep, tmp_path):
         assert "ValueError: this one fails" in text
 
 
+@pytest.mark.exhaustive
 def test_two_sweeps_in_the_same_second_have_folders_of_their_own(sweep, tmp_path, monkeypatch):
     now = datetime.now()
     monkeypatch.setattr(run_dir, "datetime", SimpleNamespace(now=lambda: now))

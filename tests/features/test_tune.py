@@ -93,6 +93,7 @@ def test_the_range_test_ends_with_a_loss_that_is_no_number(train: Train, capfd: 
     assert "and hadn't fallen before. Try lower ones: tune.min_lr" in capfd.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_ranks_agree_on_what_the_smallest_has_room_for(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     """And the global batches that they find give the same losses in one process, but for rounding."""
     optimizer = (f"optimizer._target_={CASES}.two_rates", "tune.early_stop_threshold=null")

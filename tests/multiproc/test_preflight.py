@@ -90,6 +90,7 @@ def test_what_is_wrong_is_named(train: Train, capfd: pytest.CaptureFixture[str])
     assert "slowest link: rank 1 – rank 2: " in printed
 
 
+@pytest.mark.exhaustive
 def test_a_hang_is_reported_with_the_name_of_the_check(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     strategy = f"strategy={{_target_: {CASES}.hanging}}"
     run_dir = train(*PREFLIGHT, "topology.procs_per_node=2", strategy, "backend.timeout=2", status=1)
@@ -113,6 +114,7 @@ def test_without_time_only_the_first_links_are_measured(train: Train, capfd: pyt
 RESTARTED = ("launcher=elastic", "launcher.max_restarts=1")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", [(), pytest.param(RESTARTED, marks=pytest.mark.exhaustive)], ids=["", "restarted"])
 def test_before_training(train: Train, capfd: pytest.CaptureFixture[str], launcher: tuple[str, ...]) -> None:
     """A resumed run checks again; a failed check trains nothing, and isn't repeated where failures are restarted."""

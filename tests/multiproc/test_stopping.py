@@ -72,7 +72,7 @@ def send(number: signal.Signals, *, everyone: bool, rank_pid: int) -> None:
 @pytest.mark.parametrize(
     ("number", "procs", "everyone", "workers"),
     [
-        (signal.SIGINT, 4, True, 1),
+        pytest.param(signal.SIGINT, 4, True, 1, marks=exhaustive),
         (signal.SIGTERM, 1, False, 0),
         *(
             pytest.param(number, procs, everyone, 2, marks=exhaustive)

@@ -80,7 +80,7 @@ def exhaustive(*values: Any) -> Any:
         exhaustive(3, ("strategy=ddp", POWER_SGD, *AVERAGED)),
         exhaustive(3, ("strategy=ddp", UNFREEZES, *AVERAGED)),
         exhaustive(3, ("strategy=butterfly", UNFREEZES, *AVERAGED)),
-        (3, (*APART, *DILOCO, *AVERAGED)),
+        exhaustive(3, (*APART, *DILOCO, *AVERAGED)),
         exhaustive(3, (*APART, UNFREEZES, "strategy.warmup_steps=6", *AVERAGED)),
         exhaustive(3, (*APART, *DILOCO, "strategy.warmup_steps=11", *ADAM)),
     ],

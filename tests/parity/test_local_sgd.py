@@ -133,6 +133,7 @@ COMMAND = (
 )
 
 
+@pytest.mark.exhaustive
 def test_on_another_number_of_ranks_all_resume_from_the_mean(train: Train) -> None:
     """Three, one step after an average; then two, for a step of SGD on the whole batch from the mean."""
     run = train(*COMMAND)

@@ -62,7 +62,7 @@ def test_the_number_of_processes_and_the_strategy_change_nothing(
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("processes", "strategy", "size"),
-    [(3, "ddp", 37), (2, "fsdp", 41)],
+    [(3, "ddp", 37), pytest.param(2, "fsdp", 41, marks=pytest.mark.exhaustive)],
     ids=["short-last-batch", "rank-without-samples"],
 )
 def test_a_short_last_batch_weighs_its_samples(train: Train, processes: int, strategy: str, size: int) -> None:

@@ -143,6 +143,7 @@ def test_the_printed_commands_work(default: Run, warm: WarmServer, monkeypatch: 
 # python -m framework recipe=toy; python -m framework resume=outputs/...
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_has_one_curve_and_records_its_first_part(train: Train, capfd) -> None:
     run_dir = train("recipe=toy", "trainer.max_steps=195")
     resume = printed_command(capfd.readouterr().out, "resume")
@@ -169,6 +170,7 @@ def test_a_resumed_run_has_one_curve_and_records_its_first_part(train: Train, ca
 TWO = ("topology.procs_per_node=2", "backend=gloo", "backend.timeout=90s")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [
