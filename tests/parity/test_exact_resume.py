@@ -76,6 +76,7 @@ def exhaustive(*values: Any) -> Any:
         exhaustive(3, ("strategy=allreduce", "strategy.broadcast_buffers=false", *STOPPING)),
         exhaustive(3, ("+strategy.find_unused_parameters=true", *STOPPING)),
         exhaustive(3, ("+strategy.static_graph=true", *STOPPING)),
+        exhaustive(3, ("strategy=ddp", "strategy.static_graph=true", *AVERAGED)),
         exhaustive(3, ("strategy=ddp", "strategy.comm_hook=butterfly", *AVERAGED)),
         exhaustive(3, ("strategy=ddp", POWER_SGD, *AVERAGED)),
         exhaustive(3, ("strategy=ddp", UNFREEZES, *AVERAGED)),
