@@ -97,6 +97,7 @@ def test_ranks_finish_when_the_reader_of_their_output_leaves(tmp_path: Path) -> 
     trouble.write_recipe(tmp_path, Deed())
     result = run_in_shell("$PYTHON -m framework recipe=trouble 2>errors | head -n 1", tmp_path)
     assert len(result.stdout.splitlines()) == 1
+    wait_until(lambda: run_file(tmp_path)["status"] != "running")
     assert (tmp_path / "errors").read_text() == ""
     assert run_file(tmp_path)["status"] == "finished"
     assert "Linear with 5 parameters" in (trouble.run_dir(tmp_path) / "logs" / "rank_0.log").read_text()
