@@ -335,7 +335,7 @@ def _compose(arguments: list[str], *, run_at_once: Callable[[_Composition], floa
 def _one_run(overrides: list[str]) -> DictConfig | None:
     """Compose the configuration of one run; None if it is a sweep's or has a mistake, which `@hydra.main` finds.
 
-    `@hydra.main` composes twice, first to learn whether the configuration asks for a sweep, which costs 0.15 s.
+    `@hydra.main` composes twice, first to learn whether the configuration asks for a sweep, which costs 0.2 s.
     """
     with suppress(HydraException, OmegaConfBaseException):
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
