@@ -152,7 +152,8 @@ class DDP:
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         """ConfigError comes out of it where parameters had no gradient in the step before, and DDP awaited one."""
-        is_first_of_static = self._options["static_graph"] and not self._exchanges  # torch can't leave that out
+        # Torch records a static graph in the first backward, which must exchange gradients.
+        is_first_of_static = self._options["static_graph"] and not self._exchanges
         if synchronise or is_first_of_static or not isinstance(model, DistributedDataParallel):
             self._exchanges += 1
             self._has_told = False

@@ -57,7 +57,8 @@ def validate_both_recipes_at_their_end() -> None:
         assert steps_an_epoch * settings["trainer"]["max_epochs"] % interval == 0
 
 
-FURTHER = (
+PARTS = (
+    time_steps,
     time_the_first_step_of_two_ranks,
     weigh_two_ranks,
     time_the_indices_of_an_epoch,
@@ -67,7 +68,7 @@ FURTHER = (
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("part", [time_steps, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in FURTHER)])
+@pytest.mark.parametrize("part", PARTS)
 def test_a_part_runs(part: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "WARM_UP", 2)
     monkeypatch.setattr(steps, "STEPS", 5)

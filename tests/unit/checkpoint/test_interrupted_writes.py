@@ -23,7 +23,7 @@ Watcher = Callable[[], None]
 
 
 def save_all(folder: Path, watchers: list[Watcher], watcher: Callable[[int], None]) -> list[int]:
-    """Return 0 and the numbers of the saves that succeeded. The watcher is told the last one before every change."""
+    """Return 0 and the numbers of the saves that succeeded. The watcher gets the last one before every change."""
     (folder / "notes").mkdir(parents=True)
     manager = manager_of(folder, warn=lambda _: None)
     saved = [0]

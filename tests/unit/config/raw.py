@@ -27,7 +27,7 @@ _SOME: dict[str, Any] = {
     "checkpoint.monitor": None,
     "logger": {"jsonl": {"_target_": "framework.loggers.JsonlLogger"}},
 }
-"""How it differs from that of `recipe=toy`: nothing in it is imported, and every value is told from the defaults."""
+"""How it differs from that of `recipe=toy`: nothing in it is imported, and every value differs from the defaults."""
 
 
 def composed(*overrides: str) -> dict[str, Any]:
