@@ -13,7 +13,7 @@ PYTHON_VERSION ?= 3.12
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PARALLEL := --numprocesses=2 --dist=worksteal
+PARALLEL := --numprocesses=3 --dist=worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -22,7 +22,7 @@ PARALLEL := --numprocesses=2 --dist=worksteal
 help:
 	@echo "make install   make $(VENV) and install the project and its tools in it"
 	@echo "make train     train the default recipe; ARGS=\"recipe=toy trainer.gpus=0\" passes overrides"
-	@echo "make test      run the tests, in about seven minutes; ARGS=\"tests/unit\" passes arguments to pytest"
+	@echo "make test      run the tests, in four minutes on two cores; ARGS=\"tests/unit\" passes arguments to pytest"
 	@echo "make test-all  run all of them, with the further variants and slow ones that make test leaves out"
 	@echo "make gpu       test and benchmark on a GPU in nine minutes; the report is benchmarks/GPU.md"
 	@echo "make gpu-test  run tests/gpu alone, with $(VENV)"
@@ -31,7 +31,7 @@ help:
 	@echo "make check     types (mypy)"
 	@echo "make format    format the code and fix what ruff can fix"
 	@echo "make wheel     build dist/*.whl and dist/*.tar.gz"
-	@echo "make pictures  make the README's pictures again; needs chromium"
+	@echo "make pictures  make the picture in docs/configuration.md again; needs chromium"
 	@echo "make clean     remove $(VENV), dist and caches; outputs stay"
 
 install: $(STAMP)

@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import final
 
 from benchmarks.arguments import some_of
-from framework.callbacks.recorder import compare
 from tests.helpers import exact
 from tests.helpers.command import Started, started_framework
+from tests.helpers.records import compare
 
 _TIMEOUT_S = 300.0  # for one command: many ranks may share few cores
 _GONE_S = 10.0

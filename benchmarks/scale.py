@@ -25,7 +25,7 @@ def samplers(world_size: int) -> list[Contestant]:
 
 
 def plan(world_size: int) -> Contestant:
-    """Of MNIST's recipe, where the data are not: only how many samples there would be is told."""
+    """The data of MNIST's recipe where they are missing: only the number of samples is given."""
     gpus = min(world_size, _GPUS_PER_NODE)
     size = (f"trainer.gpus={gpus}", f"topology.nnodes={world_size // gpus}", f"plan.train_samples={SAMPLES}")
     return ours(f"W = {world_size:,}", "job=plan", "recipe=mnist", "data.root=nowhere", *size)

@@ -20,16 +20,14 @@ from framework.types import (
     StepOutput,
     StepReport,
     Stop,
-    Strategy,
     SumCount,
     Task,
 )
 
 if TYPE_CHECKING:
     from framework.data import transforms
-    from framework.data.cache import cached_tensors
-    from framework.data.files import Resource, local_files
-    from framework.data.rows import TensorSamples
+    from framework.data.tensor_samples import TensorSamples
+    from framework.strategies.base import Strategy
 
 __all__ = [
     "Batch",
@@ -43,7 +41,6 @@ __all__ = [
     "Logger",
     "MapDataset",
     "RequestError",
-    "Resource",
     "RunError",
     "StepOutput",
     "StepReport",
@@ -52,18 +49,16 @@ __all__ = [
     "SumCount",
     "Task",
     "TensorSamples",
-    "cached_tensors",
-    "local_files",
     "transforms",
 ]
 
-_LAZY = {"Resource": "files", "local_files": "files", "TensorSamples": "rows", "cached_tensors": "cache"}
-"""Of modules in framework.data, which import torch, or what downloads."""
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(f"framework.data.{_LAZY[name]}"), name)
+    """Import what needs torch when it is first used."""
+    if name == "Strategy":
+        return import_module("framework.strategies.base").Strategy
+    if name == "TensorSamples":
+        return import_module("framework.data.tensor_samples").TensorSamples
     if name == "transforms":
         return import_module("framework.data.transforms")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

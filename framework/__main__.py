@@ -1,4 +1,4 @@
-"""`python -m framework`: start the fork server, then read the configuration; both load what they need meanwhile."""
+"""`python -m framework`: start the fork server, which imports torch while this process composes the configuration."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING
 from framework.errors import EXIT_INTERRUPTED, FrameworkError
 
 if TYPE_CHECKING:
-    from framework.launch.leader import Leader
-    from framework.launch.warm import WarmServer
+    from framework.launch.fork_server import ForkServer
+    from framework.launch.handshake import AdoptedRanks
 
-# What ranks need, the heaviest first, loaded while the configuration is composed.
+# Imported by the fork server, the heaviest first.
 PRELOAD = (
     "torch",
     "torch.distributed",
-    "framework.engine",
+    "framework.training.engine",
+    "framework.jobs.preflight.rank",
     "rich.progress",
 )
 
+# Without any of these variables, this process wasn't started as a rank.
 _MAY_BE_A_RANK = {"RANK", "SLURM_PROCID", "PET_NNODES", "PET_NPROC_PER_NODE"}
-"""Variables without which nothing else has started this process as a rank."""
 
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
@@ -30,19 +31,23 @@ _ONLY_ANSWER = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--i
 
 
 def main() -> int:
-    """The command. Gives its exit status: 0, 1 for a failed run, 2 for a wrong request, 75 for one stopped on request.
+    """Run the command and return its exit status.
 
-    130 where it was ended, 141 where nobody reads its output any more.
+    0: success; 1: a failed run; 2: a wrong request; 75: stopped on request; 130: interrupted; 141: broken pipe.
     """
     _open_missing_streams()
     try:
         status = _command()
         sys.stdout.flush()
-        return status
     except BrokenPipeError:
         if not _silence_broken_streams():
             raise
-        return EXIT_BROKEN_PIPE
+        status = EXIT_BROKEN_PIPE
+    if "torch" in sys.modules:  # a client of several nodes' store, which a thread may still be waiting for
+        from framework.launch.child import leave
+
+        leave(status)
+    return status
 
 
 def _command() -> int:
@@ -53,81 +58,79 @@ def _command() -> int:
             if status is not None:
                 return status
         if not _starts_ranks(arguments):
-            return _answer(arguments, warm=None)
-        from framework.launch.warm import WarmServer
+            return _answer(arguments, fork_server=None)
+        from framework.launch.fork_server import ForkServer
 
-        warm = WarmServer.start(PRELOAD)
+        fork_server = ForkServer.start(PRELOAD)
         try:
-            return _answer(arguments, warm=warm)
+            return _answer(arguments, fork_server=fork_server)
         finally:
-            warm.close()
+            fork_server.close()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
-def _answer(arguments: list[str], *, warm: WarmServer | None = None, leader: Leader | None = None) -> int:
+def _answer(
+    arguments: list[str], *, fork_server: ForkServer | None = None, adopted_ranks: AdoptedRanks | None = None
+) -> int:
     from framework.cli import main as cli_main  # imports Hydra, while the fork server imports torch
 
-    return cli_main(arguments, warm=warm, leader=leader)
+    return cli_main(arguments, fork_server=fork_server, adopted_ranks=adopted_ranks)
 
 
 def _adopted(arguments: list[str]) -> int | None:
-    """Do this process's part where something else has started it as a rank; None where nothing has."""
+    """Run this process's part if torchrun, srun or Kubernetes started it as a rank, else return None."""
     from framework.launch.environment import (
-        ToldByRankZeroError,
+        ReportedByRankZeroError,
         chooses_own_ranks,
         detect,
         typed_value,
-        without_launch_arguments,
     )
 
-    arguments = without_launch_arguments(arguments)
     if chooses_own_ranks(arguments):
         return None
     try:
-        place = detect(os.environ, endpoint=typed_value(arguments, "topology.rdzv_endpoint"))
+        cluster = detect(os.environ, endpoint=typed_value(arguments, "topology.rdzv_endpoint"))
     except FrameworkError as error:
-        if not isinstance(error, ToldByRankZeroError):
+        if not isinstance(error, ReportedByRankZeroError):
             print(error, file=sys.stderr)
         return error.exit_status
-    if place is None:
+    if cluster is None:
         return None
-    from framework.launch.adopted import take_part
+    from framework.launch.adopted import run_adopted
     from framework.launch.child import leave
 
-    status = take_part(place, arguments, lead=lambda leader: _answer(leader.arguments, leader=leader))
-    # At once: torchrun ends all other ranks when it sees the first that failed, and rank 0 is the one that told why.
+    status = run_adopted(
+        cluster, arguments, command=lambda adopted_ranks: _answer(adopted_ranks.arguments, adopted_ranks=adopted_ranks)
+    )
+    # Leave at once: torchrun ends all ranks when the first one fails, and rank 0 has reported the error.
     return leave(status)
 
 
 def _starts_ranks(arguments: list[str]) -> bool:
-    """Whether the command may need processes; a guess from the words alone, made before anything is parsed."""
+    """Return True if the command may start ranks, guessed from the arguments before they are parsed."""
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("-")}
     return not flags & _ONLY_ANSWER and "launcher=in_place" not in arguments
 
 
 def _open_missing_streams() -> None:
-    """Give what the shell has closed (`>&-`) to the null device, before a socket or file gets the number."""
+    """Open the null device for streams that the shell closed (`>&-`), before a file gets their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, number)
-            os.set_inheritable(number, True)  # the fork server needs it as well
-            if null != number:
-                os.close(null)
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this stream's
+            os.set_inheritable(null, True)  # by the fork server
+            setattr(sys, name, os.fdopen(null, "r" if number == 0 else "w", closefd=False))
 
 
 def _silence_broken_streams() -> bool:
-    """Point streams without a reader to the null device, so that nothing complains later; False if none was."""
+    """Redirect broken stdout and stderr to the null device; return True if any was broken."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        poll.register(stream.fileno(), 0)
-    broken = [number for number, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
+        poll.register(stream.fileno(), 0)  # to be told of errors only
+    broken = poll.poll(0)
     null = os.open(os.devnull, os.O_WRONLY)
-    for number in broken:
+    for number, _ in broken:
         os.dup2(null, number)
-    os.close(null)
     return bool(broken)
 
 

@@ -2,19 +2,23 @@
 
 An error says what happened, which value was given, what is allowed and what to do. Those below print as a few lines
 without a traceback; any other exception is unexpected and keeps its traceback. The class says who must act:
-a `RequestError` is mended by typing something else, a `RunError` happened to a request that was fine.
+a `RequestError` is for the user, who has to type something else; a `RunError` happened to a correct request.
 """
+
+from __future__ import annotations
+
+import traceback
 
 EXIT_RUN_FAILED = 1
 EXIT_WRONG_REQUEST = 2
-EXIT_STOPPED = 75  # on request, with a checkpoint to go on from: EX_TEMPFAIL of sysexits.h
+EXIT_STOPPED = 75  # on request, with a checkpoint to resume from: EX_TEMPFAIL of sysexits.h
 EXIT_INTERRUPTED = 130
 
 
 class FrameworkError(Exception):
-    """Base of every error the framework raises on purpose; `exit_status` is what the command ends with.
+    """Base of every error that the framework raises on purpose.
 
-    is_final: what is started anew would fail alike, so it isn't.
+    exit_status: of the command. is_final: a restart would fail with the same error, so there is none.
     """
 
     exit_status = EXIT_RUN_FAILED
@@ -22,7 +26,7 @@ class FrameworkError(Exception):
 
 
 class RequestError(FrameworkError):
-    """What was asked for can't be done as asked. Nothing was started."""
+    """The request is wrong. Nothing was started."""
 
     exit_status = EXIT_WRONG_REQUEST
     is_final = True
@@ -33,7 +37,7 @@ class ConfigError(RequestError):
 
 
 class TopologyError(RequestError):
-    """Nodes, GPUs and processes don't fit together, or aren't there."""
+    """Nodes, GPUs and processes don't fit together, or don't exist."""
 
 
 class TargetError(RequestError):
@@ -41,7 +45,7 @@ class TargetError(RequestError):
 
 
 class DataError(RequestError):
-    """The data is missing, damaged, empty or too small for what was asked."""
+    """The data is missing, damaged, empty or too small for the request."""
 
 
 class CheckpointError(RequestError):
@@ -49,18 +53,35 @@ class CheckpointError(RequestError):
 
 
 class RunError(FrameworkError):
-    """A run that was asked for correctly failed."""
+    """A correct request failed while it ran."""
 
 
 class PreflightError(RunError):
-    """What was asked to be checked before training isn't as it should be. Nothing was trained."""
+    """A check before training failed. Nothing was trained."""
 
     is_final = True
 
 
 class DiskError(RunError):
-    """The disk refused what was to be written."""
+    """A file could not be written to the disk."""
 
 
 class LaunchError(RunError):
     """The processes of a run could not be started or were lost."""
+
+
+def describe_error(error: BaseException, *, lines: int = 1) -> str:
+    """Return its class and the first `lines` non-empty lines of its text."""
+    text = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join([": ".join([type(error).__name__, *text[:1]]), *text[1:lines]])
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the line that raised it, the last one outside of torch: the one to change."""
+    stack = traceback.StackSummary.extract(
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not str(frame.f_globals.get("__name__")).startswith("torch.")
+    )
+    frame = stack[-1]
+    return f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"

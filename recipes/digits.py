@@ -1,8 +1,8 @@
-"""Handwritten digits with a small convolutional network: real data, no download.
+"""A small convolutional network on handwritten digits: real data, no download.
 
-The data are the 1,797 digits of 8×8 pixels that scikit-learn brings along (the test part of
-https://archive.ics.uci.edu/dataset/80), resized to the 28×28 of MNIST, for which the network was made
-(https://github.com/pytorch/examples/tree/main/mnist). B samples; image_BCHW has one channel.
+The data are the 1,797 digits of 8×8 pixels that come with scikit-learn (the test part of
+https://archive.ics.uci.edu/dataset/80), resized to the 28×28 pixels of MNIST. The network is that of
+https://github.com/pytorch/examples/tree/main/mnist. Images have the shape (B, 1, 28, 28).
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from framework import ConfigError, Datasets
 IMAGE_SIZE = 28
 LARGEST_PIXEL = 16
 FIRST_LAYERS = {2: (0, 7), 3: (0, 2, 7), 4: (0, 2, 7, 10)}
-"""Of each stage, where ConvNet is cut into so many."""
+"""Number of stages → index of the first layer of each."""
 
 
 class ConvNet(nn.Module):
-    """Two convolutions of 32 channels, max-pool, two linear layers: scores of `num_classes` for images of 1×28×28.
+    """Two convolutions with 32 channels, max-pooling and two linear layers, for images of 1×28×28 pixels.
 
-    conv_dropout, dropout: share of values dropped in training after the pooling and after the first linear layer.
+    Args:
+        conv_dropout: Dropout probability after the pooling.
+        dropout: Dropout probability after the first linear layer.
+        num_classes: Number of scores per image.
     """
 
     def __init__(self, conv_dropout: float = 0.25, dropout: float = 0.5, num_classes: int = 10) -> None:
@@ -46,11 +49,11 @@ class ConvNet(nn.Module):
         )
 
     def stages(self, number: int) -> list[nn.Module]:
-        """Runs of layers, each with weights, that strategy=pipeline puts on processes of their own."""
+        """Return the layers in `number` groups, for strategy=pipeline."""
         if number not in FIRST_LAYERS:
             raise ConfigError(
-                f"ConvNet can be cut into 2, 3 or 4 stages, and {number} were asked for.\n"
-                "Use strategy.num_stages=4 or less, and a multiple of so many processes."
+                f"ConvNet can be cut into 2, 3 or 4 stages, not {number}.\n"
+                "Set strategy.num_stages to one of these, and use a multiple of as many processes."
             )
         layers, begins = [*self.features, *self.classifier], FIRST_LAYERS[number]
         ends = (*begins[1:], len(layers))
@@ -62,12 +65,15 @@ class ConvNet(nn.Module):
 
 
 def digits(size: int = IMAGE_SIZE, val_size: int = 180, test_size: int = 360, seed: int = 0) -> Datasets:
-    """The digits as images of shape (1, size, size) and labels 0–9, split at random but the same for the same seed.
+    """Return the digits as images of shape (1, size, size) with labels 0–9, normalised over the training part.
 
-    val_size, test_size: samples of those parts; the rest trains. Pixels are scaled to mean 0 and standard deviation 1
-    over the training part.
+    Args:
+        size: Pixels per side.
+        val_size: Number of validation samples.
+        test_size: Number of test samples; the rest is for training.
+        seed: Seed of the random split.
     """
-    # Costs a second: only who trains on the digits pays it.
+    # Importing it takes a second, which only this recipe should pay.
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -77,7 +83,7 @@ def digits(size: int = IMAGE_SIZE, val_size: int = 180, test_size: int = 360, se
 
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     train, val, test = torch.split(order, [len(order) - val_size - test_size, val_size, test_size])
-    # With NumPy, in float64: how torch adds depends on the number of threads, and the data must not.
+    # NumPy, because the order of torch's sums depends on the number of threads, and the data must not.
     pixels = image_BCHW[train].double().numpy()
     image_BCHW = (image_BCHW - pixels.mean()) / pixels.std()
     return Datasets(*(TensorDataset(image_BCHW[part], labels[part]) for part in (train, val, test)))

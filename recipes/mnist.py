@@ -1,56 +1,25 @@
-"""MNIST (LeCun, Cortes and Burges, 1998): 60,000 handwritten digits to train on and 10,000 to test with.
+"""MNIST (LeCun, Cortes and Burges, 1998): 60,000 handwritten digits for training and 10,000 for testing.
 
-The four files are read as they are offered, packed or not, and unpacked once. Images have one channel of 28×28 pixels.
+torchvision reads and downloads the files. Images have one channel of 28×28 pixels.
 """
 
 from __future__ import annotations
 
-import gzip
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
-from framework import ConfigError, Datasets, Resource, TensorSamples, cached_tensors, local_files, transforms
+from framework import ConfigError, DataError, Datasets, TensorSamples, transforms
 
-
-def _resource(name: str, md5: str, size_bytes: int, *, unpacked_md5: str, unpacked_size_bytes: int) -> Resource:
-    return Resource(f"{name}.gz", md5, size_bytes, unpacked=Resource(name, unpacked_md5, unpacked_size_bytes))
-
-
-RESOURCES = (
-    _resource(
-        "train-images-idx3-ubyte",
-        "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-        9_912_422,
-        unpacked_md5="6bbc9ace898e44ae57da46a324031adb",
-        unpacked_size_bytes=47_040_016,
-    ),
-    _resource(
-        "train-labels-idx1-ubyte",
-        "d53e105ee54ea40749a09fcbcd1e9432",
-        28_881,
-        unpacked_md5="a25bea736e30d166cdddb491f175f624",
-        unpacked_size_bytes=60_008,
-    ),
-    _resource(
-        "t10k-images-idx3-ubyte",
-        "9fb629c4189551a2d022fa330f9573f3",
-        1_648_877,
-        unpacked_md5="2646ac647ad5339dbf082846283269ea",
-        unpacked_size_bytes=7_840_016,
-    ),
-    _resource(
-        "t10k-labels-idx1-ubyte",
-        "ec29112dd5afa0611ce80d1b7f02629c",
-        4_542,
-        unpacked_md5="27ae3e4e09519cfbb04c329615203637",
-        unpacked_size_bytes=10_008,
-    ),
-)
-"""Images and labels of the training part, then of the test part. Names and MD5s are torchvision's."""
+_LOCK_TIMEOUT_S = 600.0  # of other processes' downloads
+_SILENCE_S = 30.0  # a server may send nothing
 
 
 def mnist(
@@ -62,16 +31,22 @@ def mnist(
     std: float = 0.3081,
     augment: Callable[[Tensor, Any], Tensor] | None = None,
 ) -> Datasets:
-    """Images of shape (1, 28, 28), as (pixel − mean) / std with pixels from 0 to 1, and labels 0–9.
+    """Return images of shape (1, 28, 28) and labels 0–9. Images are kept as bytes and normalised in batches.
 
-    root: the folder with the files, packed or unpacked, or with MNIST/raw, where torchvision keeps them; missing ones
-    are downloaded to the latter. mirrors: where from; None: torchvision's. val_size: images of the 60,000 held out for
-    validation, drawn with `seed`; 0: no validation. All parts are rows of the same images, which are kept as bytes and
-    normalised in batches; they are mapped from MNIST/decoded, 56 MB that all processes share. augment: of
-    framework.transforms, done to the training images before.
-    Raises DataError where a file is damaged or can't be had, ConfigError for a `val_size` that leaves nothing to train.
+    Args:
+        root: Folder with MNIST/raw/, which has the four files or gets them.
+        mirrors: Addresses to download from. None means those of torchvision.
+        val_size: How many of the 60,000 training images are held out for validation. 0 means no validation.
+        seed: Seed of that split.
+        mean: Mean of the training pixels, scaled to 0 to 1.
+        std: Standard deviation of the same.
+        augment: One of framework.transforms, applied to the training images before they are normalised.
+
+    Raises:
+        DataError: A file is damaged, or missing and cannot be downloaded.
+        ConfigError: `val_size` leaves nothing for training.
     """
-    images, labels, test_images, test_labels = decoded_mnist(root, mirrors)
+    images, labels, test_images, test_labels = read_mnist(root, mirrors)
     if not 0 <= val_size < len(labels):
         raise ConfigError(
             f"data.datasets.val_size={val_size}: must be from 0 to {len(labels) - 1}, a part of the "
@@ -89,48 +64,70 @@ def mnist(
     )
 
 
-def decoded_mnist(root: str, mirrors: Sequence[str] | None = None) -> list[Tensor]:
-    """Images (N, 1, 28, 28) in bytes and labels (N,) in int64, of the training and of the test part.
+def read_mnist(root: str, mirrors: Sequence[str] | None = None) -> list[Tensor]:
+    """Return images (N, 1, 28, 28) as uint8 and labels (N,) as int64, of the training and of the test part.
 
-    Unpacked once, into <root>/MNIST/decoded; where that can't be written, each time. Raises as `mnist_files` does.
+    If a file is missing or damaged, one process of a node downloads all four and the others wait. Packed files are
+    unpacked into a temporary folder, which takes half a second.
     """
+    from torchvision import datasets  # here, for importing it takes a second
+    from torchvision.datasets.utils import check_integrity, extract_archive
 
-    def make() -> list[Tensor]:
-        read = [read_idx(path) for path in mnist_files(root, mirrors)]
-        return [each.unsqueeze(1) if each.ndim == 3 else each.long() for each in read]
+    folder = Path(root).expanduser().absolute() / "MNIST"
+    raw = folder / "raw"
+    md5s = {raw / name: md5 for name, md5 in datasets.MNIST.resources}
 
-    key = " ".join(["1", *(resource.md5 for resource in RESOURCES)])
-    return cached_tensors(Path(root).expanduser() / "MNIST" / "decoded", "mnist", key=key, make=make)
+    def lacking() -> list[Path]:
+        return [path for path, md5 in md5s.items() if not (_unpacked(path).exists() or check_integrity(path, md5))]
+
+    try:
+        if lacking():
+            sys.audit("framework.download", "MNIST", str(raw))  # job=plan refuses it
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / ".lock", timeout=_LOCK_TIMEOUT_S):
+                if lacking():  # another process may have downloaded them meanwhile
+                    _download(folder, mirrors)
+        with TemporaryDirectory(prefix="mnist_") as temporary:
+            source = folder.parent
+            if not all(_unpacked(path).exists() for path in md5s):
+                source = Path(temporary)
+                (source / "MNIST" / "raw").mkdir(parents=True)
+                for path in md5s:
+                    if _unpacked(path).exists():
+                        (source / "MNIST" / "raw" / path.stem).symlink_to(_unpacked(path))
+                    else:
+                        extract_archive(path, source / "MNIST" / "raw")
+            parts = [datasets.MNIST(source, train=is_train) for is_train in (True, False)]
+        return [tensor for part in parts for tensor in (part.data.unsqueeze(1), part.targets)]
+    except DataError:
+        raise
+    except Exception as error:  # whatever torchvision meets: in the network, on the disk, in a file
+        faults = [f"{path.name} is {'damaged' if path.exists() else 'missing'}" for path in lacking()]
+        raise DataError(
+            f"In {raw}, {', '.join(faults) or 'a file is damaged'}.\n{type(error).__name__}: {str(error).strip()}\n"
+            "Put the files there, packed or unpacked, or set data.root to the folder that has them in MNIST/raw, or "
+            "data.mirrors=[URL] to where they can be downloaded from. recipe=digits needs none."
+        ) from error
 
 
-def mnist_files(root: str, mirrors: Sequence[str] | None = None) -> list[Path]:
-    """The files of RESOURCES, packed or unpacked, in their order. Raises DataError as `local_files` does."""
-    folder = Path(root).expanduser().absolute()
-    return local_files(
-        RESOURCES,
-        folder=folder / "MNIST" / "raw",
-        also_in=[folder],
-        mirrors=_torchvisions_mirrors if mirrors is None else lambda: mirrors,
-        otherwise="recipe=digits needs none of these files.",
-    )
+def _unpacked(path: Path) -> Path:
+    return path.with_suffix("")
 
 
-def _torchvisions_mirrors() -> Sequence[str]:
-    # Costs more than a second: only who downloads pays it.
-    from torchvision.datasets import MNIST
+def _download(folder: Path, mirrors: Sequence[str] | None) -> None:
+    """Put the four files into <folder>/raw, packed and unpacked, each when it is complete."""
+    from torchvision import datasets
 
-    mirrors: list[str] = MNIST.mirrors
-    return mirrors
-
-
-def read_idx(path: Path) -> Tensor:
-    """The bytes of a verified IDX file, packed or unpacked, in their shape: uint8.
-
-    The format: two zeros, the type (8: bytes), the number of dimensions, each dimension's size as four bytes, the data.
-    """
-    packed = path.read_bytes()
-    data = gzip.decompress(packed) if path.suffix == ".gz" else packed
-    num_dimensions = data[3]
-    ends = [8 + 4 * dimension for dimension in range(num_dimensions)]
-    shape = [int.from_bytes(data[end - 4 : end], "big") for end in ends]
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=4 + 4 * num_dimensions).view(shape)
+    # torchvision takes mirrors from the class, and names the folder after it.
+    changes = {} if mirrors is None else {"mirrors": [f"{mirror.rstrip('/')}/" for mirror in mirrors]}
+    MNIST = type("MNIST", (datasets.MNIST,), changes)
+    timeout_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_SILENCE_S)  # torchvision's requests have none
+    try:
+        with TemporaryDirectory(prefix=".download_", dir=folder) as temporary:
+            MNIST(temporary, download=True)
+            (folder / "raw").mkdir(exist_ok=True)
+            for path in Path(temporary, "MNIST", "raw").iterdir():
+                path.replace(folder / "raw" / path.name)
+    finally:
+        socket.setdefaulttimeout(timeout_s)

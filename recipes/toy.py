@@ -1,4 +1,4 @@
-"""A two-layer network on made-up regression data: the smallest thing that really learns."""
+"""A two-layer network on synthetic regression data: the smallest recipe that learns something."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from framework import Datasets
 
 INPUTS, OUTPUTS = 10, 5
-INPUT_SCALE = 4.0  # wide inputs: with a learning rate of 0.001 the loss falls soon, and with 0.1 it stays finite
+INPUT_SCALE = 4.0  # with a learning rate of 0.001 the loss falls soon, and with 0.1 it stays finite
 
 
 class ToyModel(nn.Module):
@@ -33,10 +33,14 @@ def toy_regression(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
 ) -> Datasets:
-    """Samples of a fixed random teacher, `A x + relu(B x) + noise`: 10 numbers each, targets of 5; the
-    inputs are x times INPUT_SCALE.
+    """Return inputs (N, 10) = INPUT_SCALE · x and targets (N, 5) = A x + relu(B x) + noise, for random A and B.
 
-    num_samples: of all parts together. noise: standard deviation of what nobody can learn. seed: of the data alone.
+    Args:
+        num_samples: Number of samples of all parts together.
+        noise: Standard deviation of the noise.
+        seed: Seed of the data. It is independent of the run's seed.
+        val_fraction: Share of the samples for validation.
+        test_fraction: Share of the samples for testing.
     """
     generator = torch.Generator().manual_seed(seed)
     linear, bent = (torch.randn(INPUTS, OUTPUTS, generator=generator) / INPUTS**0.5 for _ in range(2))

@@ -1,4 +1,4 @@
-"""The toy network spread over the devices of one process, one layer on each."""
+"""The toy network split over the devices of one process, with one layer on each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ INPUTS, HIDDEN, OUTPUTS = 10, 10, 5
 
 
 class ToyModelParallel(nn.Module):
-    """k linear layers on k ≥ 2 devices: 10→10 with ReLU k−1 times, then 10→5. For k = 2 it is the toy network.
+    """k linear layers on k ≥ 2 devices: k − 1 times 10→10 with ReLU, then 10→5. With k = 2, it is the toy network.
 
-    devices: given by the framework, in the order in which activations pass them. The input may come on any device;
-    the output lies on the last one. A device may be named more than once. Weights are drawn on the CPU in the layers'
-    order, so that a seed gives the same ones wherever they end up.
+    Weights are initialised on the CPU in the order of the layers, so they depend on the seed only.
+
+    Args:
+        devices: One device per layer, given by the framework; a device may occur twice. The input may be on any
+            device, the output is on the last one.
     """
 
     def __init__(self, devices: Sequence[torch.device | str]) -> None:
@@ -26,7 +28,7 @@ class ToyModelParallel(nn.Module):
         if len(self.devices) < 2:
             raise ConfigError(
                 f"ToyModelParallel got {len(self.devices)} device(s) and needs at least 2, one for each layer.\n"
-                "Set topology.gpus_per_process=2 (or topology=model_parallel); without GPUs that is 2 times the CPU."
+                "Set topology.gpus_per_process=2 (or topology=model_parallel); without GPUs, that is the CPU twice."
             )
         self.relu = nn.ReLU()
         sizes = [HIDDEN] * (len(self.devices) - 1) + [OUTPUTS]
@@ -35,7 +37,7 @@ class ToyModelParallel(nn.Module):
             self.add_module(f"net{number}", layer.to(device))
 
     def stages(self, number: int) -> list[nn.Module]:
-        """One layer, with its ReLU, for each device: what strategy=pipeline puts on processes of their own."""
+        """Return one layer with its ReLU per device, for strategy=pipeline."""
         if number != len(self.devices):
             raise ConfigError(f"ToyModelParallel has {len(self.devices)} layers and can't be cut into {number} stages.")
         layers = [self.get_submodule(f"net{layer}") for layer in range(1, number + 1)]

@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from framework.errors import EXIT_WRONG_REQUEST
 from tests.helpers import guards
 from tests.helpers.rank_pool import RankPool
 
 if TYPE_CHECKING:
-    from framework.launch.warm import WarmServer
+    from framework.launch.fork_server import ForkServer
 
 DATA_VARIABLE = "FRAMEWORK_TEST_DATA"
-SMALL_BYTES = 64 << 20
 
+
+settings.register_profile("no_deadline", deadline=None)  # how long an example takes depends on the machine's load
+settings.load_profile("no_deadline")
 
 # Tests run beside each other. Read when torch is loaded, here and in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -94,13 +97,13 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[WarmServer]:
+def fork_server() -> Iterator[ForkServer]:
     """One fork server for all tests that only need ranks: loading torch costs seconds each time."""
     from framework.__main__ import PRELOAD
-    from framework.launch.warm import WarmServer
+    from framework.launch.fork_server import ForkServer
 
-    costly = ("framework.strategies.fsdp", "framework.strategies.pipeline", "framework.checkpoint.sharded")
-    server = WarmServer.start((*PRELOAD, *costly))  # else each rank that needs them imports them for seconds
+    costly = ("framework.strategies.fsdp", "framework.strategies.pipeline", "framework.checkpoint.sharded_writer")
+    server = ForkServer.start((*PRELOAD, *costly))  # else each rank that needs them imports them for seconds
     yield server
     server.close()
 
@@ -111,7 +114,7 @@ def run_dirs(folder: Path) -> set[Path]:
 
 
 @pytest.fixture
-def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Runs the command in `tmp_path` with ranks of the session's fork server; gives the run directory.
 
     For what a run computes and leaves. How the command itself begins and ends is tested with `run_framework`.
@@ -122,7 +125,7 @@ def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(tmp_path)
         before = run_dirs(tmp_path)
         records = {file: file.read_text() for folder in before for file in folder.glob("*.json")}
-        assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
+        assert cli.main(["trainer.gpus=0", *overrides], fork_server=fork_server) == status
         named = {text.removeprefix("resume=") for text in overrides if text.startswith("resume=")}
         resumed = before if "auto" in named else set(map(Path, named))
         if status == EXIT_WRONG_REQUEST:
@@ -139,7 +142,7 @@ def train(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="session")
-def shared_run(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def shared_run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The directory of a run with these overrides, made once for all tests that ask for it: copy it to change it."""
     from framework import cli
 
@@ -150,7 +153,7 @@ def shared_run(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Ca
             folder = tmp_path_factory.mktemp("shared")
             with guards.no_leaks(owns_state=True), pytest.MonkeyPatch.context() as patch:
                 patch.chdir(folder)
-                assert cli.main(["trainer.gpus=0", *overrides], warm=warm) == status
+                assert cli.main(["trainer.gpus=0", *overrides], fork_server=fork_server) == status
             (made[overrides],) = run_dirs(folder)
         return made[overrides]
 
@@ -163,29 +166,6 @@ def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
-
-
-@pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A control group with little memory (folder), as root may make one; else the test is skipped."""
-    mount = Path("/sys/fs/cgroup/memory")
-    limit, name = ("memory.limit_in_bytes", "version 1") if mount.is_dir() else ("memory.max", "version 2")
-    group = (mount if mount.is_dir() else mount.parent) / f"framework_test_{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory control group ({name}) can be made here: {error.strerror}")
-    try:
-        try:
-            (group / limit).write_text(str(SMALL_BYTES))
-            for swap in ("memory.memsw.limit_in_bytes", "memory.swap.max"):
-                if (group / swap).exists():
-                    (group / swap).write_text(str(SMALL_BYTES) if "memsw" in swap else "0")
-        except OSError as error:
-            pytest.skip(f"the memory of a control group ({name}) can't be limited here: {error.strerror}")
-        yield group
-    finally:
-        group.rmdir()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,18 +6,17 @@ import math
 from typing import Any, final
 
 from framework.config.schema import Mode
-from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
 from framework.types import EvalReport, Stop
 
 
 @final
 class EarlyStopping:
-    """Asks to stop after `patience` evaluations in a row without an improvement of `monitor`, as Lightning's.
+    """Stop after `patience` evaluations in a row without an improvement of `monitor`, as Lightning's EarlyStopping.
 
-    mode: min or max, which way is better. min_delta: a change that is not above it is no improvement.
-    check_finite: stop at once where the metric is NaN or infinite. stopping_threshold: stop once the metric is better.
-    divergence_threshold: stop once the metric is worse. Raises ConfigError where `monitor` isn't evaluated.
+    mode: min or max, whichever is better. min_delta: a change up to this is no improvement.
+    check_finite: stop at once if the metric is NaN or infinite. stopping_threshold: stop once the metric is better.
+    divergence_threshold: stop once the metric is worse.
     """
 
     def __init__(
@@ -46,8 +45,6 @@ class EarlyStopping:
         self._best_score = math.inf if self._mode is Mode.MIN else -math.inf
 
     def on_validation_end(self, report: EvalReport) -> Stop | None:
-        if self._monitor not in report.metrics:
-            raise self._unknown_monitor(report)
         reason = self._reason_to_stop(report.metrics[self._monitor])
         return None if reason is None else Stop(f"EarlyStopping: {reason} (step {report.step})")
 
@@ -66,7 +63,8 @@ class EarlyStopping:
             return f"{metric} reached stopping_threshold={self._stopping_threshold}"
         if self._divergence_threshold is not None and self._is_better(self._divergence_threshold, than=score):
             return f"{metric} is worse than divergence_threshold={self._divergence_threshold}"
-        if self._is_better(self._less_min_delta(score), than=self._best_score):
+        delta = self._min_delta if self._mode is Mode.MIN else -self._min_delta
+        if self._is_better(score + delta, than=self._best_score):
             self._best_score = score
             self._wait_count = 0
             return None
@@ -77,12 +75,3 @@ class EarlyStopping:
 
     def _is_better(self, score: float, *, than: float) -> bool:
         return score < than if self._mode is Mode.MIN else score > than
-
-    def _less_min_delta(self, score: float) -> float:
-        return score + self._min_delta if self._mode is Mode.MIN else score - self._min_delta
-
-    def _unknown_monitor(self, report: EvalReport) -> ConfigError:
-        return ConfigError(
-            f"EarlyStopping: monitor={self._monitor} is not a metric of the evaluation.\n"
-            f"There are: {', '.join(report.metrics) or 'none'}.{did_you_mean(nearest(self._monitor, report.metrics))}"
-        )

@@ -9,8 +9,7 @@ from typing import final
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from framework.distributed.context import Context
-from framework.errors import ConfigError
-from framework.run_dir import RunDir
+from framework.system.run_dir import RunDir
 from framework.types import FitInfo, StepReport
 
 _log = logging.getLogger("framework")
@@ -22,10 +21,9 @@ class TorchProfiler:
 
     Chrome (chrome://tracing), Perfetto and TensorBoard's profiler plugin open it.
 
-    wait: steps to leave alone first: those that allocate and compile. warmup: then so many with the profiler on, whose
-    record is thrown away, as the first ones cost more. record_shapes, profile_memory, with_stack: torch's, each at
-    its price in time. Training that ends earlier keeps what was recorded by then: `on_fit_end` writes it where it came
-    to its end or was stopped, `close` where it failed.
+    wait: steps to skip first: those that allocate and compile. warmup: steps with the profiler on whose record is
+    dropped, since the first ones cost more. record_shapes, profile_memory, with_stack: torch's, each costs time.
+    Training that ends earlier keeps what was recorded until then, even if it failed.
     """
 
     def __init__(
@@ -40,19 +38,13 @@ class TorchProfiler:
         profile_memory: bool = False,
         with_stack: bool = False,
     ) -> None:
-        if wait < 0 or warmup < 0 or active < 1:
-            raise ConfigError(
-                f"TorchProfiler got wait={wait}, warmup={warmup}, active={active}. "
-                "They are numbers of steps: 0 or more, and at least 1 that is recorded."
-            )
         self._folder = run_dir.path / "profile"
         self._context = context
         self._steps = wait + warmup + active
-        self._seen = 0
-        self._start_step = 0
+        self._last_step = 0
         self._is_on = False
         self._has_written = False
-        # Read when the first profile begins; else it tells everybody of GPUs that it didn't find.
+        # Read when the first profile begins; otherwise it prints that it found no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         activities = [ProfilerActivity.CPU]
         if context.device.type == "cuda":
@@ -68,43 +60,35 @@ class TorchProfiler:
         )
 
     def on_fit_start(self, info: FitInfo) -> None:
-        self._start_step = info.start_step
+        self._last_step = info.start_step + self._steps
         self._profile.start()
         self._is_on = True
 
     def on_train_step_end(self, report: StepReport) -> None:
         if self._is_on:
-            self._seen += 1
             self._profile.step()
-            if self._seen == self._steps:
-                self._end()
+            if report.step == self._last_step:
+                self.on_fit_end()
 
     def on_fit_end(self) -> None:
         if self._is_on:
-            self._end()
+            self._is_on = False
+            self._profile.stop()
+            if not self._has_written:
+                _log.warning("TorchProfiler recorded nothing: training ended before step %d.", self._last_step)
 
     def close(self) -> None:
-        """Write what was recorded by a training that failed. May be called again; raises nothing of a full disk."""
+        """Write what a failed training recorded. May be called again; a full disk is only logged."""
         if not self._is_on:
             return
+        self._is_on = False
         try:
-            self._stop()
-        except (OSError, RuntimeError) as error:  # RuntimeError: of torch's own handler. The failure is what counts.
+            self._profile.stop()
+        except (OSError, RuntimeError) as error:  # RuntimeError: of torch's handler. It must not hide the failure.
             _log.warning("TorchProfiler can't write what it recorded: %s", error)
 
-    def _end(self) -> None:
-        self._stop()
-        if not self._has_written:
-            last = self._start_step + self._steps
-            _log.warning("TorchProfiler recorded nothing: training ended before step %d.", last)
-
-    def _stop(self) -> None:
-        self._is_on = False
-        self._profile.stop()
-        if self._has_written and self._context.is_main:
-            print(f"Traces of the profiler are in {self._folder}", flush=True)
-
     def _write(self, recorded: profile) -> None:
-        # Not looked for in the folder: a resumed run finds traces of the run before it there.
         self._write_trace(recorded)
-        self._has_written = True
+        self._has_written = True  # the folder may also hold traces from before a resume
+        if self._context.is_main:
+            print(f"Traces of the profiler are in {self._folder}", flush=True)

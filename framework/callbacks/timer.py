@@ -12,9 +12,9 @@ from framework.types import FitInfo, StepReport, Stop
 
 @final
 class Timer:
-    """Asks to stop after the first step that ends `duration` seconds or more after the start, as Lightning's Timer.
+    """Stop after the first step that ends `duration` seconds or more after the start, as Lightning's Timer.
 
-    The time counts on over a resume: what the run used before is in the checkpoint.
+    Time used before a resume counts too: it is in the checkpoint.
     """
 
     def __init__(self, duration: float) -> None:

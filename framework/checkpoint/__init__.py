@@ -1,48 +1,42 @@
-"""Checkpoints: what lies in one, writing it so that a kill loses nothing, finding it and reading it back safely.
+"""Checkpoints: what is in one (layout), finding, reading and writing them, and when a run does that (manager).
 
-The names are loaded when they are first used: `find` and `read_manifest` need no torch.
+`find` and what else is imported here need no torch.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from framework.checkpoint.layout import PARTS, SHARDS, read_manifest
+from framework.checkpoint.lookup import check_file, complete_steps, find
+
 if TYPE_CHECKING:
-    from framework.checkpoint.lookup import complete_steps, find, read_manifest
-    from framework.checkpoint.manager import CheckpointManager
-    from framework.checkpoint.plain import check_plain
-    from framework.checkpoint.store import load, write
-    from framework.checkpoint.weights import load_weights
+    import torch
 
-__all__ = [
-    "CheckpointManager",
-    "check_plain",
-    "complete_steps",
-    "find",
-    "load",
-    "load_weights",
-    "read_manifest",
-    "write",
-]
-
-_MODULES = {
-    "CheckpointManager": "manager",
-    "check_plain": "plain",
-    "complete_steps": "lookup",
-    "find": "lookup",
-    "load": "store",
-    "load_weights": "weights",
-    "read_manifest": "lookup",
-    "write": "store",
-}
+__all__ = ["complete_steps", "find", "load", "read_manifest"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+def load(directory: Path, *, map_location: str | torch.device, parts: Collection[str] = PARTS) -> dict[str, Any]:
+    """Return the parts of a step directory (see `find`), each checked for size and checksum before it is read.
 
+    A sharded model is put together, as if it had never been sharded; that needs no process group. Raises
+    CheckpointError if a file is missing, damaged, of a newer format, or holds Python objects.
 
-def __dir__() -> list[str]:
-    return __all__
+    Args:
+        map_location: where the tensors of `model` go. Those of `training` and `generators` stay on the CPU: optimizers
+            move their state beside the parameters, step counters on a GPU would cost a wait per step, and generators
+            take CPU tensors.
+    """
+    from framework.checkpoint.reader import load_files
+
+    manifest = read_manifest(directory)
+    if not manifest.is_sharded:
+        return load_files(directory, manifest, parts=parts, map_location=map_location)
+    from framework.checkpoint.sharded_reader import load_whole  # takes most of a second to import
+
+    for name in manifest.files:
+        if name.startswith(f"{SHARDS}/"):
+            check_file(directory, name, manifest)
+    return load_whole(directory, manifest, parts=parts, map_location=map_location)

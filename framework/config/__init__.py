@@ -1,1 +1,4 @@
-"""The configuration: what there is to set, what is allowed, and what to say where it is wrong. No torch here."""
+"""The configuration: its keys (`schema`), what is allowed (`checks`), answers to mistakes. Nothing here imports torch.
+
+Start with `schema`.
+"""

@@ -1,4 +1,4 @@
-"""Where configuration comes from: the folders of YAML, and the launchers and jobs there are. Imports none of them."""
+"""Find the YAML folders and the names of launchers and jobs, without importing any of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _CONFIG_NAME = "config.yaml"
 
 
 def config_dir() -> Path:
-    """The folder with the framework's own YAML: inside the package when installed, else the repository's.
+    """Return the folder of the framework's own YAML: in the package if installed, else in the repository.
 
-    Raises ConfigError where the installation has neither.
+    Raises ConfigError if the installation has neither.
     """
     places = (_PACKAGE / "conf", _PACKAGE.parent / "conf")
     for place in places:
@@ -28,7 +28,7 @@ def config_dir() -> Path:
 
 
 def user_config_dir(working_dir: Path) -> Path | None:
-    """The user's own `conf` in `working_dir`, whose files come before the framework's; None where there isn't one."""
+    """Return the user's own `conf` in `working_dir`, whose files take precedence; None if there is none."""
     place = working_dir / "conf"
     return place.resolve() if place.is_dir() and not place.samefile(config_dir()) else None
 
@@ -40,24 +40,25 @@ def option_file(group: str, option: str, *, folders: Sequence[Path]) -> Path | N
 
 
 def import_from_working_dir() -> None:
-    """Let recipes and classes of the user's be found in the working directory, as `python -m` finds them."""
+    """Put the working directory on sys.path, as `python -m` does, so that the user's modules are found."""
     working_dir = str(Path.cwd())
     if not {working_dir, ""} & set(sys.path):
         sys.path.insert(0, working_dir)
 
 
 def launcher_names() -> tuple[str, ...]:
-    """What `launcher.name` can be: `auto` and the modules of `framework.launch` that define `launch`."""
+    """Return the values of `launcher.name`: `auto` and the modules of `framework.launch` that define `launch`."""
     return ("auto", *_modules_defining("launch", folder=_PACKAGE / "launch"))
 
 
 def job_names() -> tuple[str, ...]:
-    """What `job` can be: the modules of `framework.jobs` that define `main`."""
-    return _modules_defining("main", folder=_PACKAGE / "jobs")
+    """Return the values of `job`: the packages of `framework.jobs`, and its modules that define `main`."""
+    packages = (init.parent.name for init in (_PACKAGE / "jobs").glob("*/__init__.py"))
+    return tuple(sorted((*_modules_defining("main", folder=_PACKAGE / "jobs"), *packages)))
 
 
 def _modules_defining(function: str, *, folder: Path) -> tuple[str, ...]:
-    # Read, not imported: a module may import torch, which takes seconds, and the answer is needed before that.
+    # Read, not imported: a module may import torch, which takes seconds.
     definition = re.compile(rf"^def {function}\(", re.MULTILINE)
     return tuple(
         sorted(file.stem for file in folder.glob("[!_]*.py") if definition.search(file.read_text(encoding="utf-8")))

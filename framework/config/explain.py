@@ -1,28 +1,29 @@
-"""What Hydra, OmegaConf and YAML say about a configuration that can't be composed, in our words.
+"""Explain why Hydra could not compose a configuration.
 
-Called only when composing has failed, so it may take its time: what was typed is looked at again, piece by piece, and
-every mistake in it is named. Where nothing typed is wrong, a file is, and what was raised is shortened.
+Runs only after composing has failed. Checks each override of the command line again and reports every mistake; if all
+of them are right, the mistake is in a file, and the error that was raised is shortened.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.config_source import ConfigSource
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.assets import option_file
-from framework.config.parse import known_keys, node_above, raise_mistakes
+from framework.config.parse import raise_mistakes, show, walk
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
@@ -30,10 +31,13 @@ _HYDRA = "hydra"
 _COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)  # what composing raises
 
 
-def explain(error: Exception, *, config_dir: Path, typed: Sequence[str], sweep: bool) -> None:
-    """Raise the ConfigError for `error`, which composing `typed` raised; return where it isn't about a configuration.
+def explain(error: Exception, *, loader: ConfigLoader, typed: Sequence[str], is_sweep: bool) -> None:
+    """Raise a ConfigError that explains `error`; return if `error` isn't about the configuration.
 
-    typed: the overrides of the command line. sweep: several values may be given, because -m was.
+    Args:
+        loader: that of Hydra, which raised `error`.
+        typed: the overrides that were composed.
+        is_sweep: True with -m, which allows several values for a key.
     """
     if not isinstance(error, _COMPOSING):
         return
@@ -44,9 +48,9 @@ def explain(error: Exception, *, config_dir: Path, typed: Sequence[str], sweep: 
             overrides.append(OverridesParser.create().parse_override(text))
         except HydraException:
             mistakes.append(_unreadable(text))
-    # Where even the part that is right can't be composed, what is wrong is in a file, and `error` says so.
+    # If the right overrides alone can't be composed either, the mistake is in a file, and `error` names it.
     with suppress(*_COMPOSING):
-        mistakes += _typed_mistakes(overrides, config_dir=config_dir, sweep=sweep)
+        mistakes += _typed_mistakes(overrides, loader, is_sweep=is_sweep)
     raise_mistakes(mistakes)
     raise ConfigError(_shortened(error)) from error
 
@@ -65,7 +69,7 @@ def _misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> Iterator[
         if file is None:
             continue
         text = file.read_text(encoding="utf-8")
-        package = _package(text)
+        package = ConfigSource._get_header_dict(text).get("package")
         if group == "recipe":
             if package != "_global_":
                 yield (
@@ -76,62 +80,44 @@ def _misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> Iterator[
             yield f"{file}: remove the line `# @package {package}`, so that its keys are put below `{group}`."
 
 
-def _package(text: str) -> str | None:
-    """Return what follows `# @package` in a file's header, as Hydra reads it; None if there is no such line."""
-    for line in filter(None, map(str.strip, text.splitlines())):
-        header = re.match(r"#+\s*@(\S+)\s+(.+)", line)
-        if header is None:
-            return None
-        if header[1] == "package":
-            return header[2]
-    return None
-
-
 def _unreadable(text: str) -> str:
     key, equals, _ = text.partition("=")
     if not equals:
-        return f"{text}: this can't be read. What is set is written key=value."
+        return f"{text}: not of the form key=value."
     if not key.strip("+~ "):
-        return f"{text}: this can't be read, for there is no key before the `=`."
+        return f"{text}: there is no key before the `=`."
     return f"{text}: this value can't be read. Text with special characters needs two kinds of quotes: {key}=\"'…'\""
 
 
-def _typed_mistakes(overrides: Sequence[Override], *, config_dir: Path, sweep: bool) -> list[str]:
-    with initialize_config_dir(str(config_dir), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        groups = {group: loader.get_group_options(group) for group in loader.list_groups("") if group != _HYDRA}
-        ours = [each for each in overrides if not each.key_or_group.startswith(_HYDRA)]
-        mistakes = [mistake for each in ours for mistake in _sweep_mistakes(each, sweep=sweep)]
-        chosen: list[str] = []
-        for each in ours:
-            if not _is_choice(each, groups):
-                continue
+def _typed_mistakes(overrides: Sequence[Override], loader: Any, *, is_sweep: bool) -> list[str]:
+    groups = {group: loader.get_group_options(group) for group in loader.list_groups("") if group != _HYDRA}
+    ours = [each for each in overrides if not each.key_or_group.startswith(_HYDRA)]
+    mistakes = [] if is_sweep else [_several_values(each) for each in ours if each.is_sweep_override()]
+    chosen: list[str] = []
+    for each in ours:
+        if _is_choice(each, groups):
             wrong = list(_choice_mistakes(each, loader, groups))
             mistakes += wrong
-            if not wrong and each.input_line and not each.is_sweep_override() and not each.is_delete():
+            if not wrong and each.input_line and not each.is_sweep_override():
                 chosen.append(each.input_line)
-        # These files can make composing fail, and any further mistakes follow from them.
-        named = dict(text.split("=", 1) for text in chosen)
-        folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
-        if misplaced := list(_misplaced(named, folders)):
-            return [*mistakes, *misplaced]
-        config = compose("config", overrides=chosen)
-        raw: Any = OmegaConf.to_container(config, resolve=False)
-    keys = known_keys(raw)
+    # These files can make composing fail, and any further mistakes follow from them.
+    named = dict(text.split("=", 1) for text in chosen)
+    folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
+    if misplaced := list(_misplaced(named, folders)):
+        return [*mistakes, *misplaced]
+    raw: Any = OmegaConf.to_container(loader.load_configuration("config", chosen, RunMode.RUN), resolve=False)
     for each in ours:
         if not _is_choice(each, groups):
-            mistakes += _key_mistakes(each, config, keys=keys, groups=groups)
+            mistakes += _key_mistakes(each, raw, groups=groups)
     return mistakes
 
 
-def _sweep_mistakes(override: Override, *, sweep: bool) -> Iterator[str]:
-    if not override.is_sweep_override() or sweep:
-        return
+def _several_values(override: Override) -> str:
     text = str(override.input_line)
     key, _, value = text.partition("=")
     is_plain = override.is_choice_sweep() and not value.startswith("choice")
     as_list = f", or a list with {key}=[{value}]" if is_plain else ""
-    yield f"{text}: several values start several runs, which needs -m. Give one value{as_list}, or add -m."
+    return f"{text}: several values start several runs, which needs -m. Give one value{as_list}, or add -m."
 
 
 def _is_choice(override: Override, groups: Mapping[str, Any]) -> bool:
@@ -142,94 +128,55 @@ def _is_choice(override: Override, groups: Mapping[str, Any]) -> bool:
 def _choice_mistakes(override: Override, loader: Any, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
     group, text = override.key_or_group, str(override.input_line)
     if override.package is not None:
-        yield f"{text}: a group has one place here. Write it without @{override.package}."
-        return
-    if override.is_add() or override.is_force_add():
-        yield f"{text}: {group} is a group that is always there. Write {text.lstrip('+')}."
-        return
-    if override.is_delete():
+        yield f"{text}: a group can't be moved to another package. Remove @{override.package}."
+    elif override.is_add() or override.is_force_add():
+        yield f"{text}: {group} always has an option. Write {text.lstrip('+')}."
+    elif override.is_delete():
         none = f" Choose {group}=none instead." if "none" in groups[group] else ""
         yield f"{text}: the group {group} can't be left out.{none}"
-        return
-    for option in _options(override):
-        folder, _, name = str(option).rpartition("/")
-        known = loader.get_group_options(f"{group}/{folder}".rstrip("/"))
-        if not isinstance(option, str) or name.removesuffix(".yaml") not in known:
-            shown = "" if option is None else option
-            guess = nearest(str(shown), groups[group])
-            yield (
-                f"{group}={shown}: {group} has no such option.{did_you_mean(guess and f'{group}={guess}')}\n"
-                f"    Options: {', '.join(groups[group])}"
-            )
-
-
-def _options(override: Override) -> list[Any]:
-    """The options an override asks for; none of a sweep over anything else than named values."""
-    if override.is_sweep_override():
-        return list(override.sweep_string_iterator()) if override.is_choice_sweep() else []
-    value = override.value()
-    return value if isinstance(value, list) else [value]
-
-
-def _key_mistakes(
-    override: Override, config: Any, *, keys: Sequence[str], groups: Mapping[str, Sequence[str]]
-) -> Iterator[str]:
-    key, text = override.key_or_group, str(override.input_line)
-    there = _has(config, key)
-    if override.is_add() and there and not isinstance(override.value(), (dict, list)):
-        yield f"{text}: {key} is there already. Write {text.removeprefix('+')}."
-    elif there or override.is_add() or override.is_force_add():
-        if isinstance(value := None if override.is_sweep_override() else override.value(), dict):
-            yield from _below(value, config, key=key, keys=keys)
-    elif (part := _part_not_chosen(key, config, groups)) is not None:
-        group, option = part
-        several = f"{group}=[…,{option}]"
-        yield f"{text}: {group}.{option} isn't there. Choose it with {group}={option}, or several with {several}."
-    elif isinstance(switch := OmegaConf.select(config, section := key.partition(".")[0]), bool):
-        word = str(switch).lower()
-        yield (
-            f"{text}: a file says {section}: {word}, and there are no keys below that. "
-            f"Write {section}: {{enabled: {word}}} there."
-        )
     else:
-        yield _unknown(key, text, keys=[*keys, *groups], deletion=override.is_delete())
+        if override.is_sweep_override():
+            options: Any = override.sweep_string_iterator() if override.is_choice_sweep() else ()
+        else:
+            options = value if isinstance(value := override.value(), list) else [value]
+        for option in options:
+            if not loader.repository.config_exists(f"{group}/{option}"):
+                shown = "" if option is None else option
+                guess = nearest(str(shown), groups[group])
+                yield (
+                    f"{group}={shown}: {group} has no such option.{did_you_mean(guess and f'{group}={guess}')}\n"
+                    f"    Options: {', '.join(groups[group])}"
+                )
 
 
-def _part_not_chosen(key: str, config: Any, groups: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
-    """The group and option that would bring `key`, where options are parts, as those of `callbacks` are."""
-    group, _, rest = key.partition(".")
-    option = rest.partition(".")[0]
-    is_part = group in groups and option in groups[group] and node_above(key) == f"{group}.{option}"
-    return (group, option) if is_part and not _has(config, f"{group}.{option}") else None
+def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    key, text, there = override.key_or_group, str(override.input_line), dict(walk(raw))
+    section, _, below = key.partition(".")
+    part, is_below_part, _ = below.partition(".")
+    if override.is_add() and key in there and not isinstance(override.value(), (dict, list)):
+        yield f"{text}: {key} exists already. Write {text.removeprefix('+')}."
+    elif key in there or override.is_add() or override.is_force_add():
+        value = None if override.is_sweep_override() else override.value()
+        for name, inner in value.items() if isinstance(value, dict) else ():  # such as trainer={gpu:1}
+            if f"{key}.{name}" not in there:
+                yield _unknown(f"{key}.{name}", f"{key}.{name}={inner}", there)
+    elif part in groups.get(section, ()) and is_below_part and f"{section}.{part}" not in there:
+        one = f"{section}.{part} isn't chosen. Choose it with {section}={part}"
+        yield f"{text}: {one}, or several with {section}=[…,{part}]."
+    elif not isinstance(there.get(section, {}), dict):
+        yield f"{text}: a file sets {section}={show(there[section])}, which has no keys. Write a mapping there."
+    else:
+        yield _unknown(key, text, [*there, *groups], is_deletion=override.is_delete())
 
 
-def _below(value: Mapping[Any, Any], config: Any, *, key: str, keys: Sequence[str]) -> Iterator[str]:
-    """Mistakes in a mapping that was typed, such as trainer={gpu:1}."""
-    for name, inner in value.items():
-        full = f"{key}.{name}"
-        if not _has(config, full):
-            yield _unknown(full, f"{full}={inner}", keys=keys, deletion=False)
-
-
-def _unknown(key: str, text: str, *, keys: Sequence[str], deletion: bool) -> str:
-    node = node_above(key)
-    near = nearest_key(key, keys)
-    more = f" To give {node} one more keyword, write +{text}." if node is not None and not deletion else ""
+def _unknown(key: str, text: str, known: Collection[str], *, is_deletion: bool = False) -> str:
+    near = nearest_key(key, known)
+    node = key.rpartition(".")[0]
+    while node and f"{node}._target_" not in known:
+        node = node.rpartition(".")[0]
+    more = f" To pass {node} another keyword, write +{text}." if node and not is_deletion else ""
     help_line = "" if near or more else " `--cfg job` shows every key, `--help` every group."
     return f"{text}: there is no such key.{did_you_mean(near)}{more}{help_line}"
-
-
-def _has(config: Any, key: str) -> bool:
-    """Whether a dotted key exists; unlike OmegaConf.select, also where its value is null or can't be resolved."""
-    node = OmegaConf.to_container(config, resolve=False)
-    for part in key.split("."):
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        elif isinstance(node, dict) and part in node:
-            node = node[part]
-        else:
-            return False
-    return True
 
 
 def _shortened(error: BaseException) -> str:
@@ -253,7 +200,7 @@ def _missing_file(name: str, options: Sequence[str]) -> str:
     group, _, option = name.rpartition("/")
     guess = nearest(option, options)
     hint = did_you_mean(guess and f"{group}/{guess}")
-    asked = f"There is no {name}.yaml, which a file of the configuration asks for.{hint}"
+    asked = f"There is no {name}.yaml, which a configuration file refers to.{hint}"
     return f"{asked}\n    Options: {', '.join(options)}"
 
 

@@ -1,6 +1,6 @@
-"""From the composed mapping to the frozen `Config`: strict, driven by the dataclasses' own types and bounds.
+"""Parse the composed mapping into the frozen `Config`, by the types and bounds of the schema's dataclasses.
 
-Every mistake of a configuration is found before any is raised, so that one start shows them all.
+All mistakes are collected and reported together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
@@ -24,11 +24,11 @@ _MAX_DURATION_S = 365 * 86400  # beyond it the clocks of torch and the system ov
 _MAX_SHOWN = 60  # characters of a wrong value
 _MAX_MISTAKES = 20
 _MISSING = "???"  # OmegaConf's mark for a value that has to be given
-_WRONG: Any = object()  # what a reader gives for a value it has reported
+_WRONG: Any = object()  # stands for a value that has been reported as wrong
 
 
 def parse(raw: Mapping[str, Any]) -> Config:
-    """The configuration in `raw`, which holds plain mappings, lists and scalars, resolved.
+    """Return the configuration in `raw`: plain mappings, lists and scalars, with interpolations resolved.
 
     Raises ConfigError naming every unknown or missing key and every value of a wrong type or out of range.
     """
@@ -39,7 +39,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
 
 
 def raise_mistakes(mistakes: list[str]) -> None:
-    """Raise one ConfigError that shows all of `mistakes`; nothing where there is none."""
+    """Raise one ConfigError that lists all of `mistakes`; do nothing if there are none."""
     if not mistakes:
         return
     if len(mistakes) == 1:
@@ -50,58 +50,35 @@ def raise_mistakes(mistakes: list[str]) -> None:
     raise ConfigError("\n".join([f"The configuration has {len(mistakes)} mistakes:", *shown]))
 
 
-def known_keys(raw: Mapping[str, Any]) -> list[str]:
-    """Every dotted key the framework reads, and those inside the nodes of `raw`."""
-    return sorted({*schema_keys(), *_node_keys(Config, raw, path="")})
-
-
-@cache
-def schema_keys(section: type = Config, *, path: str = "") -> tuple[str, ...]:
-    """Every dotted key of a dataclass of the schema, sections included."""
-    keys: list[str] = []
-    for field in _fields_of(section):
-        key = f"{path}{field.name}"
-        keys.append(key)
-        if field.section is not None:
-            keys.extend(schema_keys(field.section, path=f"{key}."))
-    return tuple(keys)
+def known_keys(raw: Mapping[str, Any] | None = None) -> list[str]:
+    """Return every dotted key that the framework reads, sections included, and those inside the nodes of `raw`."""
+    return list(_keys(Config, raw, path=""))
 
 
 def spelled_out(override: str) -> str:
-    """`preflight=true` as `preflight.enabled=true`, so that it goes with the section's other keys in any order; any
-    other override as it is."""
-    key, equals, value = override.partition("=")
-    name = key.lstrip("+")
-    is_switch = any(field.switch and field.name == name for field in _fields_of(Config))
-    if not equals or not is_switch or value.lstrip().startswith("{"):
-        return override
-    return f"{key}.enabled={value}"
+    """Return `preflight=true` as `preflight.enabled=true`, so that its place among the section's other keys doesn't
+    matter; return any other override unchanged."""
+    return re.sub(r"^(\+*preflight)=(?!\s*\{)", r"\1.enabled=", override)
 
 
-def node_above(key: str) -> str | None:
-    """The key of the node that `key` is a keyword of; None for a key that is the framework's own, or unknown."""
-    parts = key.split(".")
-    section: type | None = Config
-    for depth, part in enumerate(parts):
-        field = next((field for field in _fields_of(section) if field.name == part), None) if section else None
-        if field is None:
-            return None
-        if field.many_nodes or Node in field.kinds:
-            length = depth + (2 if field.many_nodes else 1)
-            return ".".join(parts[:length]) if len(parts) > length else None
-        section = field.section
-    return None
+def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of everything in mappings and lists, at every depth."""
+    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in items:
+        key = f"{path}.{name}" if path else str(name)
+        yield key, value
+        yield from walk(value, key)
 
 
 def show(value: Any) -> str:
-    """A value as it would be typed, shortened."""
+    """Return a value as it would be typed, shortened."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
 
 
 @dataclass(frozen=True)
 class _Field:
-    """One key: what the type hint and the metadata of a dataclass's field say."""
+    """One key, as described by the type hint and metadata of a dataclass field."""
 
     name: str
     kinds: tuple[Any, ...]  # of bool, int, float, str, Duration, Texts, Node and Enums
@@ -109,16 +86,14 @@ class _Field:
     many_nodes: bool  # dict[str, Node]
     nullable: bool
     auto: bool
-    switch: bool  # a section that may be true or false
     default: Any  # `dataclasses.MISSING` for none
-    bounds: Mapping[str, float]
+    bounds: Mapping[str, float]  # at_least, above, at_most
 
     @property
     def allowed(self) -> str:
-        """What the value must be, for a message."""
+        """Describe the allowed values, for messages."""
         if self.section is not None:
-            either = "true, false or " if self.switch else ""
-            return f"{either}a mapping with the keys {', '.join(field.name for field in _fields_of(self.section))}"
+            return f"a mapping with the keys {', '.join(field.name for field in _fields_of(self.section))}"
         if self.many_nodes:
             return "a mapping from names to mappings with `_target_`"
         parts = [_describe(self.kinds, self.bounds)]
@@ -134,20 +109,17 @@ def _fields_of(section: type) -> tuple[_Field, ...]:
 
 
 def _make_field(field: Field[Any], hint: Any) -> _Field:
-    metadata = field.metadata
-    kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
-    nullable = NoneType in kinds
-    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    options = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    kinds = tuple(kind for kind in options if kind is not NoneType)
     return _Field(
         name=field.name,
         kinds=kinds,
         section=kinds[0] if is_dataclass(kinds[0]) and isinstance(kinds[0], type) else None,
         many_nodes=get_origin(kinds[0]) is dict,
-        nullable=nullable,
-        auto=bool(metadata.get("auto")),
-        switch=bool(metadata.get("switch")),
+        nullable=NoneType in options,
+        auto="auto" in field.metadata,
         default=field.default,
-        bounds={key: metadata[key] for key in ("at_least", "above", "at_most") if metadata.get(key) is not None},
+        bounds=field.metadata.get("bounds", {}),
     )
 
 
@@ -163,33 +135,31 @@ def _describe(kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> str:
         Texts: "a list of texts such as [one,two]",
         Node: "a mapping with `_target_`",
     }
-    words = {"at_least": "at least", "above": "above", "at_most": "at most"}
-    limits = " and ".join(f"{words[key]} {bound}" for key, bound in bounds.items())
-    # Bounds follow the numbers they are meant for.
-    return " ".join(
-        [" or ".join(names[kind] for kind in sorted(kinds, key=lambda kind: kind is not bool)), limits]
-    ).rstrip()
+    # Bounds come last, after the number types that they apply to.
+    types = " or ".join(names[kind] for kind in sorted(kinds, key=lambda kind: kind is not bool))
+    limits = " and ".join(f"{word.replace('_', ' ')} {bound}" for word, bound in bounds.items())
+    return f"{types} {limits}".rstrip()
 
 
 class _Reader:
-    """Reads a whole configuration and keeps what is wrong with it."""
+    """Read a whole configuration and collect its mistakes."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw = raw
         self.mistakes: list[str] = []
 
     def read_section(self, section: type, raw: Any, *, path: str) -> Any:
-        """An instance of the dataclass `section`; `_WRONG` after anything below it was reported."""
+        """Return an instance of the dataclass `section`, in which wrong values are `_WRONG`."""
         values = {field.name: self._read_key(field, raw, path=path) for field in _fields_of(section)}
         for key in raw:
             if key not in values:
                 self._report_unknown(f"{path}{key}", raw[key], among=tuple(values), within=path.rstrip("."))
-        return _WRONG if any(value is _WRONG for value in values.values()) else section(**values)
+        return section(**values)
 
     def _read_key(self, field: _Field, raw: Mapping[str, Any], *, path: str) -> Any:
         key = f"{path}{field.name}"
         if field.name not in raw:
-            # A user's own file of a group, or a run saved by an earlier version, may not know every key.
+            # A user's own file for a group, or a run saved by an earlier version, may lack newer keys.
             if field.default is not MISSING:
                 return field.default
             if field.nullable:
@@ -197,7 +167,7 @@ class _Reader:
             return self._wrong(f"{key} is missing. It must be {field.allowed}.")
         value = raw[field.name]
         if value == _MISSING:
-            return self._wrong(f"{key} has no value yet. It must be {field.allowed}.")
+            return self._wrong(f"{key} has no value. It must be {field.allowed}.")
         if field.nullable and (value is None or (field.auto and value == "auto")):
             return None
         if field.section is not None or field.many_nodes or Node in field.kinds:
@@ -205,8 +175,6 @@ class _Reader:
         return self._read_scalar(field, value, key=key)
 
     def _read_mapping(self, field: _Field, value: Any, *, key: str) -> Any:
-        if field.switch and isinstance(value, bool):
-            return replace(field.default, enabled=value)
         if not isinstance(value, Mapping):
             hint = f" Remove it with ~{key}." if value is None and field.many_nodes else ""
             return self._wrong(f"{key}={show(value)}: must be {field.allowed}.{hint}")
@@ -215,8 +183,7 @@ class _Reader:
         if field.many_nodes and "_target_" in value:
             return self._wrong(f"{key}._target_={show(value['_target_'])}: must be below a name: {key}.NAME._target_")
         if field.many_nodes:
-            nodes = {name: self._read_node(node, key=f"{key}.{name}", removable=True) for name, node in value.items()}
-            return _WRONG if any(node is _WRONG for node in nodes.values()) else nodes
+            return {name: self._read_node(node, key=f"{key}.{name}", removable=True) for name, node in value.items()}
         return self._read_node(value, key=key)
 
     def _read_node(self, node: Any, *, key: str, removable: bool = False) -> Any:
@@ -226,19 +193,16 @@ class _Reader:
         if "_target_" not in node:
             own = f"+{key}._target_=package.module.Name"
             return self._wrong(f"{key} has no `_target_`. Choose an option of its group, or give it one: {own}")
-        before = len(self.mistakes)
-        for where, value in _leaves(node, key=key):
+        for where, value in walk(node, key):
             if value == _MISSING:
-                self._wrong(f"{where} has no value yet. Give it one: {where}=VALUE")
+                self._wrong(f"{where} has no value. Set {where}=VALUE")
             elif where.endswith("._target_") and not _is_dotted_name(value):
                 self._wrong(f"{where}={show(value)}: must be a dotted name such as package.module.Name.")
-        return node if len(self.mistakes) == before else _WRONG
+        return node
 
     def _read_scalar(self, field: _Field, value: Any, *, key: str) -> Any:
         result = _convert(value, field.kinds)
-        if result is not _WRONG and not _within(result, field.bounds):
-            result = _WRONG
-        if result is _WRONG:
+        if result is _WRONG or not _within(result, field.bounds):
             return self._wrong(f"{key}={show(value)}: must be {field.allowed}.{_hint(field, value, key=key)}")
         return result
 
@@ -259,11 +223,8 @@ def _written(kind: type[Enum]) -> list[str]:
 
 
 def _convert(value: Any, kinds: Iterable[Any]) -> Any:
-    for kind in kinds:
-        result = _convert_to(kind, value)
-        if result is not _WRONG:
-            return result
-    return _WRONG
+    results = (_convert_to(kind, value) for kind in kinds)
+    return next((result for result in results if result is not _WRONG), _WRONG)
 
 
 def _convert_to(kind: Any, value: Any) -> Any:
@@ -277,12 +238,12 @@ def _convert_to(kind: Any, value: Any) -> Any:
         return float(value)
     if kind is str:
         return value if isinstance(value, str) and value.strip() else _WRONG
-    # By exact type: True is an int to Python, but to nobody who writes a configuration.
+    # By exact type: to Python, True is an int.
     return value if type(value) is kind else _WRONG
 
 
 def seconds_of(text: str) -> float | None:
-    """The seconds that a `Duration` such as `90s` is; None where it is none."""
+    """Return a duration such as `90s` in seconds; None if `text` isn't one."""
     seconds = _duration(float(text) if text.replace(".", "", 1).isdecimal() else text)
     return None if seconds is _WRONG else float(seconds)
 
@@ -315,7 +276,7 @@ def _within(value: Any, bounds: Mapping[str, float]) -> bool:
 
 
 def _hint(field: _Field, value: Any, *, key: str) -> str:
-    """What to write instead, where that can be told."""
+    """Suggest what to write instead, if there is a likely answer."""
     kind = field.kinds[0]
     if isinstance(kind, type) and issubclass(kind, Enum):
         guess = nearest(show(value), _written(kind))
@@ -331,37 +292,17 @@ def _hint(field: _Field, value: Any, *, key: str) -> str:
     return ""
 
 
-def _leaves(node: Any, *, key: str) -> Iterator[tuple[str, Any]]:
-    """Every value in a node and below it that holds no others, with its full key."""
-    inner: Iterable[tuple[Any, Any]]
-    if isinstance(node, Mapping):
-        inner = node.items()
-    elif isinstance(node, list):
-        inner = enumerate(node)
-    else:
-        yield key, node
-        return
-    for name, value in inner:
-        yield from _leaves(value, key=f"{key}.{name}")
-
-
 def _is_dotted_name(target: Any) -> bool:
     return isinstance(target, str) and "." in target and all(part.isidentifier() for part in target.split("."))
 
 
-def _node_keys(section: type, raw: Any, *, path: str) -> Iterator[str]:
-    if not isinstance(raw, Mapping):
-        return
+def _keys(section: type, raw: Any, *, path: str) -> Iterator[str]:
+    """Yield the dotted keys of a section, and those inside the nodes of `raw`."""
     for field in _fields_of(section):
-        key, value = f"{path}{field.name}", raw.get(field.name)
+        key = f"{path}{field.name}"
+        value = raw.get(field.name) if isinstance(raw, Mapping) else None
+        yield key
         if field.section is not None:
-            yield from _node_keys(field.section, value, path=f"{key}.")
+            yield from _keys(field.section, value, path=f"{key}.")
         elif field.many_nodes or Node in field.kinds:
-            yield from _dotted_keys(value, path=key)
-
-
-def _dotted_keys(value: Any, *, path: str) -> Iterator[str]:
-    yield path
-    if isinstance(value, Mapping):
-        for name, below in value.items():
-            yield from _dotted_keys(below, path=f"{path}.{name}")
+            yield from (inner for inner, _ in walk(value, key))

@@ -1,46 +1,34 @@
-"""The configuration in a run directory: written when the run is made, read again to go on with it.
+"""Save the configuration in the run directory, and load it to resume the run.
 
-A resumed run uses its saved configuration, to which only what was typed is applied: defaults that changed since, in
-`conf/` or in a recipe, don't reach it.
+A resumed run uses its saved configuration; only the overrides typed now are applied to it. Defaults in `conf/` or in a
+recipe that have changed since don't affect it.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
-from framework.config import schema
 from framework.config.assets import job_names
-from framework.config.schema import Config
 from framework.config.suggest import nearest
 from framework.errors import ConfigError
-from framework.run_dir import RunDir, write_atomically
+from framework.system.run_dir import RunDir, write_atomically
 
-# The safe loader, in C where there is one.
+# The safe loader, in C if it is available.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_THERE = object()
-_SECTIONS = {name for name, kind in vars(schema).items() if isinstance(kind, type) and is_dataclass(kind)}
-"""Names of the schema's dataclasses, as annotations name them: what a user plugs in has keys of its own."""
-
-
-class Saveable(Protocol):
-    """The part of a request that is saved."""
-
-    @property
-    def raw(self) -> Mapping[str, Any]: ...
-    @property
-    def overrides(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run directory holds, whose paths are absolute. step: the one checkpoint to resume, None for the last."""
+    """What a run directory holds, with absolute paths. step: the checkpoint to resume from; None for the last."""
 
     run_dir: RunDir
     raw: Mapping[str, Any]
@@ -52,53 +40,46 @@ class Saved:
         return str(self.raw.get("recipe"))
 
 
-def save_config(run_dir: RunDir, request: Saveable) -> None:
-    """Write `config.yaml` and `overrides.yaml`; each is complete or absent, whenever the process is killed."""
-    raw = dict(request.raw)
-    others = [text for text in request.overrides if key_of(text) not in ("recipe", "resume")]
-    overrides = [f"recipe={raw['recipe']}", *others]
-    write_atomically(run_dir.overrides_file, _dump(overrides))
-    write_atomically(run_dir.config_file, _dump(raw))
+def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Write `config.yaml` and `overrides.yaml`; even after a kill, each is complete or absent."""
+    others = [text for text in overrides if key_of(text) not in ("recipe", "resume")]
+    _write(run_dir, raw, [f"recipe={raw['recipe']}", *others])
 
 
-def keep_before(run_dir: RunDir) -> None:
-    """Before `save_config` in a run that is resumed: what is saved there counts until `confirm`, also after a kill."""
+def begin_resume(run_dir: RunDir) -> None:
+    """Call before `save_config` when resuming: the earlier configuration stays in force until `confirm_resume`."""
     if not run_dir.before_file.exists():
         raw, overrides = _saved_in(run_dir)
         write_atomically(run_dir.before_file, _dump({"config": raw, "overrides": overrides}))
 
 
-def confirm(run_dir: RunDir) -> None:
-    """What was saved last is known to resume the run: it counts from now on."""
+def confirm_resume(run_dir: RunDir) -> None:
+    """Put the configuration saved last in force: the run has been resumed with it."""
     run_dir.before_file.unlink(missing_ok=True)
 
 
-def put_back(run_dir: RunDir) -> None:
-    """Undo a `save_config` that was never confirmed; nothing where there is none."""
+def undo_resume(run_dir: RunDir) -> None:
+    """Undo a `save_config` that was not confirmed, if there is one."""
     if run_dir.before_file.exists():
-        raw, overrides = _saved_in(run_dir)
-        write_atomically(run_dir.overrides_file, _dump(overrides))
-        write_atomically(run_dir.config_file, _dump(raw))
-        confirm(run_dir)
+        _write(run_dir, *_saved_in(run_dir))
+        confirm_resume(run_dir)
 
 
 def run_of(path: str | Path) -> RunDir:
-    """The run that `path` is, or lies in. Raises ConfigError, naming the one that was probably meant."""
+    """Return the run that `path` is or lies in. Raises ConfigError with a suggestion if there is none."""
     given = Path(path).expanduser().absolute()
-    if not given.exists() and not given.is_symlink():  # a `last` whose checkpoint is gone stands for the run, too
+    if not given.exists() and not given.is_symlink():  # a `last` whose checkpoint is gone still names the run
         raise ConfigError(f"resume={path}: there is no such directory.{_hint(given)}")
     for place in (given, *given.parents):
         if is_run(place):
             return RunDir(place)
-    raise ConfigError(
-        f"resume={path}: this is no run directory, for it has no config.yaml and overrides.yaml.{_hint(given)}"
-    )
+    raise ConfigError(f"resume={path}: not a run directory: it has no config.yaml and overrides.yaml.{_hint(given)}")
 
 
 def load_saved(path: str | Path) -> Saved:
-    """What was saved in the run directory `path`; its checkpoints, or one of them, stand for it too.
+    """Load what was saved in the run directory `path`, which may also name its checkpoints or one of them.
 
-    Raises ConfigError where there is no run, its files can't be read, or `path` is something else in it.
+    Raises ConfigError if there is no run, its files can't be read, or `path` is something else in it.
     """
     given, run_dir = Path(path).expanduser().absolute(), run_of(path)
     step = None
@@ -107,76 +88,66 @@ def load_saved(path: str | Path) -> Saved:
         if step.parent != run_dir.checkpoints.resolve() or not step.is_dir():
             raise ConfigError(
                 f"resume={path}: this is neither a run directory nor one of its checkpoints.\n"
-                f"Go on from the run's last checkpoint with {resume_argument(run_dir.path)}"
+                f"Resume from the run's last checkpoint with {resume_argument(run_dir.path)}"
             )
     raw, overrides = _saved_in(run_dir)
-    if isinstance(raw, dict) and raw.get("job", "train") != "train":
+    if raw.get("job", "train") != "train":
         raise ConfigError(
             f"resume={path}: this is the directory of a job={raw['job']}. Only training runs can be resumed."
-        )
-    are_texts = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
-    if not isinstance(raw, dict) or not are_texts:
-        raise ConfigError(
-            f"resume={path}: {run_dir.config_file.name} must hold a mapping and {run_dir.overrides_file.name} a list "
-            f"of texts. One of them was changed; restore it, or start a new run."
         )
     return Saved(run_dir=run_dir, raw=raw, overrides=tuple(overrides), step=step)
 
 
 def newest_unfinished(folder: Path) -> RunDir | None:
-    """The newest training run in a recipe's folder that hasn't come to its end; None where there is none.
+    """Return the newest unfinished training run in a recipe's folder; None if there is none.
 
-    Whether it is still under way somewhere isn't asked: `locked` refuses it then.
+    It may still be running: then `locked` refuses it.
     """
     places = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []  # names begin with the time
     return next((RunDir(place) for place in places if is_run(place) and _is_unfinished(RunDir(place))), None)
 
 
 def load_checkpoint(directory: Path) -> Saved:
-    """What was saved with the checkpoint `directory`; it may have been copied away from its run.
+    """Load what was saved with the checkpoint `directory`, which may be a copy outside of its run.
 
-    Raises ConfigError where its configuration can't be read.
+    Raises ConfigError if its configuration can't be read.
     """
-    raw = _load(directory / "config.yaml")
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{directory / 'config.yaml'} must hold a mapping. It was changed; restore it.")
+    raw = _load(directory / "config.yaml", dict)
     run_dir = RunDir(directory.parent.parent)
     typed = _saved_in(run_dir)[1] if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
     return Saved(run_dir=run_dir, raw=raw, overrides=tuple(typed))
 
 
 def key_of(override: str) -> str:
-    """The key or group an override is about: `trainer.gpus` of `+trainer.gpus=2`."""
+    """Return the key or group of an override: `trainer.gpus` for `+trainer.gpus=2`."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def value_of(override: str) -> Any:
-    """The value of `key=value` as Hydra reads it; as it stands where Hydra can't."""
+    """Return the value of `key=value` as Hydra parses it, or unparsed if Hydra can't."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        return _parsed_value(override)
+        return OverridesParser.create().parse_override(override).value()
     except HydraException:
         return override.partition("=")[2].strip("'\"")  # a path with characters that Hydra would want quoted
 
 
 def resume_argument(path: str | Path) -> str:
-    """`resume=PATH` to paste into a shell: it reaches Hydra as one word and is read as this path."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-    from hydra.errors import HydraException
+    """Return `resume=PATH`, quoted for the shell and for Hydra."""
+    value = str(path)
+    if not re.fullmatch(r"[\w./-]*/[\w./-]*", value, flags=re.ASCII):  # Hydra may read it as something else
+        from hydra.core.override_parser.types import Quote, QuotedString
 
-    text = f"resume={path}"
-    try:
-        is_plain = _parsed_value(text) == str(path)
-    except HydraException:
-        is_plain = False
-    return shlex.quote(text if is_plain else f"resume={QuotedString(str(path), Quote.single).with_quotes()}")
+        value = QuotedString(value, Quote.single).with_quotes()
+    return shlex.quote(f"resume={value}")
 
 
 def merge_overrides(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """What composes a resumed run: what was typed then, unless typed again now, followed by what is typed now.
+    """Return the overrides of a resumed run: those typed for the original run, then those typed now.
 
-    What was typed for a group's old option goes when another option is chosen: it may not know those keys.
+    A key typed now replaces the earlier one; choosing another option of a group drops what was typed for the old one.
     """
     # A mapping is merged into what is there (`optimizer={lr:0.1}`), anything else replaces it.
     keys = {key_of(text) for text in typed if not text.partition("=")[2].lstrip().startswith("{")}
@@ -185,22 +156,31 @@ def merge_overrides(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
     return [*kept, *typed]
 
 
-def apply_typed(saved: Mapping[str, Any], composed: Mapping[str, Any], *, typed: Sequence[str]) -> dict[str, Any]:
-    """The saved configuration with the keys of `typed`, and whole groups, taken from `composed`."""
-    result = deepcopy(dict(saved))
+def apply_typed(
+    saved: Mapping[str, Any], *, before: Mapping[str, Any], after: Mapping[str, Any], typed: Sequence[str]
+) -> dict[str, Any]:
+    """Return the saved configuration with the keys and groups of `typed` as they are in `after`, and what follows.
+
+    before, after: composed without and with `typed`. What differs follows from it, as `data.datasets.root` does from
+        `data.root`.
+    """
+    changed = deepcopy(dict(before))
     for text in typed:
+        node = changed
         parts = key_of(text).partition("@")[0].replace("/", ".").split(".")
-        _copy(composed, result, parts)
-    return result
+        while len(parts) > 1 and isinstance(node.get(parts[0]), dict):
+            node = node[parts.pop(0)]
+        if not text.startswith("~"):
+            node.pop(parts[0], None)  # so that it differs, even if today's default is typed
+    return _apply_changes(saved, before=changed, after=after)
 
 
-def apply_changes(target: Mapping[str, Any], *, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """`target` with every key at which `after` differs from `before`: what depends on what was typed, too."""
+def _apply_changes(target: Mapping[str, Any], *, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(target)
     for key in before.keys() | after.keys():
         old, new = before.get(key, _NOT_THERE), after.get(key, _NOT_THERE)
         if isinstance(old, Mapping) and isinstance(new, Mapping) and isinstance(result.get(key), Mapping):
-            result[key] = apply_changes(result[key], before=old, after=new)
+            result[key] = _apply_changes(result[key], before=old, after=new)
         elif new is _NOT_THERE:
             result.pop(key, None)
         elif old != new:
@@ -208,31 +188,16 @@ def apply_changes(target: Mapping[str, Any], *, before: Mapping[str, Any], after
     return result
 
 
-def completed(saved: Mapping[str, Any], composed: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved configuration with the framework's own keys that are newer than it, at the values composed now."""
-    result = {key: saved.get(key, value) for key, value in composed.items()} | dict(saved)
-    for section in (field.name for field in fields(Config) if field.type in _SECTIONS):
-        if isinstance(result[section], Mapping) and isinstance(composed.get(section), Mapping):
-            result[section] = {**composed[section], **result[section]}
-    return result
-
-
-def _parsed_value(override: str) -> Any:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    return OverridesParser.create().parse_override(override).value()
-
-
-def _saved_in(run_dir: RunDir) -> tuple[Any, Any]:
-    """Configuration and overrides that count, whatever they are."""
-    if not run_dir.before_file.exists():
-        return _load(run_dir.config_file), _load(run_dir.overrides_file)
-    before = _load(run_dir.before_file)
-    return (before.get("config"), before.get("overrides")) if isinstance(before, dict) else (None, None)
+def _saved_in(run_dir: RunDir) -> tuple[dict[str, Any], list[str]]:
+    """Return the configuration and overrides that are in force."""
+    if run_dir.before_file.exists():
+        before = _load(run_dir.before_file, dict)
+        return before["config"], before["overrides"]
+    return _load(run_dir.config_file, dict), _load(run_dir.overrides_file, list)
 
 
 def is_run(place: Path) -> bool:
-    """Return whether `place` is a run directory: a folder of YAML may have a config.yaml, but not both files."""
+    """Return True if `place` is a run directory. Other folders may have a config.yaml, but not both files."""
     return RunDir(place).config_file.is_file() and RunDir(place).overrides_file.is_file()
 
 
@@ -241,24 +206,13 @@ def _is_unfinished(run_dir: RunDir) -> bool:
         if run_dir.read_run()["status"] == "finished":
             return False
         raw, _ = _saved_in(run_dir)
-    except (OSError, ValueError, KeyError, TypeError, ConfigError):  # it was ended while it was made, or changed since
+    except (OSError, ValueError, KeyError, ConfigError):  # killed while it was made, or edited since
         return False
-    return isinstance(raw, dict) and raw.get("job") == "train"
-
-
-def _copy(source: Mapping[str, Any], target: dict[str, Any], parts: list[str]) -> None:
-    head, *rest = parts
-    value = source.get(head, _NOT_THERE)
-    if value is _NOT_THERE:
-        target.pop(head, None)
-    elif rest and isinstance(value, Mapping) and isinstance(target.get(head), dict):
-        _copy(value, target[head], rest)
-    else:  # the key itself, or something inside a list or a new mapping, which is taken whole
-        target[head] = deepcopy(value)
+    return raw.get("job") == "train"
 
 
 def _hint(given: Path) -> str:
-    """The run that was probably meant: the one with the nearest name, or the newest in a folder of runs."""
+    """Suggest a run: the one with the nearest name, or the newest in a folder of runs."""
     place = next(parent for parent in (given, *given.parents) if parent.is_dir())
     if place == place.parent:
         return ""
@@ -272,11 +226,20 @@ def _hint(given: Path) -> str:
     return f"\nDid you mean {resume_argument(guess)}?" if guess else ""
 
 
-def _load(file: Path) -> Any:
+def _load(file: Path, kind: type) -> Any:
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file} can't be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, kind):
+        what = "mapping" if kind is dict else "list"
+        raise ConfigError(f"{file} must hold a {what}. It was changed: restore it, or start a new run.")
+    return content
+
+
+def _write(run_dir: RunDir, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    write_atomically(run_dir.overrides_file, _dump(list(overrides)))
+    write_atomically(run_dir.config_file, _dump(dict(raw)))
 
 
 def _dump(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""The configuration as frozen dataclasses: every key the framework reads, its type, its range and what it means.
+"""Every key the framework reads: its type, range and meaning, as frozen dataclasses.
 
-Written by hand in `conf/`, composed by Hydra, turned into these by `framework.config.parse`. Past that door nothing
-reads a `DictConfig`. What the user plugs in (`_target_` and keywords) is a `Node`, opaque outside `framework.build`.
+Hydra composes the YAML in `conf/`, and `framework.config.parse` turns it into these; nothing else reads a `DictConfig`.
+A user's own part (`_target_` and keywords) is a `Node`; only `framework.training.build` instantiates it.
 
-Types the parser knows: `bool int float str`, `X | None`, `Enum`, `Duration`, `Texts`, `Node`, `dict[str, Node]`,
+Types that the parser knows: `bool int float str`, `X | None`, `Enum`, `Duration`, `Texts`, `Node`, `dict[str, Node]`,
 dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A bound is inclusive unless `above`.
 """
 
@@ -21,19 +21,20 @@ Texts = NewType("Texts", tuple[str, ...])
 """Written as a list of texts."""
 
 Node = Mapping[str, Any]
-"""A mapping with `_target_`: something to import and call with the other keys as keywords."""
+"""A mapping with `_target_`: a callable to import, called with the other keys as keywords."""
 
 
-def bounded(
-    *, at_least: float | None = None, at_most: float | None = None, above: float | None = None, default: Any = MISSING
-) -> Any:
-    """A number within bounds; required but for one with a default, which files from before it was there lack."""
-    return field(default=default, metadata={"at_least": at_least, "at_most": at_most, "above": above})
+def bounded(*, default: Any = MISSING, **bounds: float) -> Any:
+    """Declare a number with the bounds `at_least`, `at_most` or `above`.
+
+    One with a default may be missing, as in files older than the key.
+    """
+    return field(default=default, metadata={"bounds": bounds})
 
 
-def auto(*, at_least: float | None = None) -> Any:
-    """A required number, or `auto` (also `null`): decided by the framework, `None` in the dataclass."""
-    return field(metadata={"auto": True, "at_least": at_least})
+def auto(*, at_least: float) -> Any:
+    """Declare a required number or `auto` (also `null`), which the framework decides; `None` in the dataclass."""
+    return field(metadata={"auto": True, "bounds": {"at_least": at_least}})
 
 
 class BackendName(Enum):
@@ -67,7 +68,7 @@ PRECISION_ALIASES = {
     "fp64": Precision.FP64,
     "double": Precision.FP64,
 }
-"""Other names for precisions, which are suggested but not accepted."""
+"""Other common names: not accepted, but answered with a suggestion."""
 
 
 class Interval(Enum):
@@ -106,7 +107,7 @@ class CompileMode(Enum):
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether it captures CUDA graphs on a GPU, whose outputs the next call overwrites."""
+        """True if it captures CUDA graphs, whose outputs the next call overwrites."""
         return self in (CompileMode.REDUCE_OVERHEAD, CompileMode.MAX_AUTOTUNE)
 
 
@@ -131,11 +132,11 @@ class DataConfig:
     batch_size: int = bounded(at_least=1)  # per process, as in PyTorch
     global_batch_size: int | None = bounded(at_least=1)  # over ranks and accumulation; wins over batch_size
     eval_batch_size: int | None = bounded(at_least=1)  # per process; default: batch_size
-    loader: LoaderKind = LoaderKind.AUTO  # resident: kept in memory as tensors; auto: where that is safe and fits
+    loader: LoaderKind = LoaderKind.AUTO  # resident: kept in memory as tensors; auto: what are tensors already
     num_workers: int | None = auto(at_least=0)  # DataLoader processes per rank and part; auto: 8, or the cores left
     stream: StreamSharing = StreamSharing.SHARED  # how processes share a part that is an IterableDataset
     shuffle: bool
-    root: str | None  # folder of the data set's files; null where it has none
+    root: str | None  # folder of the data set's files; null if it has none
     mirrors: Texts | None  # addresses to download missing files from; null: the data set's own
 
 
@@ -153,14 +154,14 @@ class TopologyConfig:
     node_rank: int = bounded(at_least=0)  # of the node the command runs on
     procs_per_node: int | None = auto(at_least=1)
     gpus_per_process: int | None = auto(at_least=1)
-    min_gpus_per_process: int = bounded(at_least=1)  # what the model needs; the span where nothing else says
-    share_gpus: bool  # replicas may wrap around the GPUs there are; needs gpus_per_process, and not nccl
+    min_gpus_per_process: int = bounded(at_least=1)  # what the model needs; the default of gpus_per_process
+    share_gpus: bool  # processes may share GPUs; needs gpus_per_process, and not nccl
     rdzv_endpoint: str | None  # HOST:PORT of node 0, where nodes meet; null on one node
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Lightning's names, where it has one."""
+    """Lightning's names, if it has one."""
 
     gpus: int | None = auto(at_least=0)  # GPUs used per node
     max_epochs: int | None = bounded(at_least=1)
@@ -182,10 +183,10 @@ class TrainerConfig:
     deterministic: bool
     benchmark: bool | None  # cudnn.benchmark; null: off in deterministic mode, else on
     num_threads: int | None = auto(at_least=1)  # intra-op threads of a process; auto: its share of the cores
-    cpu_affinity: bool = False  # each process of a node keeps to its share of the cores
-    channels_last: bool = False  # images and convolutions' weights lie in memory as NHWC
+    cpu_affinity: bool = False  # pin each process to its share of the cores
+    channels_last: bool = False  # store images and convolution weights as NHWC
     compile: CompileMode | None = None  # torch.compile's mode
-    activation_checkpointing: str | Texts | None = None  # modules computed again in the backward: auto, or classes
+    activation_checkpointing: str | Texts | None = None  # modules to recompute in the backward: auto, or class names
     profiler: ProfilerName | None = None  # records some steps; `callbacks=[profiler]` says which
 
 
@@ -203,19 +204,19 @@ class CheckpointConfig:
     enabled: bool
     monitor: str | None  # a validation metric, such as val/accuracy; null: no `best`
     mode: Mode
-    save_top_k: int = bounded(at_least=-1)  # best ones kept; -1 keeps every checkpoint
-    save_last_k: int = bounded(at_least=1, default=2)  # newest ones kept: where the last is damaged there is another
+    save_top_k: int = bounded(at_least=-1)  # number of best ones kept; -1 keeps every checkpoint
+    save_last_k: int = bounded(at_least=1, default=2)  # number of newest ones kept, in case the last is damaged
     every_n_steps: int | None = bounded(at_least=1)
     every_n_epochs: int | None = bounded(at_least=1)
-    every_n_minutes: float | None = bounded(above=0)  # since the last save; looked at when training is logged
-    asynchronous: bool = True  # write beside the training that goes on
+    every_n_minutes: float | None = bounded(above=0)  # since the last save; checked at each log
+    asynchronous: bool = True  # write while training continues
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
     name: str  # a module of framework.launch that has `launch`
-    max_restarts: int = bounded(at_least=0)  # of the whole run, after failures; elastic only
-    late_after: Duration  # how long others wait for a rank before that is said
+    max_restarts: int = bounded(at_least=0)  # of the whole run after failures; launcher=elastic only
+    late_after: Duration  # how long ranks wait for another one before it is reported as late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,22 +238,22 @@ class PlanFormat(Enum):
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     format: PlanFormat
-    train_samples: int | None = bounded(at_least=1)  # where the data isn't there to be counted
+    train_samples: int | None = bounded(at_least=1)  # if the data set isn't there to be counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig:
-    processes: int | None = bounded(at_least=2)  # to compare one with; null: the run's, or 2 where it has one
+    processes: int | None = bounded(at_least=2)  # compared with one process; null: the run's, at least 2
     steps: int = bounded(at_least=1)  # optimizer steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightConfig:
-    """Of job=preflight, and of what precedes training where `enabled`. A limit that is null isn't checked."""
+    """job=preflight, and the checks before training if `enabled`. A limit of null isn't checked."""
 
-    enabled: bool = False  # before training, too; `preflight=true` means this key
-    seconds: Duration | None = None  # to measure for; null: 20, and 2 before training
-    max_bytes: int = bounded(at_least=4, default=2**28)  # of what is exchanged at once
+    enabled: bool = False  # before training, too; `preflight=true` sets this key
+    seconds: Duration | None = None  # spent measuring; null: 20, or 2 before training
+    max_bytes: int = bounded(at_least=4, default=2**28)  # largest message
     max_clock_offset: Duration | None = Duration(1.0)  # from rank 0's clock
     max_latency: Duration | None = None  # of a link, one way
     min_link_bandwidth: float | None = bounded(above=0, default=None)  # MB/s, 10^6 bytes, of a link
@@ -264,7 +265,7 @@ class PreflightConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesConfig:
-    """Of job=collectives."""
+    """job=collectives."""
 
     backends: Texts | None = None  # gloo, nccl: shown side by side; null: the run's own backend
     delay: Duration = Duration(1.0)  # how late the sender of isend/irecv is
@@ -272,17 +273,18 @@ class CollectivesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """Of job=tune. Names are Lightning's, where its Tuner has one."""
+    """job=tune. Names are those of Lightning's Tuner, if it has one."""
 
-    find_batch_size: bool = True  # look for the largest that fits
-    find_lr: bool = True  # look for a learning rate, with the batch that was found
-    max_batch_size: int | None = bounded(at_least=1, default=None)  # of a process; null: what the data give
-    steps_per_trial: int = bounded(at_least=2, default=3)  # the first makes the optimizer's state
-    margin: float = bounded(at_least=0, at_most=0.9, default=0.1)  # share of the free memory that is left alone
+    find_batch_size: bool = True  # find the largest batch that fits
+    find_lr: bool = True  # find a learning rate, with that batch
+    max_batch_size: int | None = bounded(at_least=1, default=None)  # per process; null: the size of the data set
+    steps_per_trial: int = bounded(at_least=2, default=3)  # the first one allocates the optimizer's state
+    margin: float = bounded(at_least=0, at_most=0.9, default=0.1)  # fraction of the free memory to keep free
     min_lr: float = bounded(at_least=1e-30, at_most=1e6, default=1e-7)
     max_lr: float = bounded(at_least=1e-30, at_most=1e6, default=10.0)
     num_training: int = bounded(at_least=20, default=100)  # optimizer steps of the range test
-    early_stop_threshold: float | None = bounded(above=1, default=4.0)  # times the lowest loss; null: never
+    # Stop at this multiple of the lowest loss; null: never.
+    early_stop_threshold: float | None = bounded(above=1, default=4.0)
 
 
 class ExportFormat(Enum):
@@ -296,7 +298,7 @@ class ExportFormat(Enum):
 class ExportConfig:
     format: ExportFormat
     output: str | None  # a file that doesn't exist yet; null: <recipe>_<step> and the format's suffix, here
-    dynamic_batch: bool  # onnx, torch_export: batches of any size; false: of the example's
+    dynamic_batch: bool  # onnx, torch_export: any batch size; false: the example's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,14 +311,13 @@ class Config:
     recipe: str
     job: str
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
-    resume: str | None  # a run directory: go on in it
-    init_from: str | None  # a checkpoint: take only its weights
+    resume: str | None  # the run directory to resume
+    init_from: str | None  # a checkpoint to take the weights from
     eval: EvalConfig
     predict: PredictConfig
     plan: PlanConfig
     parity: ParityConfig
-    # May be written as true or false, too: then that is its key `enabled`.
-    preflight: PreflightConfig = field(default=PreflightConfig(), metadata={"switch": True})
+    preflight: PreflightConfig = PreflightConfig()
     collectives: CollectivesConfig = CollectivesConfig()
     tune: TuneConfig = TuneConfig()
     export: ExportConfig

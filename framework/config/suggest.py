@@ -1,4 +1,4 @@
-"""The nearest valid name for one that was mistyped. Pure, and called only once something is wrong."""
+"""Suggest the nearest valid name for a mistyped one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CUTOFF_ELSEWHERE = 0.8  # for a name in another section than the one that was g
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
-    """The name among `allowed` most like `given`, or None where nothing is like it."""
+    """Return the name in `allowed` that is most like `given`, or None if none is similar."""
     by_folded = {name.casefold(): name for name in allowed}
     matches = get_close_matches(given.casefold(), by_folded, n=1, cutoff=_CUTOFF)
     if matches:
@@ -20,52 +20,44 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
 
 
 def nearest_key(given: str, allowed: Iterable[str]) -> str | None:
-    """The full dotted key most like `given`, wherever it lies in the tree.
+    """Return the full dotted key that is most like `given`, in any section; None if none is similar.
 
     `trainer.gpsu`, `optimizer_lr` and `gpus` find `trainer.gpus`, `optimizer.lr` and `trainer.gpus`.
     """
     allowed = list(allowed)
-    parent = given.rpartition(".")[0]
-    # Not the keys above it: what is wrong lies below them.
+    has_section = given.rpartition(".")[0] in allowed
+    # Not the sections above it: the mistake is in the rest of the name.
     scored = [
-        (key == given, _likeness(given, key), -len(key), key)
+        (_likeness(given, key, has_section=has_section), -len(key), key)
         for key in allowed
-        if not given.startswith(f"{key}.") and (parent not in allowed or _may_be_moved(given, key))
+        if not given.startswith(f"{key}.")
     ]
     best = max(scored, default=None)
-    return best[3] if best is not None and (best[0] or best[1] >= _CUTOFF) else None
-
-
-def _may_be_moved(given: str, key: str) -> bool:
-    """Whether `key` is in the same section as `given`, or has nearly the same name in another section."""
-    parent, _, last = given.rpartition(".")
-    key_parent, _, key_last = key.rpartition(".")
-    last, key_last = _fold(last), _fold(key_last)
-    return key_parent == parent or last in key_last.split("_") or _ratio(last, key_last) >= _CUTOFF_ELSEWHERE
+    return best[2] if best is not None and best[0] >= _CUTOFF else None
 
 
 def did_you_mean(name: str | None) -> str:
-    """` Did you mean name?`, to put behind a sentence; empty where there is no name."""
+    """Return ` Did you mean name?`, to append to a sentence; empty if there is no name."""
     return "" if name is None else f" Did you mean {name}?"
 
 
-def _likeness(given: str, key: str) -> float:
-    given_parent, _, given_last = given.rpartition(".")
-    key_parent, _, key_last = key.rpartition(".")
-    given_last, key_last = _fold(given_last), _fold(key_last)
-    last = _ratio(given_last, key_last)
+def _likeness(given: str, key: str, *, has_section: bool) -> float:
+    if given == key:
+        return 2.0
+    section, _, name = given.casefold().rpartition(".")
+    key_section, _, key_name = key.casefold().rpartition(".")
+    of_name = _ratio(name, key_name)
     # `epochs` for `max_epochs`, `prec` for `precision`
-    if len(given_last) > 1 and (given_last in key_last.split("_") or key_last.startswith(given_last)):
-        last = max(last, 0.7)
-    whole = _ratio(_fold(given), _fold(key))
-    if given_last == key_last:  # the right name in the wrong place; `whole` decides between several of them
-        return max(whole, 0.85 + 0.1 * whole)
-    # A parent that is right says nothing about the name below it.
-    return last if given_parent and given_parent == key_parent else max(whole, 0.9 * last)
-
-
-def _fold(name: str) -> str:
-    return name.casefold().replace(".", "_").replace("-", "_").replace("/", "_")
+    if len(name) > 1 and (name in key_name.split("_") or key_name.startswith(name)):
+        of_name = max(of_name, _CUTOFF_ELSEWHERE)
+    if section == key_section:  # a right section says nothing about the name below it
+        return of_name
+    if has_section and of_name < _CUTOFF_ELSEWHERE:
+        return 0.0
+    of_all = _ratio(given.casefold().replace(".", "_"), key.casefold().replace(".", "_"))
+    if name == key_name:  # the right name in the wrong place; `of_all` decides between several of them
+        return 0.85 + 0.1 * of_all
+    return max(of_all, 0.9 * of_name)
 
 
 def _ratio(one: str, other: str) -> float:

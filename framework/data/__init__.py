@@ -1,1 +1,1 @@
-"""From datasets to the batches of one rank: one global order per epoch, dealt without a sample lost or repeated."""
+"""From datasets to the batches of one rank. Start with `sampler` (the global order), then `loader`."""

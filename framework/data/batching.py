@@ -1,7 +1,7 @@
-"""How a global batch is dealt: over the ranks, then over the micro-batches of each rank.
+"""Split a global batch over the ranks, then over the micro-batches of each rank.
 
-Pure arithmetic on positions, the same on every rank, so that nothing has to be exchanged. Only how many samples come
-together in one optimizer step matters to the numbers; who computes which of them doesn't.
+Pure arithmetic on positions, the same on every rank, so that nothing has to be exchanged. The numbers depend on which
+samples one optimizer step takes, not on which rank computes them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from framework.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch_size: samples per optimizer step, of all ranks and micro-batches; micro_batches: passes per rank."""
+    """How an optimizer step is split."""
 
+    # Samples per optimizer step, of all ranks and micro-batches.
     global_batch_size: int
+    # Forward passes of each rank.
     micro_batches: int
     world_size: int
 
     @property
     def largest_share(self) -> int:
-        """Samples of a full global batch that the rank with most of them gets."""
+        """The most samples that a rank gets of a full global batch."""
         return -(-self.global_batch_size // self.world_size)
 
 
@@ -30,8 +32,8 @@ def plan_batches(
 ) -> BatchPlan:
     """Decide how many samples one optimizer step takes: `global_batch_size`, else `batch_size` per forward pass.
 
-    cuts: of a model in stages, into how many micro-batches what a copy takes at once is cut; world_size counts copies.
-    Raises ConfigError when a full global batch has not a sample for every micro-batch of every rank.
+    cuts: into how many micro-batches a pipeline cuts a forward pass; world_size then counts copies of the model.
+    Raises ConfigError if a full global batch has fewer samples than the ranks have micro-batches.
     """
     if global_batch_size is None:
         return BatchPlan(batch_size * world_size * accumulate, accumulate * cuts, world_size)
@@ -50,19 +52,19 @@ def plan_batches(
 
 
 def share(count: int, *, rank: int, world_size: int) -> range:
-    """The positions in [0, count) that `rank` gets: contiguous, in the order of ranks, sizes differing by at most 1."""
+    """Return the positions in [0, count) of `rank`: contiguous, in the order of ranks, sizes differing by at most 1."""
     size, extra = divmod(count, world_size)
     begin = rank * size + min(rank, extra)
     return range(begin, begin + size + int(rank < extra))
 
 
 def micro_batches(plan: BatchPlan, *, global_count: int, rank: int) -> list[range]:
-    """The positions in a global batch of `global_count` samples that each of this rank's micro-batches takes.
+    """Return the positions of each of this rank's micro-batches in a global batch of `global_count` samples.
 
-    A full global batch makes `plan.micro_batches`; a short one no more than it needs, every rank as many, so that all
-    join the gradient exchange. A range may be empty: then the caller takes a stand-in of weight 0.
+    A full global batch makes `plan.micro_batches`; a short one no more than it needs, the same number on every rank, so
+    that all join the gradient exchange. A range may be empty: then the caller takes a stand-in of weight 0.
     """
-    # For the rank with most samples: as large as in a full global batch, and its number rounded up.
+    # For the rank with the most samples: micro-batches as large as in a full global batch, rounded up.
     most = -(-global_count // plan.world_size)
     number = -(-most * plan.micro_batches // plan.largest_share)
     mine = share(global_count, rank=rank, world_size=plan.world_size)
@@ -72,14 +74,14 @@ def micro_batches(plan: BatchPlan, *, global_count: int, rank: int) -> list[rang
 
 
 def count_windows(num_samples: int, *, global_batch_size: int) -> int:
-    """Optimizer steps it takes to consume `num_samples`; the last, short global batch is kept."""
+    """Return the optimizer steps that `num_samples` take; the last, short global batch is kept."""
     return -(-num_samples // global_batch_size)
 
 
 def own_micro_batches(plan: BatchPlan, *, count: int, rank: int) -> list[range]:
-    """The positions in `count` samples, at most its share of a full global batch, of each of a rank's micro-batches.
+    """Return the positions of each micro-batch in `count` samples, at most the rank's share of a full global batch.
 
-    For a rank that reads samples of its own: how many it makes doesn't depend on what others have. None is empty.
+    For a rank that reads samples of its own: their number doesn't depend on what others have. No range is empty.
     """
     full = len(share(plan.global_batch_size, rank=rank, world_size=plan.world_size))
     number = -(-count * plan.micro_batches // full)

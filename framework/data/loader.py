@@ -9,53 +9,52 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from framework.data.batching import BatchPlan
-from framework.data.choosing import Loading, choose
-from framework.data.device import pins_memory
-from framework.data.fetch import Request, fetch_for
-from framework.data.gathering import NOT_TAKEN, RowSource, WindowGatherer
-from framework.data.prefetch import on_device
+from framework.data.fetch import BatchRequest, Workers, fetch_for
+from framework.data.loader_choice import LoaderOptions, choose_loader
+from framework.data.prefetch import pins_memory, prefetch
+from framework.data.resident_loader import NOT_TAKEN, ResidentRows, WindowGatherer
 from framework.data.sampler import (
     GlobalOrder,
-    WindowIndices,
     epoch_indices,
     epoch_length,
     evaluation_indices,
     windows,
     windows_per_epoch,
 )
-from framework.data.workers import Workers
 from framework.errors import DataError
 from framework.types import Batch, MapDataset, MicroBatch, MicroIndices, Window
 
-IN_THIS_PROCESS = Loading(num_workers=0)
-"""Without loader processes: of tensors where the data are some, else sample by sample."""
+IN_THIS_PROCESS = LoaderOptions(num_workers=0)
+"""Without loader processes: tensors are kept in memory, other data is loaded sample by sample."""
 
 
 @final
 class BatchSource:
     """Batches of a dataset on the device: of tensors in memory, or loaded in this process or by workers."""
 
-    def __init__(self, dataset: MapDataset, *, part: str, seed: int, device: torch.device, loading: Loading) -> None:
+    def __init__(
+        self, dataset: MapDataset, *, part: str, seed: int, device: torch.device, options: LoaderOptions
+    ) -> None:
         self._device = device
         self._workers: Workers | None = None
-        self.rows: RowSource | None = None
-        choice = choose(dataset, part=part, device=device, loading=loading)
+        self.rows: ResidentRows | None = None
+        choice = choose_loader(dataset, part=part, device=device, options=options)
         if choice.rows is not None:
-            self.rows = RowSource(choice.rows, device=device, seed=seed)
+            self.rows = ResidentRows(choice.rows, device=device, seed=seed)
             return
         self._fetch = fetch_for(dataset, part=part, seed=seed)
         if choice.num_workers > 0:
             self._workers = Workers(self._fetch, num_workers=choice.num_workers, pin_memory=pins_memory(device))
 
-    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        """The batches asked for, in order. Without workers each is loaded when it is taken, or one ahead of a copy."""
+    def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
+        """Yield the batches asked for, in order. Without workers each is loaded when it is taken, or one ahead."""
         if self.rows is not None:
             return self.rows.batches(requests)
         loaded = map(self._fetch, requests) if self._workers is None else self._workers.batches(requests)
-        return on_device(loaded, self._device)
+        return prefetch(loaded, self._device)
 
     def close(self) -> None:
         if self._workers is not None:
@@ -66,8 +65,8 @@ class BatchSource:
 class TrainLoader:
     """This rank's part of every global batch. All ranks make one with the same order, plan and limit.
 
-    limit: global batches per epoch at most. Raises DataError when the dataset is empty, isn't map-style, or has less
-    than one sample per process.
+    limit: global batches per epoch at most. Raises DataError if the dataset is empty or has fewer samples than there
+    are processes.
     """
 
     def __init__(
@@ -78,23 +77,23 @@ class TrainLoader:
         plan: BatchPlan,
         rank: int,
         device: torch.device,
-        loading: Loading = IN_THIS_PROCESS,
+        options: LoaderOptions = IN_THIS_PROCESS,
         limit: int | None = None,
     ) -> None:
         size = dataset_size(dataset, part="train")
         if size != order.size:
             raise ValueError(f"The order is of {order.size} samples, the dataset has {size}.")
-        check_everyone_gets_one(size, plan)
+        check_one_sample_each(size, plan)
         self._order, self._plan, self._rank, self._limit = order, plan, rank, limit
         taken = epoch_length(order, plan, limit=limit)
-        if not order.shuffle and taken < size:  # the same in every epoch: no others need be kept in memory
+        if not order.shuffle and taken < size:  # the same in every epoch: others needn't be kept in memory
             dataset = Subset(dataset, range(taken))  # type: ignore[arg-type]
-        self._source = BatchSource(dataset, part="train", seed=order.seed, device=device, loading=loading)
+        self._source = BatchSource(dataset, part="train", seed=order.seed, device=device, options=options)
         rows = self._source.rows
         self._gatherer = None if rows is None else WindowGatherer(rows, plan, rank=rank)
 
     def __len__(self) -> int:
-        """Windows of a whole epoch."""
+        """Return the number of windows of a whole epoch."""
         return windows_per_epoch(self._order, self._plan, limit=self._limit)
 
     @property
@@ -111,37 +110,40 @@ class TrainLoader:
         return self._plan.global_batch_size
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
-        """The windows of `epoch` from the sample cursor `start` on; samples before it are not loaded.
+        """Yield the windows of `epoch` from sample `start` of its order on; samples before it are not loaded.
 
         Take all micro-batches of a window before the next window, and end one epoch before another is begun.
-        Raises DataError when the cursor isn't inside the epoch, RunError when a sample can't be loaded.
+        Raises DataError if `start` isn't inside the epoch, RunError if a sample can't be loaded.
         """
         indices = epoch_indices(self._order, self._plan, epoch=epoch, start=start, limit=self._limit)
         if self._gatherer is None or self._gatherer.windows_at_once == 0:
             yield from self._loaded(indices, epoch=epoch)
             return
         whole = len(indices) - len(indices) % self._plan.global_batch_size
-        yield from self._gatherer.windows(indices[:whole], epoch=epoch, to_the_end=whole == len(indices))
+        yield from self._gatherer.windows(indices[:whole], epoch=epoch, ends_epoch=whole == len(indices))
         yield from self._loaded(indices[whole:], epoch=epoch)
 
     def state_dict(self) -> None:
-        """Nothing: the sample cursor says it all."""
+        """Return nothing: the number of samples taken is all the state."""
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, samples: int) -> None:
-        """Nothing either."""
+        """Nothing to load."""
 
     def _loaded(self, indices: Tensor, *, epoch: int) -> Iterator[Window]:
-        """Windows whose batches are loaded one by one."""
-        shown, asked = tee(windows(indices, self._plan, rank=self._rank))  # requests run ahead of the window shown
-        batches = self._source.batches(_requests(asked, epoch=epoch))
+        """Yield windows whose batches are loaded one by one."""
+        # Requests run ahead of the window that is yielded.
+        shown, asked = tee(windows(indices, self._plan, rank=self._rank))
+        requests = (BatchRequest(micro.indices, epoch) for window in asked for micro in window.micro_batches)
+        batches = self._source.batches(requests)
         for window in shown:
-            micro_batches = _take(batches, window)
+            # Loads nothing before it is asked to.
+            micro_batches = (MicroBatch(next(batches), micro.num_samples) for micro in window.micro_batches)
             number = len(window.micro_batches)
             yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
             assert next(micro_batches, None) is None, NOT_TAKEN
 
     def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> TrainLoader:
-        """The same samples, loaded by the same means, dealt by another plan. For a loader without a limit of its own.
+        """Return a loader of the same data with another plan and limit. For a loader without a limit of its own.
 
         Use one of the two at a time; closing either closes both.
         """
@@ -160,9 +162,9 @@ class TrainLoader:
 class EvalLoader:
     """This rank's share of a whole part: over all ranks every sample exactly once, in the dataset's order.
 
-    Ranks may have different numbers of batches, or none; where `is_even`, those with fewer get stand-ins of no samples.
-    Random transforms draw the same in every evaluation. part: `val` or `test`, for messages. Raises DataError when the
-    dataset is empty or isn't map-style.
+    Ranks may have different numbers of batches, or none; if `is_even`, those with fewer get stand-ins of no samples.
+    Random transforms draw the same in every evaluation. part: `val` or `test`, for messages. Raises DataError if the
+    dataset is empty.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class EvalLoader:
         rank: int,
         world_size: int,
         device: torch.device,
-        loading: Loading = IN_THIS_PROCESS,
+        options: LoaderOptions = IN_THIS_PROCESS,
         is_even: bool = False,
     ) -> None:
         size = dataset_size(dataset, part=part)
@@ -186,10 +188,10 @@ class EvalLoader:
             most = -(-len(evaluation_indices(size, rank=0, world_size=world_size)) // batch_size)
             # Any sample of it will do: its results are left out.
             self._batches += [MicroIndices(torch.zeros(1, dtype=torch.int64), 0)] * (most - len(pieces))
-        self._source = BatchSource(dataset, part=part, seed=0, device=device, loading=loading)
+        self._source = BatchSource(dataset, part=part, seed=0, device=device, options=options)
 
     def __len__(self) -> int:
-        """Batches of this rank, stand-ins too."""
+        """Return the number of batches of this rank, with stand-ins."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -198,7 +200,7 @@ class EvalLoader:
     def first(self, number: int) -> Iterator[MicroBatch]:
         """Return this rank's first `number` batches, or all if it has fewer."""
         batches = self._batches[:number]
-        requests = (Request(micro.indices, epoch=0) for micro in batches)
+        requests = (BatchRequest(micro.indices, epoch=0) for micro in batches)
         for micro, batch in zip(batches, self._source.batches(requests), strict=True):
             yield MicroBatch(batch, micro.num_samples)
 
@@ -208,32 +210,17 @@ class EvalLoader:
 
 
 def dataset_size(dataset: MapDataset, *, part: str) -> int:
-    """Samples of a dataset. Raises DataError when it is empty or isn't map-style."""
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"The {part} dataset, a {type(dataset).__name__}, isn't map-style.\n"
-            "data.datasets must give datasets with __len__ and with __getitem__ for every index below the length."
-        )
+    """Return the number of samples. Raises DataError if there are none."""
     size = len(dataset)
     if size == 0:
         raise DataError(f"The {part} dataset is empty. Look at the keywords of data.datasets.")
     return size
 
 
-def check_everyone_gets_one(size: int, plan: BatchPlan) -> None:
-    """Raise DataError where a train dataset of `size` samples leaves processes without any."""
+def check_one_sample_each(size: int, plan: BatchPlan) -> None:
+    """Raise DataError if a train dataset of `size` samples leaves processes without any."""
     if size < plan.world_size:
         raise DataError(
             f"The train dataset has {size} samples for {plan.world_size} processes: some would never get one.\n"
             f"Use at most {size} processes (topology.procs_per_node), or more data."
         )
-
-
-def _requests(dealt: Iterable[WindowIndices], *, epoch: int) -> Iterator[Request]:
-    return (Request(micro.indices, epoch) for window in dealt for micro in window.micro_batches)
-
-
-def _take(batches: Iterator[Batch], window: WindowIndices) -> Iterator[MicroBatch]:
-    """The next batches of a stream, as this window's; loads nothing before it is asked to."""
-    for micro in window.micro_batches:
-        yield MicroBatch(next(batches), micro.num_samples)

@@ -1,49 +1,63 @@
-"""Batches on their way to the device: the next one is copied on a side stream while this one is computed with."""
+"""Move batches to the device: the next one is copied on a side stream while the model computes with this one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from framework.data.device import pins_memory, to_device
 from framework.types import Batch
 
-
-class Copier(Protocol):
-    """Begins copies to a device, and hands over what was copied."""
-
-    def begin(self, batch: Batch, /) -> Any:
-        """A ticket for a batch on its way; doesn't wait."""
-        ...
-
-    def hand_over(self, ticket: Any, /) -> Batch:
-        """The batch, which whatever computes next on the device may use; doesn't wait."""
-        ...
+_WITHOUT_PINNED_MEMORY = {"cpu", "mps", "meta"}
 
 
-def on_device(batches: Iterable[Batch], device: torch.device, *, copier: Copier | None = None) -> Iterator[Batch]:
-    """The batches with their tensors on `device`, in order.
+def pins_memory(device: torch.device) -> bool:
+    """Return True if copies to `device` from page-locked memory run beside the computation."""
+    return device.type not in _WITHOUT_PINNED_MEMORY
 
-    Where copies can run beside the computation, each is begun one batch ahead. Elsewhere a batch is taken from
-    `batches` when it is asked for, and moved.
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move the tensors in lists, tuples, named tuples and mappings at any depth; mappings become dicts.
+
+    For devices that gain from it the copy goes through pinned memory and doesn't wait.
     """
-    if copier is None and not pins_memory(device):
+    if isinstance(batch, Tensor):
+        if batch.device.type == "cpu" and pins_memory(device):
+            return batch.pin_memory().to(device, non_blocking=True)
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def prefetch(
+    batches: Iterable[Batch], device: torch.device, *, side_stream: SideStream | None = None
+) -> Iterator[Batch]:
+    """Yield the batches with their tensors on `device`, in order.
+
+    If copies can run beside the computation, each is begun one batch ahead. Otherwise a batch is taken from `batches`
+    when it is asked for.
+    """
+    if side_stream is None and not pins_memory(device):
         for batch in batches:
             yield to_device(batch, device)
         return
-    copier = SideStream(device) if copier is None else copier
-    pending: Any = None
+    side_stream = SideStream(device) if side_stream is None else side_stream
+    pending: tuple[Batch, torch.Event] | None = None
     for batch in batches:
-        begun = (copier.begin(batch),)
+        begun = side_stream.begin_copy(batch)
         if pending is not None:
-            yield copier.hand_over(*pending)
+            yield side_stream.wait_for(*pending)
         pending = begun
     if pending is not None:
-        yield copier.hand_over(*pending)
+        yield side_stream.wait_for(*pending)
 
 
 @final
@@ -54,13 +68,14 @@ class SideStream:
         self._device = device
         self._stream = torch.Stream(device=device)
 
-    def begin(self, batch: Batch) -> tuple[Batch, torch.Event]:
+    def begin_copy(self, batch: Batch) -> tuple[Batch, torch.Event]:
+        """Return the batch on its way to the device, and the event of its arrival."""
         with self._stream:
             moved = to_device(batch, self._device)
         return moved, self._stream.record_event()
 
-    def hand_over(self, ticket: tuple[Batch, torch.Event]) -> Batch:
-        moved, copied = ticket
+    def wait_for(self, moved: Batch, copied: torch.Event) -> Batch:
+        """Let the current stream, not the host, wait for the copy."""
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(copied)
         for leaf in tree_leaves(moved):

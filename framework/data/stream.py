@@ -1,17 +1,24 @@
-"""Reading a stream: an IterableDataset, whose samples come one after another, in whichever process does it.
+"""Streams: an IterableDataset, whose samples come one after another.
 
-A sample is read with generators seeded by (seed, epoch, its place in the stream), so that what the dataset draws there
-depends neither on the number of ranks nor on whether a run was resumed in between.
+`StreamLoader` gives the batches of one rank for optimizer steps, `StreamEvalLoader` every sample once. `StreamReader`
+reads the samples, in this process or in a worker, with generators seeded by (seed, epoch, position in the stream): what
+the dataset draws depends on neither the number of ranks nor earlier interruptions.
+
+All ranks have the same windows, though each may read a stream of its own. The ranks exchange how many samples each has
+for a window two windows ahead, beside the computation. So before a window's first forward every rank knows its number
+of micro-batches and of samples, and if it is the epoch's last. A rank that has fewer micro-batches takes stand-ins of
+weight 0, and joins the others in every forward and backward.
 """
 
 from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, final
+from itertools import islice
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -19,266 +26,525 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from framework.data.batching import BatchPlan, micro_batches, own_micro_batches, share
-from framework.data.fetch import collated, preserved_generators, seed_generators, where
-from framework.errors import DataError, RunError
-from framework.seed import mix
-from framework.types import Batch, MicroBatch
+from framework.data.fetch import collate, failed_sample, read_ahead
+from framework.data.prefetch import SideStream, pins_memory, prefetch
+from framework.distributed.collectives import SideChannel, Table
+from framework.distributed.seed import mix, preserved_generators, seed_generators
+from framework.errors import CheckpointError, DataError
+from framework.types import Batch, MicroBatch, MicroIndices, Waiting, Window
 
-_BLOCK = 256  # samples that are passed over at once
+_BLOCK = 256  # samples skipped at once
 _END = object()
+_TOLERANCE = 1e-4
+"""How much the sum of a sample's floats may differ between processors, as a share of it."""
 
-Given = TypeVar("Given")
 
-
-class Place(NamedTuple):
-    """Where in a stream to go on: `samples` of this epoch were taken.
-
-    state: of the dataset there, None where the samples are to be passed over. has_ended: there are no more.
-    """
+class StreamPosition(NamedTuple):
+    """Where in a stream to start: after `samples` of this epoch."""
 
     epoch: int
     samples: int = 0
+    # Of the dataset there; None: the samples are skipped.
     state: Any = None
+    # There are no more samples.
     has_ended: bool = False
 
 
-@dataclass(frozen=True)
-class Deal:
-    """What a rank reads and keeps. is_sharded: it reads samples of its own, and keeps all.
-
-    Else it reads those of every rank, and keeps its share of each global batch.
-    """
-
-    plan: BatchPlan
-    rank: int
-    is_sharded: bool
-
-    @property
-    def source(self) -> int:
-        """Which stream it reads: ranks of the same source read the same samples."""
-        return self.rank if self.is_sharded else 0
-
-    def reads(self, samples: int) -> int:
-        """Of so many samples over all ranks, dealt window by window, those that this one reads."""
-        if not self.is_sharded:
-            return samples
-        windows, rest = divmod(samples, self.plan.global_batch_size)
-        of_window, of_rest = (
-            len(share(count, rank=self.rank, world_size=self.plan.world_size))
-            for count in (self.plan.global_batch_size, rest)
-        )
-        return windows * of_window + of_rest
-
-    def parts(self, count: int, *, source: int) -> list[range]:
-        """The positions, in the `count` samples read for a window, of each micro-batch; those of another `source`."""
-        if self.is_sharded:
-            return own_micro_batches(self.plan, count=count, rank=source)
-        return micro_batches(self.plan, global_count=count, rank=self.rank)
-
-
 @final
-class Beginning:
-    """Where a dataset with a state stood before it was first read in this process, for every Reader of it.
+class _InitialState:
+    """The state of a dataset before it was first read in this process.
 
-    One that keeps its place would go on there after an epoch that was cut; a worker has a fresh one in each epoch.
+    A dataset that keeps its position would continue there after an epoch that was cut short.
     """
 
     def __init__(self) -> None:
         self.state: Any = None
-        self.is_known = False
-        self.is_left = False
-        """Whether the dataset stands in the midst of an epoch."""
+        self.in_epoch = False
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a part is read. part: its name, for messages. seed: of what is drawn. limit: samples of an epoch over all
-    ranks at most. in_worker: by a process of its own, ahead. beginning: of the dataset.
-    """
+class StreamPlan:
+    """How a rank reads a part: samples of its own, or those of every rank, of which it keeps its share."""
 
     part: str
+    batches: BatchPlan
+    rank: int = 0
+    is_sharded: bool = False
     seed: int = 0
+    # Samples of an epoch over all ranks at most.
     limit: int | None = None
+    # Read ahead in a process of its own.
     in_worker: bool = False
-    beginning: Beginning = field(default_factory=Beginning, compare=False)
+    initial: _InitialState = field(default_factory=_InitialState, compare=False, repr=False)
+
+    @property
+    def source(self) -> int:
+        """Which stream this rank reads: ranks of the same source read the same samples."""
+        return self.rank if self.is_sharded else 0
+
+    def own_samples(self, samples: int) -> int:
+        """Return how many of the first `samples` over all ranks this one reads."""
+        if not self.is_sharded:
+            return samples
+        windows, rest = divmod(samples, self.batches.global_batch_size)
+        of_window, of_rest = (
+            len(share(count, rank=self.rank, world_size=self.batches.world_size))
+            for count in (self.batches.global_batch_size, rest)
+        )
+        return windows * of_window + of_rest
+
+    def split(self, count: int, *, source: int) -> list[range]:
+        """Return the positions of each micro-batch in the `count` samples that `source` has for a window."""
+        if self.is_sharded:
+            return own_micro_batches(self.batches, count=count, rank=source)
+        return micro_batches(self.batches, global_count=count, rank=self.rank)
 
 
-class Chunk(NamedTuple):
-    """What was read for one window: `size` samples, the kept ones in micro-batches on the CPU.
+def evaluation_plan(part: str, *, batch_size: int, rank: int, world_size: int, **options: Any) -> StreamPlan:
+    """Plan one batch for each rank at a time."""
+    return StreamPlan(part, BatchPlan(batch_size * world_size, 1, world_size), rank, **options)
 
-    micro_batches: as `framework.types.MicroBatch`; a stand-in only where all ranks read the same. places: of each, in
-    the stream. end: the place after it, and state: of the dataset there, None where it has none. digest: of its first
-    sample, see `digest`.
-    """
 
-    micro_batches: tuple[MicroBatch, ...]
-    places: tuple[range, ...]
-    size: int
-    end: int
-    state: Any
-    digest: tuple[float, float]
+# Reading
 
 
 @final
-class Reader:
-    """A dataset's samples from a place on. Generators of the caller are left as they were.
+class StreamReader:
+    """The samples of a dataset from a position on. Generators of the caller are restored.
 
-    Raises RunError that names the sample, or the call, where the dataset raises or calls exit(), DataError where it
-    ends before the place.
+    Raises RunError that names the sample if the dataset raises, DataError if it ends before the position.
     """
 
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        place: Place,
-        *,
-        part: str,
-        seed: int,
-        source: int,
-        beginning: Beginning | None = None,
-    ) -> None:
-        self._dataset, self._place, self._part = dataset, place, part
-        self._beginning = Beginning() if beginning is None else beginning
-        self._key = (seed, "stream", place.epoch, source)
+    def __init__(self, dataset: IterableDataset[Any], start: StreamPosition, plan: StreamPlan) -> None:
+        self._dataset, self._start, self._part, self._initial = dataset, start, plan.part, plan.initial
+        self._key = (plan.seed, "stream", start.epoch, plan.source)
         self._iterator: Iterator[Any] | None = None
-        self._has_ended = place.has_ended
-        self.position = place.samples if place.state is not None or place.has_ended else 0
+        self._has_ended = start.has_ended
+        self.position = start.samples if start.state is not None or start.has_ended else 0
         """How many samples of the epoch were read."""
 
     def take(self, number: int) -> list[Any]:
-        """The next samples; fewer where the stream ends."""
+        """Return the next samples; fewer if the stream ends."""
         taken: list[Any] = []
         with preserved_generators():
             while len(taken) < number and not self._has_ended:
                 seed_generators(mix(*self._key, self.position))
                 if self._iterator is None:
-                    self._iterator = self._begun()
-                named = f"Sample {self.position} of the {self._part} stream, in epoch {self._place.epoch},"
-                sample = _called(partial(next, self._iterator, _END), named)
+                    self._iterator = self._open()
+                try:
+                    sample = next(self._iterator, _END)
+                except Exception as error:
+                    name = f"Sample {self.position} of the {self._part} stream, in epoch {self._start.epoch},"
+                    raise failed_sample(name, error) from error
                 if sample is _END:
-                    self._has_ended, self._beginning.is_left = True, False
+                    self._has_ended, self._initial.in_epoch = True, False
                 else:
                     taken.append(sample)
                     self.position += 1
         return taken
 
-    def go_to_place(self) -> None:
-        """Pass over what was taken before."""
-        while self.position < self._place.samples:
-            if not self.take(min(_BLOCK, self._place.samples - self.position)):
+    def skip_to_start(self) -> None:
+        """Skip what was taken before."""
+        while self.position < self._start.samples:
+            if not self.take(min(_BLOCK, self._start.samples - self.position)):
                 raise DataError(
-                    f"Training can't go on at sample {self._place.samples} of the {self._part} stream: in epoch "
-                    f"{self._place.epoch} it has only {self.position}.\n"
+                    f"Training can't continue at sample {self._start.samples} of the {self._part} stream: in epoch "
+                    f"{self._start.epoch} it has only {self.position}.\n"
                     "It must give the same samples as when the checkpoint was made."
                 )
 
     def state(self) -> Any:
-        """Of the dataset, here: a copy. None where it keeps none."""
-        if not has_state(self._dataset):
-            return None
-        return self._state(f"after {self.position} samples of epoch {self._place.epoch}")
+        """Return a copy of the dataset's state here; None if it has none."""
+        return copy.deepcopy(self._dataset.state_dict()) if has_state(self._dataset) else None  # type: ignore[attr-defined]
 
-    def _state(self, when: str) -> Any:
-        given = _called(self._dataset.state_dict, f"state_dict() of the {self._part} stream, {when},")  # type: ignore[attr-defined]
-        return _called(partial(copy.deepcopy, given), f"A copy of what state_dict() of the {self._part} stream gives")
-
-    def _begun(self) -> Iterator[Any]:
-        named, beginning = f"of the {self._part} stream, in epoch {self._place.epoch},", self._beginning
-        if has_state(self._dataset) and not beginning.is_known:
-            beginning.state, beginning.is_known = self._state("before its first sample"), True
+    def _open(self) -> Iterator[Any]:
+        initial = self._initial
+        if initial.state is None:
+            initial.state = self.state()
         set_epoch = getattr(self._dataset, "set_epoch", None)
         if callable(set_epoch):
-            _called(partial(set_epoch, self._place.epoch), f"set_epoch() {named}")
-        state = self._place.state
-        if state is None and beginning.is_known and beginning.is_left:
-            state = copy.deepcopy(beginning.state)
+            set_epoch(self._start.epoch)
+        state = self._start.state
+        if state is None and initial.in_epoch:
+            state = copy.deepcopy(initial.state)
         if state is not None:
-            _called(partial(self._dataset.load_state_dict, state), f"load_state_dict() {named}")  # type: ignore[attr-defined]
-        beginning.is_left = True
-        return _called(partial(iter, self._dataset), f"iter() {named}")
-
-
-def _called(call: Callable[[], Given], named: str) -> Given:
-    """What a call of the dataset's gives. Raises RunError where it raises: a StopIteration would end the epoch."""
-    try:
-        return call()
-    except (Exception, SystemExit) as error:  # a worker that exits would leave nothing to tell what happened
-        raise RunError(f"{named} raised {type(error).__name__}: {error}\n{where(error)}") from error
+            self._dataset.load_state_dict(state)  # type: ignore[attr-defined]
+        initial.in_epoch = True
+        return iter(self._dataset)
 
 
 def has_state(dataset: IterableDataset[Any]) -> bool:
-    """Whether it says where it stands, and can go on from there."""
+    """Return True if the dataset can save its position and continue from there."""
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def chunks(dataset: IterableDataset[Any], deal: Deal, place: Place, reading: Reading) -> Generator[Chunk, None, None]:
-    """What a rank reads of an epoch from `place` on, window by window, until its stream ends."""
-    part, limit = reading.part, reading.limit
-    reader = Reader(dataset, place, part=part, seed=reading.seed, source=deal.source, beginning=reading.beginning)
-    at_once, end = deal.reads(deal.plan.global_batch_size), None if limit is None else deal.reads(limit)
-    reader.go_to_place()
+class _WindowSamples(NamedTuple):
+    """What a rank has read for one window."""
+
+    # Those it keeps, on the CPU; a stand-in only if all ranks read the same.
+    micro_batches: tuple[MicroBatch, ...]
+    # Of each micro-batch, in the stream.
+    positions: tuple[range, ...]
+    # Samples read.
+    size: int
+    # The position after them, and the dataset's state there.
+    end: int
+    state: Any
+    # Of the first sample, see `_digest`.
+    digest: tuple[float, float]
+
+
+def _read_windows(
+    dataset: IterableDataset[Any], start: StreamPosition, plan: StreamPlan
+) -> Generator[_WindowSamples, None, None]:
+    """Yield what a rank reads of an epoch, window by window, until its stream ends."""
+    reader = StreamReader(dataset, start, plan)
+    at_once = plan.own_samples(plan.batches.global_batch_size)
+    end = None if plan.limit is None else plan.own_samples(plan.limit)
+    reader.skip_to_start()
     while samples := reader.take(at_once if end is None else min(at_once, end - reader.position)):
         begin, count = reader.position - len(samples), len(samples)
-        micro, places = [], []
-        for positions in deal.parts(count, source=deal.source):
-            kept = positions or range(1)  # any sample will do as a stand-in: its loss is multiplied by 0
-            places.append(range(begin + kept.start, begin + kept.stop))
-            named = f"Samples {places[-1].start} to {places[-1].stop - 1} of the {part} stream"
-            batch = collated([samples[position] for position in kept], named=named)
-            micro.append(MicroBatch(batch, len(positions)))
-        first = digest(samples[0])
-        yield Chunk(tuple(micro), tuple(places), count, reader.position, reader.state(), first)
+        micro, positions = [], []
+        for kept in plan.split(count, source=plan.source):
+            used = kept or range(1)  # any sample will do as a stand-in: its loss is multiplied by 0
+            positions.append(range(begin + used.start, begin + used.stop))
+            name = f"Samples {positions[-1].start} to {positions[-1].stop - 1} of the {plan.part} stream"
+            micro.append(MicroBatch(collate([samples[i] for i in used], name=name), len(kept)))
+        digest = _digest(samples[0])
+        yield _WindowSamples(tuple(micro), tuple(positions), count, reader.position, reader.state(), digest)
 
 
-def digest(sample: Any) -> tuple[float, float]:
-    """Two numbers that say whether two ranks have read the same sample.
+def _digest(sample: Any) -> tuple[float, float]:
+    """Return two numbers that show if two ranks have read the same sample.
 
-    The first is of whole numbers, texts and shapes, and must be equal; the second is the mean size of the fractions in
-    it, which different processors may have computed a little differently.
+    The first is a checksum of integers, strings and shapes, and must be equal; the second is the sum of the absolute
+    values of floats, which different processors may have computed a little differently.
     """
-    exact, means = 0, []
-    for leaf in tree_leaves(sample):
-        value = _as_tensor(leaf)
-        if isinstance(value, (str, bytes)):
-            exact = zlib.crc32(value.encode() if isinstance(value, str) else value, exact)
-        if not isinstance(value, Tensor):
-            continue
-        exact = zlib.crc32(repr((value.dtype, tuple(value.shape))).encode(), exact)
-        if value.is_floating_point():
-            finite = value.double()[value.isfinite()].abs()
-            means.append(float(finite.mean()) if len(finite) else 0.0)
-        else:
-            exact = zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), exact)
-    return float(exact), sum(means)
+    exact, float_sum = 0, 0.0
+    for leaf in tree_leaves(collate([sample], name="A sample")):  # which makes tensors of numbers, also NumPy's
+        shown = repr(leaf.shape if isinstance(leaf, Tensor) else leaf)
+        exact = zlib.crc32(shown.encode(), exact)
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            float_sum += float(leaf.detach().abs().double().nan_to_num(posinf=0.0).sum())
+        elif isinstance(leaf, Tensor):
+            exact = zlib.crc32(leaf.cpu().numpy().tobytes(), exact)
+    return float(exact), float_sum
 
 
 def first_batch(dataset: IterableDataset[Any], *, number: int, part: str) -> Batch:
-    """A batch of the stream's first samples; where it has fewer, they come again. Raises DataError for an empty one."""
-    samples = Reader(dataset, Place(0), part=part, seed=0, source=0).take(number)
+    """Return a batch of the first samples, repeated if there are fewer. Raises DataError for an empty stream."""
+    samples = StreamReader(dataset, StreamPosition(0), StreamPlan(part, BatchPlan(number, 1, 1))).take(number)
     if not samples:
-        raise no_samples(part, epoch=0)
-    named = f"The first {number} samples of the {part} stream"
-    return collated([samples[position % len(samples)] for position in range(number)], named=named)
+        raise _no_samples(part, epoch=0)
+    name = f"The first {number} samples of the {part} stream"
+    return collate([samples[position % len(samples)] for position in range(number)], name=name)
 
 
-def no_samples(part: str, *, epoch: int) -> DataError:
+def _no_samples(part: str, *, epoch: int) -> DataError:
     return DataError(
         f"The {part} stream gives no sample in epoch {epoch}. Look at the keywords of data.datasets; iter() of the "
-        "dataset must begin anew in every epoch."
+        "dataset must restart in every epoch."
     )
 
 
-def _as_tensor(leaf: Any) -> Any:
-    """Numbers, and NumPy's, as tensors, complex ones as pairs; anything else as it is."""
-    if type(leaf).__module__ == "numpy" and leaf.dtype.kind in "biufc":
-        leaf = torch.as_tensor(leaf)
-    if isinstance(leaf, (bool, float)):
-        leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.bool)
-    if isinstance(leaf, int):
-        return str(leaf)
-    if not isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.detach().cpu()
-    if leaf.is_quantized or leaf.layout is not torch.strided:
-        return None
-    return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+# Loading
+
+
+class _RankReport(NamedTuple):
+    """What each rank sends the others about a window."""
+
+    source: float
+    size: float
+    has_batch: float  # to stand in
+    digest: float
+    float_sum: float
+
+
+class _AgreedWindow(NamedTuple):
+    """A window once all ranks know of it; the same on every rank but for `samples`."""
+
+    # What this rank has read; None: its stream has ended.
+    samples: _WindowSamples | None
+    # Samples of each source.
+    counts: Mapping[int, int]
+    num_micro_batches: int
+    # There is no such window.
+    is_over: bool
+
+
+@final
+class StreamLoader:
+    """This rank's part of every window of a stream. All ranks make one with the same plan, limit and rule.
+
+    Args:
+        plan: How this rank reads.
+        exchange: Used from `epoch` on.
+        stops_first: An epoch ends when the first rank has nothing left, not when all have.
+        check_state: Raises for a state of the dataset that can't be saved; None if none is to be.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        *,
+        plan: StreamPlan,
+        device: torch.device,
+        exchange: SideChannel,
+        stops_first: bool = False,
+        check_state: Callable[[Any], object] | None = None,
+    ) -> None:
+        self._running: Generator[_WindowSamples, None, None] | None = None
+        self._dataset = _shard(dataset, plan) if plan.is_sharded else dataset
+        self._plan, self._exchange = plan, exchange
+        self._stops_first, self._check_state = stops_first, check_state
+        self._device = device
+        self._side_stream = SideStream(device) if pins_memory(device) else None
+        self._batch: Batch | None = None  # the last one read, to stand in
+        self._resumed: StreamPosition | None = None
+        self._position = StreamPosition(0)  # after the window that was yielded last
+        self._waiting: Waiting | None = None
+
+    @property
+    def size(self) -> None:
+        """Unknown: a stream has no length."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """At most; None if unknown."""
+        return None if self._plan.limit is None else -(-self._plan.limit // self.global_batch_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self._plan.batches.global_batch_size
+
+    def observe_waiting(self, waiting: Waiting) -> None:
+        """Report to `waiting` when this rank waits for others."""
+        self._waiting = waiting
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
+        """Yield the windows of `epoch` after its first `start` samples over all ranks. Every rank must call it.
+
+        Take all micro-batches of a window before the next window; stop after the same window on every rank. Raises
+        DataError if there is no sample, or if ranks that should read the same don't; RunError if a sample can't be
+        read; and what `check_state` raises.
+        """
+        position = self._start_of(epoch, start)
+        self._position = position
+        read = self._read(position)
+        first, following = self._begin(read), self._begin(read)
+        here = self._agree(*first, epoch=epoch)
+        if here.is_over or (start and here.samples is None and not position.has_ended):
+            raise self._nothing_at(epoch, start, here.counts)
+        if here.samples is not None and self._check_state is not None:
+            self._check_state(here.samples.state)  # now, and not hours later, when it is to be saved
+        while not here.is_over:
+            after = self._begin(read)
+            ahead, following = self._agree(*following, epoch=epoch), after
+            if here.samples is not None:
+                self._position = StreamPosition(epoch, here.samples.end, here.samples.state)
+            self._position = self._position._replace(has_ended=ahead.samples is None)
+            yield self._window(here, epoch_end=ahead.is_over)
+            here = ahead
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of this rank after the window that was yielded last; see `load_state_dict`."""
+        plan, position = self._plan, self._position
+        # Of ranks that read the same, the first keeps the state.
+        keeps_state = not position.has_ended and (plan.is_sharded or plan.rank == 0)
+        return {
+            "shards": self._shards,
+            "stops_first": self._stops_first,
+            "shard": plan.source,
+            "samples": position.samples,
+            "has_ended": position.has_ended,
+            "state": position.state if keeps_state else None,
+        }
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, samples: int) -> None:
+        """Continue from the `states` of all ranks, after `samples` of the epoch. Every rank must call it.
+
+        If all ranks read the same, their number may differ. Raises CheckpointError if the shards or the rule of the
+        epoch's end were others.
+        """
+        self._resumed = None
+        if samples == 0:
+            return
+        now = self._shards, self._stops_first
+        found = {(each["shards"], each.get("stops_first", self._stops_first)) for each in states} or {(None, False)}
+        if found != {now}:
+            raise CheckpointError(
+                f"The checkpoint is in the middle of an epoch of {_description(*next(iter(found)))}, and this run "
+                f"reads {_description(*now)}.\n"
+                "Resume with the same number of processes and data.stream, or from a checkpoint of an epoch's end."
+            )
+        mine = next((state for state in states if state["shard"] == self._plan.source), None)
+        if mine is None:  # all read the same, and the checkpoint is of a dataset that isn't a stream
+            self._resumed = StreamPosition(0, samples)
+        else:
+            own = mine["samples"] if self._plan.is_sharded else samples
+            state = mine["state"] if has_state(self._dataset) else None
+            self._resumed = StreamPosition(0, own, state, bool(mine["has_ended"]))
+
+    def close(self) -> None:
+        """End what reads ahead; may be called again."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    @property
+    def _shards(self) -> int | None:
+        return self._plan.batches.world_size if self._plan.is_sharded else None
+
+    def _read(self, start: StreamPosition) -> Iterator[_WindowSamples]:
+        self.close()  # an epoch that was left early
+        make = partial(_read_windows, self._dataset, start, self._plan)
+        self._running = read_ahead(make) if self._plan.in_worker else make()
+        return self._running
+
+    def _start_of(self, epoch: int, start: int) -> StreamPosition:
+        if start == 0:
+            return StreamPosition(epoch)
+        if self._plan.limit is not None and start >= self._plan.limit:
+            raise DataError(
+                f"Training can't continue at sample {start} of an epoch of at most {self._plan.limit} samples.\n"
+                "trainer.limit_train_batches is smaller than when the checkpoint was made: set it back."
+            )
+        position, self._resumed = self._resumed or StreamPosition(epoch, start), None
+        return position._replace(epoch=epoch)
+
+    def _nothing_at(self, epoch: int, start: int, counts: Mapping[int, int]) -> DataError:
+        """Return why an epoch can't begin, or can't continue at `start`."""
+        part = self._plan.part
+        if start:
+            return DataError(
+                f"Training can't continue at sample {start} of the {part} stream: in epoch {epoch} a process "
+                "finds no more.\nIt must give the same samples as when the checkpoint was made."
+            )
+        empty = [source for source, count in counts.items() if count == 0]
+        if len(empty) == len(counts):
+            return _no_samples(part, epoch=epoch)
+        return DataError(
+            f"data.stream=stop ends an epoch with the first part that has nothing left, and in epoch {epoch} "
+            f"shard(num_shards={len(counts)}, index) of the {part} stream has no sample for index "
+            f"{', '.join(map(str, empty))}.\nUse data.stream=join, fewer processes, or data in more parts."
+        )
+
+    def _begin(self, read: Iterator[_WindowSamples]) -> tuple[_WindowSamples | None, Callable[[], Table]]:
+        """Read what this rank has for a window, and start to send its report to the others."""
+        samples = next(read, None)
+        if samples is not None:
+            self._batch = samples.micro_batches[0].batch
+        size, digest = (0, (0.0, 0.0)) if samples is None else (samples.size, samples.digest)
+        report = _RankReport(self._plan.source, size, self._batch is not None, *digest)
+        return samples, self._exchange.gather(report)
+
+    def _agree(self, samples: _WindowSamples | None, reports: Callable[[], Table], *, epoch: int) -> _AgreedWindow:
+        """Wait for what all ranks have for a window."""
+        if self._waiting is not None:
+            self._waiting.begin_waiting()
+        rows = [_RankReport(*row) for row in reports()]
+        counts = self._counts(rows, epoch=epoch)
+        total = sum(counts.values())
+        is_over = total == 0 or (self._stops_first and min(counts.values()) == 0)
+        if not is_over and not all(row.has_batch for row in rows):
+            source = next(rank for rank, row in enumerate(rows) if row.size)
+            batch = self._exchange.broadcast(self._batch, source=source)
+            self._batch = batch if self._batch is None else self._batch
+        if self._waiting is not None:
+            self._waiting.end_waiting()
+        number = max(len(self._plan.split(count, source=source)) for source, count in counts.items()) if total else 0
+        return _AgreedWindow(samples, counts, number, is_over)
+
+    def _counts(self, rows: Sequence[_RankReport], *, epoch: int) -> dict[int, int]:
+        """Return the samples of each source. Raises DataError, on every rank, if ranks of one source read others."""
+        first: dict[float, tuple[int, _RankReport]] = {}
+        for rank, row in enumerate(rows):
+            other, found = first.setdefault(row.source, (rank, row))
+            near = abs(row.float_sum - found.float_sum) <= _TOLERANCE * max(row.float_sum, found.float_sum)
+            if row.size != found.size or row.digest != found.digest or not near:
+                sizes = f"{found.size:.0f} samples on one, {row.size:.0f} on the other"
+                differs = "which aren't the same ones" if row.size == found.size else "so one ends earlier"
+                raise DataError(
+                    f"Ranks {other} and {rank} don't read the same {self._plan.part} stream: in epoch {epoch} a global "
+                    f"batch has {sizes}, {differs}.\n"
+                    "A stream must give the same samples in every process: seed what it draws, and don't let it look "
+                    "at its rank. If each process is to read a part of its own, use data.stream=join."
+                )
+        return {int(source): int(row.size) for source, (_, row) in first.items()}
+
+    def _window(self, agreed: _AgreedWindow, *, epoch_end: bool) -> Window:
+        own, positions = ((), ()) if agreed.samples is None else agreed.samples[:2]
+        missing = agreed.num_micro_batches - len(own)
+        micro_batches = (*own, *(MicroBatch(self._batch, 0) for _ in range(missing)))
+        moved = prefetch((micro.batch for micro in micro_batches), self._device, side_stream=self._side_stream)
+        batches = (MicroBatch(batch, micro.num_samples) for batch, micro in zip(moved, micro_batches, strict=True))
+        indices = (torch.arange(each.start, each.stop) for each in (*positions, *[range(1)] * missing))
+        of_each = tuple(map(MicroIndices, indices, (micro.num_samples for micro in micro_batches)))
+        first_rank = None
+        if self._plan.is_sharded:
+            first_rank = min(source for source, count in agreed.counts.items() if count)
+        total = sum(agreed.counts.values())
+        return Window(batches, agreed.num_micro_batches, total, epoch_end, of_each, first_rank)
+
+
+@final
+class StreamEvalLoader:
+    """This rank's part of a stream to evaluate: over all ranks every sample exactly once.
+
+    If all read the same, rank r takes batch r, r + W, …, and a share of what is left at the end. Random numbers are the
+    same in every evaluation. Every rank must iterate.
+
+    Args:
+        plan: By `evaluation_plan`.
+        is_even: Ranks have the same number of batches, by stand-ins of no samples.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        *,
+        plan: StreamPlan,
+        device: torch.device,
+        exchange: SideChannel,
+        is_even: bool = False,
+    ) -> None:
+        self._is_even = is_even
+        self.turns = None if plan.is_sharded else plan.batches.global_batch_size // plan.batches.world_size
+        """Samples that each rank takes in turn, in the order of the stream; None if it reads a part of its own."""
+        self._loader = StreamLoader(dataset, plan=plan, device=device, exchange=exchange)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self.first(None)
+
+    def first(self, number: int | None) -> Iterator[MicroBatch]:
+        """Yield this rank's batches of the first `number` windows, None for all. Every rank must iterate."""
+        for window in islice(self._loader.epoch(0), number):
+            yield from (micro for micro in window.micro_batches if micro.num_samples or self._is_even)
+        self._loader.close()
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def _shard(dataset: IterableDataset[Any], plan: StreamPlan) -> IterableDataset[Any]:
+    """Return this rank's part of the stream, by the dataset's `shard`. Raises DataError if it can't give one."""
+    number, index, name = plan.batches.world_size, plan.rank, f"The {plan.part} stream, a {type(dataset).__name__},"
+    take = getattr(dataset, "shard", None)
+    if not callable(take):
+        raise DataError(
+            f"{name} has no shard(num_shards, index), by which data.stream=join and stop let each process read a part "
+            "of its own.\nWrite that method, or use data.stream=shared: all processes read the same stream."
+        )
+    try:
+        return take(num_shards=number, index=index)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise DataError(
+            f"{name} gives no shard {index} of {number}: {type(error).__name__}: {error}\n"
+            "Use as many processes as it can be split into, or data.stream=shared."
+        ) from error
+
+
+def _description(shards: int | None, stops_first: bool) -> str:
+    if shards is None:
+        return "a stream that all processes share"
+    return f"a stream in {shards} shard(s) with data.stream={'stop' if stops_first else 'join'}"

@@ -1,1 +1,1 @@
-"""What a rank knows of the others: its place, the process group, and the few collectives used off the step path."""
+"""The process group and what is exchanged in it off the step path. Start with `context`, then `process_group`."""

@@ -1,24 +1,30 @@
-"""The few collectives used off the step path. Each must be called by every rank, in the same order."""
+"""The collectives used off the step path. Every rank must call each of them, in the same order."""
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from framework.distributed.context import Context
+from framework.distributed.process_group import new_gloo_group
+from framework.errors import RunError
+
+Table = list[list[float]]
+"""Each rank's numbers, in the order of ranks."""
 
 _CHUNK_BYTES = 16 << 20
 
 
 def sum_over_ranks(values: Tensor, context: Context) -> Tensor:
-    """The element-wise sum over ranks, in place; `values` is one flat tensor on the context's device.
+    """Replace `values`, on the context's device, by their sum over ranks and return them.
 
-    One call for many numbers: a small all-reduce costs about a millisecond over gloo, however small.
+    Make one call for many numbers: a small all-reduce costs about a millisecond over gloo, however small.
     """
     if context.world_size > 1:
         dist.all_reduce(values)
@@ -26,14 +32,14 @@ def sum_over_ranks(values: Tensor, context: Context) -> Tensor:
 
 
 def any_over_ranks(flag: bool, context: Context) -> bool:
-    """Whether the flag is set on any rank; waits for the device."""
+    """Return True if the flag is set on any rank; waits for the device."""
     if context.world_size == 1:
         return flag
     return bool(sum_over_ranks(torch.tensor([float(flag)], device=context.device), context).item())
 
 
 def gather_to_all(value: Any, context: Context) -> Sequence[Any]:
-    """Every rank's value, in the order of ranks. Pickled between our own processes; for small things."""
+    """Return every rank's value, in the order of ranks. Pickled between our own processes; for small values."""
     if context.world_size == 1:
         return [value]
     values: list[Any] = [None] * context.world_size
@@ -41,13 +47,16 @@ def gather_to_all(value: Any, context: Context) -> Sequence[Any]:
     return values
 
 
-def gather_bytes(own: Tensor, context: Context) -> list[Tensor]:
-    """Every rank's bytes on the first rank, in the order of ranks; an empty list on the others.
+def gather_to_first(value: Any, context: Context) -> list[Any] | None:
+    """Return every rank's value on the first rank, in the order of ranks; None on the others.
 
-    own: uint8 on the CPU, flat, of any size. For large things: they go piece by piece, and to that rank alone.
+    Pickled between our own processes. For large values: they are sent in pieces, and to that rank alone.
     """
     if context.world_size == 1:
-        return [own]
+        return [value]
+    file = io.BytesIO()
+    pickle.dump(value, file)
+    own = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     sizes = gather_to_all(own.numel(), context)
     gathered = [torch.empty(size, dtype=torch.uint8) for size in sizes] if context.is_main else []
     for begin in range(0, max(sizes), _CHUNK_BYTES):
@@ -59,21 +68,11 @@ def gather_bytes(own: Tensor, context: Context) -> list[Tensor]:
         for whole, given in zip(gathered, pieces, strict=True):
             place = whole[begin : begin + len(given)]
             place.copy_(given[: len(place)])
-    return gathered
-
-
-def gather_to_first(value: Any, context: Context) -> list[Any] | None:
-    """Every rank's value on the first rank, in the order of ranks; None on the others.
-
-    Pickled between our own processes. For what all ranks have much of: it goes piece by piece, to that rank alone.
-    """
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    gathered = gather_bytes(own, context)
     return [pickle.loads(each.numpy().tobytes()) for each in gathered] if context.is_main else None
 
 
 def from_first(value: Any, context: Context) -> Any:
-    """The first rank's value, on every rank; what the others give is left out. Pickled between our own processes."""
+    """Return the first rank's value on every rank. Pickled between our own processes."""
     if context.world_size == 1:
         return value
     values = [value]
@@ -85,3 +84,61 @@ def barrier(context: Context) -> None:
     """Wait until every rank is here."""
     if context.world_size > 1:
         dist.barrier()
+
+
+@final
+class SideChannel:
+    """Exchanges a few numbers of every rank beside training, over a gloo group of its own.
+
+    Ranks make the same calls in the same order. Every rank must call `open` in the process group before the first
+    exchange, which may take `timeout_s`.
+    """
+
+    def __init__(self, context: Context, *, timeout_s: float) -> None:
+        self._context = context
+        self._timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = None
+
+    def open(self) -> None:
+        if self._context.world_size > 1 and self._group is None:
+            self._group = new_gloo_group(self._timeout_s, is_monitored=True)
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """The group that was made, for its time-out."""
+        return () if self._group is None else (self._group,)
+
+    def gather(self, row: Sequence[float]) -> Callable[[], Table]:
+        """Send this rank's numbers, as many as the others'; return a function that waits for those of all."""
+        if self._context.world_size == 1:
+            return lambda: [list(row)]
+        table = torch.zeros(self._context.world_size, len(row), dtype=torch.float64)
+        table[self._context.rank] = torch.tensor(row, dtype=torch.float64)
+        work = dist.all_reduce(table, group=self._opened(), async_op=True)
+        assert work is not None
+
+        def result() -> Table:
+            try:
+                work.wait()
+            except RuntimeError as error:  # gloo's wait raises nothing finer
+                raise RunError(
+                    f"Rank {self._context.rank} timed out waiting for what other ranks read of their streams: {error}\n"
+                    "Look at the other ranks' logs; raise backend.timeout if a stream is only slow."
+                ) from error
+            rows: Table = table.tolist()
+            return rows
+
+        return result
+
+    def broadcast(self, value: Any, *, source: int) -> Any:
+        """Return the value that rank `source` has, on every rank. Pickled between our own processes."""
+        if self._context.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self._opened(), src=source)
+        return values[0]
+
+    def _opened(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("Call open() first.")  # the default group would mix with training's collectives
+        return self._group

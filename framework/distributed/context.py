@@ -1,28 +1,27 @@
-"""A rank's place in the run, as a value that is handed to whoever needs it."""
+"""A rank's place in the run, passed to whatever needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from framework.config.schema import BackendName
+from framework.config.topology import Topology
 from framework.errors import RequestError, TopologyError
-from framework.topology import Topology
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where this rank is and what it owns. `backend` is torch.distributed's name of it."""
+    """Where this rank is and what it owns."""
 
     topology: Topology
     rank: int
     local_rank: int
     node_rank: int
     devices: tuple[torch.device, ...]
-    backend: str
+    backend: str  # as torch.distributed names it
 
     @property
     def world_size(self) -> int:
@@ -38,17 +37,17 @@ class Context:
         return self.rank == 0
 
     def wait_for_devices(self) -> None:
-        """Until they have done what was asked of them; a CPU is never behind."""
+        """Wait until they have finished all queued work; a CPU queues none."""
         for device in self.devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
 
 
 def make_context(topology: Topology, *, node_rank: int, local_rank: int, backend_name: BackendName) -> Context:
-    """The context of one rank. Makes no process group and opens no GPU.
+    """Return the context of one rank. Makes no process group and opens no GPU.
 
-    Raises RequestError for a backend that this torch lacks or that can't serve the devices, TopologyError where
-    torch sees fewer GPUs than the topology names.
+    Raises RequestError for a backend that this torch lacks or that doesn't support the devices, TopologyError if torch
+    sees fewer GPUs than the topology names.
     """
     devices = _devices(topology, local_rank)
     return Context(
@@ -78,23 +77,13 @@ def _devices(topology: Topology, local_rank: int) -> tuple[torch.device, ...]:
 def _backend(name: BackendName, *, device: torch.device, shared: bool) -> str:
     backend = dist.get_default_backend_for_device(device) if name is BackendName.AUTO else name.value
     if shared and name is BackendName.AUTO:
-        backend = BackendName.GLOO.value  # nccl wants a GPU of its own for each process, and the whole of it
+        backend = BackendName.GLOO.value  # nccl needs a whole GPU for each process
     if backend == BackendName.NCCL.value and device.type == "cpu":
         raise RequestError(
             "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"
             "Use backend.name=gloo or backend.name=auto."
         )
-    _check_available(backend)
-    return backend
-
-
-def answer_available(arguments: Mapping[str, str]) -> dict[str, str]:
-    """For a parent without torch. Raises RequestError if this torch lacks `arguments["backend"]`."""
-    _check_available(arguments["backend"])
-    return {}
-
-
-def _check_available(backend: str) -> None:
     if not dist.is_backend_available(backend):
         there = ", ".join(b.value for b in BackendName if b is BackendName.AUTO or dist.is_backend_available(b.value))
         raise RequestError(f"backend.name={backend} isn't in this torch, {torch.__version__}. Use one of {there}.")
+    return backend

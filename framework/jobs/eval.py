@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from framework.jobs.launcher_choice import checked_topology as check
 from framework.jobs.request import JobResult, Request
-from framework.jobs.running import Words, check, run
-from framework.jobs.summary import closing_of_evaluation, interruption_without_trace
+from framework.jobs.run_ranks import Messages, run
+from framework.jobs.summary import evaluation_summary, job_interrupted
 
 __all__ = ["check", "main"]
 
 
 def main(request: Request) -> JobResult:
-    """Evaluate as asked, on any number of processes. Raises FrameworkError for what can't be done as asked."""
-    words = Words("Evaluating", closing_of_evaluation, interruption_without_trace)
-    return run(request, entry="framework.inference:evaluate_rank", words=words)
+    """Evaluate on any number of processes. Raises FrameworkError for a request that can't be met."""
+    messages = Messages("Evaluating", evaluation_summary, job_interrupted)
+    return run(request, entry="framework.jobs.inference:evaluate_rank", messages=messages)

@@ -1,38 +1,34 @@
-"""`job=predict checkpoint.path=CHECKPOINT`: what a trained model says of every sample, in one file. No torch here."""
+"""`job=predict checkpoint.path=CHECKPOINT`: a trained model's predictions for every sample, in one file. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+from framework.config.topology import Topology
+from framework.jobs.launcher_choice import checked_topology
 from framework.jobs.request import JobResult, Request
-from framework.jobs.running import Words, run
-from framework.jobs.running import check as check_run
-from framework.jobs.summary import closing_of_prediction, interruption_without_trace
-from framework.output_file import checked_output
-from framework.topology import Topology
-
-_SUFFIXES = (".csv", ".pt")
+from framework.jobs.run_ranks import Messages, run
+from framework.jobs.summary import job_interrupted, prediction_summary
+from framework.system.files import checked_output
 
 
 def main(request: Request) -> JobResult:
-    """Predict as asked, on any number of processes.
-
-    Raises ConfigError where `predict.output` can't be written or is there already: nothing is overwritten.
-    """
-    output = _output(request)
-    raw = {**request.raw, "predict": {**request.raw["predict"], "output": str(output)}}
-    config = replace(request.config, predict=replace(request.config.predict, output=str(output)))
-    words = Words("Predicting with", closing_of_prediction, interruption_without_trace)
-    return run(replace(request, raw=raw, config=config), entry="framework.inference:predict_rank", words=words)
+    """Predict on any number of processes. Raises ConfigError if `predict.output` exists or can't be written."""
+    output = str(_output(request))
+    raw = {**request.raw, "predict": {**request.raw["predict"], "output": output}}
+    config = replace(request.config, predict=replace(request.config.predict, output=output))
+    messages = Messages("Predicting with", prediction_summary, job_interrupted)
+    request = replace(request, raw=raw, config=config)
+    return run(request, entry="framework.jobs.inference:predict_rank", messages=messages)
 
 
 def check(request: Request) -> Topology:
-    """What can be found wrong before anything is made. Raises FrameworkError."""
+    """Return the topology. Raises FrameworkError for any mistake that can be found before anything starts."""
     _output(request)
-    return check_run(request)
+    return checked_topology(request)
 
 
 def _output(request: Request) -> Path:
-    """Where the predictions go, absolute. Raises ConfigError where they can't."""
-    return checked_output(request.config.predict.output, key="predict.output", suffixes=_SUFFIXES)
+    """Return the file to write, as an absolute path."""
+    return checked_output(request.config.predict.output, key="predict.output", suffixes=(".csv", ".pt"))

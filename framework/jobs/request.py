@@ -1,57 +1,58 @@
-"""What the command hands a job, and what it gets back."""
+"""What the command gives a job, and what it gets back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.config.schema import Config
-from framework.run_dir import RunDir
+from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from framework.launch.leader import Leader
-    from framework.launch.warm import WarmServer
+    from framework.launch.fork_server import ForkServer
+    from framework.launch.handshake import AdoptedRanks
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a job of a sweep belongs: its directory is `folder`/`number`."""
+class SubRun:
+    """One of several runs of a command. It prints nothing itself; its directory is `folder/number`."""
 
     folder: Path
     number: int
 
+    @property
+    def path(self) -> Path:
+        return self.folder / str(self.number)
+
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended. `score`: the monitored metric at its best, None where nothing was monitored or reached."""
+    """How a job ended."""
 
     status: int
     run_dir: RunDir | None = None
+    # The best value of the monitored metric; None if nothing was monitored or no value was reached.
     score: float | None = None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One configuration that was composed, parsed and checked.
-
-    raw: what `config` was parsed from, resolved plain values: what `config.yaml` gets. Parsing it gives `config` again.
-    overrides: what was typed, without `resume`; after what was typed for the run that is resumed, where there is one.
-    replaced: chosen options that differ from the recipe's, such as model=toy → the recipe's own.
-    arguments: `python -m framework ARGUMENTS` starts the same run again; of a job of a sweep, that job alone.
-    warm: the fork server that was started meanwhile, if one was.
-    place: None but for a job of a sweep, which then says nothing on the terminal itself.
-    leader: in rank 0 of ranks that something else has started: its dealings with the others.
-    home: the run whose checkpoint is used, in which an evaluation gets its directory; None for `path.outputs`.
-    """
+    """One composed, parsed and checked configuration, and the means to run it."""
 
     config: Config
+    # The resolved plain values that `config` was parsed from; written to `config.yaml`.
     raw: Mapping[str, Any]
+    # Typed overrides without `resume`; those of a resumed run come first.
     overrides: tuple[str, ...]
-    replaced: Mapping[str, str] = field(default_factory=dict)
+    # `python -m framework ARGUMENTS` starts this run again; in a sweep, only this job.
     arguments: tuple[str, ...] = ()
-    warm: WarmServer | None = None
-    place: Place | None = None
-    leader: Leader | None = None
-    home: Path | None = None
+    # The fork server, if one was started.
+    fork_server: ForkServer | None = None
+    # Set for a job of a sweep.
+    sub_run: SubRun | None = None
+    # Set on rank 0 of ranks that torchrun, srun or Kubernetes started: its connection to the others.
+    adopted_ranks: AdoptedRanks | None = None
+    # The run whose checkpoint is used; results go into a directory inside it. None: into `path.outputs`.
+    parent_run: Path | None = None

@@ -1,4 +1,4 @@
-"""What a person reads at the beginning and at the end of a run: plain lines, made without torch."""
+"""The texts at the start and the end of a run. No torch here."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from typing import Any
 from framework.checkpoint import complete_steps
 from framework.config.saved import resume_argument
 from framework.config.schema import Config
+from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED
-from framework.run_dir import RunDir
-from framework.slow_ranks import SlowRank
-from framework.topology import Topology
+from framework.monitoring.slow_ranks import SlowRank
+from framework.system.formatting import format_count, format_facts, format_table
+from framework.system.run_dir import RunDir
 
 
-def announcement(
-    doing: str, recipe: str, topology: Topology, run_dir: RunDir, *, replaced: Mapping[str, str] | None = None
-) -> str:
-    """Return two lines: what starts, with the options that replace the recipe's own, and its directory."""
-    processes = _counted(topology.world_size, "process", "processes")
-    devices = "CPU" if topology.gpus_per_node == 0 else _counted(topology.gpus_per_node, "GPU", "GPUs")
-    others = [f"{choice} instead of {option}" for choice, option in (replaced or {}).items()]
-    name = f"{recipe} ({', '.join(others)})" if others else recipe
-    return f"{doing} {name}: {processes}, {devices}\n{short(run_dir.path)}"
+def start_message(title: str, recipe: str, topology: Topology, run_dir: RunDir) -> str:
+    """Return two lines: what starts where, and its directory."""
+    processes = format_count(topology.world_size, "process", "processes")
+    devices = format_count(topology.gpus_per_node, "GPU") if topology.gpus_per_node else "CPU"
+    return f"{title} {recipe}: {processes}, {devices}\n{display_path(run_dir.path)}"
 
 
-def closing_of_training(config: Config, run_dir: RunDir, status: int) -> str:
-    """Results, where everything lies, and the commands to go on and to look. status: what the command ends with."""
+def training_summary(config: Config, run_dir: RunDir, status: int) -> str:
+    """Return the results, where the files are, and the commands to resume the run and to see its curves."""
     results = run_dir.read_run().get("results", {})
     lines = [""]
     if status in (0, EXIT_STOPPED):
@@ -38,79 +35,68 @@ def closing_of_training(config: Config, run_dir: RunDir, status: int) -> str:
         how = f"Finished {config.recipe} after {steps:,} steps in {seconds:.1f} s ({ended_by})"
         if status == EXIT_STOPPED:
             how = f"Stopped {config.recipe} {ended_by.removeprefix('stopped ')} after step {steps:,}, which is saved"
-        lines.append(how)
-        lines += _metrics_by_step(results)
+        lines += [how, *_metrics_by_step(results)]
         if results.get("slow_ranks"):
-            lines.append(f"  {SlowRank.from_plain(results['slow_ranks'][0])}")
-    path = short(run_dir.path)
-    rows = [("run", path), ("logs", f"{path}/logs")]
+            lines.append(f"  {SlowRank(**results['slow_ranks'][0])}")
+    path = display_path(run_dir.path)
+    facts = [("run", path), ("logs", f"{path}/logs")]
     if complete_steps(run_dir.checkpoints):
-        rows.insert(1, ("checkpoints", f"{path}/checkpoints"))
-        rows.append(("resume", f"python -m framework {resume_argument(path)}"))
-    rows += look_of(run_dir)
-    return "\n".join(lines + _rows(rows))
+        facts.insert(1, ("checkpoints", f"{path}/checkpoints"))
+        facts.append(("resume", f"python -m framework {resume_argument(path)}"))
+    if run_dir.tensorboard.is_dir():  # the folder of all recipes' runs, to compare them
+        facts.append(("curves", tensorboard_command(run_dir.path.parents[1])))
+    return "\n".join([*lines, format_facts(facts)])
 
 
-def closing_of_evaluation(config: Config, run_dir: RunDir, status: int) -> str:
-    """The metrics and what they are of."""
-    results = run_dir.read_run().get("results", {})
-    rows = [("run", short(run_dir.path)), ("logs", f"{short(run_dir.path)}/logs")]
+def evaluation_summary(config: Config, run_dir: RunDir, status: int) -> str:
+    """Return the metrics, the checkpoint and where the logs are."""
+    metrics = run_dir.read_run().get("results", {}).get("metrics", {})
+    table = format_table([(name, f"{value:.4f}") for name, value in metrics.items()])
+    title = f"Evaluated {config.recipe} on {config.eval.part.value}"
+    return _summary([title, table], [], config, run_dir, status)
+
+
+def prediction_summary(config: Config, run_dir: RunDir, status: int) -> str:
+    """Return where the predictions are, and of how many samples."""
+    samples = run_dir.read_run().get("results", {}).get("samples", 0)
+    title = f"Predicted {samples:,} samples of {config.predict.part.value}"
+    return _summary([title], [("predictions", display_path(Path(config.predict.output)))], config, run_dir, status)
+
+
+def _summary(lines: list[str], facts: list[tuple[str, str]], config: Config, run_dir: RunDir, status: int) -> str:
+    path = display_path(run_dir.path)
+    logs = [("run", path), ("logs", f"{path}/logs")]
     if status != 0:
-        return "\n".join(["", *_rows(rows)])
-    rows.insert(0, ("checkpoint", short(Path(str(config.checkpoint.path)))))
-    return "\n".join(["", f"Evaluated {config.recipe} on {config.eval.part.value}", *_metrics(results), *_rows(rows)])
+        return f"\n{format_facts(logs)}"
+    facts = [*facts, ("checkpoint", display_path(Path(str(config.checkpoint.path)))), *logs]
+    return "\n".join(["", *lines, format_facts(facts)])
 
 
-def closing_of_prediction(config: Config, run_dir: RunDir, status: int) -> str:
-    """Where the predictions are."""
-    rows = [("run", short(run_dir.path)), ("logs", f"{short(run_dir.path)}/logs")]
-    if status != 0:
-        return "\n".join(["", *_rows(rows)])
-    samples = run_dir.read_run()["results"]["samples"]
-    rows.insert(0, ("checkpoint", short(Path(str(config.checkpoint.path)))))
-    rows.insert(0, ("predictions", short(Path(config.predict.output))))
-    return "\n".join(["", f"Predicted {samples:,} samples of {config.predict.part.value}", *_rows(rows)])
-
-
-def interruption(run_dir: RunDir) -> str:
-    """One line on how to go on after Ctrl-C."""
-    command = f"python -m framework {resume_argument(short(run_dir.path))}"
-    how = "Go on from the last checkpoint" if complete_steps(run_dir.checkpoints) else "No checkpoint yet; begin anew"
+def training_interrupted(run_dir: RunDir) -> str:
+    """Return the line after Ctrl-C, with the command that resumes the run."""
+    command = f"python -m framework {resume_argument(display_path(run_dir.path))}"
+    how = "Resume from the last checkpoint" if complete_steps(run_dir.checkpoints) else "No checkpoint yet; start again"
     return f"\nInterrupted; every process has ended. {how}: {command}"
 
 
-def interruption_without_trace(_run_dir: RunDir) -> str:
-    """The line after Ctrl-C of a job that leaves nothing to go on from."""
-    return "\nInterrupted; every process has ended. There is nothing to go on from: type the command again."
+def job_interrupted(_run_dir: RunDir) -> str:
+    """Return the line after Ctrl-C of a job that can't be resumed."""
+    return "\nInterrupted; every process has ended. Nothing to resume; rerun the command."
 
 
-def look_of(run_dir: RunDir) -> list[tuple[str, str]]:
-    """The row with the command that shows its curves; empty where TensorBoard was told none."""
-    # The folder with the runs of all recipes, to compare them; from where the run is, not from where it was started.
-    return [("look", look(run_dir.path.parents[1]))] if run_dir.tensorboard.is_dir() else []
+def tensorboard_command(folder: Path) -> str:
+    """Return the command that shows the curves of every run in `folder`."""
+    return f"tensorboard --logdir {shlex.quote(display_path(folder))}"
 
 
-def look(folder: Path) -> str:
-    """The command that shows the curves of every run in `folder`."""
-    return f"tensorboard --logdir {shlex.quote(short(folder))}"
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def short(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
+def display_path(path: Path) -> str:
+    """Return the path relative to the working directory if it lies below it, else as it is."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
-def _metrics(results: Mapping[str, Any]) -> list[str]:
-    return [f"  {name:<20} {value:.4f}" for name, value in results.get("metrics", {}).items()]
-
-
 def _metrics_by_step(results: Mapping[str, Any]) -> list[str]:
-    """A table of what the weights of the best and of the last validated step reached; those tested are one of them."""
+    """Return a table of the metrics of the best and the last validated step; the tested weights are one of them."""
     columns: dict[int, tuple[list[str], dict[str, float]]] = {}
     for name in ("best", "last", "test"):
         found = results.get(name)
@@ -120,14 +106,8 @@ def _metrics_by_step(results: Mapping[str, Any]) -> list[str]:
             metrics |= found["metrics"]
     if not columns:
         return []
-    heads = [f"{' and '.join(labels)} (step {step:,})".lstrip() for step, (labels, _) in columns.items()]
-    rows = [("", heads)]
+    rows = [["", *(f"{' and '.join(labels)} (step {step:,})".lstrip() for step, (labels, _) in columns.items())]]
     for name in dict.fromkeys(name for _, metrics in columns.values() for name in metrics):
-        cells = [f"{metrics[name]:.4f}" if name in metrics else "–" for _, metrics in columns.values()]
-        rows.append((name, cells))
-    width = max(map(len, heads))
-    return [f"  {name:<20} {'  '.join(cell.ljust(width) for cell in cells)}".rstrip() for name, cells in rows]
-
-
-def _rows(rows: list[tuple[str, str]]) -> list[str]:
-    return [f"  {name:<12} {text}" for name, text in rows]
+        cells = (f"{metrics[name]:.4f}" if name in metrics else "–" for _, metrics in columns.values())
+        rows.append([f"{name:<19}", *cells])
+    return format_table(rows).splitlines()

@@ -1,15 +1,30 @@
-"""`job=train`: train, evaluate, keep checkpoints. No torch here."""
+"""`job=train`: train, evaluate and save checkpoints. No torch here."""
 
 from __future__ import annotations
 
-from framework.jobs.request import JobResult, Request
-from framework.jobs.running import Words, check, run
-from framework.jobs.summary import closing_of_training, interruption
+from typing import TYPE_CHECKING
 
-__all__ = ["check", "main"]
+from framework.jobs.launcher_choice import checked_topology as check
+from framework.jobs.request import JobResult, Request
+from framework.jobs.run_ranks import Messages, run
+from framework.jobs.summary import training_interrupted, training_summary
+
+if TYPE_CHECKING:
+    from framework.launch.plan import MonitorLink, RankArguments
+
+__all__ = ["check", "main", "train_rank"]
 
 
 def main(request: Request) -> JobResult:
-    """Train as asked, or go on with a run. Raises FrameworkError for what can't be done as asked."""
-    doing = "Training" if request.config.resume is None else "Resuming"
-    return run(request, entry="framework.engine:run_rank", words=Words(doing, closing_of_training, interruption))
+    """Train, or resume a run. Raises FrameworkError for a request that can't be met."""
+    title = "Training" if request.config.resume is None else "Resuming"
+    messages = Messages(title, training_summary, training_interrupted)
+    return run(request, entry="framework.jobs.train:train_rank", messages=messages)
+
+
+def train_rank(arguments: RankArguments, link: MonitorLink) -> int | None:
+    """Train on one rank; with `preflight=true` check devices and links first. Return the rank's exit status."""
+    from framework.jobs.preflight.rank import before_training
+    from framework.training.engine import run_rank
+
+    return run_rank(arguments, link, before_training=before_training)

@@ -1,1 +1,4 @@
-"""Who starts, hosts, watches and ends the processes of a run. What they run is handed over by name."""
+"""Start ranks: on one node, on several, in this process, or as torchrun, srun or Kubernetes has started them.
+
+Start with `local`; `plan` is what every launcher is given and returns.
+"""

@@ -1,4 +1,4 @@
-"""What a freshly forked child does before and after the function it was made for."""
+"""What a forked child does before and after the function that it runs: environment, output, exit."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, final
 
-from framework.launch.lifetime import die_with_parent
-from framework.launch.wire import Message
+from framework.launch.fork_server import Child, Message
+from framework.system.parent_death import die_with_parent
 
 
-def run_child(message: Message, *, fd: int | None, parent_pid: int) -> NoReturn:
-    """Take over the environment the message describes, call its entry, leave with the status it gives.
-
-    The entry is called as `entry(arguments, fd)` and gives an exit status. Never returns.
-    """
+def run_child(message: Message, *, fds: Sequence[int], parent_pid: int) -> NoReturn:
+    """Take over the environment that the message describes, call the child's entry, exit with its result."""
     status = 1
+    child: Child = message["child"]
     try:
         die_with_parent(parent_pid)
         _enter_environment(message)
-        module, _, name = message["entry"].partition(":")
-        status = getattr(importlib.import_module(module), name)(message["arguments"], fd)
+        if child.log is not None:
+            log_to(child.log, terminal=child.terminal)
+        module, _, name = child.entry.partition(":")
+        status = getattr(importlib.import_module(module), name)(child.arguments, *fds)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
@@ -41,10 +42,7 @@ def run_child(message: Message, *, fd: int | None, parent_pid: int) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process fast: join its threads, run its exit functions, flush, and skip unloading every module.
-
-    Tearing the interpreter down with torch loaded costs about a second for nothing: the kernel frees the memory.
-    """
+    """End this process: join its threads, run its exit functions, flush. Unloading torch would take about a second."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -56,8 +54,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _enter_environment(message: Message) -> None:
-    for name in message["unset"]:
-        os.environ.pop(name, None)
+    os.environ.clear()
     os.environ.update(message["environment"])
     os.chdir(message["cwd"])
     sys.path[:] = message["sys_path"]
@@ -65,15 +62,13 @@ def _enter_environment(message: Message) -> None:
     stdin = os.open(os.devnull, os.O_RDONLY)
     os.dup2(stdin, 0)
     os.close(stdin)
-    if message["log"] is not None:
-        log_to(Path(message["log"]), terminal=message["terminal"])
 
 
 def log_to(path: Path, *, terminal: bool) -> None:
-    """Send what this process prints to its log file; with `terminal`, Python's own streams to both.
+    """Send what this process prints to its log file; with `terminal`, Python's streams to both.
 
-    File descriptors are redirected too where there is no terminal, so that what C++ code prints is kept as well. What a
-    full disk doesn't take ends nothing.
+    Without a terminal, file descriptors are redirected too, so the log has what C++ code prints. A full disk raises
+    nothing.
     """
     log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable(log)
@@ -97,10 +92,10 @@ class _Log(io.FileIO):
 
 @final
 class Tee(io.TextIOBase):
-    """A text stream that writes to the terminal and to a log; what it says of itself is true of the terminal.
+    """A text stream that writes to the terminal and to a log, and otherwise behaves as the terminal.
 
-    A terminal that is gone, or a pipe that nobody reads any more, ends nothing: the log has all of it. Nor does a disk
-    that takes no more: the log keeps a few kB of it until there is room.
+    Nothing is raised if the terminal or the reader of a pipe is gone, or if the disk is full: the log then keeps a few
+    kB until there is room.
     """
 
     def __init__(self, terminal: TextIO, log: TextIO) -> None:
@@ -114,7 +109,7 @@ class Tee(io.TextIOBase):
         return len(text)
 
     def write_log(self, text: str) -> None:
-        """Past the terminal."""
+        """Write to the log only, not to the terminal."""
         with suppress(OSError):
             self.log.write(text)
 
@@ -134,5 +129,5 @@ class Tee(io.TextIOBase):
         return True
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # settable in the base class, for nobody
+    def encoding(self) -> str:  # type: ignore[override]  # settable in the base class
         return self.terminal.encoding

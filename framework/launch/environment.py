@@ -1,9 +1,9 @@
-"""Whether something else has started this process as a rank: torchrun, SLURM's srun or a Kubernetes PyTorchJob.
+"""Detect a rank that torchrun, SLURM's srun or a Kubernetes PyTorchJob started, by its environment variables.
 
-Read from the variables they set. Nothing but Python's own modules here: every command asks this before anything else.
+Every command does this before anything else, so it imports the standard library only.
 
-A SLURM job also has shells that are no ranks, with the same variables: a batch script has no SLURM_STEP_ID, salloc's
-interactive shell has a number that SLURM keeps for itself, and `srun --pty bash` has SLURM_PTY_PORT and one task.
+A SLURM job also has shells with the same variables that are no ranks: a batch script has no SLURM_STEP_ID, salloc's
+interactive shell has one that SLURM reserves, and `srun --pty bash` has SLURM_PTY_PORT and one task.
 """
 
 from __future__ import annotations
@@ -18,28 +18,23 @@ _RESERVED_STEPS = 0xFFFFFFF0  # step numbers from here on are SLURM's: batch scr
 _FIRST_PORT, _PORTS = 15_000, 15_000  # below what Linux gives to outgoing connections
 
 
-class ToldByRankZeroError(TopologyError):
-    """A mistake that rank 0 meets too and tells: it isn't printed a second time."""
+class ReportedByRankZeroError(TopologyError):
+    """A mistake that rank 0 sees and prints too, so this rank doesn't."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands among the ranks that `starter` has started; ranks are numbered node by node.
+class ClusterEnvironment:
+    """This process as one of the ranks that `starter` has started. Ranks are numbered node by node."""
 
-    host, port: where they meet. agent_store: somebody else hosts the store there; otherwise rank 0 does. port_from: the
-    variable that `port` comes from. attempt: how often torchrun has started the ranks anew.
-    """
-
-    starter: str
+    starter: str  # torchrun, srun, Kubernetes, or "the environment" if scripts set torchrun's variables
     rank: int
     local_rank: int
     nnodes: int
     procs_per_node: int
-    host: str
+    host: str  # of the store
     port: int
-    port_from: str
-    agent_store: bool = False
-    attempt: int = 0
+    agent_store: bool = False  # torchrun's agent hosts the store, otherwise rank 0 does
+    attempt: int = 0  # how often torchrun has restarted the ranks
 
     @property
     def world_size(self) -> int:
@@ -50,138 +45,87 @@ class Place:
         return self.rank // self.procs_per_node
 
     @property
-    def speaks(self) -> bool:
-        """Whether it tells for its node what rank 0 may not be there to tell."""
+    def prints_for_node(self) -> bool:
+        """True if this rank prints the errors that all ranks of its node have.
+
+        Rank 0 doesn't unless it is alone on its node: it may have ended.
+        """
         return self.local_rank == (1 if self.node_rank == 0 and self.procs_per_node > 1 else 0)
 
 
 def chooses_own_ranks(arguments: Sequence[str]) -> bool:
-    """Whether another launcher is typed: every process then begins a run of its own, whatever has started it."""
-    typed = [text.partition("=")[2] for text in arguments if text.partition("=")[0] in ("launcher", "launcher.name")]
-    return bool(typed) and typed[-1] not in ("auto", "adopted")
-
-
-def without_launch_arguments(arguments: Sequence[str]) -> list[str]:
-    """Without `--local_rank N`, which old launchers add to every command: ranks learn theirs from the environment."""
-    kept: list[str] = []
-    value_follows = False
-    for text in arguments:
-        if not value_follows or not text.isdecimal():
-            name, _, value = text.partition("=")
-            value_follows = name in ("--local_rank", "--local-rank") and not value
-            if name not in ("--local_rank", "--local-rank"):
-                kept.append(text)
-        else:
-            value_follows = False
-    return kept
+    """Return True if another launcher is typed: then every process starts a run of its own, whatever started it."""
+    launcher = typed_value(arguments, "launcher.name") or typed_value(arguments, "launcher")
+    return launcher not in (None, "auto", "adopted")
 
 
 def typed_value(arguments: Sequence[str], key: str) -> str | None:
-    """The last `key=VALUE` of a command, before anything is composed; None where there is none, or it is null."""
+    """Return the last `key=VALUE` of a command that isn't composed yet; None if there is none or it is null."""
     typed = [text.partition("=")[2] for text in arguments if text.partition("=")[0] == key]
     return typed[-1] if typed and typed[-1] not in ("", "null") else None
 
 
-def detect(environ: Mapping[str, str], *, endpoint: str | None = None) -> Place | None:
-    """The place of this process; None where it is no rank of anybody's.
+def detect(environ: Mapping[str, str], *, endpoint: str | None = None) -> ClusterEnvironment | None:
+    """Return what the environment says of this process, or None if nothing has started it as a rank.
 
-    A single task of srun's, and a single pod, are none: the framework's own launcher starts the ranks there.
-    endpoint: HOST:PORT that was typed for ranks to meet at. Raises TopologyError for variables that contradict each
-    other or are incomplete.
+    A single task of srun's and a single pod are no ranks: the framework's own launcher starts them there. Raises
+    TopologyError for variables that contradict each other or are incomplete.
+
+    Args:
+        endpoint: topology.rdzv_endpoint, if it is typed.
     """
     try:
-        place = _detect(environ, endpoint=endpoint)
-        if place is not None:
-            _check_endpoint(environ, endpoint)
+        cluster = _detect(environ, endpoint=endpoint)
     except TopologyError as error:
         rank = environ.get("RANK", environ.get("SLURM_PROCID", "0"))
         if rank.isdecimal() and int(rank) > 0:
-            raise ToldByRankZeroError(str(error)) from error
+            raise ReportedByRankZeroError(str(error)) from error
         raise
-    if place is not None:
-        _check_position(place, environ)
-    return place
+    if cluster is not None:
+        _check_rank(cluster, environ)
+    return cluster
 
 
-def _detect(environ: Mapping[str, str], *, endpoint: str | None) -> Place | None:
+def _detect(environ: Mapping[str, str], *, endpoint: str | None) -> ClusterEnvironment | None:
     if "TORCHELASTIC_RUN_ID" in environ:
-        return _torchrun(environ)
+        return _torch_variables(environ, starter="torchrun")
     if "TORCHELASTIC_USE_AGENT_STORE" in environ:
-        return None  # a command that one of the framework's own ranks has started
+        return None  # a command started by one of the framework's own ranks
     if _is_slurm_step(environ):
         return _slurm(environ, endpoint=endpoint)
+    if "LOCAL_RANK" not in environ:  # one process per pod, whose command isn't torchrun
+        _check_torchrun_isnt_expected(environ)
     if "RANK" in environ and _number(environ, "WORLD_SIZE", default=1) > 1:
-        return _kubernetes(environ) if "LOCAL_RANK" not in environ else _by_hand(environ)
-    _check_torchrun_isnt_expected(environ)
+        starter = "the environment" if "LOCAL_RANK" in environ else "Kubernetes"
+        return _torch_variables(environ, starter=starter)
     return None
 
 
-# torchrun
-
-
-def _torchrun(environ: Mapping[str, str]) -> Place:
-    world, local_world = _number(environ, "WORLD_SIZE"), _number(environ, "LOCAL_WORLD_SIZE")
+def _torch_variables(environ: Mapping[str, str], *, starter: str) -> ClusterEnvironment:
+    """Read torchrun's variables. The training operator of Kubernetes sets no local ones: one process per pod."""
+    has_local = "LOCAL_RANK" in environ
+    world, local_world = _number(environ, "WORLD_SIZE"), _number(environ, "LOCAL_WORLD_SIZE") if has_local else 1
     nnodes = _number(environ, "GROUP_WORLD_SIZE", default=world // max(1, local_world))
     if nnodes * local_world != world:
         raise TopologyError(
-            f"torchrun has started WORLD_SIZE={world} processes on {nnodes} nodes, {local_world} of them on this one: "
-            "not the same number on each.\nUse the same --nproc-per-node on every node."
+            f"WORLD_SIZE={world} isn't LOCAL_WORLD_SIZE={local_world} times {nnodes}, the number of nodes.\n"
+            "Start the same number of processes on every node (torchrun: --nproc-per-node)."
         )
-    return Place(
-        starter="torchrun",
+    return ClusterEnvironment(
+        starter=starter,
         rank=_number(environ, "RANK"),
-        local_rank=_number(environ, "LOCAL_RANK"),
+        local_rank=_number(environ, "LOCAL_RANK") if has_local else 0,
         nnodes=nnodes,
         procs_per_node=local_world,
         host=_text(environ, "MASTER_ADDR"),
         port=_number(environ, "MASTER_PORT"),
-        port_from="--master-port",
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
 
 
-def _by_hand(environ: Mapping[str, str]) -> Place:
-    """What torchrun sets, without torchrun: scripts that set it for each process."""
-    world, local_world = _number(environ, "WORLD_SIZE"), _number(environ, "LOCAL_WORLD_SIZE")
-    if local_world < 1 or world % local_world:
-        raise TopologyError(
-            f"WORLD_SIZE={world} isn't a multiple of LOCAL_WORLD_SIZE={local_world}.\n"
-            "Start the same number of processes on every node."
-        )
-    return Place(
-        starter="the environment",
-        rank=_number(environ, "RANK"),
-        local_rank=_number(environ, "LOCAL_RANK"),
-        nnodes=world // local_world,
-        procs_per_node=local_world,
-        host=_text(environ, "MASTER_ADDR"),
-        port=_number(environ, "MASTER_PORT"),
-        port_from="MASTER_PORT",
-    )
-
-
-# Kubernetes
-
-
-def _kubernetes(environ: Mapping[str, str]) -> Place:
-    """One process for each pod, as the training operator's PyTorchJob starts them."""
-    _check_torchrun_isnt_expected(environ)
-    rank = _number(environ, "RANK")
-    return Place(
-        starter="Kubernetes",
-        rank=rank,
-        local_rank=0,
-        nnodes=_number(environ, "WORLD_SIZE"),
-        procs_per_node=1,
-        host=_text(environ, "MASTER_ADDR"),
-        port=_number(environ, "MASTER_PORT"),
-        port_from="MASTER_PORT",
-    )
-
-
 def _check_torchrun_isnt_expected(environ: Mapping[str, str]) -> None:
-    """Variables named PET_ are options for torchrun; without it, every pod would train a model of its own."""
+    """Raise TopologyError for PET_ variables, options for torchrun: without it every pod would train by itself."""
     procs, nodes = environ.get("PET_NPROC_PER_NODE", ""), environ.get("PET_NNODES", "")
     several_procs = procs.isdecimal() and int(procs) > 1
     several_nodes = nodes not in ("", "1") and "RANK" not in environ
@@ -207,22 +151,16 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     )
 
 
-def _slurm(environ: Mapping[str, str], *, endpoint: str | None) -> Place:
-    tasks, nnodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
+def _slurm(environ: Mapping[str, str], *, endpoint: str | None) -> ClusterEnvironment:
     per_node = tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
-    if len(per_node) != nnodes or sum(per_node) != tasks:
-        raise TopologyError(
-            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} is {sum(per_node)} tasks on "
-            f"{len(per_node)} nodes, but SLURM_STEP_NUM_TASKS={tasks} and SLURM_STEP_NUM_NODES={nnodes}."
-        )
+    tasks, nnodes = sum(per_node), len(per_node)
     if len(set(per_node)) > 1:
         raise TopologyError(
             f"srun has put different numbers of tasks on its nodes: {environ['SLURM_STEP_TASKS_PER_NODE']} "
             f"({tasks} tasks on {nnodes} nodes).\nUse --ntasks-per-node, so that every node has the same number."
         )
-    _check_torch_variables(environ, {"WORLD_SIZE": tasks, "LOCAL_WORLD_SIZE": per_node[0]})
-    host, port, port_from = _slurm_endpoint(environ, endpoint, nnodes=nnodes)
-    return Place(
+    host, port = _slurm_endpoint(environ, endpoint, nnodes=nnodes)
+    return ClusterEnvironment(
         starter="srun",
         rank=_number(environ, "SLURM_PROCID"),
         local_rank=_number(environ, "SLURM_LOCALID"),
@@ -230,29 +168,28 @@ def _slurm(environ: Mapping[str, str], *, endpoint: str | None) -> Place:
         procs_per_node=per_node[0],
         host=host,
         port=port,
-        port_from=port_from,
     )
 
 
-def _slurm_endpoint(environ: Mapping[str, str], endpoint: str | None, *, nnodes: int) -> tuple[str, int, str]:
-    """Where the tasks of a step meet, the same for all of them: host, port, and what names the port."""
+def _slurm_endpoint(environ: Mapping[str, str], endpoint: str | None, *, nnodes: int) -> tuple[str, int]:
+    """Return where the tasks of a step meet, the same for all: host and port."""
     typed_host, typed_port = (None, None) if endpoint is None else split_endpoint(endpoint)
     host = environ.get("MASTER_ADDR") or typed_host
     if host is None:
         host = "127.0.0.1" if nnodes == 1 else first_host(_text(environ, "SLURM_STEP_NODELIST"))
     if environ.get("MASTER_PORT"):
-        return host, _number(environ, "MASTER_PORT"), "MASTER_PORT"
+        return host, _number(environ, "MASTER_PORT")
     if typed_port is not None:
-        return host, typed_port, "topology.rdzv_endpoint"
+        return host, typed_port
     reserved = re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", ""))
     if reserved is not None:
-        return host, int(reserved[0]), "SLURM_STEP_RESV_PORTS"
+        return host, int(reserved[0])
     job, step = _number(environ, "SLURM_JOB_ID", default=0), _number(environ, "SLURM_STEP_ID", default=0)
-    return host, _FIRST_PORT + (61 * job + step) % _PORTS, "the job's number"
+    return host, _FIRST_PORT + (61 * job + step) % _PORTS
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """`4(x2),3` → [4, 4, 3]. Raises TopologyError."""
+    """Return [4, 4, 3] for `4(x2),3`. Raises TopologyError."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -263,56 +200,37 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a SLURM list of nodes: `gpu[01-04,07],cpu1` → gpu01."""
+    """Return the first of a SLURM list of nodes: gpu01 for `gpu[01-04,07],cpu1`."""
     first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", "" if first is None else first[0])
 
 
-# What all have in common
+# Common parts
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """`HOST:PORT`, `[::1]:PORT`. Raises TopologyError."""
+    """Split `HOST:PORT` or `[::1]:PORT`. Raises TopologyError."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise TopologyError(f"topology.rdzv_endpoint={endpoint} must be HOST:PORT, such as node0:29400.")
     return host.strip("[]"), int(port)
 
 
-def _check_endpoint(environ: Mapping[str, str], endpoint: str | None) -> None:
-    given = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if endpoint is None or None in given:
-        return
-    if endpoint != f"{given[0]}:{given[1]}":
-        raise TopologyError(
-            f"topology.rdzv_endpoint={endpoint}, but these processes meet at MASTER_ADDR:MASTER_PORT="
-            f"{given[0]}:{given[1]}.\nLeave topology.rdzv_endpoint out."
-        )
-
-
-def _check_position(place: Place, environ: Mapping[str, str]) -> None:
-    """Raise TopologyError where this rank's own numbers don't fit those of all."""
-    rank, local, world, local_world = place.rank, place.local_rank, place.world_size, place.procs_per_node
-    if rank >= world or local >= local_world:
-        raise TopologyError(
-            f"Rank {rank}, local rank {local} can't be: {place.starter} has started {world} processes, "
-            f"{local_world} on each node."
-        )
-    node = environ.get("SLURM_NODEID" if place.starter == "srun" else "GROUP_RANK", str(place.node_rank))
-    if str(place.node_rank) != node or place.rank % local_world != local:
-        advice = "\nUse srun --distribution=block." if place.starter == "srun" else ""
+def _check_rank(cluster: ClusterEnvironment, environ: Mapping[str, str]) -> None:
+    """Raise TopologyError if this rank's own numbers don't fit those of all."""
+    rank, local, local_world = cluster.rank, cluster.local_rank, cluster.procs_per_node
+    is_slurm = cluster.starter == "srun"
+    node = environ.get("SLURM_NODEID" if is_slurm else "GROUP_RANK", str(cluster.node_rank))
+    if rank >= cluster.world_size or str(cluster.node_rank) != node or rank % local_world != local:
+        advice = "\nUse srun --distribution=block." if is_slurm else ""
         raise TopologyError(
             f"Rank {rank} is local rank {local} of node {node}, and would be local rank {rank % local_world} of node "
-            f"{place.node_rank} if ranks were numbered node by node, {local_world} on each.{advice}"
+            f"{cluster.node_rank} if {cluster.world_size} ranks were numbered node by node, {local_world} on each."
+            f"{advice}"
         )
-    if place.starter == "srun":
-        _check_torch_variables(environ, {"RANK": rank, "LOCAL_RANK": local})
-
-
-def _check_torch_variables(environ: Mapping[str, str], slurm: Mapping[str, int]) -> None:
-    """Scripts often set torchrun's variables from SLURM's: then they must say the same."""
-    for name, number in slurm.items():
-        if name in environ and environ[name] != str(number):
+    ours = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": cluster.world_size, "LOCAL_WORLD_SIZE": local_world}
+    for name, number in ours.items():  # scripts often set torchrun's variables from SLURM's
+        if is_slurm and environ.get(name, str(number)) != str(number):
             raise TopologyError(
                 f"{name}={environ[name]}, but srun says {number}.\nUnset {name}, or type launcher=local for a run of "
                 "this process alone."

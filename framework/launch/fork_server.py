@@ -1,170 +1,223 @@
-"""The fork server: one process, warm with the heavy imports, that forks ranks and keepers on request.
+"""The parent's side of the fork server: start it, have it fork processes, wait for their exits.
 
-It is started before the configuration is read and loads modules meanwhile, runs no tensor operation and touches no GPU,
-so what it forks is clean. It is single-threaded Python: between two imports it looks whether a request has come.
-
-Run as `python -m framework.launch.fork_server FD PARENT_PID NAME...`; a name is a module's, or one in it. Requests on
-the socket FD:
-
-    {"op": "spawn", "key": str, "entry": "module:function", "arguments": {...}, "environment": {...}, "unset": [...],
-     "cwd": str, "sys_path": [...], "argv": [...], "log": path or null, "terminal": bool, "takes_fd": bool}
-    {"op": "load", "names": [...]}: these, after what is left of its own, before anything else is done
-    {"op": "kill", "key": str, "signal": int}
-
-Answer, once for every child: {"event": "exited", "key", "pid", "status", "time"}; the status is an exit status, or
-minus a signal number. When the socket closes, every child is killed and the server leaves.
+It loads torch while the parent composes the configuration, so ranks start with torch loaded. The fork server of
+Python's multiprocessing can't do this: it loads nothing after its start, and its children have the environment of that
+time, not the parent's present one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import importlib
+import json
 import os
-import pkgutil
+import secrets
 import select
-import signal
-import socket
+import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any, NoReturn, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import Any, final
 
-from framework.launch.child import run_child
-from framework.launch.lifetime import die_with_parent
-from framework.launch.signals import STOP_SIGNALS
-from framework.launch.wire import Channel, Message
+from framework import errors
+from framework.errors import FrameworkError, LaunchError, RunError
+from framework.system.hardware import openmp_environment
+
+Message = dict[str, Any]
+
+# Read by libraries when they are loaded; the user's own values count. Threads of a BLAS pool would be lost in forks.
+_LOAD_TIME_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+_PRELOAD = ("torch", "torch.distributed")  # by a server that is started when a process is needed at once
+_END_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 10.0  # only a process in an uninterruptible system call outlives SIGKILL for so long
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process to fork: `entry` ("module:function") is called as `function(arguments, *fds)`."""
+
+    entry: str
+    arguments: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None  # file for its output; None keeps the parent's streams
+    terminal: bool = False  # its output goes to the terminal as well
+    key: str = field(default_factory=lambda: secrets.token_hex(8))  # the server may serve several runs
 
 
 @final
 class ForkServer:
-    """Forks children as asked and reports their ends. `serve` returns when the parent has closed its end."""
+    """A running fork server. `close` ends it and all its children."""
 
-    def __init__(self, channel: Channel, *, preload: list[str]) -> None:
-        self._channel = channel
-        self._preload = preload
-        self._keys: dict[int, str] = {}  # pid → key, of children not yet reaped
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
-        self._heeded: dict[int, Any] = {}  # signals → their handlers in children
+    def __init__(
+        self, process: subprocess.Popen[bytes], connection: Connection, *, defaults: Mapping[str, str]
+    ) -> None:
+        """defaults: variables for libraries of the server and its children, unless the user sets them."""
+        self._process = process
+        self._connection = connection
+        self._defaults = defaults
 
-    def serve(self) -> None:
-        # A handler must exist for the wake-up to be written; the work is done in the loop, never in the handler.
-        signal.signal(signal.SIGCHLD, _ignore)
-        # The parent decides for all, also where a scheduler signals every process of a job; it kills this one.
-        self._heeded = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+    @staticmethod
+    def start(preload: Sequence[str]) -> ForkServer:
+        """Start the server, which begins to import `preload` at once. Takes milliseconds."""
+        connection, theirs = Pipe()
+        defaults = {**_LOAD_TIME_ENVIRONMENT, **openmp_environment()}
+        module = "framework.launch.fork_server_process"
+        # A session of its own: Ctrl-C at the terminal reaches only the parent, which decides for all.
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), *preload],
+            pass_fds=[theirs.fileno()],
+            env={**defaults, **os.environ},
+            start_new_session=True,
+        )
+        theirs.close()
+        return ForkServer(process, connection, defaults=defaults)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def load(self, names: Sequence[str]) -> None:
+        """Have the server import the rest of its preload and these names before it serves the next request."""
+        self._send({"op": "load", "names": list(names)})
+
+    def spawn(self, child: Child, *, fds: Sequence[int] = ()) -> None:
+        """Have a child forked that gets this process's present environment and working directory, and `fds`."""
+        self._send(
+            {
+                "op": "spawn",
+                "child": child,
+                "environment": {**self._defaults, **os.environ, **child.environment},
+                "cwd": Path.cwd(),
+                "sys_path": sys.path,
+                "argv": sys.argv,
+                "num_fds": len(fds),
+            },
+            fds=fds,
+        )
+
+    def kill(self, key: str) -> None:
+        """Send SIGKILL to a child if it still runs: only the process that reaps it can be sure of its pid."""
+        self._send({"op": "kill", "key": key})
+
+    def next_exit(self) -> Message:
+        """Return how the next child ended; waits for it. Raises LaunchError if the server is gone."""
         try:
-            while True:
-                self._serve_once()
-        except (EOFError, OSError):
-            self._kill_all()
+            exited: Message = self._connection.recv()
+            return exited
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
 
-    def _serve_once(self) -> None:
-        if self._preload and not self._readable(timeout_s=0):
-            self._preload_next()
-            return
-        ready = self._readable(timeout_s=None)
-        if self._wake_read in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._wake_read.recv(4096)
-            self._reap()
-        if self._channel in ready:
-            for message in self._channel.receive_ready():
-                self._handle(message)
+    def wait_for_exit(self, key: str, *, timeout_s: float) -> bool:
+        """Wait for the end of one child, dropping other events; return False on a time-out."""
+        deadline = time.monotonic() + timeout_s
+        while select.select([self], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if self.next_exit()["key"] == key:
+                return True
+        return False
 
-    def _readable(self, *, timeout_s: float | None) -> list[Any]:
-        watched: list[Any] = [self._channel, self._wake_read]
-        return select.select(watched, [], [], timeout_s)[0]
+    def close(self) -> None:
+        """End the server and every child, and wait for the server. May be called twice."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
 
-    def _preload_next(self) -> None:
-        name = self._preload.pop(0)
+    def _send(self, message: Message, *, fds: Sequence[int] = ()) -> None:
         try:
-            pkgutil.resolve_name(name)
-        except Exception:
-            # Whatever a module raises (a missing library is an OSError) is not an error yet: the child that needs it
-            # imports it again and reports it as its own failure.
-            self._preload.clear()
+            self._connection.send(message)
+            for fd in fds:
+                send_handle(self._connection, fd, self._process.pid)
+        except OSError as error:
+            raise self._lost() from error
 
-    def _handle(self, message: Message) -> None:
-        if message["op"] == "spawn":
-            self._spawn(message)
-        elif message["op"] == "load":
-            self._preload += message["names"]
-            while self._preload:
-                self._preload_next()
-        elif message["op"] == "kill":
-            for pid, key in self._keys.items():
-                if key == message["key"]:
-                    os.kill(pid, message["signal"])
-
-    def _spawn(self, message: Message) -> None:
-        fd = self._channel.take_fd() if message["takes_fd"] else None
-        gc.collect()
-        gc.freeze()  # keeps the collector from touching, and so copying, pages shared with the children
-        server_pid = os.getpid()
-        with warnings.catch_warnings():
-            # BLAS libraries may hold idle threads; they re-create them after a fork through pthread_atfork.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            try:
-                pid = os.fork()
-            except OSError as error:  # too many processes, or no memory for one more
-                print(f"A process can't be started: {error}", file=sys.stderr, flush=True)
-                self._report(message["key"], pid=0, status=1)
-                return
-        if pid == 0:
-            self._leave_in_child()
-            run_child(message, fd=fd, parent_pid=server_pid)
-        if fd is not None:
-            os.close(fd)
-        self._keys[pid] = message["key"]
-
-    def _leave_in_child(self) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, handler in self._heeded.items():
-            signal.signal(number, handler)
-        for end in (self._channel, self._wake_read, self._wake_write):
-            end.close()
-
-    def _reap(self) -> None:
-        for pid, status in _ended_children():
-            self._report(self._keys.pop(pid), pid=pid, status=status)
-
-    def _report(self, key: str, *, pid: int, status: int) -> None:
-        self._channel.send({"event": "exited", "key": key, "pid": pid, "status": status, "time": time.time()})
-
-    def _kill_all(self) -> None:
-        for pid in self._keys:
-            os.kill(pid, signal.SIGKILL)
-        for pid in self._keys:
-            os.waitpid(pid, 0)
+    def _lost(self) -> LaunchError:
+        with suppress(subprocess.TimeoutExpired):  # its end of the connection is closed before it can be reaped
+            self._process.wait(_END_TIMEOUT_S)
+        status = self._process.returncode
+        ending = "it hasn't left yet" if status is None else f"its exit status is {status}"
+        return LaunchError(
+            f"The fork server (pid {self._process.pid}) ended, and the run with it; {ending}. "
+            "If its own output above says nothing, the system may have been out of memory."
+        )
 
 
-def _ignore(_signal: int, _frame: FrameType | None) -> None:
-    return None
+@contextmanager
+def running_fork_server(given: ForkServer | None) -> Iterator[ForkServer]:
+    """Yield the given server if it is alive, otherwise a new one that is closed at the end.
+
+    So if the server of a sweep dies, only the job fails that runs at that time.
+    """
+    if given is not None and given.alive:
+        yield given
+        return
+    server = ForkServer.start(_PRELOAD)
+    try:
+        yield server
+    finally:
+        server.close()
 
 
-def _ended_children() -> Iterator[tuple[int, int]]:
-    while True:
+# Calling one function in a process that has torch
+
+
+def call_in_child(
+    fork_server: ForkServer | None,
+    entry: str,
+    arguments: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    purpose: str = "look into the model",
+) -> dict[str, Any]:
+    """Call `entry` ("module:function") as `entry(arguments)` in a forked child; return its result, as JSON has it.
+
+    Args:
+        fork_server: the server to fork from; a new one is started if it is None or has ended.
+        purpose: what the child is to do, for messages.
+
+    Raises:
+        FrameworkError: the one that the child raised.
+        RunError: the child raised anything else; its traceback is on stderr, as is what the child prints.
+        LaunchError: it takes longer than `timeout_s`. No child is left in any case.
+    """
+    child = Child(f"{__name__}:send_result", {"entry": entry, "arguments": arguments})
+    connection, theirs = Pipe()
+    with running_fork_server(fork_server) as server, connection:
+        with theirs:
+            server.spawn(child, fds=[theirs.fileno()])
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
+            if not connection.poll(timeout_s):
+                raise LaunchError(
+                    f"The process that was to {purpose} gave no answer within backend.init_timeout={timeout_s:g} s. "
+                    "Building the model or the data may be slow here; raise it."
+                )
+            answer = json.loads(connection.recv_bytes())
+        except EOFError:
+            raise RunError(f"The process that was to {purpose} ended without an answer; its error is above.") from None
+        finally:
+            server.kill(child.key)
+            server.wait_for_exit(child.key, timeout_s=_KILL_TIMEOUT_S)
+    if "raised" in answer:
+        raise getattr(errors, answer["raised"], RunError)(answer["text"])
+    result: dict[str, Any] = answer["result"]
+    return result
 
 
-def main(argv: list[str]) -> NoReturn:
-    """Serve until the parent closes the socket; never returns."""
-    fd, parent_pid, preload = int(argv[0]), int(argv[1]), argv[2:]
-    die_with_parent(parent_pid)
-    ForkServer(Channel(socket.socket(fileno=fd)), preload=preload).serve()
-    os._exit(0)  # nothing to tear down, and unloading torch takes most of a second
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def send_result(arguments: Mapping[str, Any], fd: int) -> int:
+    """Call the function in the child; send its result, or the FrameworkError it raises, through the connection `fd`."""
+    os.dup2(2, 1)  # what the user's code prints: the parent's own output has only the result
+    module, _, name = arguments["entry"].partition(":")
+    function: Callable[[Mapping[str, Any]], dict[str, Any]] = getattr(importlib.import_module(module), name)
+    try:
+        answer: dict[str, Any] = {"result": function(arguments["arguments"])}
+    except FrameworkError as error:
+        answer = {"raised": type(error).__name__, "text": str(error)}
+    sys.stdout.flush()  # the parent kills this process once it has the answer
+    with Connection(fd) as connection:
+        connection.send_bytes(json.dumps(answer).encode())
+    return 0

@@ -1,51 +1,382 @@
-"""The launcher of this machine's ranks: all from the warm fork server, watched from a parent that has no torch."""
+"""The launcher of one node: ranks are forked from the fork server and monitored by this process, without torch.
+
+The parent holds every rank's status memory, so it knows what a rank was doing after any death. It never leaves a
+process behind: see `system.parent_death`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, final
 
 from framework.config.schema import InitMethod
-from framework.launch.node_run import NodeRun
-from framework.launch.plan import LaunchPlan, Outcome
-from framework.launch.signals import heeded
-from framework.launch.site import Site
-from framework.launch.warm import WarmServer, warm_server
+from framework.errors import EXIT_STOPPED, LaunchError
+from framework.launch.fork_server import Child, ForkServer, Message, running_fork_server
+from framework.launch.interfaces import network_environment
+from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, rank_environment, rendezvous_url
+from framework.launch.stopping import shown_signal
+from framework.launch.store import LOOPBACK, RunStore, listen
+from framework.launch.worker import LEAVE_S
+from framework.monitoring.failure import FailureKind
+from framework.monitoring.node_exchange import NodeExchange, StoreGoneError
+from framework.monitoring.node_monitor import NodeMonitor, RankInfo
+from framework.monitoring.rank_status import RankStatus, make_status_memory
+from framework.monitoring.report import FailureReport, late_line, render, report_failure
+from framework.system.signals import Signals, catching_signals
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+INTERRUPTED = "interrupted"
+"""The cause of an alarm after which every node ends at once, without a report."""
+
+_START_S = 10.0  # for ranks to start, besides backend.init_timeout
+_SETTLE_S = 0.2  # after a first failure, so that the report has the ranks that fail with it
+_CAUSE_TIMEOUT_S = 3.0  # for the exit of the rank whose connection was lost: with a GPU, exiting takes seconds
+_KILL_TIMEOUT_S = 10.0
+_POLL_S = 0.2
+_SHOW_CURSOR = "\x1b[?25h"
+_SUCCESSES = (0, EXIT_STOPPED)
 
 
 def launch(plan: LaunchPlan) -> Outcome:
-    """Start the keeper and every rank, wait for all of them; and a fork server for them where none was given.
+    """Start every rank and wait for all of them; after a failure restart them `plan.max_restarts` times.
 
-    Raises LaunchError when processes can't be started or are lost, KeyboardInterrupt when the run is ended at once: on
-    Ctrl-C or another of `STOP_SIGNALS` where nothing would be saved, on a second Ctrl-C else. No rank is left then.
+    Raises LaunchError if processes can't be started or are lost, KeyboardInterrupt if the run is ended at once: on
+    Ctrl-C or another of `STOP_SIGNALS` if nothing would be saved, otherwise on a second Ctrl-C. No rank is left then.
     """
-    with node_run(Site.of(plan), warm=plan.warm, init_method=plan.init_method) as run:
-        run.start()
-        return replace(run.attempt(plan), late=tuple(run.late))
+    with node_run(plan, fork_server=plan.fork_server, init_method=plan.init_method) as run:
+        number = 0
+        outcome = run.attempt(plan, number)
+        while outcome.failure is not None and run.may_restart(outcome.failure):
+            run.print(render(outcome.failure))
+            number += 1
+            run.record_restart(plan, number, cause=failure_in_short(outcome.failure))
+            outcome = run.attempt(plan, number)
+        return replace(outcome, late=tuple(run.late))
 
 
 @contextmanager
-def node_run(site: Site, *, warm: WarmServer | None, init_method: InitMethod) -> Iterator[NodeRun]:
-    """This node's part of a run, with nothing started yet; nothing of it is left afterwards.
-
-    warm: the server to start processes from, None for a new one.
-    """
-    with heeded() as signals, warm_server(warm) as server, _meeting_folder(init_method) as folder:
-        run = NodeRun(site, server, folder=folder, signals=signals)
+def node_run(setup: NodeSetup, *, fork_server: ForkServer | None, init_method: InitMethod) -> Iterator[NodeRun]:
+    """Yield this node's part of a run, with nothing started yet; no process of it is left afterwards."""
+    uses_file = init_method is InitMethod.FILE
+    rendezvous_folder = TemporaryDirectory(prefix="framework_") if uses_file else nullcontext("")
+    with (
+        catching_signals() as signals,
+        running_fork_server(fork_server) as server,
+        rendezvous_folder as folder,
+    ):
+        run = NodeRun(setup, server, folder=Path(folder), signals=signals)
         try:
             yield run
         finally:
             run.close()
 
 
-@contextmanager
-def _meeting_folder(method: InitMethod) -> Iterator[Path]:
-    """A new folder for the rendezvous file, where there is to be one; removed at the end."""
-    if method is not InitMethod.FILE:
-        yield Path()
-        return
-    with TemporaryDirectory(prefix="framework_", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+@final
+class NodeRun:
+    """One node's ranks of a run, over all attempts, and the loop that monitors them.
+
+    Call `attempt` for each attempt, and `close` in any case.
+    """
+
+    def __init__(self, setup: NodeSetup, server: ForkServer, *, folder: Path, signals: Signals) -> None:
+        """folder: for rendezvous files, with backend.init_method=file."""
+        self.setup = setup
+        self.server = server
+        self.store: Store | None = None  # of a run on several nodes
+        self.late: list[dict[str, Any]] = []  # ranks that others waited for and that caught up
+        self._folder = folder
+        self._signals = signals
+        self._handlers: dict[Any, Callable[[], None]] = {server: self._on_exit, signals: self._on_signals}
+        self._stop_signal = 0
+        self._attempt = 0
+        self._monitor = NodeMonitor(node=setup.node, limits=setup.limits)
+        self._exchange: NodeExchange | None = None
+        self._running: dict[str, int] = {}  # key → rank
+        self._exits: dict[int, Message] = {}  # by rank
+        self._trouble: str | None = None  # a failure that no exit of a local process shows
+        self._is_monitoring = False
+
+    def attempt(
+        self,
+        plan: LaunchPlan,
+        number: int = 0,
+        *,
+        others_done: Callable[[], bool] = lambda: True,
+    ) -> Outcome:
+        """Start this node's ranks and wait for all of them; none is left on return.
+
+        others_done: called once this node's ranks are done; returns True if those of the other nodes are, too.
+        Raises KeyboardInterrupt if the run is to be ended at once.
+        """
+        self._begin(number)
+        try:
+            self._start_ranks(plan)
+            self._await_start()
+            self.wait_for(self._is_over)
+            if self._all_succeeded():
+                self._wait_for_other_nodes(others_done)
+            if self._all_succeeded():
+                stopped = any(end["status"] == EXIT_STOPPED for end in self._exits.values())
+                return Outcome(EXIT_STOPPED if stopped else 0)
+            return self._fail(plan)
+        except KeyboardInterrupt:
+            # The other nodes' ranks would wait for those that were here.
+            if self._exchange is not None and self._trouble != INTERRUPTED:
+                self._exchange.raise_alarm(INTERRUPTED)
+            raise
+        finally:
+            self._end_ranks()
+
+    def may_restart(self, failure: FailureReport) -> bool:
+        """Return True if another attempt may follow the last one, which has failed."""
+        if failure.first.is_final or self._monitor.asked_to_stop:
+            return False
+        return self._attempt < self.setup.max_restarts
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the store, and with it the other nodes, was out of reach in the last attempt."""
+        return self._exchange is not None and self._exchange.is_cut
+
+    def record_restart(self, plan: LaunchPlan, number: int, *, cause: str) -> None:
+        """Print that attempt `number` begins; on node 0 add it to `run.json`."""
+        self.print(f"Restart {number} of {self.setup.max_restarts} after {cause}")
+        if self.setup.node == 0:
+            note = {"attempt": number, "cause": cause, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+            with suppress(OSError):  # the disk is full: the ranks will fail with a better message
+                plan.run_dir.update_run({"restarts": [*plan.run_dir.read_run().get("restarts", []), note]})
+
+    def close(self) -> None:
+        """Stop monitoring. Show the terminal's cursor again: a rank that was killed may have hidden it."""
+        if not self._all_succeeded():
+            _show_cursor()
+        self._monitor.close()
+
+    def print(self, line: str) -> None:
+        """Print to stderr, if the run has the terminal."""
+        if self.setup.terminal:
+            with suppress(OSError):  # the terminal is gone
+                print(line, file=sys.stderr, flush=True)
+
+    def wait_for(self, condition: Callable[[], Any], *, timeout_s: float | None = None) -> bool:
+        """Handle events and monitor the ranks until `condition()` holds. Return False on a time-out."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not condition():
+            left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            for ready in select.select(list(self._handlers), [], [], left)[0]:
+                self._handlers[ready]()
+            if self._is_monitoring:
+                self._check_ranks()
+        return True
+
+    # Starting
+
+    def _begin(self, number: int) -> None:
+        """Forget the previous attempt."""
+        self._monitor.close()
+        self._attempt = number
+        self._running, self._exits, self._trouble = {}, {}, None
+        self._monitor = NodeMonitor(node=self.setup.node, limits=self.setup.limits)
+        self._is_monitoring = True
+        if self.store is not None:
+            run_store = RunStore(self.store, attempt=number)
+            self._exchange = NodeExchange(run_store, self._monitor, nnodes=self.setup.topology.nnodes)
+
+    def _start_ranks(self, plan: LaunchPlan) -> None:
+        self.server.load(plan.names)
+        if plan.endpoint is not None:
+            self._spawn_ranks(plan, *plan.endpoint)
+            return
+        # The port is bound before the ranks get its number, so no other process can take it; rank 0 hosts the store.
+        with listen(LOOPBACK, 0) as listener:
+            self._spawn_ranks(plan, *listener.getsockname(), listener=listener)
+
+    def _spawn_ranks(self, plan: LaunchPlan, host: str, port: int, *, listener: socket.socket | None = None) -> None:
+        topology = plan.topology
+        folder = self._folder / str(self._attempt)  # a rendezvous file can't be used twice
+        if plan.init_method is InitMethod.FILE:
+            folder.mkdir()
+        rendezvous = rendezvous_url(plan.init_method, host=host, port=port, folder=folder)
+        for local_rank in range(topology.procs_per_node):
+            rank = topology.rank_of(plan.node, local_rank)
+            run_dir = str(plan.run_dir.path)
+            arguments = RankArguments(run_dir, topology, rank=rank, rendezvous=rendezvous, attempt=self._attempt)
+            child = Child(
+                "framework.launch.worker:rank_main",
+                {"entry": plan.entry, "rank": arguments},
+                environment={
+                    **network_environment(host, nnodes=topology.nnodes),
+                    **rank_environment(topology, rank=rank, host=host, port=port, attempt=self._attempt),
+                },
+                log=plan.run_dir.rank_log(rank),
+                terminal=plan.terminal and rank == 0,
+            )
+            status_fd = make_status_memory()
+            info = RankInfo(rank, local_rank, topology.devices_label(local_rank), log=str(child.log))
+            self._monitor.add(info, RankStatus(status_fd))
+            self._running[child.key] = rank
+            fds = [status_fd]
+            if listener is not None and rank == 0:
+                fds.append(listener.fileno())
+            self.server.spawn(child, fds=fds)
+
+    def _await_start(self) -> None:
+        """Raise LaunchError if a rank doesn't start in time: the fork server is still loading torch."""
+        limit_s = self.setup.limits.init_timeout_s
+        if not self.wait_for(
+            lambda: self._is_over() or all(state.pid for state in self._monitor.states()),
+            timeout_s=limit_s + _START_S,
+        ):
+            raise LaunchError(
+                f"The ranks weren't started within backend.init_timeout={limit_s:g} s. "
+                "Loading torch may be slow here; raise it."
+            )
+
+    # Monitoring
+
+    def _check_ranks(self) -> None:
+        """Print who is late, note who hangs, pass on requests to stop, exchange all that with the other nodes."""
+        monitor, exchange = self._monitor, self._exchange
+        if exchange is not None:
+            exchange.step()
+            if exchange.alarm is not None:
+                self._on_alarm(exchange.alarm)
+        elif (signal_number := monitor.requested_stop()) and not monitor.asked_to_stop:
+            monitor.ask_to_stop(signal_number)
+        for event in monitor.check(elsewhere=None if exchange is None else exchange.progress_elsewhere):
+            if event["event"] == "hung":
+                self._trouble = self._trouble or f"the ranks have waited for {event['seconds']:.0f} s"
+                continue
+            self.print(late_line(event))
+            if event["event"] == "caught_up":
+                self.late.append({key: event[key] for key in ("rank", "phase", "step", "seconds")})
+
+    def _on_alarm(self, alarm: Mapping[str, Any]) -> None:
+        """End this node's attempt too: another node's has failed, or was interrupted."""
+        node, cause = alarm["node"], alarm["cause"]
+        if cause != INTERRUPTED:
+            self._trouble = self._trouble or f"node {node}: {cause}"
+        elif node != self.setup.node and self._trouble != INTERRUPTED:
+            self._trouble = INTERRUPTED
+            self.print(f"Node {node} was interrupted")
+            raise KeyboardInterrupt
+
+    def _on_exit(self) -> None:
+        event = self.server.next_exit()
+        rank = self._running.pop(event["key"], None)
+        if rank is None:
+            return  # of an earlier attempt, or no rank
+        page = self._monitor.read(rank)
+        if page.did_not_leave:
+            self.print(
+                f"Rank {rank} (pid {page.pid}) has done its work but doesn't leave: ended after {LEAVE_S:g} s. "
+                "Its log has the stacks of its threads."
+            )
+        left_early = event["status"] in _SUCCESSES and not page.is_done
+        self._exits[rank] = {**event, "rank": rank, "early": left_early}
+
+    def _on_signals(self) -> None:
+        for number in self._signals.take():
+            if self.setup.topology.nnodes == 1 and self._all_succeeded():
+                continue  # there is nothing left to interrupt
+            if self._stop_signal:
+                if number == signal.SIGINT:
+                    raise KeyboardInterrupt
+                continue  # schedulers send theirs more than once
+            if not self._running or not self._ask_to_stop(number):
+                raise KeyboardInterrupt
+            self._stop_signal = number
+            self.print(f"{shown_signal(number)}: saving after a coming step, then stopping. Ctrl-C again ends at once.")
+
+    def _ask_to_stop(self, signal_number: int) -> bool:
+        """Ask all ranks to stop together; return False if that would save nothing."""
+        if not self._monitor.is_stoppable():
+            return False
+        if self._exchange is None:
+            self._monitor.ask_to_stop(signal_number)
+            return True
+        try:
+            self._exchange.request_stop(signal_number)
+        except StoreGoneError:
+            return False
+        return True
+
+    # Ending
+
+    def _is_over(self) -> bool:
+        return self._trouble is not None or self._all_exited() or not self._none_failed()
+
+    def _all_exited(self) -> bool:
+        return len(self._exits) == self.setup.topology.procs_per_node
+
+    def _none_failed(self) -> bool:
+        return all(end["status"] in _SUCCESSES and not end["early"] for end in self._exits.values())
+
+    def _all_succeeded(self) -> bool:
+        return self._trouble is None and self._all_exited() and self._none_failed()
+
+    def _wait_for_other_nodes(self, others_done: Callable[[], bool]) -> None:
+        limit_s = self.setup.limits.timeout_s + LEAVE_S
+        if not self.wait_for(lambda: others_done() or self._trouble is not None, timeout_s=limit_s):
+            self._trouble = f"node {self.setup.node} has waited {limit_s:g} s for the others to finish"
+
+    def _fail(self, plan: LaunchPlan) -> Outcome:
+        """Make the report before the ranks that are still alive are killed."""
+        self.wait_for(self._all_exited, timeout_s=_SETTLE_S)
+        report = self._report(plan)
+        if report.first.lost_peer and not report.first.timed_out and not self._all_exited():
+            self.wait_for(self._all_exited, timeout_s=_CAUSE_TIMEOUT_S)
+            report = self._report(plan)
+        return Outcome(status=report.first.exit_status, failure=report)
+
+    def _report(self, plan: LaunchPlan) -> FailureReport:
+        return report_failure(
+            self._monitor,
+            self._exchange,
+            exits=list(self._exits.values()),
+            cause=self._trouble or "a rank failed",
+            run_dir=plan.run_dir,
+            topology=self.setup.topology,
+            attempt=self._attempt,
+            is_last=self._attempt >= self.setup.max_restarts or self._monitor.asked_to_stop != 0,
+        )
+
+    def _end_ranks(self) -> None:
+        """Kill every rank that still runs: a killed run resumes exactly, and no rank may hold up the others.
+
+        A process in an uninterruptible system call isn't waited for.
+        """
+        self._is_monitoring = False
+        for key in self._running:
+            self.server.kill(key)
+        self.wait_for(lambda: not self._running, timeout_s=_KILL_TIMEOUT_S)
+
+
+def failure_in_short(report: FailureReport) -> str:
+    """Return the cause of a restart in a few words."""
+    first = report.first
+    if first.kind is FailureKind.UNREACHABLE:
+        return f"node {first.node} was out of reach"
+    return f"rank {first.rank} of {report.world_size} (pid {first.pid}) failed: {first.cause}"
+
+
+def _show_cursor() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # the terminal is gone, or the stream closed
+            if stream.isatty():
+                stream.write(_SHOW_CURSOR)
+                stream.flush()

@@ -1,72 +1,81 @@
-"""What a launcher is handed and what it gives back."""
+"""What a launcher is given and returns, and what it gives to each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from framework.config.schema import InitMethod
-from framework.launch.report import FailureReport
-from framework.launch.warm import WarmServer
-from framework.launch.watch import Limits
-from framework.run_dir import RunDir
-from framework.topology import Topology
+from framework.config.topology import Topology
+from framework.launch.handshake import AdoptedRanks, RunSpec
+from framework.monitoring.node_monitor import Limits
+from framework.monitoring.rank_status import RankStatus
+from framework.monitoring.report import FailureReport
+from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from framework.launch.leader import Leader
+    from framework.launch.fork_server import ForkServer
+    from framework.launch.store import RunStore
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """One run to start: `entry` ("module:function") is called in every rank as `entry(RankArguments, Link)`.
+@dataclass(frozen=True, kw_only=True)
+class NodeSetup:
+    """One node's place in a run, known before there is a run directory."""
 
-    It gives None when its work is done, EXIT_STOPPED when it was stopped on request and can be gone on with.
+    topology: Topology
+    limits: Limits
+    terminal: bool  # rank 0's output goes there as well as to its log
+    node: int = 0  # this machine's
+    endpoint: tuple[str, int] | None = None  # host and port of the store on node 0; None on one node
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan(NodeSetup):
+    """One run to start: `entry` ("module:function") is called in every rank as `entry(RankArguments, MonitorLink)`.
+
+    The entry returns None when its work is done, EXIT_STOPPED if it was stopped on request and can be resumed.
     """
 
     entry: str
     run_dir: RunDir
-    topology: Topology
     init_method: InitMethod
-    limits: Limits
-    terminal: bool  # rank 0's output goes there as well as to its log
-    warm: WarmServer | None
-    node: int = 0  # this machine's
-    endpoint: tuple[str, int] | None = None  # host and port of node 0, where several nodes meet
-    max_restarts: int = 0
-    leader: Leader | None = None  # in rank 0 of ranks that something else has started
-    names: tuple[str, ...] = ()  # what every rank needs and the fork server doesn't load by itself
+    fork_server: ForkServer | None
+    adopted_ranks: AdoptedRanks | None = None  # in rank 0 of ranks that something else has started
+    names: tuple[str, ...] = ()  # of what every rank needs besides the fork server's preload
+
+    def spec(self) -> RunSpec:
+        """Return what other nodes, or other adopted ranks, need to run their part."""
+        return RunSpec(
+            entry=self.entry,
+            run_dir=str(self.run_dir.path),
+            topology=self.topology,
+            limits=self.limits,
+            config=self.run_dir.config_file.read_text(),
+            overrides=self.run_dir.overrides_file.read_text(),
+        )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit status, and a report where it failed.
-
-    stopped_by: the signal for which it stopped, with EXIT_STOPPED. late: whom others waited for, and how long.
-    restarts: how often it was started anew.
-    """
+    """How a run ended: its exit status, and a report if it failed."""
 
     status: int
     failure: FailureReport | None = None
-    stopped_by: int = 0
-    late: tuple[Mapping[str, Any], ...] = ()
-    restarts: int = 0
+    late: tuple[Mapping[str, Any], ...] = ()  # ranks that others waited for and that caught up
 
 
 @dataclass(frozen=True)
 class RankArguments:
-    """What one rank is told; everything else it reads from the run directory.
-
-    `rendezvous` is a URL for `init_process_group`, or None for a group of one that meets nobody. `attempt` counts the
-    times the run was started anew after a failure; such a beginning goes on from the run's last checkpoint.
-    """
+    """What one rank is given; it reads everything else from the run directory."""
 
     run_dir: str
     topology: Topology
     rank: int
-    rendezvous: str | None
-    attempt: int = 0
+    rendezvous: str | None  # URL for `init_process_group`; None for a group of one without a store
+    attempt: int = 0  # counts restarts after failures; they resume from the last checkpoint
 
     @property
     def local_rank(self) -> int:
@@ -76,19 +85,29 @@ class RankArguments:
     def node_rank(self) -> int:
         return self.rank // self.topology.procs_per_node
 
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> RankArguments:
-        return RankArguments(**{**plain, "topology": Topology(**plain["topology"])})
+@final
+@dataclass(frozen=True)
+class MonitorLink:
+    """A rank's connections to the monitor: its status, and the run's store for requests to stop.
+
+    `open_store` opens a new connection to the store; None for a rank in the command's own process.
+    """
+
+    rank_status: RankStatus
+    open_store: Callable[[], RunStore] | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """True if a launcher monitors the rank; False with `launcher=in_place`."""
+        return self.open_store is not None
 
 
 def rendezvous_url(method: InitMethod, *, host: str, port: int, folder: Path) -> str:
-    """The URL that ranks meet at. With `env` and `tcp` it is the keeper's store, with `file` a file in `folder`.
+    """Return the URL of the rendezvous: the run's store with `env` and `tcp`, a file in `folder` with `file`.
 
-    A rendezvous file can't be used twice, so `folder` must be new. torch cuts the path at `#` and `?` and undoes no
-    quoting: it can't be in the run directory, which the user names.
+    A rendezvous file can't be used twice, so `folder` must be new. It can't be the run directory, which the user names:
+    torch cuts the path at `#` and `?` and undoes no quoting.
     """
     return {
         InitMethod.ENV: "env://",
@@ -98,9 +117,9 @@ def rendezvous_url(method: InitMethod, *, host: str, port: int, folder: Path) ->
 
 
 def rank_environment(topology: Topology, *, rank: int, host: str, port: int, attempt: int = 0) -> dict[str, str]:
-    """The variables torchrun sets, for libraries that read them, and for `env://`.
+    """Return the variables that torchrun sets, for `env://` and for libraries that read them.
 
-    TORCHELASTIC_USE_AGENT_STORE makes every rank a client of the store at MASTER_ADDR:MASTER_PORT, also rank 0.
+    With TORCHELASTIC_USE_AGENT_STORE, rank 0 too is a client of the store at MASTER_ADDR:MASTER_PORT.
     """
     local_world = topology.procs_per_node
     return {

@@ -1,7 +1,7 @@
 """Stopping on request: every rank after the same optimizer step, agreed on without a collective and without waiting.
 
-A signal to any process of the run ends up as a number in every rank's page (`Pulse.asked_to_stop`): the watchers see to
-that, and where nobody watches, the rank's own handler. Torch-free.
+A signal to any process of the run ends up as a number in the status of every rank (`RankStatus.asked_to_stop`): the
+monitor writes it there, or the rank's own handler if no launcher monitors the rank. Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,101 +14,98 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import final
 
-from framework.launch.board import Board
-from framework.launch.link import Link
-from framework.launch.signals import STOP_SIGNALS
+from framework.launch.plan import MonitorLink
+from framework.launch.store import RunStore
+from framework.system.signals import STOP_SIGNALS
 
 STEPS_TO_COME = 2
-"""With gradients that are exchanged in every step, or one step late."""
+"""Steps until all ranks stop, if gradients are exchanged in every step or one step late. See `StopRequest`."""
 
 Handler = Callable[[int, FrameType | None], None]
 
 
 @final
 class StopRequest:
-    """The request to stop as one rank sees it. `pending` is looked at after every step, `due` asked only when it is.
+    """The request to stop as one rank sees it. `pending` is read after every step, `due` is asked only if it is true.
 
-    How they agree: each rank that sees the request counts itself on the board, once, between two steps. The last one,
-    with `s` steps done, decides that all stop after step K = s + 2, and goes on when that is on the board for certain;
-    the others look for K between steps. Nobody waits: ranks that know of the request train on until K is known.
+    How the ranks agree: each rank that sees the request counts itself in the store, once, between two steps. The last
+    one, with `s` steps done, decides that all stop after step K = s + 2, and continues once the store has K; the others
+    look for K between steps. No rank waits: all train until K is known.
 
-    Why all of them stop at K: an optimizer step needs the gradients of every rank. While the decider has done s steps,
-    nobody has finished more than s, or s + 1 under a strategy that uses gradients one step late; and nobody finishes
-    step K before the decider has begun K, or K - 1, which it does after deciding. So nobody is past K when it is
-    decided, and after step K every rank finds it on the board. A GPU's work is only queued when Python comes to the end
-    of a step: therefore `due` may be asked only after the devices have been waited for. It holds for every strategy
-    that exchanges gradients in every step. Under another one K is the next step in which all ranks wait for each other,
-    which they do after deciding: nobody has ended that step before.
+    Why all of them stop at K: an optimizer step needs the gradients of every rank. While the deciding rank has done s
+    steps, no rank has finished more than s, or s + 1 under a strategy that uses gradients one step late; and no rank
+    finishes step K before the deciding rank has begun K, or K - 1, which it does after deciding. So no rank is past K
+    when it is decided, and after step K every rank finds it in the store. A GPU's work is only queued when Python comes
+    to the end of a step, so devices must be synchronized before `due`. This holds for every strategy that exchanges
+    gradients in every step. Under another one K is the next step in which all ranks wait for each other, which they do
+    after deciding: no rank has ended that step before.
     """
 
-    def __init__(self, link: Link, *, world_size: int) -> None:
-        self._pulse = link.pulse
-        self._open_board = link.open_board
+    def __init__(self, link: MonitorLink, *, world_size: int) -> None:
+        self._rank_status = link.rank_status
+        self._open_store = link.open_store
         self._world_size = world_size
-        self._board: Board | None = None
+        self._run_store: RunStore | None = None
         self._stop_step: int | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether this rank knows of a request. One read of memory."""
-        return self._pulse.asked_to_stop != 0
+        """True if this rank knows of a request. Costs one read of memory."""
+        return self._rank_status.asked_to_stop != 0
 
     @property
     def came_by(self) -> str:
-        """What it came by: `SIGTERM`, or `Ctrl-C`."""
-        return came_by(self._pulse.asked_to_stop)
+        """What requested it: `SIGTERM`, or `Ctrl-C`."""
+        return shown_signal(self._rank_status.asked_to_stop)
 
     def due(self, step: int, *, meets_in: int = STEPS_TO_COME) -> bool:
-        """Whether all ranks stop now, `step` optimizer steps being done; a rank that is alone does so at once.
+        """Return True if all ranks stop now, after `step` optimizer steps. A single rank stops at once.
 
-        meets_in: after so many steps more no rank can be that this one hasn't come to.
-        To be called between any two steps while it is pending and training goes on, after waiting for this rank's
-        devices. Raises torch's DistError, a RuntimeError, where the store is gone.
+        Call it between any two steps while the request is pending and training continues, after synchronizing this
+        rank's devices. Raises torch's DistError, a RuntimeError, if the store is gone.
+
+        Args:
+            meets_in: in how many steps all ranks will have waited for this one.
         """
         if self._world_size == 1:
             return True
-        board = self._counted(step, meets_in)
+        if self._run_store is None:  # this rank counts itself once
+            assert self._open_store is not None, "several ranks have a store"
+            self._run_store = self._open_store()
+            if self._run_store.add("stop/count", 1) == self._world_size:
+                self._stop_step = step + meets_in
+                self._run_store.set("stop/step", self._stop_step)
         if self._stop_step is None:
-            self._stop_step = board.stop_step()
+            self._stop_step = self._run_store.get("stop/step")
         assert self._stop_step is None or step <= self._stop_step, "a step was done without this rank's gradients"
         return step == self._stop_step
 
-    def _counted(self, step: int, meets_in: int) -> Board:
-        """The board, on which this rank is counted from the first call on."""
-        if self._board is None:
-            assert self._open_board is not None, "ranks that are several have a board"
-            self._board = self._open_board()
-            if self._board.count_for_stop() == self._world_size:
-                self._stop_step = step + meets_in
-                self._board.decide_stop(self._stop_step)
-        return self._board
-
 
 @contextmanager
-def stoppable(link: Link) -> Iterator[None]:
-    """Let this rank be asked to stop, by its launcher or by a stop signal, while the block runs.
+def stoppable(link: MonitorLink) -> Iterator[None]:
+    """Let this rank be asked to stop, by its launcher or by a signal, while the block runs.
 
-    A rank that a launcher watches passes a signal on to it. Any other handles it itself, except Ctrl-C, which stays
-    Python's KeyboardInterrupt: the process may be at a debugger's prompt. Ignored signals stay ignored, handlers are
-    restored, and outside of the main thread none are installed.
+    A rank that a launcher monitors passes signals on to it. Any other handles them itself, except Ctrl-C, which stays
+    a KeyboardInterrupt: the process may be at a debugger's prompt. Ignored signals stay ignored, handlers are restored,
+    and none are installed outside of the main thread.
     """
-    pulse, is_watched = link.pulse, link.is_watched
+    rank_status, is_watched = link.rank_status, link.is_watched
     numbers = [number for number in STOP_SIGNALS if is_watched or number != signal.SIGINT]
 
     def request(number: int, _frame: FrameType | None) -> None:
         if is_watched:
-            pulse.wish_to_stop(number)
-        elif not pulse.asked_to_stop:
-            pulse.ask_to_stop(number)
-            text = f"{came_by(number)}: saving after this step, then stopping. Ctrl-C ends at once.\n"
+            rank_status.request_stop(number)
+        elif not rank_status.asked_to_stop:
+            rank_status.ask_to_stop(number)
+            text = f"{shown_signal(number)}: saving after this step, then stopping. Ctrl-C ends at once.\n"
             os.write(2, text.encode())  # a handler must not print: it may have interrupted a print
 
     with _handled(numbers, request):
-        pulse.be_stoppable(True)
+        rank_status.set_stoppable(True)
         try:
             yield
         finally:
-            pulse.be_stoppable(False)
+            rank_status.set_stoppable(False)
 
 
 @contextmanager
@@ -122,14 +119,14 @@ def interrupting() -> Iterator[None]:
         yield
 
 
-def came_by(signal_number: int) -> str:
-    """What people call it."""
+def shown_signal(signal_number: int) -> str:
+    """Return the name of a signal for messages."""
     return "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
 
 
 @contextmanager
 def _handled(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Have `handler` called on these signals, but for those that are ignored or that C code has taken."""
+    """Have `handler` called on these signals, except those that are ignored or that C code handles."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -141,7 +138,7 @@ def _handled(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[No
         if os.getpid() == pid:
             handler(number, frame)
             return
-        signal.signal(number, before[signal.Signals(number)])  # in a process that was forked meanwhile: as without us
+        signal.signal(number, before[signal.Signals(number)])  # in a process forked meanwhile: as before
         os.kill(os.getpid(), number)
 
     try:

@@ -1,101 +1,112 @@
-"""What every rank goes through: tell that it is here, call the entry, and leave a record of how that went."""
+"""What runs in a rank's process: register its status, call the entry, record how that ended."""
 
 from __future__ import annotations
 
 import errno
+import faulthandler
 import importlib
 import os
 import re
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from framework.errors import FrameworkError, RunError
 from framework.launch.child import Tee
-from framework.launch.heartbeat import beating
-from framework.launch.link import Link, environment_board
-from framework.launch.plan import RankArguments
-from framework.pulse import Pulse
+from framework.launch.plan import MonitorLink, RankArguments
+from framework.launch.store import host_store, open_run_store
+from framework.monitoring.rank_status import RankStatus, heartbeat
 
-# Where the innermost Python frame is when torch's collectives and stores raise, in C++ too: a backward pass exchanges
-# gradients, and what is ours waits for work that torch has begun.
+# Modules of the innermost Python frame when torch's collectives and stores raise, in C++ too: a backward pass exchanges
+# gradients, and ours wait for collectives.
 _PEERS = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "framework.distributed", "framework.strategies")
-_GLOO = re.compile(r"^\[[^\]\s]*\.cc:\d+\]|caused pair closure$")  # so it speaks, whoever has called it
+_GLOO = re.compile(r"^\[[^\]\s]*\.cc:\d+\]|caused pair closure$")  # its messages, whatever called it
+LEAVE_S = 10.0  # for a process to leave after its work
+_HOSTED: list[object] = []  # stores, to the end of the process: groups with threads may outlive the entry
 
 
-def rank_main(arguments: Mapping[str, Any], fd: int | None) -> int:
-    """Run one rank that the fork server made. `arguments`: entry, rank (RankArguments, plain); fd: of its pulse."""
-    rank = RankArguments.from_plain(arguments["rank"])
-    pulse = Pulse(fd)  # never closed: the stacks of one that doesn't leave can be asked for until it is gone
-    pulse.be_seen()
-    with beating(pulse):
-        return run_entry(arguments["entry"], rank, Link(pulse, partial(environment_board, rank.attempt)))
+def rank_main(arguments: Mapping[str, Any], status_fd: int, listener_fd: int | None = None) -> int:
+    """Run one rank in a child of the fork server.
+
+    arguments: entry, rank (RankArguments). listener_fd: a listening socket on which this rank hosts the store.
+    """
+    rank: RankArguments = arguments["rank"]
+    rank_status = RankStatus(status_fd)  # never closed: stacks can be asked for until the process ends
+    with heartbeat(rank_status):
+        link = MonitorLink(rank_status, partial(open_run_store, rank.attempt))
+        status = run_entry(arguments["entry"], rank, link, listener_fd=listener_fd)
+    threading.Thread(target=_end_anyway, args=(rank_status, status), daemon=True).start()
+    return status
 
 
-@contextmanager
-def watched(pulse: Pulse) -> Iterator[Pulse]:
-    """While this is entered, the pulse beats and stacks can be asked for; it is closed afterwards."""
-    try:
-        pulse.be_seen()
-        with beating(pulse):
-            yield pulse
-    finally:
-        pulse.close()
+def _end_anyway(rank_status: RankStatus, status: int) -> None:
+    """End this process if one of the user's threads or exit functions keeps it from exiting."""
+    time.sleep(LEAVE_S)
+    log = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
+    with suppress(OSError, ValueError):  # a full disk, or a stream that the user's code has closed
+        print(f"This process doesn't leave after its work: ended after {LEAVE_S:g} s", file=log, flush=True)
+        faulthandler.dump_traceback(log)
+    rank_status.mark_not_leaving()
+    os._exit(status)
 
 
-def run_entry(entry: str, rank: RankArguments, link: Link) -> int:
-    """Call `entry` ("module:function") as `entry(rank, link)`; gives the exit status for the process.
+def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd: int | None = None) -> int:
+    """Call `entry` ("module:function") as `entry(rank, link)`; return the exit status of the process.
 
-    Whatever comes out of the entry, SystemExit too, is this rank's failure. Without the record of having come to the
-    end, written here, so is an end of the process with status 0.
+    Whatever the entry raises, SystemExit too, is this rank's failure. The rank is marked as done only here, so leaving
+    early with status 0 is a failure, too.
     """
     module, _, name = entry.partition(":")
     pid = os.getpid()
     try:
+        if listener_fd is not None:
+            _HOSTED.append(host_store(socket.socket(fileno=listener_fd)))
         status = getattr(importlib.import_module(module), name)(rank, link)
     except BaseException as error:
-        if os.getpid() != pid:  # a process that the user's code has forked: its end isn't the rank's
+        if os.getpid() != pid:  # a process that the user's code forked: its end isn't the rank's
             raise
-        told = _full_disk(error, rank) or error
-        status = told.exit_status if isinstance(told, FrameworkError) else 1
-        _record(told, link=link, status=status)
+        failure = _full_disk(error, rank) or error
+        status = failure.exit_status if isinstance(failure, FrameworkError) else 1
+        _record(failure, link=link, status=status)
         return status
     if os.getpid() == pid:
-        link.pulse.be_done(status or 0)
+        link.rank_status.mark_done()
     return status or 0
 
 
 def _full_disk(error: BaseException, rank: RankArguments) -> RunError | None:
-    """What to tell of a disk without room, whichever file met it: logs, metrics, curves, predictions."""
+    """Return the error to report if the disk is full, whichever file was being written."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
-    told = RunError(
+    failure = RunError(
         f"Rank {rank.rank} can't write {error.filename or 'its files'}: {error.strerror}.\n"
-        f"Checkpoints that are there are whole. Make room for {rank.run_dir}, then resume the run."
+        f"Existing checkpoints are complete. Make room for {rank.run_dir}, then resume the run."
     )
-    told.__cause__ = error
-    return told
+    failure.__cause__ = error
+    return failure
 
 
-def _record(error: BaseException, *, link: Link, status: int) -> None:
-    """Say what happened: in this rank's log, and beside its pulse for the report.
+def _record(error: BaseException, *, link: MonitorLink, status: int) -> None:
+    """Write what happened to this rank's log, and beside its status for the report.
 
-    The terminal isn't written to: the parent shows the first failure, once.
+    The parent shows the first failure on the terminal, once.
     """
     expected = isinstance(error, FrameworkError)
     text = "".join(traceback.format_exception(error))
     stderr = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
-    with suppress(OSError, ValueError):  # of a full disk, say, which may be the very error; or letters not encodable
+    with suppress(OSError, ValueError):  # a full disk, or letters that can't be encoded
         stderr.write(text)
         stderr.flush()
-    link.pulse.fail(
+    link.rank_status.record_failure(
         {
             "time": time.time(),
-            "exception": _message(error) if expected else f"{type(error).__name__}: {_message(error)}",
+            "exception": str(error) if expected else f"{type(error).__name__}: {error}",
             "traceback": text,
             "of_peers": _of_peers(error),
             "expected": expected,
@@ -106,15 +117,15 @@ def _record(error: BaseException, *, link: Link, status: int) -> None:
 
 
 def _of_peers(error: BaseException) -> str:
-    """What torch's collectives and stores have said in this error, or in one that it was made of; empty for nothing.
+    """Return the messages of torch's collectives and stores in this error and its causes; empty if there are none.
 
-    Nobody else can have lost a rank: "connection refused" is also what a database of the user's says.
+    Only these mean that a peer was lost: the user's database may say "connection refused", too.
     """
-    return "\n".join(_message(each) for each in _chain(error) if _is_of_peers(each))
+    return "\n".join(str(each) for each in _chain(error) if _is_of_peers(each))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that a traceback shows with it."""
+    """Yield the error and those that a traceback shows with it."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -128,11 +139,4 @@ def _is_of_peers(error: BaseException) -> bool:
         return True
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = str(frames[-1].f_globals.get("__name__")) if frames else ""
-    return any(f"{module}.".startswith(f"{each}.") for each in _PEERS) or _GLOO.search(_message(error)) is not None
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as second:  # the user's own class: whatever its __str__ raises
-        return f"(its message can't be shown: __str__ raised {type(second).__name__})"
+    return any(f"{module}.".startswith(f"{each}.") for each in _PEERS) or _GLOO.search(str(error)) is not None

@@ -1,4 +1,4 @@
-"""Where a run's numbers go. Each logger is made on rank 0 only and gets the run directory as the keyword `run_dir`."""
+"""Where a run's numbers go. Loggers are built on rank 0 only, and get the run directory as the keyword `run_dir`."""
 
 from framework.loggers.console import ConsoleLogger
 from framework.loggers.jsonl import JsonlLogger

@@ -1,4 +1,4 @@
-"""Progress on rank 0's standard output: one line that is drawn anew on a terminal, else a plain line now and then."""
+"""Progress on rank 0's standard output: a redrawn line on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
 from framework.launch.child import Tee
-from framework.loggers.names import of_evaluation
 from framework.types import FitInfo, StepReport
 
 if TYPE_CHECKING:
@@ -22,40 +21,36 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.25
 _PLAIN_LINE_S = 5.0
 _RATE_WINDOW = 120  # redraws the rate is taken over: half a minute on a terminal
+_EVALUATED = ("val/", "test/")
 _SHOWN_FROM_TRAINING = {"train/loss": "loss", "train/lr": "lr"}
 
 
 @final
 class ConsoleLogger:
-    """Shows epoch, step, steps per second, time left, the loss and learning rate last logged; a line per evaluation.
+    """Show epoch, step, steps per second, time left, the last loss and learning rate; a line per evaluation.
 
-    Epochs are counted from 0, as everywhere: the last of 10 is shown as `epoch 9/9`. Steps are optimizer steps done.
+    Epochs are counted from 0, as everywhere: the last of 10 is `epoch 9/9`. Steps are optimizer steps done.
 
-    There is no drawing thread: `step` keeps the report and looks at the clock (0.1 µs), and draws four times a second
-    on a terminal (0.3 ms, a thousandth of the time) or every five seconds elsewhere. Tensors are never read.
-
-    redraws: if False, print plain lines on a terminal too, which don't disturb a debugger's prompt.
+    There is no drawing thread: `step` keeps the report and looks at the clock (0.1 µs); it draws four times a second
+    on a terminal (0.3 ms), every five seconds elsewhere. It never reads a tensor.
     """
 
     def __init__(self, redraws: bool = True) -> None:
+        """redraws: if False, print plain lines on a terminal too: they don't disturb a debugger's prompt."""
         self._redraws = redraws
         self._out: Any = sys.stdout  # a Tee in a rank that was forked: no TextIO for the type checker
         self._live: Live | None = None
         self._info: FitInfo | None = None
         self._report: StepReport | None = None
-        self._drawn_step = 0
-        self._interval_s = _PLAIN_LINE_S
         self._next_draw_s = math.inf
-        self._history: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
+        self._history: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)  # time and step of each line
         self._training: dict[str, float] = {}
 
     def fit_start(self, info: FitInfo) -> None:
         self._info = info
-        self._drawn_step = info.start_step
         self._history.append((monotonic(), info.start_step))
         self._live = _start_live(self) if self._redraws else None
-        self._interval_s = _REDRAW_S if self._live else _PLAIN_LINE_S
-        self._next_draw_s = monotonic() + self._interval_s
+        self._next_draw_s = monotonic() + (_PLAIN_LINE_S if self._live is None else _REDRAW_S)
 
     def step(self, report: StepReport) -> None:
         self._report = report
@@ -63,20 +58,17 @@ class ConsoleLogger:
             self._draw()
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
-        evaluation = of_evaluation(values)
+        evaluation = {name: value for name, value in values.items() if name.startswith(_EVALUATED)}
         self._training.update({name: values[name] for name in _SHOWN_FROM_TRAINING if name in values})
         if evaluation:
             self._print(f"epoch {epoch}  step {step}  {_numbers(evaluation)}")
 
     def text(self, tag: str, text: str) -> None:
-        """Nothing: texts are for where they can be looked up."""
-
-    def flush(self) -> None:
-        """Nothing: a terminal keeps no curve."""
+        """Do nothing: texts are for TensorBoard."""
 
     def close(self) -> None:
-        """Show the last state, and give the terminal back as it was; calling it again is fine."""
-        if self._info is not None and (self._live is not None or self._current_step() != self._drawn_step):
+        """Show the last state and restore the terminal; may be called again."""
+        if self._info is not None and (self._live is not None or self._position()[0] != self._history[-1][1]):
             self._draw()
         if self._live is not None:
             self._live.stop()
@@ -85,13 +77,11 @@ class ConsoleLogger:
         self._next_draw_s = math.inf
 
     def line(self) -> str:
-        """The state in one line, as it is shown."""
+        """Return the state in one line, as it is shown."""
         assert self._info is not None
-        step, rate = self._current_step(), self._rate()
-        total = self._info.total_steps
+        (step, epoch), rate, total = self._position(), self._rate(), self._info.total_steps
         last = "" if self._info.max_epochs is None else f"/{self._info.max_epochs - 1}"  # both are counted from 0
-        parts = [f"epoch {self._epoch()}{last}"]
-        parts.append(f"step {step}" + (f"/{total}" if total else ""))
+        parts = [f"epoch {epoch}{last}", f"step {step}" + (f"/{total}" if total else "")]
         if rate:
             parts.append(f"{rate:.4g} steps/s")
         if rate and total:
@@ -100,7 +90,7 @@ class ConsoleLogger:
         return "  ".join(part for part in parts if part)
 
     def table(self) -> Table:
-        """The state as a bar and the line, for a terminal."""
+        """Return the state as a bar and the line, for a terminal."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -109,55 +99,50 @@ class ConsoleLogger:
         table = Table.grid(padding=(0, 1))
         text = Text(self.line(), no_wrap=True, overflow="ellipsis")
         if self._info.total_steps:
-            table.add_row(ProgressBar(total=self._info.total_steps, completed=self._current_step(), width=20), text)
+            table.add_row(ProgressBar(total=self._info.total_steps, completed=self._position()[0], width=20), text)
         else:
             table.add_row(text)
         return table
 
     def _draw(self) -> None:
-        now_s, step = monotonic(), self._current_step()
-        self._history.append((now_s, step))
-        self._next_draw_s = now_s + self._interval_s
-        self._drawn_step = step
-        if self._live is not None:
-            self._live.refresh()
-        else:
+        self._history.append((monotonic(), self._position()[0]))
+        if self._live is None:
             self._print(self.line())
+        else:
+            self._live.refresh()
+        self._next_draw_s = self._history[-1][0] + (_PLAIN_LINE_S if self._live is None else _REDRAW_S)
 
-    def _current_step(self) -> int:
-        assert self._info is not None
-        return self._info.start_step if self._report is None else self._report.step
-
-    def _epoch(self) -> int:
-        assert self._info is not None
+    def _position(self) -> tuple[int, int]:
+        """Return the step and the epoch."""
         if self._report is not None:
-            return self._report.epoch
-        per_epoch = self._info.steps_per_epoch
-        return 0 if per_epoch is None else self._info.start_step // max(per_epoch, 1)  # of a stream: until a step tells
+            return self._report.step, self._report.epoch
+        assert self._info is not None
+        step, per_epoch = self._info.start_step, self._info.steps_per_epoch
+        return step, step // per_epoch if per_epoch else 0  # a stream's epoch is known after a step
 
     def _rate(self) -> float | None:
-        """Steps per second over the last redraws, evaluations included: what the time left depends on."""
+        """Return steps per second over the last redraws, evaluations included."""
         (first_s, first_step), (last_s, last_step) = self._history[0], self._history[-1]
         return (last_step - first_step) / (last_s - first_s) if last_step > first_step and last_s > first_s else None
 
     def _print(self, line: str) -> None:
         if self._live is None:
-            with suppress(OSError):  # of a full disk, or of a pipe that nobody reads: no reason to end the training
+            with suppress(OSError):  # a full disk or a broken pipe must not end training
                 print(line, file=self._out, flush=True)
             return
-        self._live.console.print(line, highlight=False)  # above the line that is drawn anew
+        self._live.console.print(line, highlight=False)  # above the line that is redrawn
         if isinstance(self._out, Tee):
             self._out.write_log(f"{line}\n")
 
 
 def _start_live(logger: ConsoleLogger) -> Live | None:
-    """A line that can be drawn anew; None where standard output is no terminal that can do that."""
+    """Return a line that is redrawn; None if standard output isn't a terminal that can do that."""
     if not sys.stdout.isatty():
         return None
     from rich.console import Console
     from rich.live import Live
 
-    # What is drawn over and over belongs on the terminal, not in the log that what is printed goes to as well.
+    # On the terminal alone: the log, which gets what is printed too, would hold every redraw.
     out: Any = sys.stdout
     console = Console(file=out.terminal if isinstance(out, Tee) else out)
     if not console.is_terminal or console.is_dumb_terminal:

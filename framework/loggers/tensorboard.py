@@ -1,22 +1,27 @@
-"""Curves and texts for TensorBoard."""
+"""Curves and texts for TensorBoard, through `torch.utils.tensorboard.SummaryWriter`."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
 from textwrap import indent
-from typing import final
+from types import ModuleType
+from typing import Any, final
 
-from framework.loggers.events import EventFile
-from framework.loggers.names import of_evaluation
-from framework.run_dir import RunDir
+from framework.system.json_lines import report
+from framework.system.run_dir import RunDir
 from framework.types import FitInfo
 
-_OF_RANKS = "skew/"
-_CHARTS = {
+_FLUSH_S = 5
+_RANK_METRICS = "skew/"
+_RANK_CHARTS = {
     "ranks": {
-        "own time beyond the others', of a step": r"skew/(worst|rank_\d+)",
-        "shares of a step": r"time/.*",
+        "own time beyond the others', of a step": ["Multiline", [r"skew/(worst|rank_\d+)"]],
+        "shares of a step": ["Multiline", [r"time/.*"]],
     }
 }
 
@@ -25,88 +30,118 @@ _CHARTS = {
 class TensorBoardLogger:
     """Writes event files to the run's tensorboard folder: scalars under the names they come with, texts as code blocks.
 
-    After a resume TensorBoard shows no step twice: what was written beyond the step the run goes on from is hidden.
-    What that step has already is not written again. A file is begun with the first numbers to write; texts from before
-    `fit_start` wait for it, so none is hidden. A full disk ends nothing (see `Appender`). Where times of ranks are
-    logged, a chart of all of them is under "Custom Scalars".
+    A resumed run hides what was logged after the step it resumes from. If times of ranks are logged, "Custom Scalars"
+    has a chart of all of them.
+
+    A full disk is reported once and doesn't end training: the event file is abandoned, and `flush`, which comes before
+    each checkpoint and evaluation, tries a new one. Numbers logged meanwhile are in `metrics.jsonl` only.
     """
 
     def __init__(self, *, run_dir: RunDir) -> None:
         self._folder = run_dir.tensorboard
-        self._writer: EventFile | None = None
-        self._waiting_texts: list[tuple[str, str]] = []
-        self._start_step = 0
-        self._resumed = False
+        self._writer: Any = None  # a SummaryWriter
+        self._pending_texts: list[tuple[str, str]] = []
+        self._pending_scalars: list[tuple[dict[str, float], int, float]] = []  # values, step, time
+        self._written_s = time.monotonic()
+        self._start_step: int | None = None
+        self._purge_step: int | None = None  # TensorBoard hides what older files have from this step on
         self._has_charts = False
+        self._is_refused = False
 
     def fit_start(self, info: FitInfo) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._drop_writer()
         self._start_step, self._has_charts = info.start_step, False
-        self._resumed = self._folder.is_dir()
-        # TensorBoard hides the steps from purge_step on; the one started from was logged before.
-        self._writer = self._open(purge_step=info.start_step + 1 if self._resumed else None)
+        self._purge_step = info.start_step + 1 if self._folder.is_dir() else None
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
-        if self._writer is None:
+        if self._start_step is None:
             self._start_step = step
-        writer = self._opened()
-        if self._resumed and step == self._start_step:  # seldom: where nothing but the test was left to do
-            known = self._scalars_at(step)
-            values = {name: value for name, value in values.items() if name not in known}
-        if not self._has_charts and any(name.startswith(_OF_RANKS) for name in values):
-            writer.charts(_CHARTS)
-            self._has_charts = True
-        if values:
-            writer.scalars(values, step=step)
-        if of_evaluation(values):
-            writer.flush()
+        if values and not self._is_refused:
+            # Written together, since waking the writer's thread for each log costs a small step 5 % of its time.
+            self._pending_scalars.append((dict(values), step, time.time()))
+            if time.monotonic() - self._written_s > _FLUSH_S:
+                self._write(self._add_scalars)
 
     def text(self, tag: str, text: str) -> None:
-        if self._writer is None:
-            self._waiting_texts.append((tag, text))
-        else:
-            self._write_text(self._writer, tag, text)
+        self._pending_texts.append((tag, text))
 
     def flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        if self._writer is not None or self._pending_scalars or self._is_refused:
+            self._write(self._add_all)
 
     def close(self) -> None:
-        """Write everything out; another call, or one without anything to write, is fine."""
-        if self._waiting_texts:
-            self._opened()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Write everything out; calling it again is fine."""
+        if self._writer is not None or self._pending_scalars or self._pending_texts:
+            self._write(self._add_all)
+        self._drop_writer()
 
-    def _opened(self) -> EventFile:
-        if self._writer is None:
-            self._writer = self._open(purge_step=None)
-        return self._writer
-
-    def _scalars_at(self, step: int) -> set[str]:
-        """Names that have a value at this step, as TensorBoard shows it."""
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(self._folder), size_guidance={"scalars": 0})
-        told = logging.getLogger("tensorboard")
-        level = told.level
-        told.setLevel(logging.ERROR)  # it warns of the very steps that a resumed run takes back
+    def _write(self, write: Callable[[], object]) -> None:
+        """Open a writer if there is none, and call `write`. On a full disk, report that and give up the file."""
         try:
-            events.Reload()
-        finally:
-            told.setLevel(level)
-        names = events.Tags()["scalars"]
-        return {name for name in names if any(event.step == step for event in events.Scalars(name))}
+            if self._writer is None:
+                self._open()
+            write()
+        except OSError as error:
+            if not self._is_refused:
+                self._is_refused = True
+                report(f"{self._folder} can't be written: {error.strerror or error}. TensorBoard will lack numbers")
+            self._pending_scalars.clear()
+            self._drop_writer()
 
-    def _open(self, *, purge_step: int | None) -> EventFile:
-        writer = EventFile(self._folder, purge_step=purge_step)
-        for tag, text in self._waiting_texts:
-            self._write_text(writer, tag, text)
-        self._waiting_texts.clear()
-        return writer
+    def _open(self) -> None:
+        # With this module, tensorboard doesn't import tensorflow for its file functions, which takes seconds.
+        sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
+        from torch.utils.tensorboard import SummaryWriter  # takes 0.2 s: after the first steps
 
-    def _write_text(self, writer: EventFile, tag: str, text: str) -> None:
-        # Indented, not fenced: a fence would end at the first fence inside the text.
-        writer.text(tag, indent(text, "    ", lambda _: True), step=self._start_step)
+        _silence_writer_threads()
+        self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step, flush_secs=_FLUSH_S)
+        self._add_texts()
+        self._purge_step = None
+        self._has_charts = False
+        if self._is_refused:
+            self._is_refused = False
+            report(f"{self._folder} is written again")
+
+    def _drop_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):  # of a full disk
+                writer.file_writer.close()
+
+    def _add_texts(self) -> None:
+        """Write the texts that came since the last flush, and flush."""
+        for tag, text in self._pending_texts:
+            # Indented, not fenced: a fence would end at the first fence inside the text.
+            self._writer.add_text(tag, indent(text, "    ", lambda _: True), self._start_step or 0)
+        self._writer.flush()
+        self._pending_texts.clear()
+
+    def _add_scalars(self) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for values, step, time_s in self._pending_scalars:
+            if not self._has_charts and any(name.startswith(_RANK_METRICS) for name in values):
+                self._writer.add_custom_scalars(_RANK_CHARTS)
+                self._has_charts = True
+            # One event for all of them: `add_scalar`, with one for each, takes five times as long.
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+            self._writer.file_writer.add_summary(summary, step, time_s)
+        self._pending_scalars.clear()
+        self._written_s = time.monotonic()
+
+    def _add_all(self) -> None:
+        self._add_scalars()
+        self._add_texts()
+
+
+@cache
+def _silence_writer_threads() -> None:
+    """Print no traceback of a writer's thread that a full disk ends: the writer's next call raises that error."""
+    before = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        is_writer = type(arguments.thread).__module__.startswith("tensorboard.")
+        if not (is_writer and isinstance(arguments.exc_value, OSError)):
+            before(arguments)
+
+    threading.excepthook = hook

@@ -1,16 +1,14 @@
-"""How replicas stay equal: `strategy=` chooses one. Contract: `framework.types.Strategy`."""
+"""How replicas stay equal: `strategy=` chooses one. Start with `base`, the class that all inherit from."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from framework.strategies.allreduce import AllReduce
-from framework.strategies.auto import auto
-from framework.strategies.butterfly import Butterfly
+from framework.strategies.allreduce import AllReduce, Butterfly
 from framework.strategies.ddp import DDP
 from framework.strategies.local_sgd import LocalSGD
-from framework.strategies.single import Single
+from framework.strategies.single import Single, auto
 
 if TYPE_CHECKING:
     from framework.strategies.fsdp import FSDP
@@ -18,11 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DDP", "FSDP", "AllReduce", "Butterfly", "LocalSGD", "Pipeline", "Single", "auto"]
 
-_LATE = ("FSDP", "Pipeline")  # what they need of torch takes most of a second to import
+_LAZY = ("FSDP", "Pipeline")  # what they need of torch takes most of a second to import
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATE:
+    if name in _LAZY:
         return getattr(import_module(f"{__name__}.{name.lower()}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,20 +1,115 @@
-"""Data parallelism without DDP: every gradient is averaged with `all_reduce` after the backward."""
+"""Data parallelism without DDP: gradients are averaged after the backward, by all-reduce or a butterfly of pairs."""
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from framework.strategies.averaged import Averaged
+from framework.distributed.butterfly import MEAN, butterfly_all_reduce
+from framework.distributed.context import Context
+from framework.distributed.process_group import duplicate_group
+from framework.strategies.averaging import (
+    MB,
+    Bucket,
+    SyncedBuffers,
+    average,
+    begin_all_reduce_mean,
+    broadcast_model,
+    gradient_buckets,
+)
+from framework.strategies.base import NO_CONTEXT
+from framework.strategies.parameters import check_same_change, trained
+from framework.types import Waiting
+
+
+class AllReduce(SyncedBuffers):
+    """Average gradients by the backend's all-reduce, after the backward; DDP exchanges while it runs.
+
+    Every rank begins with rank 0's parameters and buffers. A gradient that some ranks lack counts as zeros there; one
+    that all lack stays None, so that the optimizer skips its parameter.
+
+    Args:
+        broadcast_buffers: Give all ranks rank 0's buffers (BatchNorm's statistics) before the first forward of a step;
+            false leaves each rank its own after the start.
+        bucket_cap_mb: Gradients are copied to flat tensors of at most this many MiB, each reduced in one call; 0 makes
+            a call for each gradient.
+    """
+
+    name = "allreduce"  # in messages
+    copies_gradients = True
+
+    def __init__(self, *, context: Context, broadcast_buffers: bool = True, bucket_cap_mb: float = 25) -> None:
+        super().__init__(context, broadcast_buffers=broadcast_buffers)
+        self._is_alone = context.world_size == 1
+        self._cap_bytes = bucket_cap_mb * MB
+        self._buckets: list[Bucket] = []
+
+    def begin_mean(self, values: Tensor) -> dist.Work | None:
+        """Start to replace `values` by their mean over ranks; return what to wait for, or None if it is done."""
+        return begin_all_reduce_mean(values)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the same module, with rank 0's weights and buffers.
+
+        Raises ConfigError if no parameter is trained, and for an embedding with sparse gradients.
+        """
+        self._make_buckets(model)
+        if not self._is_alone:
+            broadcast_model(model)
+            self._has_buffers = any(True for _ in model.buffers())
+        return model
+
+    def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
+        """Return the same module; from here on, gradients of the parameters that are trained now are averaged."""
+        check_same_change(changed, self._context)
+        self._make_buckets(model)
+        return model
+
+    def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
+        """Exchange gradients at the exit, if `synchronise` and without an error; else they add up on each rank."""
+        self._begin_forward(model, synchronise=synchronise)
+        return self._exchange_at_exit() if synchronise and not self._is_alone else NO_CONTEXT
+
+    def observe_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
+        """Report each exchange as waiting: what a rank computes for it is little, and the same on all."""
+        self._waiting = waiting
+        return True
+
+    def _make_buckets(self, model: nn.Module) -> None:
+        if self._is_alone:
+            trained(model, strategy=self.name)
+        else:
+            self._buckets = gradient_buckets(model, strategy=self.name, cap_bytes=self._cap_bytes)
+
+    @contextmanager
+    def _exchange_at_exit(self) -> Iterator[None]:
+        yield
+        if self._waiting is not None:
+            self._waiting.begin_waiting()
+        average(self._buckets, self.begin_mean)
 
 
 @final
-class AllReduce(Averaged):
-    """The backend's own all-reduce. Nothing is exchanged while backward runs, as DDP does."""
+class Butterfly(AllReduce):
+    """Average gradients by sends and receives between pairs of ranks (`framework.distributed.butterfly`).
+
+    Every rank gets the same bits. The exchange has a group of its own: gloo counts each send as a collective, ranks
+    make unequal numbers of them unless their number is a power of two, and the monitor finds the rank that is behind by
+    the default group's count.
+    """
+
+    name = "butterfly"
 
     def begin_mean(self, values: Tensor) -> dist.Work | None:
-        # Before they are added, as DDP does: sums of many may be beyond the greatest number of a 16-bit type.
-        values.div_(self._context.world_size)
-        return dist.all_reduce(values, async_op=True)
+        butterfly_all_reduce(values, op=MEAN, group=self.groups[0])
+        return None
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        super().wrap(model)
+        if not self._is_alone:
+            self.groups = [duplicate_group()]
+        return model

@@ -4,44 +4,42 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
-from framework.distributed.group import second_group
-from framework.errors import ConfigError, TopologyError
-from framework.strategies.buffers import broadcast, buffers_of_ranks, restore_buffers
-from framework.strategies.hooks import butterfly, find_hook, powersgd_options
-from framework.strategies.powersgd import PowerSGD
-from framework.strategies.trained import check_dense, check_same_change, trained
+from framework.errors import ConfigError
+from framework.strategies.averaging import SyncedBuffers
+from framework.strategies.comm_hooks import HOOKS, POWERSGD, PowerSGD, parse_comm_hook
+from framework.strategies.parameters import check_dense, check_one_device, check_same_change, trained
 from framework.types import Waiting
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 _UNUSED = re.compile(
     r"Expected to have finished reduction in the prior iteration.*for rank \d+:\s*([\d\s]*\d)", re.DOTALL
 )
-"""How torch tells parameters that got no gradient: by their place among those to train."""
+"""Torch identifies parameters without a gradient by their index among the trained ones."""
 
 
-@final
-class DDP:
-    """Keywords are DistributedDataParallel's; the process group must exist when `wrap` is called.
+class DDP(SyncedBuffers):
+    """Average gradients by DistributedDataParallel, while the backward runs. The keywords are its own, except:
 
-    broadcast_buffers: give every rank rank 0's buffers (BatchNorm's statistics) before each forward; false leaves
-    each rank its own after the start. comm_hook: what exchanges gradients in place of an all-reduce of their own type,
-    one of `framework.strategies.hooks`. sync_batchnorm: BatchNorm takes its statistics over all ranks' samples.
+    Args:
+        broadcast_buffers: Give all ranks rank 0's buffers (BatchNorm's statistics) before the first forward of a step;
+            false leaves each rank its own after the start.
+        comm_hook: What exchanges gradients in place of an all-reduce of their own type, from
+            `framework.strategies.comm_hooks`.
+        sync_batchnorm: Compute BatchNorm's statistics over the samples of all ranks.
 
-    Torch lays gradients out in buckets anew after the first backward, in the order in which they came; the layout
-    decides the order in which values of three or more ranks are added. So that order is part of a checkpoint.
+    DDP rebuilds its buckets after the first backward, in the order in which the gradients came. The buckets decide the
+    order in which values of three or more ranks are added, so that order is part of a checkpoint.
     """
 
     def __init__(
@@ -58,12 +56,11 @@ class DDP:
     ) -> None:
         if sync_batchnorm:
             _check_sync_batchnorm(context)
-        self._context = context
+        super().__init__(context, broadcast_buffers=broadcast_buffers)
         self._syncs_batchnorm = self.mixes_samples = sync_batchnorm
         self.copies_gradients = not gradient_as_bucket_view
-        self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
-        # Shared statistics come out alike on all ranks.
-        self.buffers_differ = context.world_size > 1 and not broadcast_buffers and not sync_batchnorm
+        if sync_batchnorm:
+            self.buffers_differ = False  # statistics over all samples are the same on all ranks
         self._options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -71,77 +68,67 @@ class DDP:
             "static_graph": static_graph,
             **_buffer_option(broadcast_buffers),
         }
-        # After how many exchanges torch lays out anew. It keeps its first layout where it looks for unused parameters;
-        # of a static graph the first exchange only counts, and the second notes the order.
-        self._settled_after = 2 if static_graph else int(not find_unused_parameters)
-        options = powersgd_options(comm_hook)
+        # After how many exchanges DDP rebuilds its buckets: never if it looks for unused parameters; with a static
+        # graph the first exchange only counts gradients, and the second notes their order.
+        self._rebuilt_after = 2 if static_graph else int(not find_unused_parameters)
+        self._hook, hook_options = parse_comm_hook(comm_hook)
         self._powersgd = None
-        if options is not None:
-            self._powersgd = PowerSGD(options, context=context, settled_after=self._settled_after, cap_mb=bucket_cap_mb)
+        if self._hook == POWERSGD:
+            self._powersgd = PowerSGD(hook_options, context=context, cap_mb=bucket_cap_mb)
         self.gradients_kept = int(self._powersgd is not None and self._powersgd.keeps_errors)
-        self.groups: Sequence[dist.ProcessGroup] = ()
-        self._comm_hook = find_hook(comm_hook) if isinstance(comm_hook, str) and options is None else None
-        # Butterfly and PowerSGD exchange in the midst of backward, SyncBatchNorm of forward too: what a rank computes
-        # can't be told from what it waits.
-        self._knows_waiting = self._powersgd is None and comm_hook != "butterfly" and not sync_batchnorm
-        self._waiting: Waiting | None = None
-        self._has_told = True
+        self._has_reported = True  # in this step
         self._exchanges = 0
-        self._watched = _NOTHING  # around every forward and backward
-        self._told = _NOTHING  # around those that exchange
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
-        self._hooks: list[RemovableHandle] = []  # on parameters
+        self._handles: list[RemovableHandle] = []  # of hooks on parameters
 
     def check_precision(self, precision: Precision) -> None:
-        """Raise ConfigError for a scaled loss with a hook that goes on with what it has of gradients before."""
+        """Raise ConfigError for a scaled loss with a hook that keeps errors of earlier gradients."""
         if self._powersgd is not None and precision is Precision.FP16_MIXED:
             raise ConfigError(
-                f"trainer.precision={precision.value} scales the loss, by another number at times, and leaves out a "
-                "step whose gradients overflow. strategy.comm_hook=powersgd makes each step's gradients with what it "
-                "kept of those before: after an overflow they would never be finite again.\n"
+                f"trainer.precision={precision.value} scales the loss and skips a step whose gradients overflow. "
+                "strategy.comm_hook=powersgd adds the errors of earlier steps to the gradients: after an overflow they "
+                "would never be finite again.\n"
                 "Use trainer.precision=bf16-mixed, or another strategy.comm_hook."
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Raises ConfigError for a model without parameters to train: there would be nothing to average.
+        """Return the model in DistributedDataParallel.
 
-        And where statistics of BatchNorm are to be shared and there is none, and for an embedding that says that its
-        gradients are sparse with a hook for dense ones.
+        Raises ConfigError for a model without parameters to train, and for an embedding with sparse gradients if the
+        hook needs dense ones.
         """
         if self._syncs_batchnorm:
-            model = _with_sync_batchnorm(model)
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return self._wrapped(model)
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
         """Wrap the same model in a new DistributedDataParallel. PowerSGD starts from scratch, with new buckets."""
         check_same_change(changed, self._context)
-        for handle in self._hooks:
+        for handle in self._handles:
             handle.remove()
-        self._hooks.clear()
+        self._handles.clear()
         vars(model).pop("_sync_buffers", None)  # it refers to `model`: that cycle would keep the old buckets alive
         # No synchronisation: weights are equal already, and buffers may be each rank's own.
         wrapped = self._wrapped(self.unwrap(model), init_sync=False)
         if self._waiting is not None:
-            self.tell_waiting(wrapped, self._waiting)
+            self.observe_waiting(wrapped, self._waiting)
         return wrapped
 
     def _wrapped(self, model: nn.Module, *, init_sync: bool = True) -> nn.Module:
         trained(model, strategy="ddp")
-        if self._powersgd is not None or self._comm_hook is butterfly:
-            hook = "powersgd" if self._powersgd is not None else "butterfly"
-            check_dense(model, strategy=f"ddp with comm_hook={hook}")
+        if self._powersgd is not None:
+            check_dense(model, strategy=f"ddp with comm_hook={self._hook}")
         self._exchanges, self._order = 0, []
-        wrapped = DistributedDataParallel(model, device_ids=self._device_ids(), init_sync=init_sync, **self._options)
-        if self._comm_hook is not None:
-            if self._comm_hook is butterfly and not self.groups:
-                self.groups = [second_group()]  # see Butterfly
-            wrapped.register_comm_hook(next(iter(self.groups), None), self._comm_hook)
+        devices = self._context.devices
+        # DDP refuses device_ids for a replica on the CPU or on several devices.
+        device_ids = [devices[0].index] if len(devices) == 1 and devices[0].index is not None else None
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, init_sync=init_sync, **self._options)
         if self._powersgd is not None:
             self._powersgd.register(wrapped)
-        if self._settled_after:
+        elif self._hook is not None:
+            wrapped.register_comm_hook(None, HOOKS[self._hook])
+        if self._rebuilt_after:
             self._note_order(wrapped)
-        if not self._options["find_unused_parameters"]:
-            self._watched = self._told = _NamesUnused(wrapped)
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -150,90 +137,85 @@ class DDP:
             return module
         return model
 
-    def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
-        """ConfigError comes out of it where parameters had no gradient in the step before, and DDP awaited one."""
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, synchronise: bool) -> Iterator[None]:
+        """Exchange gradients in the backward if `synchronise`. Raises ConfigError if some were missing before."""
+        assert isinstance(model, DistributedDataParallel)
         # Torch records a static graph in the first backward, which must exchange gradients.
-        is_first_of_static = self._options["static_graph"] and not self._exchanges
-        if synchronise or is_first_of_static or not isinstance(model, DistributedDataParallel):
+        exchanges = synchronise or (self._options["static_graph"] and not self._exchanges)
+        if exchanges:
             self._exchanges += 1
-            self._has_told = False
-            return self._told
-        both = ExitStack()
-        both.enter_context(self._watched)
-        both.enter_context(model.no_sync())
-        return both
+            self._has_reported = False
+        try:
+            with nullcontext() if exchanges else model.no_sync():
+                yield
+        except RuntimeError as error:
+            if not self._options["find_unused_parameters"]:
+                _check_unused(model.module, error)
+            raise
+        if exchanges and self._waiting is not None and not self._has_reported:
+            self._waiting.waiting_unknown()
 
-    def tell_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
-        """A rank waits from where its own gradients are all there; and for rank 0's buffers, before a forward.
+    def observe_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
+        """Report waiting from when all of this rank's gradients are there, and for rank 0's buffers before a forward.
 
-        In a backward that gives the model's last parameter no gradient the former isn't known, which is told at once:
-        the step may be the last that is counted together with those before.
+        If a backward leaves the model's last parameter without a gradient, the former is unknown; that is reported at
+        once, since the step may be the last of those that are counted together.
         """
-        if not self._knows_waiting or not isinstance(model, DistributedDataParallel):
+        # PowerSGD exchanges within the backward, SyncBatchNorm within the forward too: computing can't be told from
+        # waiting.
+        if self._powersgd is not None or self._syncs_batchnorm:
             return False
+        assert isinstance(model, DistributedDataParallel)
         self._waiting = waiting
-        self._told = _LosesCount(self._watched, self._lose_count)
         last = [parameter for parameter in model.module.parameters() if parameter.requires_grad][-1]
-        self._hooks.append(last.register_post_accumulate_grad_hook(self._await_own_gradients))
+        self._handles.append(last.register_post_accumulate_grad_hook(self._report_when_backward_ends))
         if self._broadcasts_buffers and any(True for _ in model.buffers()):
-            vars(model)["_sync_buffers"] = partial(_told, model._sync_buffers, waiting)
+            sync_buffers: Callable[[], None] = model._sync_buffers
+
+            def reported() -> None:
+                with self._reported_as_waiting():
+                    sync_buffers()
+
+            vars(model)["_sync_buffers"] = reported
         return True
 
-    def take_buffers(self, model: nn.Module, *, source: int) -> bool:
-        """Give every rank rank `source`'s buffers, where they are kept equal. The first one's come with the step."""
-        if self._broadcasts_buffers and source:
-            give = partial(broadcast, self.unwrap(model).buffers(), source=source)
-            give() if self._waiting is None else _told(give, self._waiting)
-        return self._broadcasts_buffers
-
-    def before_evaluation(self, model: nn.Module) -> None:
-        """Give every rank rank 0's buffers (BatchNorm's statistics), which its last forward left different."""
-        if self._broadcasts_buffers:
-            broadcast(self.unwrap(model).buffers())
-
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """What decides how sums come out: the order of gradients, what a hook keeps; and each rank's own buffers."""
-        exchanges = min(self._exchanges, self._settled_after)
-        state: dict[str, Any] = {"gradient_order": list(self._order), "exchanges": exchanges}
-        if not self._broadcasts_buffers:
-            state["buffers"] = buffers_of_ranks(self.unwrap(model), self._context)
+        """Return what decides the sums, the order of gradients and a hook's state, and each rank's own buffers."""
+        exchanges = min(self._exchanges, self._rebuilt_after)
+        state = {"gradient_order": list(self._order), "exchanges": exchanges, **super().state_dict(model)}
         if self._powersgd is not None:
             state["powersgd"] = self._powersgd.state_dict()
         return state
 
     @torch.no_grad()
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Have torch lay out the gradients as in the run that is gone on with; give this rank its own buffers back.
+        """Have DDP rebuild its buckets as in the saved run, and restore a hook's state and this rank's buffers.
 
-        Takes an exchange of the size of the gradients, which are none afterwards; two with a static graph. Buffers of
-        another number of ranks are left as they are.
+        Takes an exchange of the size of the gradients, two with a static graph; afterwards the gradients are None.
         """
         order = state.get("gradient_order", [])
         if order and isinstance(model, DistributedDataParallel):
-            self._exchanges = min(state["exchanges"], self._settled_after)
+            self._exchanges = min(state["exchanges"], self._rebuilt_after)
             for _ in range(self._exchanges):
                 with torch.enable_grad():
                     _exchange_in_order(model, order)
             self._order = list(order)
         if self._powersgd is not None and "powersgd" in state:
             self._powersgd.load_state_dict(state["powersgd"])
-        if not self._broadcasts_buffers:
-            restore_buffers(self.unwrap(model), state.get("buffers", []), self._context)
+        super().load_state_dict(model, state)
 
-    def _await_own_gradients(self, _: Tensor) -> None:
-        """In a backward: what is queued comes when all gradients are there, in the order in which it was queued. DDP
-        queues its waiting for the exchange when the last parameter is done, which is after any hook of one."""
+    def _report_when_backward_ends(self, _: Tensor) -> None:
+        """Queue the report: the engine runs queued callbacks when all gradients are there, in order.
+
+        DDP queues its waiting for the exchange when the last parameter is done, after any hook of a parameter.
+        """
         assert self._waiting is not None
-        self._has_told = True
+        self._has_reported = True
         torch.autograd.Variable._execution_engine.queue_callback(self._waiting.begin_waiting)
 
-    def _lose_count(self) -> None:
-        if not self._has_told:
-            assert self._waiting is not None
-            self._waiting.lose_count()
-
     def _note_order(self, model: DistributedDataParallel) -> None:
-        """Remember the order in which gradients come for the first exchange: one call for each, and none after it."""
+        """Note the order in which gradients come for the first exchange, by hooks that are removed then."""
 
         def note(name: str, _: Tensor) -> None:
             if model.require_backward_grad_sync:
@@ -245,29 +227,22 @@ class DDP:
             for name, parameter in model.module.named_parameters()
             if parameter.requires_grad
         }
-        self._hooks += handles.values()
-
-    def _device_ids(self) -> list[int] | None:
-        """Only for a replica that is one GPU: DDP refuses it for a CPU replica and one over several devices."""
-        devices = self._context.devices
-        if len(devices) != 1 or devices[0].index is None:
-            return None
-        return [devices[0].index]
+        self._handles += handles.values()
 
 
 @final
-class _StandIn(nn.Module):
+class _OrderedGradients(nn.Module):
     """Takes the model's place for one backward, in which gradients come in a given order."""
 
     def __init__(self, model: nn.Module, order: Sequence[str]) -> None:
         super().__init__()
-        self.model = model  # where DDP finds the buffers
+        self.model = model  # for DDP, which looks for the buffers
         parameters = dict(model.named_parameters())
         self._in_order = [parameters[name] for name in order]
 
     def forward(self) -> Tensor:
         total = torch.zeros((), device=self._in_order[0].device)
-        # Autograd works off what was made last first.
+        # Autograd runs the nodes that were made last first.
         for parameter in reversed(self._in_order):
             values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
             total = total + values.sum().to(total.device)
@@ -275,10 +250,10 @@ class _StandIn(nn.Module):
 
 
 def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
-    """One backward through DDP without the model's own code, data or draws, after which it lays out by `order`."""
+    """Run one backward through DDP without the model's own code, after which its buckets follow `order`."""
     module, compiled = model.module, model._compiled_call_impl
-    # Not through a compiled call either: that would decide about the order itself.
-    model.module, model._compiled_call_impl = _StandIn(module, order), None
+    # Not through a compiled call, which would decide on the order itself.
+    model.module, model._compiled_call_impl = _OrderedGradients(module, order), None
     try:
         model().backward()
     finally:
@@ -286,79 +261,35 @@ def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> 
         model.zero_grad(set_to_none=True)
 
 
-def _told(synchronise: Callable[[], None], waiting: Waiting) -> None:
-    waiting.begin_waiting()
-    synchronise()
-    waiting.end_waiting()
-
-
-@final
-class _NamesUnused:
-    """Where DDP refuses a forward as parameters had no gradient before, says which, and what to set."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        told = _UNUSED.search(str(error)) if isinstance(error, RuntimeError) else None
-        if told is None:
-            return
-        names = [name for name, parameter in self._model.module.named_parameters() if parameter.requires_grad]
-        unused = [names[int(place)] for place in told[1].split() if int(place) < len(names)]
-        raise ConfigError(
-            f"strategy=ddp awaits a gradient of every parameter, and in the step before {len(unused)} of {len(names)} "
-            f"had none: {', '.join(unused)}.\n"
-            "Use strategy=ddp strategy.find_unused_parameters=true where the forward leaves out some at times; "
-            "requires_grad=False for what is never trained; or strategy=allreduce, which needs no such setting."
-        ) from error
-
-
-@final
-class _LosesCount:
-    """Around what `watched` is around: asks where that is left without an error. Entered anew for every step."""
-
-    def __init__(self, watched: AbstractContextManager[Any], ask: Callable[[], None]) -> None:
-        self._watched = watched
-        self._ask = ask
-
-    def __enter__(self) -> None:
-        self._watched.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._watched.__exit__(kind, error, trace)
-        if kind is None:
-            self._ask()
+def _check_unused(model: nn.Module, error: RuntimeError) -> None:
+    """Raise ConfigError if DDP refused a forward because parameters had no gradient before, with their names."""
+    found = _UNUSED.search(str(error))
+    if found is None:
+        return
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    unused = [names[int(index)] for index in found[1].split() if int(index) < len(names)]
+    raise ConfigError(
+        f"strategy=ddp needs a gradient of every parameter, and in the step before {len(unused)} of {len(names)} "
+        f"had none: {', '.join(unused)}.\n"
+        "Use strategy=ddp strategy.find_unused_parameters=true if the forward sometimes leaves some out; "
+        "requires_grad=False for what is never trained; or strategy=allreduce, which needs no such setting."
+    ) from error
 
 
 def _check_sync_batchnorm(context: Context) -> None:
     if context.topology.gpus_per_node == 0:
         raise ConfigError(
-            "strategy.sync_batchnorm=true needs GPUs: PyTorch's SyncBatchNorm has no way over the CPU.\n"
-            "Use strategy.sync_batchnorm=false, or normalise each sample by itself, with torch.nn.GroupNorm for one."
+            "strategy.sync_batchnorm=true needs GPUs: PyTorch's SyncBatchNorm doesn't run on the CPU.\n"
+            "Use strategy.sync_batchnorm=false, or normalise each sample by itself, as torch.nn.GroupNorm does."
         )
-    if len(context.devices) > 1:
-        raise TopologyError(
-            f"strategy.sync_batchnorm=true is for processes of one GPU each, and these have {len(context.devices)}.\n"
-            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
-        )
-
-
-def _with_sync_batchnorm(model: nn.Module) -> nn.Module:
-    """With the same parameters and buffers, and the same names of them."""
-    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        raise ConfigError(f"strategy.sync_batchnorm=true: {type(model).__name__} has no BatchNorm. Leave it out.")
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return converted
+    check_one_device(context, option="strategy.sync_batchnorm=true")
 
 
 def _buffer_option(broadcast: bool) -> dict[str, bool]:
-    """The keyword for `broadcast_buffers`; nothing for torch's default, true.
+    """Return DDP's keyword for `broadcast_buffers`, nothing for its default, true.
 
-    Newer versions of torch deprecate that name for `forward_sync_buffers`, whose false still makes buffers equal once,
-    at the start.
+    Newer versions of torch deprecate that name for `forward_sync_buffers`, whose false still makes buffers equal at
+    the start.
     """
     if broadcast:
         return {}

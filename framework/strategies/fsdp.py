@@ -1,51 +1,52 @@
-"""torch.distributed.fsdp.fully_shard: weights, gradients and optimizer state are spread over the ranks."""
+"""torch.distributed.fsdp.fully_shard (FSDP2): weights, gradients and optimizer state are sharded over the ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from framework.config.schema import Precision
+from framework.config.topology import check_strategy_fits
 from framework.distributed.context import Context
-from framework.distributed.group import group_of_mine
+from framework.distributed.process_group import new_subgroup
 from framework.errors import ConfigError, TopologyError
-from framework.strategies.buffers import begin_alike, broadcast, buffers_of_ranks, restore_buffers
-from framework.strategies.formats import Formats
-from framework.strategies.trained import check_dense, check_same_change
-from framework.strategies.wrapping import AUTO, by_class, by_size, check_classes
-from framework.topology import check_strategy_fits
-from framework.types import Sharding
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+from framework.strategies.averaging import SyncedBuffers, broadcast_model
+from framework.strategies.base import NO_CONTEXT, Sharding
+from framework.strategies.parameters import check_dense, check_same_change
+from framework.strategies.wrapping import AUTO, READ_FROM_OUTSIDE, by_class, has_forward
 
 
 @final
-class FSDP:
-    """One copy of the model, spread over ranks: each keeps a part of every parameter and gathers it when it computes.
+class FSDP(SyncedBuffers):
+    """Shard a copy of the model over ranks: each keeps a part of every parameter and gathers the rest to compute.
 
-    A module that is sharded by itself is gathered before its forward and backward, and freed after them; the model
-    itself is one, with what no other has. wrap: which others; `auto` takes, from the inside out, each that has at
-    least `min_num_params` parameters no module in it has taken; else the names of classes, all of whose modules are
-    taken. reshard_after_forward: free gathered weights after the forward and gather them again for the backward; false
-    keeps them in between; null is true for all but the model itself, whose backward comes at once. broadcast_buffers:
-    give every rank rank 0's buffers before the forward of each step, as strategy=ddp does.
+    A wrapped module's weights are gathered before its forward and backward, and freed afterwards; the model itself is
+    wrapped too, with the weights that no other wrapped module has. While gradients accumulate, each rank keeps whole
+    ones.
 
-    mp_policy: see `Formats`. cpu_offload: what a rank keeps lies in the CPU's memory, where the optimizer steps, and is
-    copied to the GPU to be gathered. data_parallel_shard_degree: over how many ranks a copy is spread, neighbours;
-    `auto`: those of a node; null: all of them. With fewer than all there are several copies, whose gradients are
-    averaged as well (HSDP). One rank alone has all of it.
+    Args:
+        wrap: Modules to wrap: `auto` takes, from the inside out, each with at least `min_num_params` parameters that no
+            wrapped module in it has; or names of classes.
+        reshard_after_forward: Free gathered weights after the forward and gather them again for the backward; null:
+            true for all but the model itself, whose backward follows at once.
+        broadcast_buffers: Give all ranks rank 0's buffers before the first forward of a step, as strategy=ddp does.
+        mp_policy: `param_dtype` to gather weights and compute in, `reduce_dtype` to reduce gradients in: fp32, bf16 or
+            fp16; null: the type in which the weights are stored.
+        cpu_offload: Keep shards in the CPU's memory, where the optimizer steps.
+        data_parallel_shard_degree: Over how many neighbouring ranks a copy is sharded; `auto`: those of a node; null:
+            all. With fewer than all there are several copies, whose gradients are averaged (HSDP).
 
-    With accumulation, gradients of micro-batches before the last are kept whole on each rank.
-    Raises TopologyError for processes of several devices, for GPUs with gloo, and for a degree that doesn't divide
-    them; ConfigError for what can't go together.
+    Raises TopologyError for processes of several devices, for GPUs with gloo, and for a degree that doesn't divide the
+    ranks; ConfigError for options that can't go together.
     """
 
     forward_communicates = True
@@ -63,63 +64,53 @@ class FSDP:
         data_parallel_shard_degree: int | str | None = None,
     ) -> None:
         check_strategy_fits("FSDP", context.topology, backend=context.backend)
-        check_classes(wrap, key="strategy.wrap")
-        if min_num_params < 1:
-            raise ConfigError(f"strategy.min_num_params={min_num_params} is below 1.")
-        self._context = context
-        self._classes = None if isinstance(wrap, str) else frozenset(wrap)
+        super().__init__(context, broadcast_buffers=broadcast_buffers)
+        self._classes = None if wrap == AUTO else frozenset([wrap] if isinstance(wrap, str) else wrap)
         self._min_num_params = min_num_params
-        self._reshards = reshard_after_forward
-        self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
-        self._formats = Formats.parse(mp_policy)
-        self._degree = _degree(data_parallel_shard_degree, context)
+        self._reshard_after_forward = reshard_after_forward
+        self._policy = _parse_policy(mp_policy)
+        self._degree = _shard_degree(data_parallel_shard_degree, context)
         if cpu_offload:
             _check_offload(context, degree=self._degree)
         self._offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
         self.exchanges_on_cpu = cpu_offload
         self.sharding = Sharding(
             ranks=self._degree,
-            param_dtype=self._formats.param_dtype,
-            reduce_dtype=self._formats.reduce_dtype,
-            is_on_cpu=cpu_offload,
+            param_dtype=self._policy.param_dtype,
+            reduce_dtype=self._policy.reduce_dtype,
         )
-        self.part = context.rank % self._degree
-        self.groups: Sequence[dist.ProcessGroup] = ()
-        self._units: list[nn.Module] = []  # gathered one at a time; children before their parents
+        self.shard_index = context.rank % self._degree
+        self._wrapped: list[nn.Module] = []  # children before their parents
         self._synchronises = True
-        self._begins_step = True  # the next forward is the first of a step
 
     def check_precision(self, precision: Precision) -> None:
-        """Raise ConfigError where `mp_policy` can't go with it."""
-        self._formats.check(precision)
+        """Raise ConfigError for fp16 without a loss scaler."""
+        if torch.float16 in (self._policy.param_dtype, self._policy.reduce_dtype) and precision != Precision.FP16_MIXED:
+            raise ConfigError(
+                f"strategy.mp_policy: fp16 can't go with trainer.precision={precision.value}. Without a loss scaler, "
+                "small gradients become 0.\nUse bf16, or trainer.precision=16-mixed."
+            )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The same module, its parameters now DTensors with rank 0's values: make the optimizer after it.
+        """Return the same module, its parameters now DTensors with rank 0's values: make the optimizer after it.
 
-        Raises ConfigError for a class name no module has, and for what torch refuses: parameters without dimensions,
-        of several types gathered together, and of an embedding that says that its gradients are sparse.
+        Raises ConfigError for a class name no module has, and for an embedding with sparse gradients; ValueError for a
+        parameter without dimensions.
         """
-        scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-        if scalars:
-            raise ConfigError(
-                f"strategy=fsdp can't spread a parameter without dimensions: {', '.join(scalars)}.\n"
-                "Give it the shape (1,), or use strategy=ddp."
-            )
         for parameter in model.parameters():
-            parameter.data = parameter.data.contiguous()  # as they are gathered, whatever trainer.channels_last says
+            parameter.data = parameter.data.contiguous()  # as it is gathered, also with trainer.channels_last
         check_dense(model, strategy="fsdp")
-        self._units = self._chosen(model)
-        types = _types(self._units)
+        self._wrapped = self._modules_to_wrap(model)
+        dtypes = _dtypes(self._wrapped)
         if self._context.world_size > 1:
-            # As DDP does: whatever a model draws from, ranks begin with the same weights.
-            begin_alike(model)
-        mesh = self._mesh()
-        for module, kept in types.items():
+            broadcast_model(model)  # as DDP does: ranks begin with the same weights, even if the model draws others
+        mesh = self._make_mesh()
+        for module, dtype in dtypes.items():
             fully_shard(
                 module,
                 mesh=mesh,
-                reshard_after_forward=self._reshards,
-                mp_policy=self._formats.policy(module, kept=kept, is_model=module is model),
+                reshard_after_forward=self._reshard_after_forward,
+                mp_policy=_policy_of(module, self._policy, dtype=dtype, is_model=module is model),
                 offload_policy=self._offload,
             )
         model.register_forward_hook(_reshard_without_backward)
@@ -129,71 +120,50 @@ class FSDP:
         """Return the same module: FSDP reads `requires_grad` in every step. Raises ConfigError as `wrap` does."""
         check_same_change(changed, self._context)
         check_dense(model, strategy="fsdp")
-        _types(self._units)
-        return model
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
         return model
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
-        """Gradients are averaged and spread in the backward that synchronises; before it they add up on each rank."""
+        """Reduce gradients in the backward that synchronises; before it they add up on each rank."""
         if synchronise is not self._synchronises and isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(synchronise)
             model.set_is_last_backward(synchronise)
             self._synchronises = synchronise
-        if self._begins_step and self._broadcasts_buffers:
-            broadcast(model.buffers())
-        self._begins_step = synchronise
-        return _NOTHING
+        self._begin_forward(model, synchronise=synchronise)
+        return NO_CONTEXT
 
-    def take_buffers(self, model: nn.Module, *, source: int) -> bool:
-        """Give every rank rank `source`'s buffers, where they are kept equal. The first one's come with the step."""
-        if self._broadcasts_buffers and source:
-            broadcast(model.buffers(), source=source)
-        return self._broadcasts_buffers
-
-    def before_evaluation(self, model: nn.Module) -> None:
-        """Give every rank rank 0's buffers, which its last forward left different. Weights are equal: there is one."""
-        if self._broadcasts_buffers:
-            broadcast(model.buffers())
-
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Each rank's buffers, where they aren't the same."""
-        return {} if self._broadcasts_buffers else {"buffers": buffers_of_ranks(model, self._context)}
-
-    def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Give this rank its own buffers back; those of another number of ranks are left as they are."""
-        if not self._broadcasts_buffers:
-            restore_buffers(model, state.get("buffers", []), self._context)
-
-    def _chosen(self, model: nn.Module) -> list[nn.Module]:
-        """The modules to gather by themselves, children before their parents, and the model itself at last."""
+    def _modules_to_wrap(self, model: nn.Module) -> list[nn.Module]:
+        """Return them, children before their parents, the model itself last."""
         if self._classes is None:
-            found = list(by_size(model, self._min_num_params))
+            found = list(_by_size(model, self._min_num_params))
         else:
             found = by_class(model, self._classes, key="strategy.wrap")
-        apart = self._formats.apart(model)
-        return [*apart, *(module for module in found if module not in apart), model]
+        # Statistics need a policy of their own if they are of another type than what is computed in.
+        dtype = self._policy.param_dtype
+        norms = [
+            each for each in model.modules() if dtype and _has_statistics(each) and each.running_mean.dtype != dtype
+        ]
+        chosen = {*found, *norms} - {model}
+        return [*(module for module in reversed(list(model.modules())) if module in chosen), model]
 
-    def _mesh(self) -> DeviceMesh:
-        """Of all ranks; several copies have a dimension for themselves, the first."""
+    def _make_mesh(self) -> DeviceMesh:
+        """Return the mesh of all ranks; with several copies its first dimension is that of the copies."""
         context, degree = self._context, self._degree
-        world, everyone = context.world_size, dist.distributed_c10d._get_default_group()
-        # Said, not guessed: torch would take a GPU that is there though the run is on the CPU.
+        world, default_group = context.world_size, dist.distributed_c10d._get_default_group()
+        # Given explicitly: torch would take a GPU if there is one, even for a run on the CPU.
         kind = context.device.type
-        # Groups of our own making: those that init_device_mesh makes have torch's time-out, half an hour.
+        # Groups of our own: those that init_device_mesh makes have torch's time-out, half an hour.
         if degree == world:
-            mesh = DeviceMesh.from_group(everyone, kind, mesh_dim_names=("shard",))
+            mesh = DeviceMesh.from_group(default_group, kind, mesh_dim_names=("shard",))
         else:
             ranks = torch.arange(world).view(-1, degree)
-            alike = everyone if degree == 1 else group_of_mine(ranks.T.tolist(), context)
-            one_copy = group_of_mine(ranks.tolist(), context)
-            mesh = DeviceMesh.from_group([alike, one_copy], kind, ranks, mesh_dim_names=("replicate", "shard"))
+            replicate = default_group if degree == 1 else new_subgroup(ranks.T.tolist(), context)
+            shard = new_subgroup(ranks.tolist(), context)
+            mesh = DeviceMesh.from_group([replicate, shard], kind, ranks, mesh_dim_names=("replicate", "shard"))
         self.groups = mesh.get_all_groups()
         return mesh
 
 
-def _degree(given: int | str | None, context: Context) -> int:
+def _shard_degree(given: int | str | None, context: Context) -> int:
     world = context.world_size
     if given is None or world == 1:
         return world
@@ -222,29 +192,86 @@ def _check_offload(context: Context, *, degree: int) -> None:
         )
 
 
-def _types(chosen: Sequence[nn.Module]) -> dict[nn.Module, torch.dtype]:
-    """By module the type of the weights that are gathered with it; of one that has none to itself, of those in it."""
+def _by_size(model: nn.Module, at_least: int) -> Iterator[nn.Module]:
+    """Yield modules with `at_least` parameters that are in no module yielded before, children before their parents."""
+    uses = _count_uses(model)
+    whole = [module for module in model.modules() if isinstance(module, READ_FROM_OUTSIDE)]
+    hidden = {inner for module in whole for inner in module.modules() if inner is not module}
     taken: set[int] = set()
-    types = {}
-    for module in chosen:
-        own = {name: each for name, each in module.named_parameters() if id(each) not in taken}
-        taken |= {id(each) for each in own.values()}
-        found = {each.dtype: name for name, each in own.items() if each.requires_grad}
-        if len(found) > 1:
-            told = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
-            raise ConfigError(
-                f"strategy=fsdp gathers parameters of one type together, and those of {type(module).__name__} have "
-                f"several: {told}.\nName the classes of modules that have one type each: strategy.wrap=[CLASS]."
-            )
-        inside: Iterator[Tensor] = chain(module.parameters(), module.buffers())
-        floats = (each.dtype for each in inside if each.is_floating_point())
-        types[module] = next(chain(found, floats), torch.float32)
-    return types
+    for module in reversed(list(model.modules())):
+        # The output of attention is a view, and torch warns of what may be done to one that a wrapped module gave.
+        if module is model or module in hidden or not has_forward(module) or isinstance(module, nn.MultiheadAttention):
+            continue
+        rest = {id(each): each.numel() for each in module.parameters() if id(each) not in taken}
+        here = _count_uses(module)
+        # A parameter that others use too must be gathered for them: it is left to a module that has all of them in it.
+        if sum(rest.values()) >= at_least and all(uses[each] == here[each] for each in rest):
+            taken.update(rest)
+            yield module
+
+
+def _count_uses(model: nn.Module) -> Counter[int]:
+    """Return in how many places each parameter is, by its id."""
+    return Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
+
+
+def _dtypes(wrapped: Sequence[nn.Module]) -> dict[nn.Module, torch.dtype]:
+    """Return the type of the weights gathered with each module; if it has none to itself, of those in it."""
+    taken: set[int] = set()
+    dtypes = {}
+    for module in wrapped:
+        own = [each for each in module.parameters() if id(each) not in taken]
+        taken.update(map(id, own))
+        trained = (each for each in own if each.requires_grad)
+        floats = (each for each in chain(module.parameters(), module.buffers()) if each.is_floating_point())
+        dtypes[module] = next((each.dtype for each in chain(trained, floats)), torch.float32)
+    return dtypes
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
-    """After a forward that no backward follows: what is kept for one would stay gathered, and pass for the model."""
+    """Free gathered weights after a forward without a backward; the model's own would stay, in place of its shards."""
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+# Mixed precision
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _parse_policy(given: Any) -> MixedPrecisionPolicy:
+    """Return the policy of `{param_dtype: NAME, reduce_dtype: NAME}`. Raises ConfigError for another key or name."""
+    keys, names = ("param_dtype", "reduce_dtype"), (None, *_DTYPES)
+    given = {} if given is None else given
+    if not isinstance(given, Mapping) or not all(key in keys and name in names for key, name in given.items()):
+        raise ConfigError(
+            f"strategy.mp_policy={given}: it has {' and '.join(keys)}, each one of {', '.join(_DTYPES)}, or null."
+        )
+    param_dtype, reduce_dtype = (_DTYPES.get(str(given.get(key))) for key in keys)
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+
+def _policy_of(
+    module: nn.Module, policy: MixedPrecisionPolicy, *, dtype: torch.dtype, is_model: bool
+) -> MixedPrecisionPolicy:
+    """Return the policy of a module with weights of `dtype`.
+
+    The whole model returns that type, so that a loss is computed in it. Modules with statistics compute in their
+    type, and return the short one.
+    """
+    if policy.param_dtype is None or policy.param_dtype == dtype:
+        return MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype)
+    # Given explicitly, since versions of torch differ in their default.
+    reduce_dtype = policy.reduce_dtype or dtype
+    if _has_statistics(module):
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=policy.param_dtype)
+    return MixedPrecisionPolicy(
+        param_dtype=policy.param_dtype, reduce_dtype=reduce_dtype, output_dtype=dtype if is_model else None
+    )
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Return True for BatchNorm's kind with running statistics, which computes in their type."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None

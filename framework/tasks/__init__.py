@@ -1,7 +1,6 @@
 """What a step computes: a model's loss and metrics, chosen by config. A user's own class takes the same place."""
 
-from framework.tasks.classes import Classes
-from framework.tasks.metrics import Accuracy, MeanAbsoluteError, Metric
+from framework.tasks.metrics import Accuracy, Classes, MeanAbsoluteError, Metric
 from framework.tasks.supervised import Supervised
 
 __all__ = ["Accuracy", "Classes", "MeanAbsoluteError", "Metric", "Supervised"]

@@ -1,6 +1,6 @@
-"""Metrics of one batch as (sum, count): adding those of all batches and ranks gives the metric of the whole, exactly.
+"""Metrics of a batch as (sum, count), which add up over batches and ranks; and the classes that a classifier predicts.
 
-Sums, and counts that depend on the values, stay on the device: nothing here waits for it. Shapes: B samples, C classes,
+Nothing here waits for the device. Shapes: B samples, C classes,
 `...` any further dimensions.
 """
 
@@ -83,3 +83,18 @@ class MeanAbsoluteError:
         counted = target != self.ignore_index
         # Not multiplied: where the output isn't finite, that would be NaN.
         return difference.where(counted, 0).sum(dtype=dtype), counted.sum()
+
+
+@final
+class Classes:
+    """For `task.predictions`: each sample's class with the highest score, and its probability."""
+
+    def __call__(self, output: Tensor, /) -> dict[str, Tensor]:
+        """Return `class` (B,) int64 and `probability` (B,) float32. output: scores before softmax, shape (B, C)."""
+        if output.ndim != 2:
+            raise DataError(
+                f"Classes got scores of shape {tuple(output.shape)}. It takes one row of class scores a sample; for "
+                "another output set task.predictions=null."
+            )
+        best = output.float().softmax(dim=1).max(dim=1)
+        return {"class": best.indices, "probability": best.values}

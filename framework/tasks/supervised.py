@@ -12,7 +12,7 @@ from framework.errors import ConfigError, DataError
 from framework.tasks.metrics import Metric
 from framework.types import Batch, StepOutput
 
-_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # they broadcast, with no more than a warning
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # they broadcast, and only warn
 
 
 @final
@@ -29,9 +29,9 @@ class Supervised:
         tensors of a module move to the output's device and take the type of `trainer.precision=bf16-true` or `64-true`.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
         Targets equal to the loss's `ignore_index` are left out of metrics that have no `ignore_index` of their own.
-    predictions: from a batch's output to named columns, for `job=predict`; without it the output itself is one.
+    predictions: turns a batch's output into named columns, for `job=predict`; by default the output itself is one.
 
-    Raises ConfigError where the loss isn't such a mean, DataError where a batch has another form.
+    Raises ConfigError if the loss isn't such a mean, DataError if a batch has another form.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Supervised:
         return self._step(model, batch, metrics=self.metrics)
 
     def predict_step(self, model: nn.Module, batch: Batch) -> Tensor | Mapping[str, Tensor]:
-        """What the model says of each sample of the batch; the target isn't looked at."""
+        """Return the model's predictions for the batch; the target isn't used."""
         input_, _ = split_batch(batch)
         output: Tensor = model(input_)
         return output if self.predictions is None else self.predictions(output)
@@ -84,25 +84,27 @@ class Supervised:
         return StepOutput(loss, len(target), {name: metric(seen, target) for name, metric in metrics.items()})
 
     def _compute_loss(self, output: Any, target: Tensor) -> Tensor:
-        """Raises DataError where output and target don't fit a loss of torch's; a user's own raises as it likes."""
+        """Raises DataError if output and target don't fit a loss of torch's."""
         if self._wants_equal_shapes and output.shape != target.shape:
-            raise self._misfit(output, target, reason="they must be the same; broadcasting would compare wrong pairs")
+            raise self._shape_error(
+                output, target, reason="they must be the same; broadcasting would compare wrong pairs"
+            )
         try:
             loss = self.loss(output, target)
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # the latter may come from an earlier kernel
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if type(self.loss).__module__.startswith("torch.nn."):
-                raise self._misfit(output, target, reason=str(error).partition("\n")[0]) from error
+                raise self._shape_error(output, target, reason=str(error).partition("\n")[0]) from error
             raise
         if loss.ndim != 0:
             raise ConfigError(
-                f"task.loss gave a tensor of shape {tuple(loss.shape)}. It must give one number: the mean over the "
-                "batch's samples."
+                f"task.loss returned a tensor of shape {tuple(loss.shape)}. It must return one number: the mean over "
+                "the batch's samples."
             )
         return loss
 
-    def _misfit(self, output: Any, target: Tensor, *, reason: str) -> DataError:
+    def _shape_error(self, output: Any, target: Tensor, *, reason: str) -> DataError:
         return DataError(
             f"The model's output doesn't fit task.loss ({type(self.loss).__name__}): {reason}\n"
             f"  output: {describe(output)}\n  target: {describe(target)}\n"
@@ -111,8 +113,8 @@ class Supervised:
 
 
 def split_batch(batch: Batch) -> tuple[Any, Tensor]:
-    """Input and target of a batch. Raises DataError when it has another form, or the target is no tensor."""
-    if type(batch) is list and len(batch) == 2:  # nearly always; to ask what else it may be takes longer
+    """Return input and target of a batch. Raises DataError if it has another form, or the target is no tensor."""
+    if type(batch) is list and len(batch) == 2:  # the usual case, and the cheapest check
         input_, target = batch
     elif isinstance(batch, Mapping) and batch.keys() == {"input", "target"}:
         input_, target = batch["input"], batch["target"]
@@ -120,7 +122,7 @@ def split_batch(batch: Batch) -> tuple[Any, Tensor]:
         input_, target = batch
     else:
         raise DataError(
-            f"Supervised got a batch that is {describe(batch)}.\nThe dataset must give samples (input, target) or "
+            f"Supervised got a batch that is {describe(batch)}.\nThe dataset must return samples (input, target) or "
             "{'input': ..., 'target': ...}. For any other form write a task with training_step and validation_step."
         )
     if not isinstance(target, Tensor) or target.ndim == 0:

@@ -107,22 +107,6 @@ class Around(nn.Module):
         return output
 
 
-class Pairs(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ x.T
-
-
-class Similar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.pairs = nn.Linear(8, 4), Pairs()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        output: Tensor = x + self.pairs(x).mean(dim=1, keepdim=True)
-        return output
-
-
 class Counting(nn.Linear):
     """A running mean that nothing is computed with."""
 
@@ -155,21 +139,6 @@ class Drawn(Around):
         nn.init.normal_(self.two.weight, generator=torch.Generator().manual_seed(os.getpid()))
 
 
-class Sometimes(Around):
-    """A layer has a part in the backward of large batches alone, and none in the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = super().forward(x)
-        if len(x) <= 8:
-            return output
-        extra = self.extra(x)
-        return output + extra - extra.detach()
-
-
 # Tasks and optimizers that aren't the same
 
 
@@ -183,20 +152,10 @@ class Task:
         x, y = batch
         if self.what == "input":
             x = x - x.mean(dim=0)
-        if self.what == "input_random":
-            x = x + torch.randn_like(x)
         output = model(x)
-        if self.what == "task_random":
-            y = y + torch.randn_like(y)
         loss = functional.mse_loss(output, y)
         if self.what == "sum":
             loss = loss * len(x)
-        if self.what == "factor":
-            loss = loss * len(x) ** 0.5
-        if self.what == "uneven":
-            loss = loss * (1.5 if len(x) % 2 else 1.0)
-        if self.what == "loss":
-            loss = functional.cross_entropy(output, y.argmax(dim=1), weight=torch.tensor([1.0, 5.0, 1.0, 1.0]))
         return StepOutput(loss, len(x))
 
     validation_step = training_step

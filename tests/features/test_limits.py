@@ -17,7 +17,6 @@ SHORT = ("recipe=toy", "logger=jsonl")  # 1,600 training samples: 80 batches of 
     ("overrides", "steps", "ended_by"),
     [
         (("trainer.max_epochs=2", "trainer.max_steps=90"), 90, "max_steps"),
-        (("trainer.max_epochs=null", "trainer.max_steps=90"), 90, "max_steps"),
         (("trainer.max_epochs=1", "trainer.max_steps=90"), 80, "max_epochs"),
         (("trainer.max_epochs=2", "trainer.limit_train_batches=0.25"), 40, "max_epochs"),
     ],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from framework.optim import cosine
+from framework.training.optimizer import cosine
 from tests.helpers import results
 from tests.helpers.loops import plain_loop, toy_batches, toy_model
 
@@ -107,6 +107,7 @@ def test_a_schedule_ends_with_the_run_as_in_a_plain_loop(train):
     results.assert_same(results.weights(run_dir), plain_loop(batches, schedule=schedule))
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_of_another_length_needs_a_decision_on_resuming(train, capfd):
     """Half of the run, then all of it: on the old curve to its end and beyond, or on the new one from here on."""
 
@@ -129,6 +130,7 @@ def test_a_schedule_of_another_length_needs_a_decision_on_resuming(train, capfd)
         assert rates(resumed) == pytest.approx(expected, abs=1e-15)
 
 
+@pytest.mark.exhaustive
 def test_one_cycle_resumes_exactly_and_cannot_be_stretched(train, capfd):
     """Its state holds the length."""
     cycle = (*SCHEDULED, "scheduler=one_cycle")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.helpers import results
@@ -88,9 +86,8 @@ def folder(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.multiproc
 def test_by_config_alone(train, folder):
-    run_dir = train("recipe=line", "topology.procs_per_node=2")
+    run_dir = train("recipe=line")
     assert results.metrics(run_dir).keys() == {"val/loss", "val/error", "val/near"}
     errors = list(results.curve(run_dir, "val/error").values())
     assert errors[-1] < errors[0] / 4
@@ -136,46 +133,11 @@ def test_mistakes_in_what_is_plugged_in_are_refused_before_the_process_group_is_
     assert (folder / "group_was_made").exists()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (("model._target_=recipes.line.Lin",), ["model._target_=recipes.line.Lin", "recipes.line.Line"]),
-        (("+optimizer.learning_rate=3",), ["optimizer.learning_rate"]),
-        (
-            ("+task.metrics.top._target_=framework.tasks.Accuracy", "+task.metrics.top.topk=3"),
-            ["task.metrics.top.topk", "top_k"],
-        ),
-        (("+callbacks.mine._target_=framework.callbacks.EarlyStopping",), ["callbacks.mine", "monitor"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_further_mistakes(train, folder, capsys, overrides, parts):
-    printed = refused(train, capsys, *overrides)
-    assert [part for part in parts if part not in printed] == []
-
-
 def test_a_package_that_hides_the_frameworks_recipes_is_named(train, folder, capsys):
     (folder / "recipes" / "__init__.py").touch()
     train("recipe=toy", status=2)
     printed = capsys.readouterr().err
     assert f"recipes/toy.py can't be found, because {folder}/recipes/__init__.py hides it." in printed
-
-
-@pytest.mark.exhaustive
-def test_another_target_under_an_options_keywords(train, folder, capsys):
-    """What the refusal says to type is accepted."""
-    other = ("optimizer._target_=torch.optim.Adagrad", "trainer.max_steps=1")
-    removals = re.findall(r"remove it with (~optimizer\.\w+)", refused(train, capsys, *other))
-    assert removals
-    train("recipe=line", *other, *removals)
-
-
-@pytest.mark.multiproc
-@pytest.mark.exhaustive
-def test_few_samples_for_many_processes(train, folder):
-    run_dir = train("recipe=line", "topology.procs_per_node=4", "+data.datasets.size=5", "trainer.max_epochs=2")
-    assert results.results(run_dir)["steps"] == 2
 
 
 def test_a_monitor_that_is_no_metric_names_the_known_ones(train, folder, capsys):

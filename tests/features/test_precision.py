@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from framework import cli
 from tests.helpers import results
 
 TYPES = {
@@ -44,19 +43,9 @@ def test_16_mixed_resumes_exactly(train, shared_run):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("precision", ["16-mixed", pytest.param("bf16-true", marks=pytest.mark.exhaustive)])
-def test_two_processes_end_with_about_the_same_weights(train, shared_run, precision):
-    many = train(*SHORT, f"trainer.precision={precision}", "topology.procs_per_node=2", "data.global_batch_size=20")
-    one, two = results.weights(shared_run(*SHORT, f"trainer.precision={precision}")), results.weights(many)
+def test_two_processes_end_with_about_the_same_weights(train, shared_run):
+    half = (*SHORT, "trainer.precision=16-mixed")
+    many = train(*half, "topology.procs_per_node=2", "data.global_batch_size=20")
+    one, two = results.weights(shared_run(*half)), results.weights(many)
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=0.1, atol=0.05)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("precision", ["64-true", pytest.param("bf16-true", marks=pytest.mark.exhaustive)])
-def test_a_loss_with_weights_is_of_the_type_of_the_model(train, warm, precision):
-    """In training, and in an evaluation by itself."""
-    loss = "+task.loss.weight={_target_: torch.ones, size: [10]}"
-    short = ("trainer.max_steps=1", "trainer.val_check_interval=1", "trainer.limit_val_batches=1")
-    run_dir = train("recipe=digits", "logger=none", f"trainer.precision={precision}", *short, loss)
-    assert cli.main(["job=eval", f"checkpoint.path={run_dir}"], warm=warm) == 0

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework import cli
-from framework.run_dir import RunDir, locked
+from framework.system.run_dir import RunDir, locked
 from tests.helpers import exact, results
 from tests.helpers.stopping import OVERRIDES, PAUSE, paused_training
 
@@ -34,6 +33,7 @@ def copy(run_dir: Path, folder: Path) -> Path:
     return Path(shutil.copytree(run_dir, folder / "outputs" / "toy" / "copy", symlinks=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_a_run_whose_processes_are_all_killed_resumes_exactly(train, tmp_path):
     """After step 131, when all up to 130 is logged; nothing gets the chance to end in order."""
@@ -54,17 +54,6 @@ def test_a_run_whose_processes_are_all_killed_resumes_exactly(train, tmp_path):
     record = results.run_file(resumed)
     assert record["status"] == "finished"
     assert [run["status"] for run in record["earlier"]] == ["running"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.multiproc
-@pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
-def test_a_run_resumes_with_another_number_of_processes(train, whole_run, before, after):
-    stopped = train(*SHORT, "data.global_batch_size=20", f"topology.procs_per_node={before}", "trainer.max_steps=93")
-    resumed = train(f"resume={stopped}", f"topology.procs_per_node={after}", "trainer.max_steps=null")
-    assert resumed == stopped
-    results.assert_same(results.weights(resumed), results.weights(whole_run), tolerance=1e-6)
-    assert f"the checkpoint is of {before} ranks, this run has {after}" in results.log(resumed)
 
 
 def test_a_finished_run_is_prolonged_and_what_was_typed_is_kept_for_the_next_time(train, whole_run):
@@ -93,17 +82,16 @@ def test_the_end_that_a_callback_asked_for_counts_unless_what_ends_training_is_c
     assert results.results(stopped)["steps"] == 80  # two more validations without an improvement
 
 
-@pytest.mark.parametrize("is_logged", [pytest.param(True, marks=pytest.mark.exhaustive), False])
-def test_the_test_of_a_run_killed_before_its_result_is_logged_once(train, shared_run, tmp_path, is_logged):
+def test_the_test_of_a_run_killed_before_its_result_is_logged_once(train, shared_run, tmp_path):
     tested = ("recipe=toy", "logger=[jsonl,tensorboard]", "trainer.max_steps=50", "trainer.limit_test_batches=2")
     run = copy(shared_run(*tested), tmp_path)
     wanted, content = results.curve(run, "test/loss"), results.run_file(run)
     del content["results"]
     (run / "run.json").write_text(json.dumps({**content, "status": "running"}))
-    if not is_logged:
-        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (run / "metrics.jsonl").write_text("".join(line for line in lines if "test/loss" not in line))
-        shutil.rmtree(run / "tensorboard")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if "test/loss" not in line))
+    for name in ("tensorboard", "logs"):
+        shutil.rmtree(run / name)
     train(f"resume={run}")
     assert results.curve(run, "test/loss") == wanted
     assert [event.step for event in results.events(run).Scalars("test/loss")] == [50]
@@ -162,9 +150,7 @@ def test_a_run_resumes_from_an_older_checkpoint_and_stays_there_until_the_next(t
             "optimizer torch.optim.Adam",
             marks=pytest.mark.exhaustive,
         ),
-        (SHORT, "scheduler=cosine", "no schedule"),
-        pytest.param(SCHEDULED, "scheduler=none", "no schedule", marks=pytest.mark.exhaustive),
-        pytest.param(SCHEDULED, "scheduler=cosine", "torch.optim.lr_scheduler.StepLR", marks=pytest.mark.exhaustive),
+        pytest.param(SHORT, "scheduler=cosine", "no schedule", marks=pytest.mark.exhaustive),
         (SCHEDULED, "scheduler.schedule.gamma=0.9", "scheduler.schedule.gamma=0.9 (it was 0.1)"),
     ],
 )
@@ -189,20 +175,15 @@ def test_a_refused_resumption_changes_nothing_and_the_run_can_be_resumed(
         assert "max_steps: 90" in (stopped / "config.yaml").read_text()
 
 
-def test_an_incomplete_checkpoint_a_run_in_use_and_no_weights_are_refused(
-    train, shared_run, warm, tmp_path, monkeypatch, capfd
-):
+def test_an_incomplete_checkpoint_a_run_in_use_and_no_weights_are_refused(train, shared_run, tmp_path, capfd):
     run = copy(shared_run(*SHORT), tmp_path)
     before = (run / "run.json").read_text()
     (run / "checkpoints" / "step_00000001").mkdir()
     train(f"resume={run}/checkpoints/step_00000001", status=2)
-    assert "is not complete" in capfd.readouterr().err
+    assert "it has no manifest.json" in capfd.readouterr().err
     with locked(RunDir(run)):
         train(f"resume={run}", "trainer.max_epochs=3", status=2)
     assert "in use by another process" in capfd.readouterr().err
     assert (run / "run.json").read_text() == before
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    assert cli.main([*SHORT, "trainer.gpus=0", f"init_from={tmp_path}/nowhere"], warm=warm) == 2
+    train(*SHORT, f"init_from={tmp_path}/nowhere", status=2)
     assert "There is no " in capfd.readouterr().err
-    assert list((tmp_path / "empty").iterdir()) == []

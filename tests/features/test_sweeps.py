@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
-import psutil
 import pytest
 import yaml
 
-from framework import cli, run_dir
-from framework.launch.warm import WarmServer
+from framework import cli
 from tests.helpers import results
 from tests.helpers.command import run_framework
 
@@ -34,84 +29,20 @@ Sweep = Callable[..., Answer]
 
 
 @pytest.fixture
-def sweep(warm, tmp_path, monkeypatch, capfd) -> Sweep:
+def sweep(fork_server, tmp_path, monkeypatch, capfd) -> Sweep:
     def run(*overrides: str) -> Answer:
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
-        status = cli.main(["-m", "trainer.gpus=0", *overrides], warm=warm)
+        status = cli.main(["-m", "trainer.gpus=0", *overrides], fork_server=fork_server)
         return Answer(status, *capfd.readouterr())
 
     return run
-
-
-@pytest.fixture
-def started(monkeypatch) -> list[int]:
-    """The fork servers that are started from now on."""
-    servers: list[int] = []
-    start = WarmServer.start
-
-    def noted(preload: tuple[str, ...]) -> WarmServer:
-        server = start(preload)
-        servers.append(server._process.pid)
-        return server
-
-    monkeypatch.setattr(WarmServer, "start", noted)
-    return servers
 
 
 def rows(out: str) -> list[list[str]]:
     """The table's cells, without its header."""
     lines = out.partition("\njob  ")[2].partition("\n\n")[0].splitlines()
     return [re.split(r"  +", line) for line in lines[1:]]
-
-
-PARENT = """
-import os
-from pathlib import Path
-class Parent:
-    '''Notes who this rank's parent is.'''
-    def on_fit_start(self, info):
-        with Path("parents").open("a") as file:
-            file.write(f"{os.getppid()} ")
-"""
-
-
-@pytest.mark.exhaustive
-def test_all_jobs_share_one_fork_server(tmp_path, monkeypatch, capfd, started):
-    """The command as `python -m framework` runs it, with a fork server of its own."""
-    from framework import __main__
-
-    (tmp_path / "noting.py").write_text(PARENT)
-    swept = ("recipe=toy,digits", "seed=1,2", *SHORT, "+callbacks.p._target_=noting.Parent")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["framework", "-m", "trainer.gpus=0", *swept])
-    assert __main__.main() == 0
-    printed = capfd.readouterr()
-    assert printed.err == ""
-    assert (tmp_path / "parents").read_text().split() == [str(started[0])] * 4
-    assert len(started) == 1
-    assert not psutil.pid_exists(started[0])
-    (folder,) = (tmp_path / "outputs" / "multirun").iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "3"]
-    configs = [yaml.safe_load((folder / str(number) / "config.yaml").read_text()) for number in range(4)]
-    wanted = [(recipe, seed) for recipe in ("toy", "digits") for seed in (1, 2)]
-    assert [(config["recipe"], config["seed"]) for config in configs] == wanted
-    for row, (number, (recipe, seed)) in zip(rows(printed.out), enumerate(wanted), strict=True):
-        score = results.results(folder / str(number))["score"]
-        assert row[:4] == [str(number), f"recipe={recipe} seed={seed}", "finished", f"{score:.4f}"]
-    assert f"tensorboard --logdir outputs/multirun/{folder.name}" in printed.out
-
-
-@pytest.mark.exhaustive
-@pytest.mark.multiproc
-def test_a_job_of_a_sweep_is_the_same_run_alone(sweep, train, tmp_path):
-    two = ("recipe=toy", *SHORT, "topology.procs_per_node=2")
-    answer = sweep(*two, "seed=1,2")
-    assert (answer.status, answer.err) == (0, "")
-    (folder,) = tmp_path.glob("outputs/multirun/*")
-    assert "rank 1, local rank 1, world size 2" in results.log(folder / "1", rank=1)
-    results.assert_same(results.weights(folder / "1"), results.weights(train(*two, "seed=2")))
-    assert results.differ(results.weights(folder / "0"), results.weights(folder / "1"))
 
 
 FAILING = """
@@ -139,28 +70,18 @@ def test_a_failing_job_does_not_end_the_sweep(sweep, tmp_path):
     assert "1 of 3 jobs failed: 1" in lines
     assert [row[2].partition(" ")[0] for row in rows(answer.out)] == ["finished", "FAILED", "finished"]
     assert [results.run_file(folder / str(n))["status"] for n in range(3)] == ["finished", "failed", "finished"]
+    assert [yaml.safe_load((folder / str(n) / "config.yaml").read_text())["seed"] for n in range(3)] == [1, 2, 4]
+    assert rows(answer.out)[2][3] == f"{results.results(folder / '2')['score']:.4f}"
+    assert f"tensorboard --logdir outputs/multirun/{folder.name}" in answer.out
     for text in (answer.err, results.log(folder / "1")):
         assert "ValueError: this one fails" in text
-
-
-@pytest.mark.exhaustive
-def test_two_sweeps_in_the_same_second_have_folders_of_their_own(sweep, tmp_path, monkeypatch):
-    now = datetime.now()
-    monkeypatch.setattr(run_dir, "datetime", SimpleNamespace(now=lambda: now))
-    for _ in range(2):
-        assert sweep("recipe=toy", *SHORT, "seed=1").status == 0
-    folders = list(tmp_path.glob("outputs/multirun/*"))
-    assert len(folders) == 2
-    assert [[path.name for path in folder.iterdir()] for folder in folders] == [["0"]] * 2
 
 
 # A sweeper that chooses by results
 
 SWEEPER = """
 import logging
-import pickle
 from pathlib import Path
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 
@@ -180,11 +101,6 @@ class Mine(Sweeper):
             lr = "1e30" if number == 0 else 0.002
         logging.getLogger(__name__).info("Best: 0.002")
         Path(self.config.hydra.sweep.dir, "optimization_results.yaml").write_text("lr: 0.002\\n")
-
-class Pickling(BasicLauncher):
-    '''As those that start processes of their own.'''
-    def launch(self, job_overrides, initial_job_idx):
-        pickle.dumps(self.task_function)
 """
 
 
@@ -194,10 +110,9 @@ def sweeper(tmp_path) -> Path:
     (tmp_path / "hydra_plugins" / "mine").mkdir(parents=True)
     (tmp_path / "hydra_plugins" / "mine" / "__init__.py").touch()
     (tmp_path / "hydra_plugins" / "mine" / "sweeper.py").write_text(SWEEPER)
-    for group, name in (("sweeper", "Mine"), ("launcher", "Pickling")):
-        (tmp_path / "conf" / "hydra" / group).mkdir(parents=True)
-        option = tmp_path / "conf" / "hydra" / group / f"{name.lower()}.yaml"
-        option.write_text(f"_target_: hydra_plugins.mine.sweeper.{name}\n")
+    (tmp_path / "conf" / "hydra" / "sweeper").mkdir(parents=True)
+    option = tmp_path / "conf" / "hydra" / "sweeper" / "mine.yaml"
+    option.write_text("_target_: hydra_plugins.mine.sweeper.Mine\n")
     return tmp_path
 
 
@@ -224,15 +139,3 @@ def test_a_sweeper_gets_the_monitored_metric_and_sees_failures(sweeper):
     # Its command runs each job alone.
     alone = ["recipe=toy", "trainer.gpus=0", "seed=3", *SHORT, "trainer.log_every_n_steps=1", "optimizer.lr=0.002"]
     assert shlex.split(results.run_file(folder / "2")["command"]) == ["python", "-m", "framework", *alone]
-
-
-@pytest.mark.exhaustive
-def test_a_launcher_with_processes_of_its_own_is_refused(sweeper):
-    command = ("-m", "recipe=toy", "hydra/launcher=pickling", "seed=1,2")
-    result = run_framework(*command, cwd=sweeper, env={"PYTHONPATH": str(sweeper)})
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(
-        "hydra/launcher=pickling can't be used: a sweep runs its jobs one after another. Use"
-    )
-    assert len(result.stderr.splitlines()) == 1
-    assert not (sweeper / "outputs").exists()

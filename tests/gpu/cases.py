@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from framework import StepOutput
-from framework.distributed.context import Context
 from framework.strategies.ddp import DDP
 from framework.types import FitInfo, StepReport
 from recipes.toy import ToyModel
@@ -42,16 +41,11 @@ class Quiet:
         Path("guarded.json").write_text(json.dumps(self.guarded))
 
 
-class NotedDDP:
+class NotedDDP(DDP):
     """DDP that writes down its `device_ids`."""
 
-    def __init__(self, *, context: Context) -> None:
-        ddp = DDP(context=context)
-        self._wrap = ddp.wrap
-        self.unwrap, self.accumulate, self.before_evaluation = ddp.unwrap, ddp.accumulate, ddp.before_evaluation
-
     def wrap(self, model: nn.Module) -> nn.Module:
-        wrapped = self._wrap(model)
+        wrapped = super().wrap(model)
         assert isinstance(wrapped, DistributedDataParallel)
         Path("device_ids.json").write_text(json.dumps(wrapped.device_ids))
         return wrapped

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from framework import cli
-from framework.launch.warm import WarmServer
+from framework.launch.fork_server import ForkServer
 from tests.helpers.requirements import missing
 
 
@@ -62,11 +62,11 @@ def two_gpus(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def command(warm: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def command(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs a command in `tmp_path` that makes no run directory; gives its exit status."""
 
     def run(*overrides: str) -> int:
         monkeypatch.chdir(tmp_path)
-        return cli.main(list(overrides), warm=warm)
+        return cli.main(list(overrides), fork_server=fork_server)
 
     return run

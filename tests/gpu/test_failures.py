@@ -84,7 +84,7 @@ def test_a_hang_of_one_of_two(report: Callable[..., dict[str, Any]], gpus: int, 
     first = found["first"]
     assert (first["rank"], first["kind"], first["phase"]) == (1, "hung", "forward")
     assert first["stacks"]
-    assert found["advice"].startswith("Its stack says where it stands")
+    assert found["advice"].startswith("Its stack shows where it is")
 
 
 @pytest.mark.parametrize("what", ["SIGKILL", "sleep"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from framework.config.topology import Topology
 from framework.distributed.context import Context
-from framework.topology import Topology
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +75,25 @@ def _pod_commands(text: str) -> Iterator[list[str]]:
         if "kind: PyTorchJob" in block:
             for replicas in yaml.safe_load(block)["spec"]["pytorchReplicaSpecs"].values():
                 yield from (container["command"] for container in replicas["template"]["spec"]["containers"])
+
+
+def covering(given: Iterable[Command], *, options: bool) -> list[Command]:
+    """Return those with a key that none before has: the README's first, the longest first.
+
+    options: another option, as in `recipe=toy`, counts as another key.
+    """
+    seen: set[str] = set()
+    found = []
+    for command in sorted(given, key=lambda each: (each.place != "README.md", -len(each.arguments))):
+        shown = {
+            text if options and "." not in key and not PLACEHOLDER.search(text) else key
+            for text in command.arguments
+            for key in [text.partition("=")[0]]
+        }
+        if not shown <= seen:
+            found.append(command)
+        seen |= shown
+    return found
 
 
 def make_targets(text: str) -> set[str]:

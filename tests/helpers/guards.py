@@ -18,13 +18,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.helpers import processes
 
 Check = Callable[[], list[str]]
-GRACE_S = 2.0
+GRACE_S = 20.0
 """Ending takes a moment: a thread or process that is about to be gone isn't a leak."""
 
 _ENVIRONMENT_OF_OTHERS = {
@@ -34,7 +35,7 @@ _ENVIRONMENT_OF_OTHERS = {
     "KMP_INIT_AT_FORK",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it at the first optimizer step
 }
-_DRAWS_WHEN_IMPORTED = {"sklearn.datasets"}  # from Python's generator
+_DRAWS_WHEN_IMPORTED = {"sklearn.datasets", "rich.console"}  # from Python's generator
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -52,7 +53,7 @@ def no_leaks(*, owns_state: bool = False) -> Iterator[None]:
     outer = os.environ.get(processes.MARK)
     os.environ[processes.MARK] = mark = processes.new_mark()
     leaks = [_processes(mark), _threads(), _files(), _process_group(), _hydra()]
-    settings = [_environment(), _interpreter(), _signals(), _logging(), _generators(), _torch_switches()]
+    settings = [_environment(), _settings(), _logging(), _generators()]
     yield
     found = [line for check in leaks for line in check()]
     changed = [line for check in settings for line in check()]
@@ -123,7 +124,8 @@ def _open_files() -> Counter[str]:
     for link in folder.iterdir() if folder.is_dir() else ():
         try:
             path = link.readlink()
-            if path.is_absolute() and stat.S_ISREG(path.stat().st_mode):
+            is_cached_font = "/mpl-data/fonts/" in str(path)  # matplotlib keeps them open
+            if path.is_absolute() and stat.S_ISREG(path.stat().st_mode) and not is_cached_font:
                 paths[str(path)] += 1
         except OSError:  # closed meanwhile, such as the one that lists the folder, or deleted
             continue
@@ -187,42 +189,11 @@ def _environment() -> Check:
     return check
 
 
-def _interpreter() -> Check:
-    cwd, path, argv = Path.cwd(), list(sys.path), list(sys.argv)
-
-    def check() -> list[str]:
-        lines = []
-        if not cwd.samefile(_cwd_or_root()):
-            lines.append(f"the working directory: was {cwd}, is {_cwd_or_root()}")
-            os.chdir(cwd)
-        if sys.path != path:
-            lines.append("a changed sys.path")
-            sys.path[:] = path
-        if sys.argv != argv:
-            lines.append("a changed sys.argv")
-            sys.argv[:] = argv
-        return lines
-
-    return check
-
-
 def _cwd_or_root() -> Path:
     try:
         return Path.cwd()
     except FileNotFoundError:  # it was deleted
         return Path("/")
-
-
-def _signals() -> Check:
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-
-    def check() -> list[str]:
-        changed = [number for number, handler in before.items() if signal.getsignal(number) is not handler]
-        for number in changed:
-            signal.signal(number, before[number])
-        return [f"a handler for {number.name}" for number in changed]
-
-    return check
 
 
 def _generators() -> Check:
@@ -262,32 +233,39 @@ def _same(one: Any, other: Any) -> bool:
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
 
 
-def _torch_switches() -> Check:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return list
-    switches = _switches(torch)
-    before = {name: read() for name, (read, _) in switches.items()}
+def _settings() -> Check:
+    settings = _of_this_process()
+    before = {name: read() for name, (read, _) in settings.items()}
 
     def check() -> list[str]:
         lines = []
-        for name, (read, write) in switches.items():
+        for name, (read, write) in settings.items():
             if (after := read()) != before[name]:
-                lines.append(f"torch's {name}: was {before[name]}, is {after}")
+                lines.append(f"{name}: was {before[name]}, is {after}")
                 write(before[name])
         return lines
 
     return check
 
 
-def _switches(torch: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    cudnn = torch.backends.cudnn
-    return {
-        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-        "number of threads": (torch.get_num_threads, torch.set_num_threads),
-        "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        "deterministic mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        "cudnn.deterministic": (lambda: cudnn.deterministic, lambda value: setattr(cudnn, "deterministic", value)),
-        "cudnn.benchmark": (lambda: cudnn.benchmark, lambda value: setattr(cudnn, "benchmark", value)),
+def _of_this_process() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Setting → how it is read, and put back."""
+    settings: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "the working directory": (_cwd_or_root, os.chdir),
+        "sys.path": (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
+        "sys.argv": (lambda: list(sys.argv), lambda value: setattr(sys, "argv", value)),
     }
+    for number in _SIGNALS:
+        settings[f"the handler for {number.name}"] = partial(signal.getsignal, number), partial(signal.signal, number)
+    if torch := sys.modules.get("torch"):
+        cudnn = torch.backends.cudnn
+        settings |= {
+            "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+            "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+            "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+            "torch's matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+            "torch's deterministic mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+            "cudnn.deterministic": (lambda: cudnn.deterministic, lambda value: setattr(cudnn, "deterministic", value)),
+            "cudnn.benchmark": (lambda: cudnn.benchmark, lambda value: setattr(cudnn, "benchmark", value)),
+        }
+    return settings

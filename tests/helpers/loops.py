@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from framework.data.sampler import GlobalOrder
-from framework.seed import seed_everything
+from framework.distributed.seed import seed_everything
 from recipes.toy import ToyModel, toy_regression
 
 BATCH_SIZE = 20

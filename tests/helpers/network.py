@@ -83,18 +83,6 @@ class Host:
         """Let whatever this host sends, and is sent, vanish at the switch: to either end the link looks whole."""
         _ip("-netns", self.switch, "link", "set", self.port, "nomaster")
 
-    def mend(self) -> None:
-        """Undo `cut`."""
-        _ip("-netns", self.switch, "link", "set", self.port, "master", "bridge")
-
-    def unplug(self) -> None:
-        """Take the link down: the host sees that it has none, the others see nothing."""
-        _ip("-netns", self.switch, "link", "set", self.port, "down")
-
-    def plug_in(self) -> None:
-        """Undo `unplug`."""
-        _ip("-netns", self.switch, "link", "set", self.port, "up")
-
 
 @contextmanager
 def network(num_hosts: int) -> Iterator[list[Host]]:

@@ -50,11 +50,6 @@ def new_mark() -> str:
 
 def marked(mark: str) -> list[psutil.Process]:
     """Every living process whose mark begins with this one, except the calling process. Zombies have no environment."""
-    pids = _marked_on_linux(mark) if sys.platform.startswith("linux") else _marked_elsewhere(mark)
-    return _alive(pid for pid in pids if pid != os.getpid())
-
-
-def _marked_on_linux(mark: str) -> list[int]:
     needle = f"{MARK}={mark}".encode()
     pids = []
     for pid in (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()):
@@ -64,19 +59,7 @@ def _marked_on_linux(mark: str) -> list[int]:
             continue
         if any(variable.startswith(needle) for variable in environment.split(b"\0")):
             pids.append(pid)
-    return pids
-
-
-def _marked_elsewhere(mark: str) -> list[int]:
-    pids = []
-    for process in psutil.process_iter():
-        try:
-            value = process.environ().get(MARK, "")
-        except (psutil.Error, OSError):
-            continue
-        if value.startswith(mark):
-            pids.append(process.pid)
-    return pids
+    return _alive(pid for pid in pids if pid != os.getpid())
 
 
 def _alive(pids: Iterable[int]) -> list[psutil.Process]:
@@ -93,8 +76,6 @@ def _alive(pids: Iterable[int]) -> list[psutil.Process]:
 
 def children() -> list[psutil.Process]:
     """Every descendant of this process, zombies too: nobody waited for those."""
-    if not sys.platform.startswith("linux"):
-        return psutil.Process().children(recursive=True)
     found: list[psutil.Process] = []
     pids = _children_on_linux(os.getpid())
     while pids:

@@ -18,11 +18,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from framework.topology import Topology
+from framework.config.topology import Topology
 from tests.helpers import processes
 
 TIMEOUT_S = 90.0
-PRELOAD = ["torch", "framework.trainer", "framework.checkpoint.sharded", "framework.strategies.pipeline"]
+PRELOAD = [
+    "torch",
+    "framework.training.trainer",
+    "framework.checkpoint.sharded_writer",
+    "framework.strategies.pipeline",
+]
 GRACE_S = 3.0
 """What other ranks get to finish after one has failed; they may wait for it in a collective."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -50,6 +50,7 @@ def modules_in(folder: str) -> dict[str, Module]:
     return modules
 
 
+@cache
 def imports(module: Module) -> list[Import]:
     """Every import of a module, wherever it stands: inside functions and for type checkers too."""
     found = []

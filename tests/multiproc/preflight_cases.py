@@ -5,26 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib import metadata
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 from framework.distributed.context import Context
-from framework.preflight import order
 from framework.strategies import DDP
 
 
 def faulty(*, context: Context) -> DDP:
-    """Rank 1 spoils what it gathers, has a blocking irecv, a slow way to rank 2 and another torch; rank 2 spoils what
-    it sends."""
-    order.BLOCKED_S = 2.0
+    """Rank 1 spoils what it gathers, has a slow way to rank 2 and another torch; rank 2 spoils what it sends."""
     if context.rank == 1:
         _replace("all_gather_into_tensor", after=lambda arrived, *_: arrived[-1].add_(1.0))
         _replace("send", before=lambda values, to, *_: time.sleep(0.05) if to == 2 and values.numel() > 3 else None)
         version = metadata.version
         setattr(metadata, "version", lambda name: "1.0" if name == "torch" else version(name))  # noqa: B010
-        _block_first_irecv()
     if context.rank == 2:
         _replace("send", before=lambda values, *_: values[-1].add_(0.5) if values.numel() > 3 else None)
     return DDP(context=context)
@@ -35,19 +30,6 @@ def hanging(*, context: Context) -> DDP:
     if context.rank == 1:
         _replace("broadcast", before=lambda *_: time.sleep(60.0))
     return DDP(context=context)
-
-
-def _block_first_irecv() -> None:
-    real = dist.irecv
-
-    def irecv(*given: Any, **named: Any) -> Any:
-        setattr(dist, "irecv", real)  # noqa: B010
-        work = real(*given, **named)
-        assert work is not None
-        work.wait()
-        return SimpleNamespace(wait=lambda: None)  # a second time it would wait for another message
-
-    setattr(dist, "irecv", irecv)  # noqa: B010
 
 
 def _replace(

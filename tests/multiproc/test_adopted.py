@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.helpers import results
-from tests.helpers.command import run_framework, run_python, started_python
+from tests.helpers.command import run_python, started_python
 from tests.helpers.forked import Forked, forked
 
 pytestmark = pytest.mark.multiproc
@@ -93,36 +93,27 @@ def runs(folder: Path) -> list[Path]:
     return sorted(folder.glob("outputs/*/*"))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "variables", [kubernetes, pytest.param(srun, marks=exhaustive)], ids=lambda value: value.__name__
-)
-def test_ranks_of_other_starters_make_one_run(
-    variables: Start, port: int, tmp_path: Path, shared_run: Callable[..., Path]
+@exhaustive
+@pytest.mark.parametrize("starter", ["Kubernetes", "srun", "torchrun"])
+def test_ranks_of_other_starters_make_one_run_with_the_weights_of_our_own_launcher(
+    starter: str, port: int, tmp_path: Path, shared_run: Callable[..., Path]
 ) -> None:
-    first, second = ended(tmp_path, *TOY, port=port, variables=variables)
-    assert (first[0], second) == (0, (0, "", "")), first[2]
-    assert first[1].count("Training toy: 2 processes, CPU") == 1
+    if starter == "torchrun":
+        result = run_python(*TORCHRUN, "-m", "framework", *TOY, cwd=tmp_path, timeout=DEADLINE_S)
+        status, out, err = result.returncode, result.stdout, result.stderr
+    else:
+        variables = kubernetes if starter == "Kubernetes" else srun
+        (status, out, err), second = ended(tmp_path, *TOY, port=port, variables=variables)
+        assert second == (0, "", "")
+    assert status == 0, err
+    assert out.count("Training toy: 2 processes, CPU") == 1
     (run,) = runs(tmp_path)
     ours = shared_run("recipe=toy", "trainer.max_epochs=2", "topology.procs_per_node=2")
     results.assert_same(results.weights(run), results.weights(ours))
     assert results.results(run)["steps"] == 80
-    node = int(variables is kubernetes)
+    node = int(starter == "Kubernetes")
     assert f"rank 1, local rank {1 - node}, world size 2, backend gloo, node {node}" in results.log(run, 1)
     assert "ToyModel" in results.log(run, 0)
-
-
-@exhaustive
-def test_torchrun_gives_one_run_with_the_weights_of_our_own_launcher(
-    tmp_path: Path, shared_run: Callable[..., Path]
-) -> None:
-    result = run_python(*TORCHRUN, "-m", "framework", *TOY, cwd=tmp_path, timeout=DEADLINE_S)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Training toy: 2 processes, CPU") == 1
-    (run,) = runs(tmp_path)
-    ours = shared_run("recipe=toy", "trainer.max_epochs=2", "topology.procs_per_node=2")
-    results.assert_same(results.weights(run), results.weights(ours))
-    assert "rank 1, local rank 1, world size 2" in results.log(run, 1)
 
 
 @exhaustive
@@ -150,33 +141,25 @@ def test_ranks_that_torchrun_restarts_resume_the_same_run_beside_another(tmp_pat
     assert results.differ(results.weights(run), results.weights(other))
 
 
-def test_a_different_argument_is_named_and_nothing_runs(port: int, tmp_path: Path) -> None:
-    first, second = ended(tmp_path, *TOY, port=port, own={0: ["seed=1"], 1: ["seed=2"]})
-    assert (first[0], first[1], second) == (2, "", (2, "", ""))
-    assert "arguments: seed=2; rank 0 has seed=1" in first[2]
-    assert runs(tmp_path) == []
-
-
-@exhaustive
-def test_a_different_file_is_named(port: int, tmp_path: Path) -> None:
+def test_what_ranks_were_started_with_is_compared_and_nothing_runs(port: int, tmp_path: Path) -> None:
     for rank in range(2):
         folder = tmp_path / str(rank) / "conf" / "trainer"
         folder.mkdir(parents=True)
         (folder / "mine.yaml").write_text(f"defaults: [default]\nmax_epochs: {rank + 1}\n")
-    first, second = ended(tmp_path, *TOY, port=port, cwd=lambda rank: tmp_path / str(rank))
-    assert (first[0], second) == (2, (2, "", ""))
+    own = {0: ["seed=1"], 1: ["seed=2"]}
+    first, second = ended(tmp_path, *TOY, port=port, own=own, cwd=lambda rank: tmp_path / str(rank))
+    assert (first[0], first[1], second) == (2, "", (2, "", ""))
+    assert "arguments: seed=2; rank 0 has seed=1" in first[2]
     assert "conf/trainer/mine.yaml isn't the same as rank 0's" in first[2]
+    assert not list(tmp_path.glob("*/outputs"))
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        pytest.param("topology.procs_per_node=4", "but the environment has started 2 processes", marks=exhaustive),
+        ("trainer.max_epochs=-1", "trainer.max_epochs=-1"),
         # which only the ranks can see
-        ("strategy._target_=framework.strategies.ddpp", "Did you mean framework.strategies.ddp?"),
-        pytest.param("trainer.max_epochs=-1", "trainer.max_epochs=-1", marks=exhaustive),
-        pytest.param("backend.init_method=tcp", "backend.init_method=tcp can't be used", marks=exhaustive),
-        pytest.param("launcher@fallback=local", "launcher@fallback", marks=exhaustive),
+        pytest.param("strategy._target_=framework.strategies.ddpp", "Did you mean", marks=exhaustive),
         pytest.param("-m", "-m makes several runs", marks=exhaustive),
     ],
 )
@@ -189,11 +172,23 @@ def test_a_wrong_request_is_answered_once_with_status_2_on_every_rank(
     assert list(tmp_path.iterdir()) == []
 
 
+REFUSING = """
+import os, time
+from framework.errors import ConfigError
+
+class Refusing:
+    def __init__(self):
+        if os.environ["RANK"] == "0": raise ConfigError("refused by rank 0")
+        time.sleep(300)
+"""
+
+
 @exhaustive
-def test_what_rank_0_answers_alone_ends_the_others_quietly(port: int, tmp_path: Path) -> None:
-    first, second = ended(tmp_path, "recipe=toy", "--cfg", "job", port=port)
-    assert (first[0], second) == (0, (0, "", "")), first[2]
-    assert "max_epochs" in first[1]
+def test_a_rank_that_is_still_setting_up_leaves_with_the_status_of_the_report(port: int, tmp_path: Path) -> None:
+    (tmp_path / "refusing.py").write_text(REFUSING)
+    first, second = ended(tmp_path, *TOY, "+callbacks.refusing._target_=refusing.Refusing", port=port)
+    assert (first[0], second[0]) == (2, 2), first[2]
+    assert first[2].count("refused by rank 0") == 1
 
 
 def test_a_launcher_that_is_typed_starts_a_run_of_its_own(port: int, tmp_path: Path) -> None:
@@ -204,13 +199,6 @@ def test_a_launcher_that_is_typed_starts_a_run_of_its_own(port: int, tmp_path: P
 
 
 @exhaustive
-def test_adopted_without_a_starter_is_refused(tmp_path: Path) -> None:
-    result = run_framework(*TOY, "launcher=adopted", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "isn't one of several that torchrun, srun or a Kubernetes PyTorchJob has started" in result.stderr
-
-
-@pytest.mark.exhaustive
 def test_a_port_that_is_taken_is_named_with_what_to_set(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first, second = ended(tmp_path, *TOY, "backend.init_timeout=3s", port=taken.getsockname()[1])
@@ -221,28 +209,15 @@ def test_a_port_that_is_taken_is_named_with_what_to_set(tmp_path: Path) -> None:
     assert runs(tmp_path) == []
 
 
-@pytest.mark.exhaustive
+@exhaustive
 def test_a_rank_that_does_not_come_is_named(port: int, tmp_path: Path) -> None:
     (only,) = ended(tmp_path, *TOY, "backend.init_timeout=1s", port=port, ranks=[1])
     assert only[:2] == (1, "")
-    assert f"Rank 1 found nobody at 127.0.0.1:{port} within 1 s" in only[2]
+    assert f"Rank 1 could not reach 127.0.0.1:{port} within 1 s" in only[2]
     first, second = ended(tmp_path, *TOY, "backend.init_timeout=5s", port=port, world=3)
     assert (first[0], second[0]) == (1, 1)
-    assert re.search(r"Ranks? .*2 of 3 didn't come within backend.init_timeout=5 s", first[2])
+    assert re.search(rf"Ranks? .*2 of 3 didn't come to 127.0.0.1:{port} within backend.init_timeout=5 s", first[2])
     assert runs(tmp_path) == []
-
-
-@exhaustive
-def test_a_finished_run_is_resumed(port: int, tmp_path: Path) -> None:
-    (tmp_path / "user").mkdir()
-    folder = tmp_path / "user"
-    assert ended(folder, *TOY, port=port)[0][0] == 0
-    (run,) = runs(folder)
-    first, second = ended(folder, f"resume={run}", "trainer.max_epochs=4", port=port)
-    assert (first[0], second[0]) == (0, 0), first[2]
-    assert runs(folder) == [run]
-    assert results.results(run)["steps"] == 160
-    assert results.repeated(run) == {}
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=exhaustive)])
@@ -259,12 +234,44 @@ def test_the_first_rank_to_die_is_reported_once(victim: int, port: int, tmp_path
     assert results.run_file(runs(tmp_path)[0])["status"] == "failed"
 
 
-def test_sigterm_stops_all_ranks_with_a_checkpoint(port: int, tmp_path: Path) -> None:
-    with started(tmp_path, *ENDLESS, port=port) as ranks:
+# Of several nodes: under Kubernetes each rank is one.
+
+RAISING = """
+import os
+
+class Raising:
+    def on_train_step_end(self, report):
+        if os.environ["RANK"] == "1" and report.step == 20: raise ValueError("not on this node")
+"""
+
+
+def test_an_error_on_another_node_is_reported_by_the_first(port: int, tmp_path: Path) -> None:
+    (tmp_path / "raising.py").write_text(RAISING)
+    raising = "+callbacks.raising._target_=raising.Raising"
+    first, second = ended(tmp_path, *ENDLESS, raising, port=port, variables=kubernetes)
+    assert (first[0], second[0]) == (1, 1)
+    assert first[2].count("failed first: ValueError: not on this node") == 1, first[2]
+    (run,) = runs(tmp_path)
+    report = json.loads((run / "failure.json").read_text())
+    assert {key: report["first"][key] for key in ("rank", "node", "local_rank", "step")} == {
+        **{"rank": 1, "node": 1, "local_rank": 0, "step": 20}
+    }
+    assert [(other["rank"], other["node"]) for other in report["others"]] in ([], [(0, 0)])
+
+
+@pytest.mark.exhaustive
+def test_a_signal_to_one_node_stops_all_with_a_checkpoint_that_is_resumed(port: int, tmp_path: Path) -> None:
+    with started(tmp_path, *ENDLESS, port=port, variables=kubernetes) as ranks:
         ranks[0].wait_for_output("epoch 1 ")
-        for each in reversed(ranks):  # as schedulers do, one after another
-            os.kill(each.pid, signal.SIGTERM)
+        os.kill(ranks[1].pid, signal.SIGTERM)
         assert [each.wait() for each in ranks] == [75, 75], ranks[0].stderr()
     (run,) = runs(tmp_path)
-    assert results.pointed(run, "last") == max(results.saved_steps(run))
+    last = results.pointed(run, "last")
+    assert last == max(results.saved_steps(run)) == results.results(run)["steps"]
     assert not (run / "failure.json").exists()
+    resume = (f"resume={run}", f"trainer.max_steps={last + 10}", "trainer.max_epochs=null")
+    first, second = ended(tmp_path, *resume, port=port, variables=kubernetes)
+    assert (first[0], second[0]) == (0, 0), first[2]
+    assert runs(tmp_path) == [run]
+    assert results.results(run)["steps"] == last + 10
+    assert results.repeated(run) == {}

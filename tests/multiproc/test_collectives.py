@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from framework import cli
 
@@ -18,28 +17,26 @@ Train = Callable[..., Path]
 SHOWN = ("job=collectives", "recipe=toy", "collectives.delay=0.2s")
 
 
-def found_in(run_dir: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run_dir / "collectives.json").read_text())
-    return content
+def shown_in(run_dir: Path) -> dict[str, list[list[str]]]:
+    """The rows of each block of the page, by the block's name."""
+    blocks = (run_dir / "collectives.txt").read_text().split("\n\n\n")
+    rows = {block.splitlines()[0]: re.findall(r"^  \d .*", block, re.MULTILINE) for block in blocks}
+    return {name: [re.split(r" {2,}", row.strip()) for row in found] for name, found in rows.items()}
 
 
-def seen(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """What each rank showed of an exchange over gloo."""
-    (exchange,) = (each for each in found["exchanges"] if each["name"] == name)
-    by_rank: list[dict[str, Any]] = exchange["by_backend"]["gloo"]
-    return by_rank
+def after(shown: dict[str, list[list[str]]], name: str) -> list[list[float]]:
+    """What each rank has after an exchange."""
+    values: list[list[float]] = [json.loads(row[2]) for row in shown[name]]
+    return values
 
 
-def after(found: dict[str, Any], name: str) -> list[list[float]]:
-    return [rank["after"]["values"] for rank in seen(found, name)]
-
-
-def assert_right(found: dict[str, Any], procs: int) -> None:
+def assert_right(found: dict[str, list[list[str]]], procs: int) -> None:
     """Rank r gives 10r, 10r + 1, …"""
     ranks = range(procs)
-    assert [rank["rank"] for rank in found["ranks"]] == list(ranks)
-    assert len({rank["pid"] for rank in found["ranks"]}) == procs
-    assert [rank["environment"]["RANK"] for rank in found["ranks"]] == [str(rank) for rank in ranks]
+    who = found["Who each rank is"]
+    processes, variables = who[:procs], who[procs:]
+    assert [row[0] for row in processes] == [row[1] for row in variables] == [str(rank) for rank in ranks]
+    assert len({row[5] for row in processes}) == procs  # pids
     assert after(found, "barrier") == [[rank + 1] for rank in ranks]
     last = procs - 1 if procs % 2 else procs  # who has no partner
     assert after(found, "ping_pong") == [[10.0 if rank < last else 0.0] for rank in ranks]
@@ -51,7 +48,7 @@ def assert_right(found: dict[str, Any], procs: int) -> None:
     assert after(found, "reduce_scatter") == [[sum(columns[rank])] for rank in ranks]
     assert after(found, "all_gather") == [columns[0]] * procs
     mean = [sum(column) / procs for column in columns[: 1 << (procs.bit_length() - 1)]]
-    assert after(found, "butterfly") == [pytest.approx(mean, rel=1e-15)] * procs
+    assert after(found, "butterfly") == [pytest.approx(mean, rel=1e-5)] * procs  # as printed
     assert after(found, "broadcast") == [[0, 1, 2, 3]] * procs
     assert after(found, "all_to_all") == [columns[rank] for rank in ranks]
 
@@ -59,39 +56,21 @@ def assert_right(found: dict[str, Any], procs: int) -> None:
 @pytest.mark.parametrize("procs", [3, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 5))])
 def test_every_exchange_gives_what_it_should(train: Train, procs: int, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = train(*SHOWN, f"topology.procs_per_node={procs}")
-    found = found_in(run_dir)
-    assert_right(found, procs)
-    sender, receiver = seen(found, "isend_irecv")[:2]
-    assert min(sender["seconds"], receiver["seconds"]) >= 0.2
+    assert_right(shown_in(run_dir), procs)
     printed = capfd.readouterr().out
     assert f"Collectives of toy: {procs} processes, CPU" in printed
     assert "dist.all_reduce(tensor, op=dist.ReduceOp.SUM" in printed
+    delays = re.findall(r"isend returned after ([\d.]+) ms", printed)
+    assert len(delays) == procs // 2
+    assert min(map(float, delays)) >= 200
     for rank in range(procs):
         assert "all_to_all over gloo" in (run_dir / "logs" / f"rank_{rank}.log").read_text()
 
 
-def test_one_process_shows_what_it_can_and_a_backend_what_it_offers(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def lacking(*_: object, **__: object) -> None:
-        raise RuntimeError("Backend gloo does not support reduce_scatter")
-
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", lacking)
-    found = found_in(train(*SHOWN, "launcher=in_place"))
-    assert seen(found, "send_recv") == [{"missing": "needs two processes"}]
-    assert after(found, "all_reduce") == [[0, 1, 2, 3]]
-    assert "  not offered by gloo: Backend gloo does not support reduce_scatter\n" in capfd.readouterr().out
-
-
-def test_an_exchange_that_fails_is_named(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def failing(*_: object, **__: object) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(dist, "all_gather_into_tensor", failing)
-    train(*SHOWN, "launcher=in_place", status=1)
-    assert "all_gather over gloo failed on rank 0 of 1: Connection closed by peer" in capfd.readouterr().err
+def test_one_process_shows_what_needs_no_other(train: Train) -> None:
+    shown = shown_in(train(*SHOWN, "launcher=in_place"))
+    assert ("barrier" in shown, "send_recv" in shown) == (True, False)
+    assert after(shown, "all_reduce") == [[0, 1, 2, 3]]
 
 
 def test_nccl_without_gpus_is_refused_before_anything_is_made(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,15 +13,13 @@ from typing import Any
 import pytest
 
 from tests.helpers import results, trouble
-from tests.helpers.command import Started, started_python
-from tests.helpers.network import Host, namespaces, network
+from tests.helpers.command import Started
+from tests.helpers.network import Host, network
 from tests.helpers.requirements import require
 from tests.helpers.trouble import Deed
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300), pytest.mark.exhaustive]
 
-exhaustive = pytest.mark.exhaustive
-PROCS_PER_NODE = 2
 START_S = 120.0  # two hosts share few cores
 TIMEOUT_S = 6.0
 REPORT_S = 60.0
@@ -46,22 +43,20 @@ def hosts() -> Iterator[list[Host]]:
 @contextmanager
 def started_on_all(hosts: list[Host], *overrides: str, cwd: Path) -> Iterator[list[Started]]:
     """The command on every host as its node, with the same overrides."""
+    same = ("trainer.gpus=0", "topology=multi_node", f"topology.nnodes={len(hosts)}", "topology.procs_per_node=2")
     with ExitStack() as stack:
-        yield [stack.enter_context(started_as_node(hosts, node, *overrides, cwd=cwd)) for node in range(len(hosts))]
-
-
-@contextmanager
-def started_as_node(hosts: list[Host], node: int, *overrides: str, cwd: Path) -> Iterator[Started]:
-    own = [
-        "trainer.gpus=0",
-        "topology=multi_node",
-        f"topology.nnodes={len(hosts)}",
-        f"topology.procs_per_node={PROCS_PER_NODE}",
-        f"topology.node_rank={node}",
-        f"topology.rdzv_endpoint={hosts[0].address}:29400",
-    ]
-    with hosts[node].started_framework(*own, *overrides, cwd=cwd) as started:
-        yield started
+        yield [
+            stack.enter_context(
+                host.started_framework(
+                    *same,
+                    f"topology.node_rank={node}",
+                    f"topology.rdzv_endpoint={hosts[0].address}:29400",
+                    *overrides,
+                    cwd=cwd,
+                )
+            )
+            for node, host in enumerate(hosts)
+        ]
 
 
 def wait_for_step(folder: Path, all_started: list[Started]) -> None:
@@ -79,59 +74,6 @@ def failure(folder: Path, name: str = "failure.json") -> dict[str, Any]:
     return content
 
 
-SERVER = """
-import socket
-listener = socket.create_server(("", 5000))
-print("listening", flush=True)
-while True:
-    listener.accept()[0].sendall(socket.gethostname().encode())
-"""
-CLIENT = "import socket; print(socket.gethostname(), socket.create_connection(('host1', 5000), 2.0).recv(99).decode())"
-
-
-@pytest.mark.exhaustive
-def test_hosts_reach_each_other_until_the_link_is_cut(hosts: list[Host]) -> None:
-    """The helper itself: names, addresses, cutting and mending."""
-
-    def ask() -> tuple[int, str]:
-        with hosts[1].started(sys.executable, "-c", CLIENT) as client:
-            return client.wait(timeout=30.0), client.stdout().strip()
-
-    with hosts[0].started(sys.executable, "-c", SERVER) as server:
-        server.wait_for_output("listening", timeout=30.0)
-        assert ask() == (0, "host2 host1")
-        for cut, mend in ((hosts[1].cut, hosts[1].mend), (hosts[0].unplug, hosts[0].plug_in)):
-            cut()
-            assert ask() == (1, "")
-            mend()
-            deadline = time.monotonic() + 10.0
-            while ask() != (0, "host2 host1"):
-                assert time.monotonic() < deadline
-
-
-KILLED = """
-import os, signal
-from tests.helpers.network import network
-with network(1) as (host,):
-    print(host.namespace, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.exhaustive
-def test_what_a_killed_test_has_left_is_cleared_away() -> None:
-    require("netns")
-    with started_python("-c", KILLED) as killed:
-        assert killed.wait(timeout=30.0) == -signal.SIGKILL
-        left = killed.stdout().strip()
-    assert left in namespaces()
-    with network(1) as (host,):
-        assert left not in namespaces()
-        assert host.namespace in namespaces()
-    assert host.namespace not in namespaces()
-
-
-@exhaustive
 def test_two_hosts_give_the_result_of_one_machine(
     hosts: list[Host], tmp_path: Path, shared_run: Callable[..., Path]
 ) -> None:
@@ -147,7 +89,6 @@ def test_two_hosts_give_the_result_of_one_machine(
     assert results.run_file(run_dir)["status"] == "finished"
 
 
-@exhaustive
 @pytest.mark.parametrize("cut_node", [0, 1])
 def test_each_side_of_a_cut_link_names_the_other(hosts: list[Host], tmp_path: Path, cut_node: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
@@ -167,8 +108,8 @@ def test_each_side_of_a_cut_link_names_the_other(hosts: list[Host], tmp_path: Pa
 @pytest.mark.parametrize(
     ("deed", "kind"),
     [
-        pytest.param(Deed("SIGKILL", rank=3, phase="forward", step=20, pause=PAUSE_S), "signal", marks=exhaustive),
-        pytest.param(Deed("sleep", rank=2, phase="data", step=6), "hung", marks=exhaustive),
+        (Deed("SIGKILL", rank=3, phase="forward", step=20, pause=PAUSE_S), "signal"),
+        (Deed("sleep", rank=2, phase="data", step=6), "hung"),
     ],
     ids=["killed", "hung"],
 )
@@ -189,14 +130,9 @@ def test_a_rank_that_fails_is_named_on_both_terminals(hosts: list[Host], tmp_pat
     assert not (trouble.run_dir(tmp_path) / "failure_node1.json").exists()
 
 
-@exhaustive
 @pytest.mark.parametrize(
     ("node", "number", "statuses"),
-    [
-        (0, signal.SIGINT, [75, 75]),
-        (1, signal.SIGINT, [75, 75]),
-        (1, signal.SIGKILL, [1, -signal.SIGKILL]),
-    ],
+    [(0, signal.SIGINT, [75, 75]), (1, signal.SIGINT, [75, 75]), (1, signal.SIGKILL, [1, -signal.SIGKILL])],
 )
 def test_a_signal_to_one_node_ends_both(
     hosts: list[Host], tmp_path: Path, node: int, number: signal.Signals, statuses: list[int]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.helpers import results
-from tests.helpers.command import Started
 from tests.helpers.network import Host, network
 from tests.helpers.requirements import missing, require
 
@@ -38,9 +37,8 @@ def test_three_processes_talk(train: Train, capfd: pytest.CaptureFixture[str]) -
     run_dir = train(*PREFLIGHT, THREE)
     found = found_in(run_dir)
     assert (found["passed"], found["failures"], found["faults"]) == (True, [], [])
-    assert [rank["turn"] for rank in found["ranks"]] == [1, 2, 3]
     assert [link["ranks"] for link in found["links"]] == [[0, 1], [0, 2], [1, 2]]
-    assert found["num_links"] == {"within_node": 3, "between_nodes": 0}
+    assert found["num_links"] == {"within nodes": 3, "between nodes": 0}
     assert all(len(link["round_trips_s"]) == 10 for link in found["links"])
     assert [check["name"] for check in found["checks"]] == list(BUS_FACTORS)
     for check in found["checks"]:
@@ -51,8 +49,6 @@ def test_three_processes_talk(train: Train, capfd: pytest.CaptureFixture[str]) -
         assert first["algorithm_bytes_per_s"] == pytest.approx(first["bytes"] / first["seconds"])
         assert first["bus_bytes_per_s"] / first["algorithm_bytes_per_s"] == pytest.approx(BUS_FACTORS[check["name"]])
         assert [point["size_bytes"] for point in check["points"]] == [4, 16, 64, 256, 1024, 4096]
-    late = [rank["late_sender"] for rank in found["ranks"]]
-    assert [each and (each["source"], each["overlapped"]) for each in late] == [None, (0, True), (1, True)]
     (device,) = found["ranks"][2]["devices"]
     assert device["device"] == "cpu"
     assert found["ranks"][2]["free_disk_bytes"] > 0
@@ -77,16 +73,15 @@ def test_what_is_wrong_is_named(train: Train, capfd: pytest.CaptureFixture[str])
     run_dir = train(*PREFLIGHT, THREE, f"strategy={{_target_: {CASES}.faulty}}", status=1)
     found = found_in(run_dir)
     faults = {(fault["check"], fault["rank"]) for fault in found["faults"]}
-    assert faults == {("ping-pong", 0), ("ping-pong", 1), ("send/recv", 0), ("send/recv", 2), ("all_gather", 1)}
+    ping_pong, ring = {("ping-pong", 0), ("ping-pong", 1)}, {("send/recv", 0), ("send/recv", 2)}
+    assert faults == ping_pong | ring | {("all_gather", 1)}
     assert all(fault["text"].startswith("from rank 2: ") for fault in found["faults"] if fault["check"] == "ping-pong")
-    assert [rank["late_sender"] and rank["late_sender"]["overlapped"] for rank in found["ranks"]] == [None, False, True]
     texts = {each["check"]: each["text"] for each in found["failures"]}
-    assert texts["isend/irecv"].startswith("irecv held rank 1 up for ")
     assert texts["versions"].startswith("torch is 1.0 on rank 1, and ")
     assert (found["slowest_link"]["ranks"], found["slowest_link"]["stands_out"]) == ([1, 2], True)
     printed = capfd.readouterr().out
     (verdict,) = (line for line in printed.splitlines() if line.startswith("Preflight failed in "))
-    assert verdict.endswith(": ping-pong, send/recv, all_gather, isend/irecv, versions")
+    assert verdict.endswith(": ping-pong, send/recv, all_gather, versions")
     assert "slowest link: rank 1 – rank 2: " in printed
 
 
@@ -98,24 +93,15 @@ def test_a_hang_is_reported_with_the_name_of_the_check(train: Train, capfd: pyte
     assert (report["first"]["rank"], report["first"]["kind"]) == (1, "hung")
     assert (report["first"]["phase"], report["first"]["waited_in"]) == ("preflight", "preflight")
     assert report["others"][0]["exception"].startswith("Preflight check broadcast failed on rank 0 of 2: ")
-    printed = capfd.readouterr()
-    assert "Rank 1 of 2" in printed.err
-    assert "The preflight was at the check broadcast." in printed.out
+    assert "Rank 1 of 2" in capfd.readouterr().err
     assert not (run_dir / "preflight.json").exists()
-
-
-@pytest.mark.exhaustive
-def test_without_time_only_the_first_links_are_measured(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
-    found = found_in(train(*PREFLIGHT, "topology.procs_per_node=5", "preflight.seconds=1e-3"))
-    assert (len(found["links"]), found["num_links"]["within_node"]) == (8, 10)
-    assert "ended the measuring of links within nodes: 8 of 10" in capfd.readouterr().out
 
 
 RESTARTED = ("launcher=elastic", "launcher.max_restarts=1")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("launcher", [(), pytest.param(RESTARTED, marks=pytest.mark.exhaustive)], ids=["", "restarted"])
+@pytest.mark.parametrize("launcher", [(), RESTARTED], ids=["", "restarted"])
 def test_before_training(train: Train, capfd: pytest.CaptureFixture[str], launcher: tuple[str, ...]) -> None:
     """A resumed run checks again; a failed check trains nothing, and isn't repeated where failures are restarted."""
     few = ("topology.procs_per_node=2", "trainer.max_epochs=1", "preflight.max_bytes=4096", "preflight.seconds=0.3")
@@ -152,34 +138,21 @@ def throttle(host: Host, other: Host) -> None:
             missing("netns", f"links can't be throttled here: tc {' '.join(arguments)}: {done.stderr.strip()}")
 
 
-def of_elastic(node: int, endpoint: str) -> tuple[list[str], dict[str, str]]:
-    place = [f"topology.node_rank={node}", f"topology.rdzv_endpoint={endpoint}"]
-    return ["topology=multi_node", "topology.nnodes=3", "topology.procs_per_node=1", *place], {}
-
-
-def of_kubernetes(rank: int, endpoint: str) -> tuple[list[str], dict[str, str]]:
-    address, _, port = endpoint.partition(":")
-    return [], {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": address, "MASTER_PORT": port}
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("starting", [of_kubernetes, of_elastic])
-def test_a_slow_link_between_hosts_is_named(tmp_path: Path, starting: Callable[..., Any]) -> None:
+def test_a_slow_link_between_hosts_is_named(tmp_path: Path) -> None:
     require("netns")
     with network(3) as hosts, ExitStack() as stack:
         throttle(hosts[1], hosts[2])
         limits = ("preflight.seconds=1", "preflight.max_bytes=65536", "preflight.min_link_bandwidth=5")
-
-        def started(number: int) -> Started:
-            own, environ = starting(number, f"{hosts[0].address}:29400")
-            arguments = ("job=preflight", "recipe=toy", "trainer.gpus=0", *limits, *own)
-            return stack.enter_context(hosts[number].started_framework(*arguments, cwd=tmp_path, env=environ))
-
-        all_started = [started(number) for number in range(3)]
+        command = ("job=preflight", "recipe=toy", "trainer.gpus=0", *limits)
+        kubernetes = {"WORLD_SIZE": "3", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29400"}
+        all_started = [
+            stack.enter_context(host.started_framework(*command, cwd=tmp_path, env={**kubernetes, "RANK": str(rank)}))
+            for rank, host in enumerate(hosts)
+        ]
         statuses = [each.wait(timeout=START_S) for each in all_started]
-        # If something else has started the ranks, the first reports.
-        assert statuses == ([1, 0, 0] if starting is of_kubernetes else [1, 1, 1]), all_started[0].printed()
+        assert statuses == [1, 0, 0], all_started[0].printed()  # the first reports
         for each in all_started:
             each.assert_all_gone()
         (run_dir,) = tmp_path.glob("outputs/toy/preflight/*")
@@ -187,6 +160,6 @@ def test_a_slow_link_between_hosts_is_named(tmp_path: Path, starting: Callable[.
         assert (found["slowest_link"]["ranks"], found["slowest_link"]["stands_out"]) == ([1, 2], True)
         assert [each["check"] for each in found["failures"]] == ["link bandwidth"]
         assert all(abs(rank["clock"]["ahead_s"]) < 0.5 for rank in found["ranks"])
-        assert "slowest link: rank 1 (host2) – rank 2 (host3): " in all_started[0].stdout()
-        for each in all_started if starting is of_elastic else all_started[:1]:
-            assert "the link between rank 1 (host2) and rank 2 (host3) carries " in each.stdout()
+        printed = all_started[0].stdout()
+        assert "slowest link: rank 1 (host2) – rank 2 (host3): " in printed
+        assert "the link between rank 1 (host2) and rank 2 (host3) carries " in printed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import signal
 import sys
@@ -20,9 +19,8 @@ from tests.helpers.requirements import require
 from tests.helpers.slurm import Cluster, cluster
 from tests.helpers.trouble import Deed
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300), pytest.mark.exhaustive]
 
-exhaustive = pytest.mark.exhaustive
 FRAMEWORK = (sys.executable, "-m", "framework", "trainer.gpus=0")
 START_S = 120.0  # every task loads torch by itself, on few cores
 TIMEOUT_S = 6.0
@@ -47,26 +45,6 @@ def wait_for_step(folder: Path, *, outputs: str = "outputs") -> None:
         time.sleep(0.05)
 
 
-DETECT = """
-import os, sys
-from framework.launch.environment import detect
-at = detect(os.environ)
-print(os.uname().nodename, at.rank, at.local_rank, at.node_rank, at.nnodes, at.procs_per_node, at.host)
-sys.exit(70 + at.rank)
-"""
-
-
-@pytest.mark.exhaustive
-def test_the_place_of_every_task_of_srun_is_detected(slurm: Cluster, tmp_path: Path) -> None:
-    """By the variables of a real SLURM: two hosts, two tasks on each, and the worst exit status comes out."""
-    result = slurm.srun("--nodes=2", "--ntasks-per-node=2", sys.executable, "-c", DETECT, cwd=tmp_path)
-    assert sorted(result.stdout.splitlines()) == [
-        f"host{rank // 2 + 1} {rank} {rank % 2} {rank // 2} 2 2 host1" for rank in range(4)
-    ]
-    assert result.returncode == 73
-
-
-@exhaustive
 @pytest.mark.parametrize("where", [("--nodes=2", "--ntasks-per-node=2"), ("--nodes=1", "--ntasks=4")])
 def test_tasks_of_srun_give_the_result_of_one_command(
     slurm: Cluster, shared_run: Callable[..., Path], tmp_path: Path, where: tuple[str, ...]
@@ -81,26 +59,18 @@ def test_tasks_of_srun_give_the_result_of_one_command(
     assert result.stdout.count("Finished toy") == 1
 
 
-@exhaustive
 def test_a_preflight_of_the_tasks_precedes_training(slurm: Cluster, tmp_path: Path) -> None:
-    """Of two nodes with two tasks each; if a limit isn't kept, all end with status 1 and nothing is trained."""
     where, small = ("--nodes=2", "--ntasks-per-node=2"), ("preflight=true", "preflight.max_bytes=65536")
     command = (*FRAMEWORK, "recipe=toy", "trainer.max_epochs=1", *small)
     result = slurm.srun(*where, *command, cwd=tmp_path, timeout=START_S)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Preflight passed in ") == 1
-    assert result.stdout.index("Preflight passed in ") < result.stdout.index("ToyModel with ")
     (run_dir,) = tmp_path.glob("outputs/toy/*")
     found = json.loads((run_dir / "preflight.json").read_text())
     assert [(rank["host"], rank["node"]) for rank in found["ranks"]] == [(f"host{n + 1}", n) for n in (0, 0, 1, 1)]
     assert sorted(link["ranks"] for link in found["links"]) == [[0, 1], [0, 2], [1, 3], [2, 3]]
-    result = slurm.srun(*where, *command, "preflight.min_link_bandwidth=1e9", cwd=tmp_path, timeout=START_S)
-    assert result.returncode == 1
-    assert result.stderr.count("Nothing was trained.") == 1
-    assert len([path for path in tmp_path.glob("outputs/toy/*") if results.run_file(path)["status"] == "failed"]) == 1
 
 
-@exhaustive
 def test_the_batch_script_of_the_documentation_saves_and_resumes(slurm: Cluster, tmp_path: Path) -> None:
     """Another recipe, two tasks a node and no GPUs; SIGUSR1 by hand instead of near the end of four hours."""
     steps = 100
@@ -132,18 +102,6 @@ def test_the_batch_script_of_the_documentation_saves_and_resumes(slurm: Cluster,
     assert results.run_file(run_dir)["status"] == "finished"
 
 
-@exhaustive
-def test_a_topology_that_contradicts_srun_is_refused_with_both_numbers(slurm: Cluster, tmp_path: Path) -> None:
-    overrides = ("recipe=toy", "topology.procs_per_node=3")
-    result = slurm.srun("--nodes=2", "--ntasks-per-node=2", *FRAMEWORK, *overrides, cwd=tmp_path, timeout=START_S)
-    assert result.returncode == 2, result.stderr
-    (message,) = set(re.findall(r".*topology\.procs_per_node=3.*", result.stderr))
-    assert re.search(r"\b2\b", message), message
-    assert "Traceback" not in result.stderr
-    assert list(tmp_path.glob("outputs/*/*")) == []
-
-
-@exhaustive
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: Path, number: signal.Signals) -> None:
     """As `sbatch --signal=USR1@90` and a preemption send it."""
@@ -160,10 +118,9 @@ def test_a_signal_to_the_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: 
     assert not list(run_dir.glob("failure*.json"))
 
 
-@exhaustive
 @pytest.mark.parametrize(("what", "rank", "kind"), [("SIGKILL", 0, "exit"), ("raise", 3, "exception")])
 def test_a_task_that_dies_is_reported(slurm: Cluster, tmp_path: Path, what: str, rank: int, kind: str) -> None:
-    """How another task ended only SLURM is told; that it did, and where it was, any task of its node can see."""
+    """Only SLURM knows how another task ended; any task of its node sees that it did, and where it was."""
     trouble.write_recipe(tmp_path, Deed(what, rank=rank, phase="backward", step=5))
     overrides = ("recipe=trouble", f"backend.timeout={TIMEOUT_S}")
     where = ("--nodes=2", "--ntasks-per-node=2")

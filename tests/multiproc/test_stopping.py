@@ -22,18 +22,17 @@ pytestmark = pytest.mark.multiproc
 exhaustive = pytest.mark.exhaustive
 
 
-class LateSignalError(Exception):
-    """Raised by a signal that the command doesn't handle."""
+class UnhandledSignalError(Exception):
+    """Raised by a signal that the command doesn't handle, which would end pytest otherwise."""
 
 
 def _unhandled(number: int, _frame: FrameType | None) -> None:
-    raise LateSignalError(signal.Signals(number).name)
+    raise UnhandledSignalError(signal.Signals(number).name)
 
 
 @pytest.fixture(autouse=True)
-def _handled(own_state: None) -> None:
-    """Without the launcher's handlers a signal fails the test instead of ending all tests."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+def _guarded(own_state: None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, _unhandled)
 
 
@@ -70,18 +69,16 @@ def send(number: signal.Signals, *, everyone: bool, rank_pid: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "procs", "everyone", "workers"),
+    ("number", "procs", "everyone", "override"),
     [
-        pytest.param(signal.SIGINT, 4, True, 1, marks=exhaustive),
-        (signal.SIGTERM, 1, False, 0),
+        (signal.SIGTERM, 2, True, "data.num_workers=0"),
         *(
-            pytest.param(number, procs, everyone, 2, marks=exhaustive)
-            for number, procs, everyone in [
-                (signal.SIGTERM, 2, True),
-                (signal.SIGTERM, 4, False),
-                (signal.SIGINT, 1, True),
-                (signal.SIGINT, 2, False),
-                (signal.SIGUSR1, 2, True),
+            pytest.param(*values, marks=exhaustive)
+            for values in [
+                (signal.SIGTERM, 1, False, "data.num_workers=0"),
+                (signal.SIGINT, 4, True, "data.num_workers=1"),
+                (signal.SIGINT, 2, False, "launcher=elastic"),
+                (signal.SIGUSR1, 2, True, "data.num_workers=2"),
             ]
         ),
     ],
@@ -95,7 +92,7 @@ def test_all_ranks_stop_after_one_step_and_resume_exactly(
     number: signal.Signals,
     procs: int,
     everyone: bool,
-    workers: int,
+    override: str,
 ) -> None:
     write_pause(tmp_path)
     name = "Ctrl-C" if number == signal.SIGINT else number.name
@@ -108,16 +105,67 @@ def test_all_ranks_stop_after_one_step_and_resume_exactly(
             go_on(tmp_path)
 
     with meanwhile(stop), redirect_stderr(terminal):
-        run_dir = train(*training(procs, f"data.num_workers={workers}"), status=EXIT_STOPPED)
+        run_dir = train(*training(procs, override), status=EXIT_STOPPED)
+    assert "Restart" not in terminal.getvalue()
     assert "python -m framework resume=outputs/toy/" in capfd.readouterr().out
-    record, step = results.run_file(run_dir), PAUSED_AT + (0 if procs == 1 else 2)
+    assert_stopped(run_dir, name, step=PAUSED_AT + (0 if procs == 1 else 2))
+    train(f"resume={run_dir}")
+    # The order of sums differs between numbers of processes.
+    results.assert_same(results.weights(run_dir), results.weights(whole_run), tolerance=0.0 if procs == 1 else 1e-6)
+
+
+def assert_stopped(run_dir: Path, name: str, *, step: int) -> None:
+    record = results.run_file(run_dir)
     assert (record["status"], record["results"]["ended_by"]) == ("stopped", f"stopped on request ({name})")
     assert record["results"]["steps"] == results.pointed(run_dir, "last") == step
     assert not (run_dir / "failure.json").exists()
-    train(f"resume={run_dir}")
-    assert f"Resuming after step {step}" in results.log(run_dir)
-    # The order of sums differs between numbers of processes.
-    results.assert_same(results.weights(run_dir), results.weights(whole_run), tolerance=0.0 if procs == 1 else 1e-6)
+
+
+SENDER = """
+import os
+
+class Sender:
+    def __init__(self, number): self.number = number
+    def on_train_step_end(self, report):
+        if report.step == 21:
+            for _ in range(2): os.kill(os.getpid(), self.number)  # schedulers send theirs more than once
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "override", "status"),
+    [
+        (signal.SIGTERM, "checkpoint.enabled=true", EXIT_STOPPED),
+        (signal.SIGINT, "checkpoint.enabled=true", EXIT_INTERRUPTED),  # Python's own, which debuggers rely on
+        (signal.SIGTERM, "checkpoint.enabled=false", EXIT_INTERRUPTED),
+    ],
+)
+def test_a_rank_in_the_commands_own_process_handles_signals_itself(
+    train: Callable[..., Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    whole_run: Path,
+    number: signal.Signals,
+    override: str,
+    status: int,
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    (tmp_path / "sender.py").write_text(SENDER)
+    sender = ("+callbacks.sender._target_=sender.Sender", f"+callbacks.sender.number={int(number)}")
+    try:
+        run_dir = train(*OVERRIDES, "launcher=in_place", override, *sender, status=status)
+    except KeyboardInterrupt:  # would end pytest
+        pytest.fail("the command did not handle the signal")
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.err
+    if status == EXIT_INTERRUPTED:
+        assert results.run_file(run_dir)["status"] == "interrupted"
+        assert not results.saved_steps(run_dir)
+        return
+    assert printed.err.count(f"{number.name}: saving after this step, then stopping. Ctrl-C ends at once.") == 1
+    assert_stopped(run_dir, number.name, step=21)
+    train(f"resume={run_dir}", "launcher=in_place")
+    results.assert_same(results.weights(run_dir), results.weights(whole_run))
 
 
 def test_a_signal_to_one_rank_stops_all_and_an_ignored_one_does_nothing(
@@ -177,7 +225,6 @@ def slow(**keywords):
         *(
             pytest.param(number, everyone, override, marks=exhaustive)
             for number, everyone, override in [
-                (signal.SIGTERM, True, "checkpoint.enabled=false"),
                 (signal.SIGINT, True, "data.datasets._target_=slow.slow"),
                 (signal.SIGUSR1, False, "data.datasets._target_=slow.slow"),
             ]

@@ -14,18 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from framework.checkpoint import load_weights
-from framework.data.batching import plan_batches
-from framework.data.stream import Deal, Reading
-from framework.data.stream_loader import StreamEvalLoader
+from framework.checkpoint.reader import load_weights
+from framework.data.stream import StreamEvalLoader, evaluation_plan
+from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context
-from framework.distributed.exchange import SideExchange
-from framework.distributed.group import limit_groups
-from framework.distributed.tensors import whole
-from framework.errors import DataError, RunError
-from framework.seed import restore_generator_states
+from framework.distributed.process_group import set_group_timeouts
+from framework.distributed.seed import restore_generator_states
+from framework.distributed.sharded import full_tensor
+from framework.errors import RunError
 from framework.strategies import DDP, FSDP, AllReduce, LocalSGD
-from framework.trainer import Trainer
+from framework.training.trainer import Trainer
 from framework.types import MicroBatch, Window
 from tests.helpers.contexts import CPU
 from tests.helpers.rank_pool import RankPool
@@ -80,7 +78,7 @@ def one_process() -> tuple[dict[str, Tensor], float]:
 def trainer_of(
     context: Context,
     strategy: Any,
-    exchange: SideExchange,
+    exchange: SideChannel,
     *,
     model: nn.Module,
     dataset: Any = Parts,
@@ -95,14 +93,12 @@ def trainer_of(
         strategy=strategy,
     )
     world_size = context.world_size
-    trainer.train_loader = make_loader(
+    trainer.train_loader = trainer.state.train_loader = make_loader(
         dataset(lengths), context, exchange=exchange, is_sharded=True, batch_size=BATCH, accumulate=ACCUMULATE
     )
-    plan = plan_batches(batch_size=2, global_batch_size=None, world_size=world_size, accumulate=1)
     trainer.val_loader = StreamEvalLoader(
         Parts(VAL_LENGTHS[:world_size]),
-        deal=Deal(plan, context.rank, True),
-        reading=Reading("val"),
+        plan=evaluation_plan("val", batch_size=2, rank=context.rank, world_size=world_size, is_sharded=True),
         device=CPU,
         exchange=exchange,
         is_even=True,
@@ -117,7 +113,6 @@ def strategy_of(name: str, context: Context) -> Any:
         "fsdp": lambda: FSDP(context=context, min_num_params=4),
         "local_sgd": lambda: LocalSGD(context=context, every_n_steps=1),
         "local_sgd, every second step": lambda: LocalSGD(context=context, every_n_steps=2),
-        "local_sgd, warm-up": lambda: LocalSGD(context=context, every_n_steps=2, warmup_steps=50),
     }
     return makers[name]()
 
@@ -127,8 +122,8 @@ def trained(context: Context, names: Sequence[str]) -> list[Any]:
     for name in names:
         trainer = trainer_of(context, strategy_of(name, context), exchange, model=plain())
         trainer.fit()
-        weights = {key: whole(value.detach()) for key, value in trainer.parts.bare_model.named_parameters()}
-        found.append((weights, trainer.val_metrics["val/loss"], trainer.progress.step))
+        weights = {key: full_tensor(value.detach()) for key, value in trainer.state.bare_model.named_parameters()}
+        found.append((weights, trainer.state.val_metrics["val/loss"], trainer.progress.step))
     return found
 
 
@@ -151,7 +146,7 @@ def resumed(context: Context, dataset: Any, stops: Sequence[int]) -> None:
         trainer = trainer_of(context, AllReduce(context=context), exchange, dataset=dataset, model=noisy(), **how)
         torch.manual_seed(context.rank)
         if state is not None:
-            load_weights(trainer.parts.bare_model, state["model"], source=Path("memory"))
+            load_weights(trainer.state.bare_model, state["model"], source=Path("memory"))
             trainer.load_state_dict(state["training"])
             restore_generator_states(state["generators"][context.rank], devices=(CPU,))
         trainer.fit()
@@ -159,9 +154,9 @@ def resumed(context: Context, dataset: Any, stops: Sequence[int]) -> None:
 
     straight = fitted()
     assert straight.progress.step == EPOCHS * STEPS_PER_EPOCH
-    wanted = straight.state_dict()
+    wanted = straight.state.state_dict()
     for stop in stops:
-        found = fitted(fitted(max_steps=stop).state_dict()).state_dict()
+        found = fitted(fitted(max_steps=stop).state.state_dict()).state.state_dict()
         assert found["training"]["progress"] == wanted["training"]["progress"]
         for name, value in wanted["model"].items():
             assert torch.equal(found["model"][name], value), (stop, name)
@@ -195,56 +190,36 @@ def statistics(context: Context, names: Sequence[str], lengths: Sequence[int]) -
     for name in names:
         trainer = trainer_of(context, strategy_of(name, context), exchange, lengths=lengths, model=normalising())
         trainer.fit()
-        found.append({key: whole(value) for key, value in trainer.parts.bare_model.named_buffers()})
+        found.append({key: full_tensor(value) for key, value in trainer.state.bare_model.named_buffers()})
     return found
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [(0, 10), (6, 14)])
 def test_statistics_continue_where_the_first_rank_has_nothing_left(rank_pool: RankPool, lengths: Any) -> None:
-    names, wanted = (
-        ["ddp", "allreduce", "fsdp", "local_sgd, every second step", "local_sgd, warm-up"],
-        statistics_of(lengths),
-    )
+    names, wanted = ["ddp", "allreduce", "fsdp", "local_sgd, every second step"], statistics_of(lengths)
     for of_rank in rank_pool.run(statistics, names, lengths):
         for name, buffers in zip(names, of_rank, strict=True):
             for key, value in wanted.items():
                 torch.testing.assert_close(buffers[key], value, rtol=0.0, atol=1e-6, msg=f"{name} {key}")
 
 
-def buffers_apart(context: Context) -> str:
-    """Refused only where the first rank has no sample at all and the model keeps statistics."""
-    exchange = opened(context)
-
-    def fit(lengths: Sequence[int], model: nn.Module) -> None:
-        apart = AllReduce(context=context, broadcast_buffers=False)
-        trainer_of(context, apart, exchange, lengths=lengths, model=model).fit()
-
-    fit((6, 14), normalising())
-    fit((0, 10), plain())
-    with pytest.raises(DataError) as caught:
-        fit((0, 10), normalising())
-    return str(caught.value)
-
-
 def late(context: Context) -> str:
     exchange = opened(context)
-    assert exchange.begin([context.rank, 0.5])() == [[float(rank), 0.5] for rank in range(context.world_size)]
-    limit_groups(0.5, exchange.groups)
+    assert exchange.gather([context.rank, 0.5])() == [[float(rank), 0.5] for rank in range(context.world_size)]
+    set_group_timeouts(0.5, exchange.groups)
     dist.barrier()
     said = ""
     if context.rank == 0:
         try:
-            exchange.begin([1.0])()
+            exchange.gather([1.0])()
         except RunError as error:
             said = str(error)
     dist.barrier()
     return said
 
 
-def test_what_ranks_with_uneven_streams_are_told(rank_pool: RankPool) -> None:
-    for said in rank_pool.run(buffers_apart):
-        assert "strategy.broadcast_buffers=false leaves each process buffers of its own" in said
+def test_a_rank_that_does_not_say_what_it_reads_is_reported(rank_pool: RankPool) -> None:
     assert "what other ranks read of their streams" in rank_pool.run(late)[0]
 
 

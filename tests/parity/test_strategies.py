@@ -64,7 +64,6 @@ def end_as_a_loop(pool: RankPool, strategy: str, how: How, *, ranks: int, tolera
         (2, "interleaved"),
         exhaustive(2, "fsdp classes"),
         (3, "ddp"),
-        (3, "ddp butterfly"),
         (3, "ddp unused"),
         (3, "allreduce"),
         (3, "butterfly"),
@@ -72,8 +71,7 @@ def end_as_a_loop(pool: RankPool, strategy: str, how: How, *, ranks: int, tolera
         (3, "gpipe"),
         exhaustive(4, "hsdp"),
         exhaustive(4, "1f1b copies"),
-        *(exhaustive(2, name) for name in ("ddp", "ddp butterfly", "allreduce each", "butterfly", "fsdp", "gpipe")),
-        *(exhaustive(4, name) for name in ("ddp static", "allreduce", "butterfly", "fsdp", "interleaved copies")),
+        *(exhaustive(4, name) for name in ("ddp static", "allreduce each", "butterfly", "interleaved copies")),
     ],
 )
 def test_it_ends_as_a_plain_loop(rank_pool: RankPool, strategy: str, ranks: int) -> None:
@@ -86,10 +84,8 @@ def test_it_ends_as_a_plain_loop(rank_pool: RankPool, strategy: str, ranks: int)
     [
         (3, "ddp"),
         (3, "allreduce"),
-        (3, "fsdp"),
         (3, "gpipe whole"),
         exhaustive(4, "gpipe copies"),
-        *(exhaustive(2, name) for name in ("ddp static", "butterfly", "fsdp classes", "gpipe whole")),
         exhaustive(4, "hsdp"),
     ],
 )
@@ -103,9 +99,7 @@ OF_FORMATS = {
     "bf16-mixed": (How(precision=Precision.BF16_MIXED, recomputed=("Linear",)), 5e-3),
     "16-mixed": (How(precision=Precision.FP16_MIXED), 1e-3),
     "bf16-true": (How(precision=Precision.BF16, clip=None, passes=1), 0.1),
-    "compiled": (How(precision=Precision.FP32, compiles=True), 1e-5),
 }
-CAPTURED = ("ddp", "ddp butterfly", "allreduce", "fsdp", "1f1b")
 
 
 @pytest.mark.parametrize(
@@ -114,10 +108,9 @@ CAPTURED = ("ddp", "ddp butterfly", "allreduce", "fsdp", "1f1b")
         ("32-true", "butterfly"),
         ("bf16-mixed", "1f1b"),
         ("bf16-mixed", "ddp"),
-        ("16-mixed", "fsdp"),
+        ("16-mixed", "allreduce"),
+        exhaustive("16-mixed", "fsdp"),
         ("bf16-true", "allreduce"),
-        *(exhaustive("compiled", strategy) for strategy in CAPTURED),
-        *(exhaustive(kind, name) for kind in ("32-true", "bf16-mixed", "16-mixed") for name in ("allreduce", "fsdp")),
     ],
 )
 def test_it_ends_as_a_plain_loop_in_other_formats(rank_pool: RankPool, kind: str, strategy: str) -> None:
@@ -186,8 +179,8 @@ SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     ("precision", "param", "reduce", "tolerance"),
     [
         (Precision.FP32, "bf16", "bf16", 1e-5),
-        (Precision.FP32, "bf16", None, 1e-5),
         (Precision.FP16_MIXED, "fp16", "fp16", 1e-5),
+        exhaustive(Precision.FP32, "bf16", None, 1e-5),
         exhaustive(Precision.FP32, None, "bf16", 1e-5),
         exhaustive(Precision.BF16_MIXED, "bf16", "fp32", 1e-5),
         exhaustive(Precision.FP16_MIXED, "fp32", "fp16", 1e-5),
@@ -206,12 +199,13 @@ def test_short_weights_end_where_their_rule_does(
     check(rank_pool.run(train, "fsdp", how, mp_policy=policy, ranks=2), wanted, tolerance=tolerance)
 
 
+@pytest.mark.exhaustive
 def test_what_a_pipeline_computes_again_drops_the_same(rank_pool: RankPool) -> None:
     how = How("dropping", precision=Precision.BF16_MIXED)
-    once, again, undropped = (
-        rank_pool.run(train, "1f1b", each, ranks=2)
-        for each in (how, how._replace(recomputed=("Linear", "Dropout")), how._replace(network="dense"))
+    once, again = (
+        rank_pool.run(train, "1f1b", each, ranks=2) for each in (how, how._replace(recomputed=("Linear", "Dropout")))
     )
-    for one, other, third in zip(once, again, undropped, strict=True):
+    undropped = expect(how._replace(network="dense"), ranks=1, cuts=CUTS["1f1b"]).weights
+    for one, other in zip(once, again, strict=True):
         assert all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
-        assert not any(torch.equal(value, third.weights[name]) for name, value in one.weights.items())
+        assert not any(torch.allclose(value, undropped[name], atol=1e-2) for name, value in one.weights.items())

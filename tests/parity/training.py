@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from framework.activations import recompute
 from framework.config.schema import ClipAlgorithm, Precision
 from framework.data.batching import micro_batches, plan_batches
 from framework.data.sampler import GlobalOrder
 from framework.distributed.context import Context
-from framework.distributed.tensors import whole
-from framework.late_dynamo import late_dynamo
-from framework.precision import PrecisionPlugin
+from framework.distributed.sharded import full_tensor
 from framework.strategies import DDP, FSDP, AllReduce, Butterfly, LocalSGD, Pipeline
-from framework.trainer import Trainer
-from framework.types import Strategy, data_share
+from framework.strategies.base import Strategy
+from framework.system.late_dynamo import late_dynamo
+from framework.training.activation_checkpointing import apply_activation_checkpointing
+from framework.training.precision import PrecisionPlugin
+from framework.training.trainer import Trainer
+from framework.types import FitInfo, StepReport
 from tests.unit.small_trainer import BATCH, Numbers, make_trainer, samples, settings
 
 STEPS, LR, MOMENTUM, DECAY = 20, 0.05, 0.9, 0.01
@@ -32,7 +33,6 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": DDP,
     "ddp static": partial(DDP, static_graph=True),
     "ddp unused": partial(DDP, find_unused_parameters=True, gradient_as_bucket_view=False),
-    "ddp butterfly": partial(DDP, comm_hook="butterfly"),
     "ddp bf16": partial(DDP, comm_hook="bf16"),
     "ddp fp16": partial(DDP, comm_hook="fp16"),
     "ddp powersgd": partial(DDP, comm_hook=POWERSGD),
@@ -55,8 +55,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 
 
 class How(NamedTuple):
-    """What a step is made of beside its strategy. recomputed: classes of modules. compiles: what is wrapped is captured
-    by the compiler, and run as it was captured."""
+    """What a step is made of beside its strategy. recomputed: classes of modules."""
 
     network: str = "conv"
     precision: Precision = Precision.FP64
@@ -66,7 +65,6 @@ class How(NamedTuple):
     size: int = 73  # samples; the last global batch of an epoch is a short one, and some ranks have none of it
     channels_last: bool = False
     recomputed: tuple[str, ...] = ()
-    compiles: bool = False
 
     def plugin(self) -> PrecisionPlugin:
         return PrecisionPlugin(self.precision, device=torch.device("cpu"), channels_last=self.channels_last)
@@ -75,7 +73,7 @@ class How(NamedTuple):
         """As the engine makes it."""
         torch.manual_seed(seed)
         model = self.plugin().convert_model(NETWORKS[self.network]())
-        recompute(model, self.recomputed or None)
+        apply_activation_checkpointing(model, self.recomputed or None)
         return model
 
 
@@ -113,7 +111,7 @@ def trainer_of(
 
     every: evaluate and log after so many steps; None: log all, evaluate at the end.
     """
-    share = data_share(strategy, rank=context.rank, world_size=context.world_size)
+    share = strategy.data_share(context)
     changes: dict[str, Any] = {"max_steps": steps, "max_epochs": None}
     changes |= {"val_check_interval": every or steps, "log_every_n_steps": every or 1}
     changes |= {"gradient_clip_val": how.clip, "gradient_clip_algorithm": how.algorithm}
@@ -130,6 +128,19 @@ def trainer_of(
     )
 
 
+class WeightsOfSteps:
+    """A callback that keeps the weights after every step."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+
+    def on_fit_start(self, info: FitInfo) -> None:
+        self.model = info.model
+
+    def on_train_step_end(self, report: StepReport) -> None:
+        self.weights.append(weights_of(self.model))
+
+
 class Trained(NamedTuple):
     """What a rank has after training: of a model in stages its own weights."""
 
@@ -141,21 +152,19 @@ class Trained(NamedTuple):
 def train(context: Context, strategy: str, how: How, **options: Any) -> Trained:
     """Call it on every rank. options: more of the strategy."""
     numbers = Numbers()
-    with nullcontext() if how.compiles else late_dynamo():
+    with late_dynamo():
         made = STRATEGIES[strategy](context=context, **options)
         trainer = trainer_of(context, made, how, loggers={"numbers": numbers})
-        if how.compiles:
-            trainer.parts.model.compile(backend="eager")
         trainer.fit()
-        with trainer.parts.evaluation_weights():
-            weights = weights_of(trainer.parts.bare_model)
+        with trainer.state.evaluation_weights():
+            weights = weights_of(trainer.state.bare_model)
     norms = [values["train/grad_norm"] for _, _, values in numbers.logged if "train/grad_norm" in values]
-    return Trained(weights, norms, trainer.val_metrics["val/loss"])
+    return Trained(weights, norms, trainer.state.val_metrics["val/loss"])
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Of parameters and buffers, whole. Every rank must call it."""
-    return {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
+    return {name: full_tensor(value.detach()).clone() for name, value in model.state_dict().items()}
 
 
 Batch = tuple[Tensor, Tensor]

@@ -13,13 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from framework import cli
-from framework.config.checks import check
-from framework.config.parse import parse
-from framework.launch.warm import WarmServer
 from tests.helpers import results
-from tests.helpers.command import run_framework, started_framework
-from tests.helpers.processes import describe
+from tests.helpers.command import run_framework
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 
@@ -49,24 +44,14 @@ def printed_command(stdout: str, name: str) -> list[str]:
 CUT = "trainer.max_epochs=3"
 
 
-def ran(folder: Path, *arguments: str) -> Run:
-    result = run_framework(*arguments, cwd=folder, timeout=110)
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("empty")
+    result = run_framework(CUT, cwd=folder, timeout=110)
     assert result.returncode == 0, result.stderr
     assert {path.name for path in folder.iterdir()} == {"outputs"}
     (run_dir,) = folder.glob("outputs/digits/*")
     return Run(folder, result.stdout, result.stderr, run_dir)
-
-
-@pytest.fixture(scope="module")
-def default(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return ran(tmp_path_factory.mktemp("empty"), CUT)
-
-
-@pytest.mark.exhaustive
-def test_the_default_recipe_recognises_97_percent_of_the_digits(tmp_path: Path) -> None:
-    run = ran(tmp_path)
-    assert results.run_file(run.run_dir)["command"] == "python -m framework"
-    assert results.results(run.run_dir)["test"]["metrics"]["test/accuracy"] >= 0.97
 
 
 def test_the_default_recipe_learns_and_tests_its_best(default: Run) -> None:
@@ -125,88 +110,20 @@ def test_run_json_records_what_was_run(default: Run) -> None:
     assert record["topology"]["world_size"] == 1
 
 
-@pytest.mark.exhaustive
-def test_the_printed_commands_work(default: Run, warm: WarmServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resuming a run that has ended trains nothing, and gives the same results."""
-    monkeypatch.chdir(default.folder)
-    resume = printed_command(default.stdout, "resume")
-    assert resume[:3] == ["python", "-m", "framework"]
-    before, checkpoints = results.results(default.run_dir), results.saved_steps(default.run_dir)
-    assert cli.main(resume[3:], warm=warm) == 0
-    after = results.results(default.run_dir)
-    for key in ("steps", "best", "last", "test"):
-        assert after[key] == before[key]
-    assert results.saved_steps(default.run_dir) == checkpoints
-    assert printed_command(default.stdout, "look") == ["tensorboard", "--logdir", "outputs"]
-
-
 # python -m framework recipe=toy; python -m framework resume=outputs/...
 
 
-@pytest.mark.exhaustive
-def test_a_resumed_run_has_one_curve_and_records_its_first_part(train: Train, capfd) -> None:
-    run_dir = train("recipe=toy", "trainer.max_steps=195")
+def test_the_printed_command_resumes_the_run_and_records_its_first_part(train: Train, capfd) -> None:
+    run_dir = train("recipe=toy", "trainer.max_steps=60", "trainer.log_every_n_steps=20")
     resume = printed_command(capfd.readouterr().out, "resume")
-    assert train(*resume[3:], "trainer.max_steps=null").resolve() == run_dir.resolve()
-    losses = results.curve(run_dir, "train/loss")
-    assert list(losses) == sorted([195, *range(50, 801, 50)])
-    assert losses[800] < losses[50] / 2
-    assert results.repeated(run_dir) == {}
-    for name in ("train/loss", "val/loss"):
-        assert [each.step for each in results.events(run_dir).Scalars(name)] == list(results.curve(run_dir, name))
-    shown = capfd.readouterr().out
-    assert "Resuming toy" in shown
+    assert resume[:3] == ["python", "-m", "framework"]
+    assert train(*resume[3:], "trainer.max_steps=90").resolve() == run_dir.resolve()
+    assert list(results.curve(run_dir, "train/loss")) == [20, 40, 60, 80, 90]
+    assert "Resuming toy" in capfd.readouterr().out
     record = results.run_file(run_dir)
     assert record["status"] == "finished"
     (earlier,) = record["earlier"]
     assert earlier["started"] <= earlier["ended"] <= record["started"]
-    log = results.log(run_dir)
-    assert "Resuming after step 195" in log
-    assert len(set(re.findall(r"INFO pid (\d+), rank 0,", log))) == 2
-
-
-# python -m framework recipe=... trainer.gpus=0 topology.procs_per_node=2 ...
-
-TWO = ("topology.procs_per_node=2", "backend=gloo", "backend.timeout=90s")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("recipe=toy", *TWO, "strategy=ddp"),
-        pytest.param(("recipe=toy_model_parallel", *TWO), marks=pytest.mark.exhaustive),
-    ],
-    ids=["toy", "toy_model_parallel"],
-)
-def test_two_processes_learn_by_one_config(shared_run: Train, overrides: tuple[str, ...]) -> None:
-    run_dir = shared_run(*overrides)
-    losses = list(results.curve(run_dir, "train/loss").values())
-    assert losses[-1] < losses[0] / 2
-    assert results.results(run_dir)["steps"] == 10 * 40
-    assert not any(name.startswith("module.") for name in results.weights(run_dir))  # of DDP
-
-    devices = "cpu, cpu" if "model_parallel" in str(run_dir) else "cpu"
-    heads = [results.log(run_dir, rank).splitlines()[0] for rank in range(2)]
-    for rank, head in enumerate(heads):
-        who = (
-            rf"pid (\d+), rank {rank}, local rank {rank}, world size 2, backend gloo, node 0 \(.+\), devices {devices}$"
-        )
-        assert re.search(who, head), head
-    assert len({re.findall(r"pid \d+", head)[0] for head in heads}) == 2
-    assert {path.name for path in (run_dir / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
-
-    text = (run_dir / "config.yaml").read_text()
-    config = parse(yaml.safe_load(text))
-    check(config)
-    assert parse(yaml.safe_load(yaml.safe_dump(yaml.safe_load(text)))) == config
-    assert (config.trainer.gpus, config.topology.procs_per_node) == (0, 2)
-    assert (config.backend.name.value, config.backend.timeout) == ("gloo", 90.0)
-    assert config.recipe == run_dir.parent.name
-    assert "${" not in text
-    assert all(each.read_text() == text for each in (run_dir / "checkpoints").glob("step_*/config.yaml"))
-    saved = yaml.safe_load((run_dir / "overrides.yaml").read_text())
-    assert sorted(saved) == sorted([*overrides, "trainer.gpus=0"])
 
 
 # python -m framework launcher=in_place
@@ -219,17 +136,6 @@ def test_in_place_trains_in_the_process_of_the_command(train: Train) -> None:
     assert f"pid {os.getpid()}, rank 0" in results.log(run_dir)
     assert results.pointed(run_dir, "last") == results.results(run_dir)["steps"] == 80
     assert results.run_file(run_dir)["status"] == "finished"
-
-
-@pytest.mark.exhaustive
-def test_in_place_starts_no_fork_server(tmp_path: Path) -> None:
-    with started_framework(*IN_PLACE, cwd=tmp_path) as started:
-        seen: set[str] = set()
-        while started.process.poll() is None:
-            seen |= {describe(process) for process in started.processes()}
-        assert started.wait(timeout=1) == 0, started.printed()
-        started.assert_all_gone()
-    assert not [name for name in seen if "fork_server" in name]
 
 
 # Inside a repository

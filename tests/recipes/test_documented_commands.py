@@ -1,8 +1,7 @@
 """Commands of the documentation are run, each override that they show at least once.
 
 Every command is composed and checked by tests/shape/test_docs.py; that is all for those that need GPUs or several
-nodes, and for those that only plan or answer. Trainings are cut to a few steps. By default only those run here that
-no other test runs.
+nodes, and for those that only plan or answer. Trainings are cut to a few steps.
 """
 
 from __future__ import annotations
@@ -10,18 +9,17 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from framework import cli
-from framework.launch.warm import WarmServer
-from tests.helpers.documents import ONLY_ANSWERS, PLACEHOLDER, Command, commands, documents, write_shown_files
+from framework.launch.fork_server import ForkServer
+from tests.helpers.documents import ONLY_ANSWERS, Command, commands, covering, documents, write_shown_files
 
 pytestmark = pytest.mark.multiproc
 
-BY_DEFAULT = {"recipe=mnist_fast", "recipe=wine model.hidden=16"}
 SHORT = {
     "train": ("trainer.max_epochs=1", *(f"trainer.limit_{part}_batches=1" for part in ("train", "val", "test"))),
     "parity": ("parity.steps=1",),
@@ -37,26 +35,14 @@ A_RUN = re.compile(r"(?<==)(outputs/\w+/)?(RUN|\.\.\.|\$run)")
 Answer = Callable[..., int]
 
 
-def chosen() -> Iterator[Command]:
-    """Those with an override that none before has: the README's first, the longest first."""
+def chosen() -> list[Command]:
     every = [command for file in documents() for command in commands(file.read_text(), place=file.name)]
-    seen: set[str] = set()
-    for command in sorted(every, key=lambda each: (each.place != "README.md", -len(each.arguments))):
-        shown = {_shown(text) for text in command.arguments if not LEFT_OUT.fullmatch(text)}
-        if (
-            shown <= seen
-            or (ONLY_ANSWERS | {"…"}) & set(command.arguments)
-            or any(map(NOT_HERE.fullmatch, command.arguments))
-        ):
-            continue
-        seen |= shown
-        yield command
-
-
-def _shown(argument: str) -> str:
-    """An override without its value, unless that chooses an option."""
-    key, _, _ = argument.partition("=")
-    return key if "." in key or PLACEHOLDER.search(argument) else argument
+    here = [
+        command._replace(arguments=[text for text in command.arguments if not LEFT_OUT.fullmatch(text)])
+        for command in every
+        if not (ONLY_ANSWERS | {"…"}) & set(command.arguments) and not any(map(NOT_HERE.fullmatch, command.arguments))
+    ]
+    return covering(here, options=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def answer(warm: WarmServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
+def answer(fork_server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    return lambda *arguments: cli.main(arguments, warm=warm)
+    return lambda *arguments: cli.main(arguments, fork_server=fork_server)
 
 
 @pytest.fixture
@@ -91,14 +77,8 @@ def run_dir(answer: Answer, folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("own_state")  # launcher=in_place trains in this process
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(
-            command,
-            id=command.text,
-            marks=() if " ".join(command.arguments) in BY_DEFAULT else pytest.mark.exhaustive,
-        )
-        for command in chosen()
-    ],
+    chosen(),
+    ids=lambda command: command.text,
 )
 def test_a_documented_command_runs(command: Command, answer: Answer, request: pytest.FixtureRequest) -> None:
     if "export.format=onnx" in command.arguments and not importlib.util.find_spec("onnxscript"):
@@ -114,7 +94,7 @@ def test_a_documented_command_runs(command: Command, answer: Answer, request: py
 
 def _short(command: Command, request: pytest.FixtureRequest) -> list[str]:
     """Return the overrides with a run and the data of this machine, and few steps."""
-    arguments = [text for text in command.arguments if not LEFT_OUT.fullmatch(text)]
+    arguments = list(command.arguments)
     if any(A_RUN.search(text) or "CHECKPOINT" in text for text in arguments):
         run = str(request.getfixturevalue("run_dir"))
         arguments = [A_RUN.sub(run, text).replace("=CHECKPOINT", f"={run}") for text in arguments]

@@ -12,8 +12,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 from framework.errors import DataError
 from framework.types import Datasets, StepReport
 
-NUMBER = 3
-
 
 class Net(nn.Linear):
     def __init__(self, hidden: int = 3, activation: nn.Module | None = None) -> None:
@@ -36,12 +34,6 @@ class HalfFrozen(nn.Module):
         super().__init__()
         self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
         self.trained = nn.Parameter(torch.zeros(4))
-
-
-class ReadsAValue(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.largest = self.weight.max().item()
 
 
 class Anything(nn.Module):

@@ -14,32 +14,24 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from framework.checkpoint import CheckpointManager, complete_steps
+from framework.checkpoint import complete_steps
+from framework.checkpoint.manager import CheckpointManager
 from framework.config.parse import parse
 from framework.config.schema import Interval, Precision, TrainerConfig
 from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.sampler import GlobalOrder
 from framework.distributed.context import Context
-from framework.launch.link import Link
-from framework.optim import Schedule
-from framework.parts import Parts
-from framework.precision import PrecisionPlugin
-from framework.pulse import Phase
-from framework.stopwatch import Clock
-from framework.strategies.single import AsItIs
-from framework.trainer import Trainer
-from framework.types import (
-    DataShare,
-    EvalReport,
-    FitInfo,
-    StepOutput,
-    StepReport,
-    Stop,
-    Strategy,
-    data_share,
-    forward_communicates,
-)
+from framework.launch.plan import MonitorLink
+from framework.monitoring.rank_status import Phase
+from framework.strategies.base import Strategy
+from framework.training.optimizer import Schedule
+from framework.training.precision import PrecisionPlugin
+from framework.training.step_times import Clock
+from framework.training.stop_control import StopControl
+from framework.training.train_state import TrainState
+from framework.training.trainer import Trainer
+from framework.types import DataShare, EvalReport, FitInfo, StepOutput, StepReport, Stop
 from tests.helpers.contexts import CPU, cpu_context
 from tests.unit.config.raw import raw_config
 
@@ -81,22 +73,22 @@ class Numbers:
 
 
 class Marks:
-    """A pulse that keeps what it is given: phases by name, steps by number."""
+    """A rank status that keeps what it is given: phases by name, steps by number."""
 
     def __init__(self) -> None:
         self.seen: list[str | int] = []
         self.asked_to_stop = 0
 
-    def at(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         self.seen.append(phase.label)
 
-    def stepped(self, step: int) -> None:
+    def finish_step(self, step: int) -> None:
         self.seen.append(step)
 
 
-def link(marks: Marks | None = None, open_board: Callable[[], Any] | None = None) -> Link:
-    pulse: Any = Marks() if marks is None else marks
-    return Link(pulse, open_board)
+def link(marks: Marks | None = None, open_store: Callable[[], Any] | None = None) -> MonitorLink:
+    rank_status: Any = Marks() if marks is None else marks
+    return MonitorLink(rank_status, open_store)
 
 
 def samples(size: int = SIZE) -> Any:
@@ -148,25 +140,27 @@ def make_trainer(
     strategy: Strategy | None = None,
     precision: Precision = Precision.FP32,
     after_first_step: Callable[[], None] = lambda: None,
-    watched: Link | None = None,
+    watched: MonitorLink | None = None,
     clock: Clock | None = None,
 ) -> Trainer:
     how = settings() if how is None else how
     context = cpu_context() if context is None else context
     model = linear() if model is None else model
     dataset: Any = samples() if data is None else data
-    strategy = AsItIs() if strategy is None else strategy
+    strategy = Strategy() if strategy is None else strategy
     plugin = PrecisionPlugin(precision, device=CPU)
     wrapped = strategy.wrap(plugin.convert_model(model))
     opt = optimizer(model.parameters())
-    share = data_share(strategy, rank=context.rank, world_size=context.world_size)
+    share = strategy.data_share(context)
     plan = plan_batches(
         batch_size=BATCH,
         global_batch_size=BATCH * share.world_size * how.accumulate_grad_batches,
         world_size=share.world_size,
         accumulate=how.accumulate_grad_batches * share.micro_batches,
     )
-    parts = Parts(
+    order = GlobalOrder(len(dataset), seed=0, shuffle=shuffle)
+    watched = link() if watched is None else watched
+    state = TrainState(
         model=wrapped,
         task=Squares() if task is None else task,
         strategy=strategy,
@@ -175,17 +169,18 @@ def make_trainer(
         schedule=Schedule(None if scheduler is None else scheduler(opt), interval=interval, monitor=monitor),
         callbacks=callbacks or {},
         loggers=loggers or {},
-    )
-    order = GlobalOrder(len(dataset), seed=0, shuffle=shuffle)
-    return Trainer(
-        parts,
-        how,
-        context=context,
         train_loader=TrainLoader(dataset, order=order, plan=plan, rank=share.rank, device=CPU),
-        val_loader=None if val is None else eval_loader(val, share, is_even=forward_communicates(strategy)),
+        stop=StopControl(watched, context=context),
+        context=context,
+    )
+    return Trainer(
+        state,
+        how,
+        val_loader=None if val is None else eval_loader(val, share, is_even=strategy.forward_communicates),
         checkpoints=checkpoints,
         after_first_step=after_first_step,
-        link=link() if watched is None else watched,
+        check_metrics=lambda _: None,
+        link=watched,
         clock=clock,
     )
 
@@ -201,7 +196,7 @@ def still(parameters: Any) -> SGD:
 
 
 def weights(trainer: Trainer) -> list[Tensor]:
-    return [tensor.clone() for tensor in trainer.parts.bare_model.state_dict().values()]
+    return [tensor.clone() for tensor in trainer.state.bare_model.state_dict().values()]
 
 
 def assert_equal(given: list[Tensor], wanted: list[Tensor]) -> None:

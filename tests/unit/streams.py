@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from framework.data.batching import plan_batches
-from framework.data.stream import Deal, Reading
-from framework.data.stream_loader import StreamLoader
+from framework.data.stream import StreamEvalLoader, StreamLoader, StreamPlan, evaluation_plan
+from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context
-from framework.distributed.exchange import Alone, Exchange, SideExchange
 from tests.helpers.contexts import CPU, cpu_context
 
 Sample = tuple[Tensor, Tensor]
@@ -95,8 +94,8 @@ class Drawing(IterableDataset[tuple[int, float, float]]):
             yield number, random.random(), float(torch.rand(()))
 
 
-def opened(context: Context, *, timeout_s: float = 30.0) -> SideExchange:
-    exchange = SideExchange(context, timeout_s=timeout_s)
+def opened(context: Context, *, timeout_s: float = 30.0) -> SideChannel:
+    exchange = SideChannel(context, timeout_s=timeout_s)
     exchange.open()
     return exchange
 
@@ -105,7 +104,7 @@ def make_loader(
     dataset: Any,
     context: Context | None = None,
     *,
-    exchange: Exchange | None = None,
+    exchange: SideChannel | None = None,
     is_sharded: bool = False,
     batch_size: int = 2,
     accumulate: int = 1,
@@ -119,10 +118,22 @@ def make_loader(
     plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=world_size, accumulate=accumulate)
     return StreamLoader(
         dataset,
-        deal=Deal(plan, context.rank, is_sharded),
-        reading=Reading("train", **{"seed": 5, **reading}),
+        plan=StreamPlan("train", plan, context.rank, is_sharded, **{"seed": 5, **reading}),
         device=CPU,
-        exchange=Alone() if exchange is None else exchange,
+        exchange=SideChannel(context, timeout_s=30.0) if exchange is None else exchange,
         stops_first=stops_first,
         check_state=check_state,
+    )
+
+
+def make_eval_loader(
+    dataset: Any, context: Context, *, exchange: SideChannel, is_sharded: bool, batch_size: int, is_even: bool
+) -> StreamEvalLoader:
+    ranks = {"rank": context.rank, "world_size": context.world_size}
+    return StreamEvalLoader(
+        dataset,
+        plan=evaluation_plan("val", batch_size=batch_size, is_sharded=is_sharded, **ranks),
+        device=CPU,
+        exchange=exchange,
+        is_even=is_even,
     )

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.activations import recompute
-from framework.distributed.tensors import whole
 from framework.errors import ConfigError
-from framework.strategies import DDP, FSDP, AllReduce, Single
-from tests.helpers.contexts import cpu_context
+from framework.training.activation_checkpointing import apply_activation_checkpointing
 
 pytestmark = pytest.mark.usefixtures("own_state")
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Block(nn.Module):
@@ -85,44 +73,27 @@ def kept_bytes(model: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
     return loss, sum(kept.values())
 
 
-def train(strategy: Any, model: nn.Module) -> tuple[list[Tensor], dict[str, Any], Tensor]:
+def train(model: nn.Module) -> tuple[list[Tensor], dict[str, Any], Tensor]:
     """Gradients of each of three steps, the state after them, and the state of the generator."""
-    wrapped = strategy.wrap(model)
     torch.manual_seed(5)
     gradients = []
     for _ in range(3):
-        inputs = torch.randn(4, 8)
-        with strategy.accumulate(wrapped, synchronise=True):
-            wrapped(inputs).square().sum().backward()
-        gradients += [whole(each.grad).clone() for each in model.parameters() if each.grad is not None]
+        model(torch.randn(4, 8)).square().sum().backward()
+        gradients += [each.grad for each in model.parameters() if each.grad is not None]
         model.zero_grad()
-    state = {name: whole(value) for name, value in strategy.unwrap(wrapped).state_dict().items()}
-    return gradients, state, torch.get_rng_state()
+    return gradients, model.state_dict(), torch.get_rng_state()
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Single(context=cpu_context()),
-        lambda: DDP(context=cpu_context(), static_graph=True),
-        lambda: DDP(context=cpu_context(), find_unused_parameters=True),
-        lambda: AllReduce(context=cpu_context()),
-        lambda: FSDP(context=cpu_context(), wrap=["Block"]),
-        lambda: FSDP(context=cpu_context(), wrap=["Linear"], reshard_after_forward=True),
-    ],
-    ids=["single", "static", "unused", "allreduce", "fsdp", "inside"],
-)
 @pytest.mark.parametrize("which", ["auto", ["Block", "Linear"]], ids=str)
-def test_recomputing_changes_no_number_name_or_draw(make: Callable[[], Any], which: Any) -> None:
+def test_recomputing_changes_no_number_name_or_draw(which: Any) -> None:
     """Bit for bit, BatchNorm's statistics and how many batches they are of too."""
     torch.manual_seed(0)
     plain = Blocks()
     again = copy.deepcopy(plain)
     names = [name for name, _ in again.named_parameters()]
-    recompute(again, which)
+    apply_activation_checkpointing(again, which)
     assert [name for name, _ in again.named_parameters()] == names
-    wanted, found = train(Single(context=cpu_context()), plain), train(make(), again)
+    wanted, found = train(plain), train(again)
     assert list(found[1]) == list(wanted[1])
     for a, b in zip(wanted[0] + list(wanted[1].values()), found[0] + list(found[1].values()), strict=True):
         assert torch.equal(a, b)
@@ -133,7 +104,7 @@ def test_recomputing_changes_no_number_name_or_draw(make: Callable[[], Any], whi
 def test_less_is_kept_and_nothing_is_recomputed_without_a_backward() -> None:
     plain, inputs = Blocks(), torch.randn(256, 8)
     again = copy.deepcopy(plain)
-    recompute(again, "auto")
+    apply_activation_checkpointing(again, "auto")
     (_, much), (loss, little) = kept_bytes(plain, inputs), kept_bytes(again, inputs)
     assert little < 0.6 * much
     loss.backward()
@@ -147,7 +118,7 @@ def test_less_is_kept_and_nothing_is_recomputed_without_a_backward() -> None:
 
 def test_a_copy_computes_with_its_own_weights() -> None:
     model, inputs = Blocks().eval(), torch.randn(3, 8)
-    recompute(model, ["Block"])
+    apply_activation_checkpointing(model, ["Block"])
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.get_parameter("blocks.0.down.bias").add_(1.0)
@@ -158,7 +129,7 @@ def test_repeated_modules_are_found_at_any_depth() -> None:
     layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2, enable_nested_tensor=False)
     stages = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     model = nn.Sequential(Blocks(), nn.ModuleDict({"a": layers}), stages)
-    recompute(model, "auto")
+    apply_activation_checkpointing(model, "auto")
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == [
         *("0.blocks.0", "0.blocks.1", "1.a.layers.0", "1.a.layers.1", "2.0", "2.1")
     ]
@@ -167,28 +138,20 @@ def test_repeated_modules_are_found_at_any_depth() -> None:
 @pytest.mark.parametrize(
     ("model", "which", "message"),
     [
-        (
-            Blocks(),
-            ["Blok"],
-            r"Blocks has no module of the class Blok\.\nIt has BatchNorm1d,",
-        ),
+        (Blocks(), ["Blok"], r"Blocks has no module of the class Blok\.\nIt has BatchNorm1d,"),
         (Blocks(), ["ModuleList"], "ModuleList only holds other modules"),
-        (
-            nn.Sequential(nn.Linear(3, 7), nn.Tanh()),
-            "auto",
-            "Sequential has no list or sequence with several",
-        ),
+        (nn.Sequential(nn.Linear(3, 7), nn.Tanh()), "auto", "Sequential has no list or sequence with several"),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused(model: nn.Module, which: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        recompute(model, which)
-    recompute(model, None)
+        apply_activation_checkpointing(model, which)
+    apply_activation_checkpointing(model, None)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_forward_that_changes_a_buffer_is_refused_in_the_backward() -> None:
     model = Blocks(Counts)
-    recompute(model, ["Counts"])
+    apply_activation_checkpointing(model, ["Counts"])
     with pytest.raises(ConfigError, match=r"the forward of Counts changes its buffer seen"):
         model(torch.randn(4, 8)).sum().backward()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import traceback
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from framework.build import (
+from framework.config.schema import Interval, SchedulerConfig
+from framework.config.topology import Topology
+from framework.distributed.context import Context
+from framework.errors import ConfigError, TargetError, TopologyError
+from framework.strategies import DDP, Single
+from framework.system.run_dir import RunDir
+from framework.training.build import (
     build_callbacks,
     build_datasets,
     build_loggers,
@@ -20,12 +25,6 @@ from framework.build import (
     build_task,
     check_callbacks_fit,
 )
-from framework.config.schema import Interval, SchedulerConfig
-from framework.distributed.context import Context
-from framework.errors import ConfigError, DataError, TargetError, TopologyError
-from framework.run_dir import RunDir
-from framework.strategies import DDP, AllReduce, Butterfly, Single
-from framework.topology import Topology
 from framework.types import Datasets
 from tests.helpers.contexts import cpu_context
 from tests.unit import fake_targets
@@ -60,20 +59,10 @@ def test_a_model_that_takes_devices_gets_them_and_is_not_moved(own_state):
     assert built.devices == (torch.device("cpu"),) * 2
 
 
-@pytest.mark.parametrize(
-    ("gpus", "way_out"),
-    [
-        (4, "topology.procs_per_node=4"),
-        (4, "trainer.gpus=1 topology.gpus_per_process=auto"),
-        (1, "Use topology.gpus_per_process=1"),
-        (0, "topology.gpus_per_process=1"),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "way_out"), [(4, "topology.procs_per_node=4"), (0, "topology.gpus_per_process=1")])
 def test_several_devices_need_a_model_that_takes_them(gpus, way_out):
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(TopologyError, match=rf"can't use 2 devices(.|\n)*{way_out}"):
         build_model(node("Net"), context=make(span=2, gpus=gpus))
-    assert way_out in str(caught.value)
-    assert "can't use 2 devices" in str(caught.value)
 
 
 def test_targets_get_plain_containers(own_state):
@@ -85,24 +74,9 @@ def test_targets_get_plain_containers(own_state):
         assert type(container) is kind
 
 
-def test_an_optimizer_holds_the_parameters_and_its_state_is_readable_with_weights_only():
-    (parameter,) = given = parameters()
-    optimizer = build_optimizer(node("torch.optim.Adam", lr=0.5, betas=[0.8, 0.9]), iter(given))
-    assert optimizer.param_groups[0]["params"][0] is parameter
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    (group,) = torch.load(file, weights_only=True)["param_groups"]
-    assert (group["lr"], list(group["betas"])) == (0.5, [0.8, 0.9])
-
-
 def large() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(size, generator=generator)) for size in (120_000, 7)]
-
-
-class OwnSGD(torch.optim.SGD):
-    """A user's, which may read `foreach` in another way."""
 
 
 @pytest.mark.parametrize(
@@ -110,38 +84,16 @@ class OwnSGD(torch.optim.SGD):
     [
         ("torch.optim.SGD", {}, large, True, True, None),
         ("torch.optim.SGD", {}, large, False, None, False),
-        ("torch.optim.SGD", {"fused": False}, large, True, False, None),
         ("torch.optim.SGD", {"foreach": True}, large, True, None, True),
         ("torch.optim.RMSprop", {}, large, True, None, False),  # it has no fused form
         ("torch.optim.SGD", {}, parameters, True, None, False),
-        ("torch.optim.Adam", {"foreach": True}, parameters, True, None, True),
-        (f"{__name__}.OwnSGD", {}, parameters, True, None, None),
     ],
 )
 def test_the_fused_form_is_taken_where_it_pays_unless_another_was_chosen(
     name, keywords, make, may_fuse, fused, foreach
 ):
-    """What doesn't pay on a CPU is said to torch's own optimizers, which would find it out in every step."""
     (group,) = build_optimizer(node(name, lr=0.01, **keywords), make(), may_fuse=may_fuse).param_groups
     assert (group.get("fused"), group["foreach"]) == (fused, foreach)
-
-
-@pytest.mark.parametrize(
-    ("name", "keywords"),
-    [("SGD", {"momentum": 0.9, "nesterov": True}), ("Adam", {}), ("AdamW", {"weight_decay": 0.1})],
-)
-def test_the_fused_form_computes_what_the_plain_one_does(name, keywords):
-    results = []
-    for may_fuse in (True, False):
-        parameters = large()
-        optimizer = build_optimizer(node(f"torch.optim.{name}", lr=0.01, **keywords), parameters, may_fuse=may_fuse)
-        for step in range(5):
-            for parameter in parameters:
-                parameter.grad = parameter.detach() * (step + 1)
-            optimizer.step()
-        results.append(parameters)
-    for fused, plain in zip(*results, strict=True):
-        torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
 
 
 def test_an_optimizer_without_parameters_is_refused():
@@ -150,15 +102,11 @@ def test_an_optimizer_without_parameters_is_refused():
             build_optimizer(node("torch.optim.SGD"), nothing)
 
 
-@pytest.mark.parametrize("name", ["datasets", "named_datasets"])
-def test_datasets_are_named(name):
-    built = build_datasets(node(name))
-    assert isinstance(built, Datasets)
-    assert len(built.train) == 4  # type: ignore[arg-type]
-    assert (built.test is None) == (name == "named_datasets")
-
-
-def test_a_strategy_gets_the_context_and_a_task_its_loss():
+def test_datasets_strategy_and_task_are_built():
+    for name in ("datasets", "named_datasets"):
+        built = build_datasets(node(name))
+        assert isinstance(built, Datasets)
+        assert (built.test is None) == (name == "named_datasets")
     assert isinstance(build_strategy(node("framework.strategies.auto"), context=make()), Single)
     task = build_task(node("FakeTask", loss=node("torch.nn.MSELoss")))
     assert isinstance(task, fake_targets.FakeTask)
@@ -191,20 +139,21 @@ def callbacks(described: dict[str, Any]) -> Any:
     [
         (
             lambda: build_model(node("echo"), context=make()),
-            "model: .*echo gave .*dict. It must give a torch.nn.Module",
+            "model: .*echo returned .*dict. It must return a torch.nn.Module",
         ),
-        (lambda: build_datasets(node("echo")), "data.datasets: .* must give framework.Datasets"),
+        (lambda: build_datasets(node("echo")), "data.datasets: .* must return framework.Datasets"),
         (lambda: build_datasets(node("datasets", parts=1, wrong=True)), "a map-style dataset, .* as its val part"),
-        (lambda: build_datasets(node("datasets", parts=0)), "must give framework.Datasets"),
         (lambda: build_task(node("HalfTask")), "task: .* validation_step is missing"),
-        (lambda: build_strategy(node("echo"), context=make()), "strategy: .* wrap is missing"),
+        (
+            lambda: build_strategy(node("echo"), context=make()),
+            "strategy: .* an instance of framework.Strategy",
+        ),
         (lambda: build_loggers({"x": node("Observer")}, run_dir=RunDir(Path())), "logger.x: .* metrics is missing"),
-        (lambda: callbacks(node("PlainLogger")), "callbacks.x: .* must give a callback"),
+        (lambda: callbacks(node("PlainLogger")), "callbacks.x: .* must return a callback"),
         (
             lambda: callbacks(node("Misspelt")),
             r"callbacks.x: .*on_train_step_ends isn't a hook .* Did you mean on_train_step_end\?",
         ),
-        (lambda: build_model(node("os.system", command="true"), context=make()), "model: .*os.system"),
     ],
 )
 def test_what_a_target_gives_is_checked(build, message):
@@ -212,19 +161,12 @@ def test_what_a_target_gives_is_checked(build, message):
         build()
 
 
-def test_an_error_about_data_is_left_as_it_is():
-    with pytest.raises(DataError, match=r"^/x isn't there\.$"):
-        build_datasets(node("missing_data", root="/x"))
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_unexpected_exceptions_keep_their_traceback_and_context_and_say_where(nested):
-    given = node("FakeTask", loss=node("broken")) if nested else node("broken")
+def test_unexpected_exceptions_keep_their_traceback_and_context_and_say_where():
     with pytest.raises(ZeroDivisionError) as caught:
-        build_task(given)
+        build_task(node("FakeTask", loss=node("broken")))
     text = "".join(traceback.format_exception(caught.value))
     assert 'raise ZeroDivisionError("a bug") from None' in text
-    assert f"While building task{'.loss' if nested else ''} ({FAKES}." in text
+    assert f"While building task.loss ({FAKES}." in text
     assert "InstantiationException" not in text
     assert isinstance(caught.value.__context__, KeyError)
 
@@ -236,7 +178,9 @@ def scheduler(schedule: dict[str, Any] | None, **how: Any) -> SchedulerConfig:
 def test_total_steps_are_filled_in_unless_given():
     for given, expected in (({}, 4), ({"total_steps": 2}, 2)):
         optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
-        schedule = build_scheduler(scheduler(node("framework.optim.cosine", **given)), optimizer, total_steps=4)
+        schedule = build_scheduler(
+            scheduler(node("framework.training.optimizer.cosine", **given)), optimizer, total_steps=4
+        )
         for _ in range(expected):
             assert optimizer.param_groups[0]["lr"] > 1e-6
             optimizer.step()
@@ -247,7 +191,7 @@ def test_total_steps_are_filled_in_unless_given():
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
-        (node("framework.optim.cosine", total_steps=9), r"scheduler\.schedule\.total_steps is set too"),
+        (node("framework.training.optimizer.cosine", total_steps=9), r"scheduler\.schedule\.total_steps is set too"),
         (node("torch.optim.lr_scheduler.StepLR", step_size=1), "StepLR takes no total_steps"),
     ],
 )
@@ -267,19 +211,18 @@ def test_a_scheduler_gets_the_length_of_the_run_only_if_it_takes_one():
     build_scheduler(scheduler(None), optimizer, total_steps=None).after_step()
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(ConfigError, match=r"must know when training ends(.|\n)*Set trainer\.max_steps, or"):
-        build_scheduler(scheduler(node("framework.optim.cosine")), optimizer, total_steps=None)
+        build_scheduler(scheduler(node("framework.training.optimizer.cosine")), optimizer, total_steps=None)
     with pytest.raises(TargetError, match=r"scheduler\.schedule: .*LRScheduler"):
         build_scheduler(scheduler(node("torch.nn.Identity")), optimizer, total_steps=1)
 
 
-@pytest.mark.parametrize("strategy", [DDP, AllReduce, Butterfly])
-def test_averages_of_buffers_that_differ_are_refused(strategy):
+def test_averages_of_buffers_that_differ_are_refused():
     """A checkpoint would have the first process's alone, and a resumed run would evaluate with that on all."""
     averaged = {"ema": node("framework.callbacks.EMAWeightAveraging")}
     weights_alone = {"ema": node("framework.callbacks.EMAWeightAveraging", use_buffers=False)}
-    apart = strategy(context=cpu_context(world_size=2), broadcast_buffers=False)
+    apart = DDP(context=cpu_context(world_size=2), broadcast_buffers=False)
     with pytest.raises(ConfigError, match=r"callbacks\.ema averages buffers .*\nUse callbacks\.ema\.use_buffers=false"):
         check_callbacks_fit(averaged, apart)
     check_callbacks_fit(weights_alone, apart)
-    check_callbacks_fit(averaged, strategy(context=cpu_context(world_size=2)))
-    check_callbacks_fit(averaged, strategy(context=cpu_context(), broadcast_buffers=False))
+    check_callbacks_fit(averaged, DDP(context=cpu_context(world_size=2)))
+    check_callbacks_fit(averaged, DDP(context=cpu_context(), broadcast_buffers=False))

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from framework.device_usage import DeviceUsage
+from framework.monitoring.device_usage import DeviceUsage
 
 PAIR = (torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0))
 
@@ -28,21 +28,6 @@ def test_the_fullest_device_and_the_mean_utilization_once_a_second(clock: list[f
     assert usage.read() == {}
     clock[0] += 0.5
     assert usage.read().keys() == {"device/memory_gb", "device/utilization"}
-
-
-def test_without_nvml_the_memory_is_logged_alone(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def refuse(device: torch.device) -> int:
-        asked.append(device)
-        raise ModuleNotFoundError("No module named 'pynvml'")
-
-    monkeypatch.setattr(torch.cuda, "utilization", refuse)
-    usage = DeviceUsage(PAIR)
-    for _ in range(2):
-        assert usage.read() == {"device/memory_gb": 2.0}
-        clock[0] += 1.0
-    assert len(asked) == 1
 
 
 def test_the_cpu_has_nothing_to_read() -> None:

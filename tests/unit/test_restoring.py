@@ -1,19 +1,25 @@
-"""All ranks resume from the same checkpoint, or all refuse with the same error."""
+"""All ranks resume from the checkpoint that the first one finds, or refuse."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from framework.checkpoint.store import point
+from framework.checkpoint.writer import point
 from framework.distributed.context import Context
 from framework.errors import CheckpointError, RunError
-from framework.restoring import restore
-from framework.run_dir import RunDir
+from framework.system.run_dir import RunDir
+from framework.training import resume as resume_module
+from framework.training.resume import restore
 from tests.unit.checkpoint.states import flip, write_small
+
+
+class FoundError(Exception):
+    """The checkpoint is found, and loading it would be next."""
 
 
 def refusal(context: Context, disks: list[Path], attempt: int, resume: str | None) -> tuple[str, str]:
@@ -25,8 +31,9 @@ def refusal(context: Context, disks: list[Path], attempt: int, resume: str | Non
         attempt=attempt,
         context=context,
     )
-    trainer: Any = None  # it isn't touched before all ranks agree
-    with pytest.raises((RunError, CheckpointError)) as caught:
+    trainer: Any = None  # it isn't touched before the checkpoint is found
+    resumes = mock.patch.object(resume_module, "_resume", side_effect=FoundError)
+    with resumes, pytest.raises((RunError, CheckpointError, FoundError)) as caught:
         restore(rank, trainer)
     return type(caught.value).__name__, str(caught.value)
 
@@ -43,29 +50,31 @@ RESUMED = pytest.mark.parametrize(("attempt", "resume"), [(1, None), (0, ".")], 
 
 
 @RESUMED
-@pytest.mark.parametrize(("other", "named"), [((), "none"), ((4,), "step_00000004")])
-def test_ranks_that_see_different_disks_all_refuse(
-    rank_pool: Any, tmp_path: Path, attempt: int, resume: str | None, other: tuple[int, ...], named: str
+def test_ranks_that_see_another_disk_than_the_first_refuse(
+    rank_pool: Any, tmp_path: Path, attempt: int, resume: str | None
 ) -> None:
-    shared, own = disk(tmp_path / "shared", 8), disk(tmp_path / "own", *other)
-    for disks, others in (([shared, shared, own], named), ([own, shared, shared], "step_00000008")):
-        for kind, text in rank_pool.run(refusal, disks, attempt, resume, ranks=3):
-            assert kind == "RunError"
-            assert f"finds {others} in" in text
+    shared, own, empty = disk(tmp_path / "shared", 8), disk(tmp_path / "own", 4), disk(tmp_path / "empty")
+    for disks, refuse in (
+        ([shared, shared, empty], [False, False, True]),
+        ([own, shared, shared], [False, True, True]),
+    ):
+        step = "step_00000008" if disks[0] is shared else "step_00000004"
+        answers = rank_pool.run(refusal, disks, attempt, resume, ranks=3)
+        assert [kind for kind, _ in answers] == ["RunError" if each else "FoundError" for each in refuse]
+        for _, text in (answer for answer in answers if answer[0] == "RunError"):
+            assert f"doesn't have the checkpoint to resume from, {tmp_path}" in text
+            assert step in text
             assert "on a disk that all nodes share" in text
 
 
-@RESUMED
-def test_if_no_checkpoint_is_whole_all_ranks_refuse_and_name_each(
-    rank_pool: Any, tmp_path: Path, attempt: int, resume: str | None
-) -> None:
+def test_if_no_checkpoint_is_whole_all_ranks_refuse_and_name_each(rank_pool: Any, tmp_path: Path) -> None:
     """A damaged file is found whichever rank reads it."""
     run = disk(tmp_path / "run", 10, 20, 30)
     (run / "checkpoints" / "last").unlink()
     (run / "checkpoints" / "last").symlink_to("step_00000040")
     for step, file in ((10, "generators.pt"), (20, "model.pt"), (30, "training.pt")):
         flip(run / "checkpoints" / f"step_{step:08d}" / file)
-    errors = rank_pool.run(refusal, [run] * 3, attempt, resume, ranks=3)
+    errors = rank_pool.run(refusal, [run] * 3, 1, None, ranks=3)
     assert errors == [errors[0]] * 3
     kind, text = errors[0]
     assert kind == "CheckpointError"
@@ -74,11 +83,10 @@ def test_if_no_checkpoint_is_whole_all_ranks_refuse_and_name_each(
         assert f"step_{step:08d}: {file} has another checksum" in text
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "generators.pt", "model.pt", "training.pt"])
-def test_a_checkpoint_that_is_named_is_never_replaced_by_another(rank_pool: Any, tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_that_is_named_is_never_replaced_by_another(rank_pool: Any, tmp_path: Path) -> None:
     run = disk(tmp_path / "run", 10, 20, 30)
-    flip(run / "checkpoints" / "step_00000020" / name)
+    flip(run / "checkpoints" / "step_00000020" / "training.pt")
     errors = rank_pool.run(refusal, [run] * 3, 0, "checkpoints/step_00000020", ranks=3)
     assert errors == [errors[0]] * 3
-    assert f"step_00000020 is damaged: {name} has another checksum" in errors[0][1]
+    assert "step_00000020 is damaged: training.pt has another checksum" in errors[0][1]
     assert errors[0][1].endswith(": step_00000010, step_00000030")

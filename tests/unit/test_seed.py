@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.errors import CheckpointError
-from framework.seed import (
+from framework.distributed.seed import (
     fingerprint,
     generator_states,
     mix,
@@ -20,6 +19,7 @@ from framework.seed import (
     seed_everything,
     set_deterministic,
 )
+from framework.errors import CheckpointError
 
 CPU = [torch.device("cpu")]
 SEEDS = st.integers(0, 2**32 - 1)
@@ -84,8 +84,7 @@ def test_mixing_separates_seeds_ranks_and_order(seed, other, rank):
     assert 0 <= mix(seed, rank) < 2**63
     assert mix(seed, rank) != mix(seed, rank + 1)
     assert (mix(seed, rank) == mix(other, rank)) == (seed == other)
-    assert mix(seed, 1, 23) != mix(seed, 12, 3)
-    assert mix(seed, "1") != mix(seed, 1)
+    assert len({mix(seed, 1, 23), mix(seed, 12, 3), mix(seed, 123), mix(seed, "123")}) == 4
 
 
 @pytest.mark.parametrize(
@@ -100,23 +99,9 @@ def test_deterministic_mode_sets_torchs_switches(own_state, on, benchmark, expec
     assert not on or os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
 
 
-@pytest.mark.parametrize("draws", [random.random, numpy.random.rand, lambda: torch.rand(1)])
-def test_any_draw_is_seen(own_state, draws):
-    before = fingerprint(CPU)
-    assert fingerprint(CPU) == before
-    draws()
-    assert fingerprint(CPU) != before
-
-
-def test_a_draw_on_an_own_device_is_seen(monkeypatch):
-    gpu = torch.device("cuda", 1)
-    states = {gpu: torch.zeros(16, dtype=torch.uint8)}
-
-    class Module:
-        get_rng_state = staticmethod(lambda device: states[device].clone())
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: {gpu: Module}[device])
-    before = fingerprint([*CPU, gpu])
-    assert fingerprint([*CPU, gpu]) == before
-    states[gpu][8] += 4
-    assert fingerprint([*CPU, gpu]) != before
+def test_any_draw_is_seen(own_state):
+    for draws in (random.random, numpy.random.rand, lambda: torch.rand(1)):
+        before = fingerprint(CPU)
+        assert fingerprint(CPU) == before
+        draws()
+        assert fingerprint(CPU) != before

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks import marks, memory, mnist_fast, on_gpu, scale, start_up, steps
+from benchmarks import memory, mnist_fast, on_gpu, scale, start_up, steps
 from benchmarks.contest import Contest, Contestant, run
-from framework.types import EvalReport
 from tests.helpers.command import run_framework
 
 
@@ -74,25 +72,3 @@ def test_a_part_runs(part: Callable[[], None], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(steps, "STEPS", 5)
     monkeypatch.setattr(scale, "SAMPLES", 4000)
     part()
-
-
-def test_a_curve_leaves_validation_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: dict[str, Any] = {}
-    now = iter([10.0, 11.0, 12.0, 50.0, 51.5, 60.0])
-    monkeypatch.setattr(marks, "report", lambda **figures: found.update(figures))
-    monkeypatch.setattr("benchmarks.marks.time.perf_counter", lambda: next(now))
-    curve = marks.Curve()
-    info: Any = None  # it looks at neither
-    curve.on_fit_start(info)
-    for _ in range(2):
-        curve.on_train_step_end(info)
-    curve.on_validation_end(EvalReport("val", 2, 0, {"val/accuracy": 0.97}))
-    curve.on_train_step_end(info)
-    curve.on_validation_end(EvalReport("val", 3, 0, {"val/accuracy": 0.99}))
-    curve.on_fit_end()
-    assert found == {"curve": [(2.0, 0.97), (3.5, 0.99)], "seconds": 3.5}
-
-
-def test_the_time_to_an_accuracy_is_the_first_that_shows_it_or_the_whole_training() -> None:
-    trained = mnist_fast.Trained([(1.0, 0.9), (2.0, 0.98), (3.0, 0.97)], 3.5, 0.975)
-    assert [trained.seconds_to(accuracy) for accuracy in (0.9, 0.95, 0.99)] == [1.0, 2.0, 3.5]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from torch import nn
 
 from framework.callbacks import EMAWeightAveraging
-from framework.checkpoint import check_plain
-from framework.errors import CheckpointError, ConfigError
+from framework.errors import ConfigError
 from framework.types import FitInfo, StepReport
 
 State = dict[str, torch.Tensor]
@@ -120,37 +118,7 @@ def test_before_the_first_update_the_model_is_evaluated_as_it_is() -> None:
     assert callback.state_dict() == {"num_averaged": 0}
 
 
-@pytest.mark.parametrize("load_first", [True, False])
-@pytest.mark.parametrize("cut", [0, 2, 5])
-def test_a_resumed_average_is_exact(load_first: bool, cut: int) -> None:
-    def new() -> EMAWeightAveraging:
-        return EMAWeightAveraging(decay=0.9, update_every_n_steps=2, update_starting_at_step=1)
-
-    whole_model, model, resumed_model = new_model(), new_model(), new_model()
-    whole = start(new(), whole_model)
-    train(whole, whole_model, range(1, 9))
-    stopped = start(new(), model)
-    train(stopped, model, range(1, cut + 1))
-    check_plain(stopped.state_dict())
-    file = io.BytesIO()
-    torch.save(stopped.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    resumed_model.load_state_dict(model.state_dict())
-    resumed = new()
-    if load_first:
-        resumed.load_state_dict(state)
-    start(resumed, resumed_model, step=cut)
-    if not load_first:
-        resumed.load_state_dict(state)
-    train(resumed, resumed_model, range(cut + 1, 9))
-    assert_equal(evaluated(resumed, resumed_model), evaluated(whole, whole_model))
-
-
-def test_wrong_settings_and_averages_of_another_model_are_refused() -> None:
+def test_wrong_settings_are_refused() -> None:
     for keywords in ({"decay": 1.1}, {"decay": -0.1}, {"update_every_n_steps": 0}):
         with pytest.raises(ConfigError, match=next(iter(keywords))):
             EMAWeightAveraging(**keywords)
-    callback = start(EMAWeightAveraging(), nn.Linear(2, 2))
-    with pytest.raises(CheckpointError, match="average in the checkpoint doesn't fit"):
-        callback.load_state_dict({"num_averaged": 1, "average": nn.Linear(3, 2).state_dict()})

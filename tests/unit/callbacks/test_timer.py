@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from framework.callbacks import Timer, timer
-from framework.checkpoint import check_plain
+from framework.checkpoint.writer import check_plain
 from framework.errors import ConfigError
 from framework.types import FitInfo, StepReport, Stop
 

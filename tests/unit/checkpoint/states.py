@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint import CheckpointManager, write
+from framework.checkpoint.manager import CheckpointManager
+from framework.checkpoint.writer import write
 from framework.config.parse import parse
 from tests.unit.config.raw import raw_config
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,41 +11,44 @@ import yaml
 
 from framework.config.saved import (
     apply_typed,
-    confirm,
-    keep_before,
+    begin_resume,
+    confirm_resume,
     load_saved,
     merge_overrides,
-    put_back,
     resume_argument,
     save_config,
+    undo_resume,
     value_of,
 )
 from framework.errors import ConfigError
-from framework.run_dir import RunDir, create_run_dir
+from framework.system.run_dir import RunDir, create_run_dir
 from tests.unit.config.raw import raw_config
 
 
-def request(changes: dict[str, Any] | None = None, *overrides: str) -> SimpleNamespace:
-    return SimpleNamespace(raw=raw_config(changes), overrides=overrides)
+def save(run_dir: RunDir, changes: dict[str, Any] | None = None, *overrides: str) -> dict[str, Any]:
+    """Save a configuration, and return it."""
+    raw = raw_config(changes)
+    save_config(run_dir, raw=raw, overrides=overrides)
+    return raw
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     """A run whose configuration is saved."""
     run_dir = create_run_dir(tmp_path / "outputs" / "some")
-    save_config(run_dir, request({}, "seed=3", "resume=x", "+model.x=1"))
+    save(run_dir, {}, "seed=3", "resume=x", "+model.x=1")
     return run_dir
 
 
 def test_a_saved_configuration_is_loaded_as_it_was(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = request({"optimizer.note": "ünïcode: yes", "optimizer.eps": 1e-8, "optimizer.text": "1e-3"}, "recipe=some")
     monkeypatch.chdir(run_dir.path.parent)
     saved = load_saved(run_dir.path.name)
     assert (saved.overrides, saved.recipe) == (("recipe=some", "seed=3", "+model.x=1"), "some")
-    save_config(run_dir, given)
+    changes = {"optimizer.note": "ünïcode: yes", "optimizer.eps": 1e-8, "optimizer.text": "1e-3"}
+    raw = save(run_dir, changes, "recipe=some")
     saved = load_saved(run_dir.path)
-    assert (saved.raw, saved.overrides, saved.run_dir) == (given.raw, ("recipe=some",), run_dir)
-    assert yaml.safe_load(run_dir.config_file.read_text()) == given.raw
+    assert (saved.raw, saved.overrides, saved.run_dir) == (raw, ("recipe=some",), run_dir)
+    assert yaml.safe_load(run_dir.config_file.read_text()) == raw
 
 
 def test_a_path_into_the_checkpoints_names_the_run(run_dir: RunDir) -> None:
@@ -65,25 +67,25 @@ def test_a_path_into_the_checkpoints_names_the_run(run_dir: RunDir) -> None:
 
 
 def test_a_resumption_changes_nothing_until_it_is_confirmed(run_dir: RunDir) -> None:
-    save_config(run_dir, request({"seed": 1}, "seed=1"))
+    save(run_dir, {"seed": 1}, "seed=1")
     texts = [run_dir.config_file.read_text(), run_dir.overrides_file.read_text()]
     for seed in (2, 3):  # killed, and tried again
-        keep_before(run_dir)
-        save_config(run_dir, request({"seed": seed}, f"seed={seed}"))
+        begin_resume(run_dir)
+        save(run_dir, {"seed": seed}, f"seed={seed}")
         assert yaml.safe_load(run_dir.config_file.read_text())["seed"] == seed  # what the ranks read
         assert load_saved(run_dir.path).raw["seed"] == 1
         assert load_saved(run_dir.path).overrides == ("recipe=some", "seed=1")
-    put_back(run_dir)
+    undo_resume(run_dir)
     assert [run_dir.config_file.read_text(), run_dir.overrides_file.read_text()] == texts
     assert not run_dir.before_file.exists()
-    keep_before(run_dir)
-    save_config(run_dir, request({"seed": 2}, "seed=2"))
-    confirm(run_dir)
-    put_back(run_dir)
+    begin_resume(run_dir)
+    save(run_dir, {"seed": 2}, "seed=2")
+    confirm_resume(run_dir)
+    undo_resume(run_dir)
     assert load_saved(run_dir.path).raw["seed"] == 2
 
 
-@pytest.mark.parametrize("path", ["/a b/c,d", "it's", 'a"b', "3", "null", "a\\'b", "a\\", "$HOME (x) #1", " a "])
+@pytest.mark.parametrize("path", ["/a b/c,d", "null", "a\\'b\\", ' $HOME (x) #1" '])
 def test_a_printed_resume_survives_the_shell_and_hydra(path: str) -> None:
     command = ["bash", "-c", f"printf '%s\\0' {resume_argument(path)}"]
     words = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split("\0")
@@ -98,7 +100,7 @@ def test_a_missing_run_gets_the_nearest_and_a_folder_of_runs_the_newest(run_dir:
         load_saved(f"{run_dir.path}x")
     newer = RunDir(run_dir.path.with_name("9999-01-01_00-00-00_abcd"))
     newer.path.mkdir()
-    save_config(newer, request())
+    save(newer)
     with pytest.raises(ConfigError, match=rf"newest run in it: resume={newer.path}"):
         load_saved(tmp_path / "outputs")
     (tmp_path / "empty").mkdir()
@@ -106,11 +108,11 @@ def test_a_missing_run_gets_the_nearest_and_a_folder_of_runs_the_newest(run_dir:
         load_saved(tmp_path / "empty")
 
 
-@pytest.mark.parametrize("content", ["[1", "- a\n", "3"])
-def test_a_damaged_file_is_named(run_dir: RunDir, content: str) -> None:
-    run_dir.config_file.write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.yaml"):
-        load_saved(run_dir.path)
+def test_a_damaged_file_is_named(run_dir: RunDir) -> None:
+    for content in ("[1", "- a\n"):
+        run_dir.config_file.write_text(content)
+        with pytest.raises(ConfigError, match=r"config\.yaml"):
+            load_saved(run_dir.path)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +120,8 @@ def test_a_damaged_file_is_named(run_dir: RunDir, content: str) -> None:
     [
         (["recipe=a", "seed=1"], ["trainer.gpus=0"], ["recipe=a", "seed=1", "trainer.gpus=0"]),
         (["seed=1"], ["seed=2"], ["seed=2"]),
-        (["+model.x=1"], ["+model.x=2"], ["+model.x=2"]),
         (["optimizer=sgd", "optimizer.momentum=0.5"], ["optimizer=adam"], ["optimizer=adam"]),
         (["optimizer=adam"], ["optimizer.lr=1"], ["optimizer=adam", "optimizer.lr=1"]),
-        (["optimizer=adam"], ["optimizer={lr:1}"], ["optimizer=adam", "optimizer={lr:1}"]),
         (["~logger.console"], ["logger=[jsonl]"], ["logger=[jsonl]"]),
     ],
 )
@@ -134,12 +134,13 @@ def test_only_what_was_typed_changes_the_saved_configuration() -> None:
         **{"seed": 1, "trainer": {"gpus": 1, "max_epochs": 2}, "optimizer": {"lr": 1, "momentum": 2}},
         **{"logger": {"a": 1}, "o": {"betas": [1, 2], "x": 1}},
     }
-    composed = {
-        **{"seed": 9, "trainer": {"gpus": 9, "max_epochs": 5}, "optimizer": {"lr": 9, "new": [0]}},
-        **{"logger": {}, "o": {"betas": [1, 3], "x": 2}},
+    before = {
+        **{"seed": 9, "trainer": {"gpus": 9, "max_epochs": 5}, "optimizer": {"lr": 1, "momentum": 2}},
+        **{"logger": {"a": 1}, "o": {"betas": [1, 2], "x": 2}},
     }
+    after = {**before, "optimizer": {"lr": 9, "new": [0]}, "logger": {}, "o": {"betas": [1, 3], "x": 2}}
     typed = ["trainer.max_epochs=5", "optimizer=adam", "~logger.a", "o.betas.1=3"]
-    assert apply_typed(saved, composed, typed=typed) == {
+    assert apply_typed(saved, before=before, after=after, typed=typed) == {
         **{"seed": 1, "trainer": {"gpus": 1, "max_epochs": 5}, "optimizer": {"lr": 9, "new": [0]}},
         **{"logger": {}, "o": {"betas": [1, 3], "x": 1}},  # a part of a list takes the whole list
     }

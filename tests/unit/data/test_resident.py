@@ -12,17 +12,22 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from framework import TensorSamples
 from framework.config.schema import LoaderKind
-from framework.data import choosing
-from framework.data.choosing import Choice, Loading, choose
+from framework.data import loader_choice as choosing
 from framework.data.loader import EvalLoader
-from framework.data.room import DEVICE_SHARE, UNKNOWN_HOST_ROOM, device_room, host_available, host_room
+from framework.data.loader_choice import (
+    DEVICE_SHARE,
+    LoaderChoice,
+    LoaderOptions,
+    choose_loader,
+)
 from framework.errors import DataError
+from framework.system.hardware import available_memory
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 RESIDENT, DATALOADER = LoaderKind.RESIDENT, LoaderKind.DATALOADER
 X, LABEL = torch.arange(40.0).view(10, 4), torch.arange(10)
 TENSORS = TensorDataset(torch.zeros(10, 100))
-JOINED: Any = ConcatDataset([TensorDataset(torch.full((size, 100), float(size))) for size in (3, 7)])
+JOINED: Any = ConcatDataset([TENSORS, TENSORS])
 GENERATOR = torch.Generator()
 
 
@@ -47,8 +52,8 @@ def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "threads_per_process", lambda procs: 16 // procs)
 
 
-def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> Choice:
-    return choose(dataset, part="val", device=device, loading=Loading(**asked))
+def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> LoaderChoice:
+    return choose_loader(dataset, part="val", device=device, options=LoaderOptions(**asked))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +61,13 @@ def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> Choice:
     [
         (TENSORS, {}, None, "resident in the memory of cpu (tensors already"),
         (TENSORS, {"num_workers": 0}, None, "tensors already"),
-        (JOINED, {}, None, "tensors joined"),
         (OWN, {"kind": RESIDENT}, None, "decoded once"),
-        (OWN, {}, 8, "by 8 worker process(es) (a Made may give other samples each time)"),
-        (OWN, {"procs": 4}, 3, "may give other samples"),
-        (OWN, {"procs": 4, "core_sharers": 2}, 7, "may give other samples"),
-        (OWN, {"procs": 16}, 0, "in this process"),
+        (OWN, {}, 8, "by 8 worker process(es) (a Made, which data.loader=resident would decode once)"),
+        (JOINED, {}, 8, "a ConcatDataset, which data.loader=resident would decode once"),
+        (JOINED, {"kind": RESIDENT}, None, "decoded once"),
+        (OWN, {"procs_on_node": 4}, 3, "worker process(es)"),
+        (OWN, {"procs_on_node": 4, "procs_on_cores": 2}, 7, "worker process(es)"),
+        (OWN, {"procs_on_node": 16}, 0, "in this process"),
         (OWN, {"num_workers": 0}, 0, "in this process"),
         (TENSORS, {"num_workers": 2}, 2, "data.num_workers=2"),
         (TENSORS, {"kind": DATALOADER}, 8, "data.loader=dataloader"),
@@ -77,28 +83,14 @@ def test_data_is_resident_or_loaded_by_workers(dataset, asked, workers, why):
         assert rows.tensors[0] is TENSORS.tensors[0]
 
 
-def test_data_that_does_not_fit_is_loaded_or_refused(monkeypatch):
-    """All take 4,000 bytes."""
-    monkeypatch.setattr(choosing, "is_known_to_repeat", lambda _: True)
-    for room, fits in ((4000, True), (3999, False)):
-        monkeypatch.setattr(choosing, "host_room", lambda room=room, **_: room)
-        for dataset in (OWN, JOINED):
-            assert (chosen(dataset).rows is not None) == fits
-        # Where it has to be resident, all that is available may be taken.
-        monkeypatch.setattr(choosing, "host_available", lambda room=room: 2 * room)
-        for dataset in (OWN, JOINED):
-            assert chosen(dataset, kind=RESIDENT).rows is not None
-            if fits:
-                assert chosen(dataset, kind=RESIDENT, procs=2).rows is not None
-                continue
-            with pytest.raises(DataError, match=r"val dataset can't be resident(.|\n)*data.loader=dataloader"):
-                chosen(dataset, kind=RESIDENT, procs=2)
-    monkeypatch.setattr(choosing, "host_available", lambda: None)  # as on macOS
-    assert chosen(OWN, kind=RESIDENT, procs=100).rows is not None
-    monkeypatch.setattr(choosing, "host_room", lambda **_: 4000)
-    monkeypatch.setattr(choosing, "MOST_DECODING_S", 0.0)
-    assert "decoding all of it would take" in chosen(OWN).why
+def test_data_that_does_not_fit_is_refused(monkeypatch):
+    """What has to be resident may take all that is available: here 4,000 bytes."""
+    monkeypatch.setattr(choosing, "available_memory", lambda: 4000)
     assert chosen(OWN, kind=RESIDENT).rows is not None
+    with pytest.raises(DataError, match=r"val dataset can't be resident(.|\n)*data.loader=dataloader"):
+        chosen(OWN, kind=RESIDENT, procs_on_node=2)
+    monkeypatch.setattr(choosing, "available_memory", lambda: None)  # as on macOS
+    assert chosen(OWN, kind=RESIDENT, procs_on_node=100).rows is not None
 
 
 class Device:
@@ -120,24 +112,19 @@ class Device:
 def test_data_goes_to_the_device_while_its_share_lasts(monkeypatch):
     device = Device(4000 * 2 * int(1 / DEVICE_SHARE) + 1000, kept=100)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    monkeypatch.setattr(choosing, "host_room", lambda **_: 0)  # joined on the device, without a copy on the host
     where = []
-    for dataset in (TENSORS, JOINED, TENSORS):
-        rows = chosen(dataset, META).rows
+    for _ in range(3):
+        rows = chosen(TENSORS, META).rows
         assert rows is not None
         assert len(rows) == 10
         where.append(rows.device)
         device.taken += rows.size_bytes if rows.device == META else 0
     assert where == [META, META, CPU]
     device.taken = 0
-    shared = chosen(TENSORS, META, sharing=3)
+    shared = chosen(TENSORS, META, procs_on_device=3)
     assert shared.rows is not None
     assert shared.rows.device == CPU
     assert "resident in the host's memory" in shared.why
-    device.taken = device.free
-    assert device_room(META, sharing=1) == 0
-    monkeypatch.setattr(torch, "get_device_module", lambda _: object())
-    assert device_room(META, sharing=1) == 0
 
 
 def test_only_the_rows_that_are_samples_go_to_a_device(monkeypatch):
@@ -161,57 +148,48 @@ def test_only_the_rows_that_are_samples_go_to_a_device(monkeypatch):
             },
             150_000,
         ),
-        (
-            {
-                "proc/meminfo": "MemAvailable: 800 kB\n",
-                "proc/self/cgroup": "1:cpu:/a\n4:memory:/a/b\n",
-                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "300000",
-                "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "200000",
-                "sys/fs/cgroup/memory/a/memory.stat": "total_inactive_file 50000\n",
-            },
-            150_000,
-        ),
         ({}, None),
     ],
-    ids=["host", "control group v2", "control group v1", "unknown"],
+    ids=["host", "control group", "unknown"],
 )
 def test_memory_is_what_the_system_and_control_groups_leave(tmp_path, files, available):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert host_available(tmp_path) == available
-    assert host_room(procs=2, root=tmp_path) == (UNKNOWN_HOST_ROOM if available is None else available // 4) // 2
+    assert available_memory(tmp_path) == available
 
 
 # What can't be kept
 
 
+def numpy_state() -> list[int]:
+    state = np.random.get_state(legacy=False)["state"]
+    return [*state["key"].tolist(), state["pos"]]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda i: random.random() if i == 270 else 0.0, "Sample 270 of the val dataset draws random numbers"),
-        (lambda i: np.random.rand() if i == 270 else 0.0, "Sample 270 of the val dataset draws random numbers"),
-        (lambda _: torch.rand(1), "Sample 0 of the val dataset draws random numbers"),
-        (lambda _: torch.rand(2, generator=GENERATOR), "Sample 0 of the val dataset isn't the same"),
-        (lambda i: torch.zeros(2 if i < 256 else 3), "Samples from 256 on of the val dataset differ"),
-        (lambda i: torch.zeros(1 + i), "Samples 0 to 255 of the val dataset don't make a batch"),
+        (lambda i: random.random() if i == 270 else 0.0, "one of samples 256 to 299 draws random numbers"),
+        (lambda i: np.random.rand() if i == 270 else 0.0, "one of samples 256 to 299 draws random numbers"),
+        (lambda _: torch.rand(1), "one of samples 0 to 255 draws random numbers"),
+        (lambda _: torch.rand(2, generator=GENERATOR), "sample 0 isn't the same"),
+        (lambda i: torch.zeros(2 if i < 256 else 3), "samples from 256 on differ"),
         (lambda i: (i, "name"), "holds str"),
     ],
 )
 def test_samples_that_cannot_be_kept_are_named(make, words):
-    def states() -> list[Any]:
-        numpy = np.random.get_state(legacy=False)["state"]
-        return [random.getstate(), torch.get_rng_state().tolist(), numpy["key"].tolist(), numpy["pos"]]
-
-    before = states()
-    with pytest.raises(DataError, match=rf"{words}(.|\n)*Use data.loader=dataloader"):
+    before = random.getstate(), torch.get_rng_state().tolist(), numpy_state()
+    with pytest.raises(
+        DataError, match=rf"The val dataset can't be resident: .*{words}(.|\n)*Use data.loader=dataloader"
+    ):
         chosen(Made(make, 300), kind=RESIDENT)
-    assert states() == before
+    assert (random.getstate(), torch.get_rng_state().tolist(), numpy_state()) == before
 
 
 @pytest.mark.usefixtures("own_state")
 def test_data_of_torchvision_give_the_numbers_of_a_plain_loop():
-    """In memory where every transform repeats itself; else loaded sample by sample."""
+    """Decoded once, or refused if a transform is random."""
     from torchvision import transforms as v1
     from torchvision.datasets import FakeData
     from torchvision.transforms import v2
@@ -220,24 +198,28 @@ def test_data_of_torchvision_give_the_numbers_of_a_plain_loop():
     for transform in (
         v1.ToTensor(),
         v1.Compose([v1.Resize(6), v1.CenterCrop(5), v1.Grayscale(), v1.ToTensor()]),
-        v1.Compose([v1.PILToTensor(), v1.ConvertImageDtype(torch.float32), v1.Normalize(*normal)]),
         v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*normal)]),
-        v1.Compose([v1.ToTensor(), v1.Resize(6, antialias=True)]),
     ):
         whole: Any = FakeData(12, (3, 8, 10), 4, transform=transform)
         datasets: list[Any] = [whole, Subset(whole, [11, 3, 4, 8]), ConcatDataset([whole, whole])]
         for dataset in datasets:
             loader = EvalLoader(
-                dataset, part="val", batch_size=3, rank=0, world_size=1, device=CPU, loading=Loading(num_workers=0)
+                dataset,
+                part="val",
+                batch_size=3,
+                rank=0,
+                world_size=1,
+                device=CPU,
+                options=LoaderOptions(RESIDENT),
             )
-            assert chosen(dataset, num_workers=0).rows is not None
+            assert chosen(dataset, kind=RESIDENT).rows is not None
             for number, micro in enumerate(loader):
                 indices = range(3 * number, min(3 * number + 3, len(dataset)))
                 wanted = default_collate([dataset[index] for index in indices])
                 assert all(torch.equal(one, other) for one, other in zip(micro.batch, wanted, strict=True))
-    for random_one in (v1.RandomCrop(4), v1.Compose([v1.ToTensor(), v1.RandomErasing()]), lambda image: image):
-        assert chosen(FakeData(12, (3, 8, 10), 4, transform=random_one)).rows is None
-    assert chosen(FakeData(12, (3, 8, 10), 4, target_transform=lambda label: label)).rows is None
+    for random_one in (v1.Compose([v1.RandomCrop(4), v1.ToTensor()]), v1.Compose([v1.ToTensor(), v1.RandomErasing()])):
+        with pytest.raises(DataError, match="draws random numbers"):
+            chosen(FakeData(12, (3, 8, 10), 4, transform=random_one), kind=RESIDENT)
 
 
 # TensorSamples
@@ -268,8 +250,6 @@ def test_a_single_sample_draws_from_torchs_generator(own_state):
         (lambda: TensorSamples(), "it got none"),
         (lambda: TensorSamples(X, LABEL[:4]), "it got 10, 4"),
         (lambda numbers=[1, 2]: TensorSamples(numbers), "torch.as_tensor"),
-        (lambda: TensorSamples(X, rows=torch.tensor([1.0])), "rows must be a tensor of int64"),
-        (lambda: TensorSamples(X, rows=torch.tensor([3, 10])), "rows go from 3 to 10; there are 10"),
         *(
             (lambda wrong=wrong: TensorSamples(X, LABEL, transform=wrong)[1], "first dimension is the sample")
             for wrong in (lambda b, _: [b[0][:0], b[1]], lambda b, _: b[0], lambda *_: ["x"])

@@ -18,8 +18,8 @@ from framework.data.sampler import (
     windows,
     windows_per_epoch,
 )
+from framework.distributed.seed import mix
 from framework.errors import ConfigError, DataError
-from framework.seed import mix
 
 SIZES = st.integers(1, 257)
 WORLD_SIZES = st.integers(1, 8)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,22 +15,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
+from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
 from framework.config.schema import Config, LoaderKind, StreamSharing
 from framework.data.batching import BatchPlan
-from framework.data.stream import Deal, Reading, first_batch
-from framework.data.stream_loader import StreamEvalLoader, evaluation_plan
-from framework.data.workers import read_ahead
+from framework.data.stream import first_batch
 from framework.distributed.context import Context
 from framework.errors import CheckpointError, ConfigError, DataError, FrameworkError, RunError
-from framework.strategies.single import AsItIs
-from framework.streams import check_state, check_streams, train_limit
+from framework.strategies.base import Strategy
+from framework.training.data_settings import check_streams, steps_per_epoch
 from framework.types import Datasets
-from tests.helpers.contexts import CPU
 from tests.helpers.rank_pool import RankPool
 from tests.unit.config.raw import raw_config
 from tests.unit.small_trainer import samples
-from tests.unit.streams import Drawing, KeepsItsPosition, Parts, Stateful, make_loader, opened, sample
+from tests.unit.streams import Drawing, KeepsItsPosition, Parts, Stateful, make_eval_loader, make_loader, opened, sample
 
 pytestmark = pytest.mark.usefixtures("own_state")  # a DataLoader's worker sets a handler for SIGCHLD
 
@@ -62,7 +61,7 @@ def targets(window: Any) -> list[list[float]]:
     return [each.batch[1].tolist() if each.num_samples else [] for each in micro_batches]
 
 
-def read(context: Context, cases: list[Case]) -> list[Any]:
+def read(context: Context, cases: Sequence[Case]) -> list[Any]:
     """Of each case: windows of epoch 1, the same from a resumed loader, then epoch 2 of both, and of an evaluation."""
     exchange, found = opened(context), []
     for case in cases:
@@ -86,11 +85,10 @@ def read(context: Context, cases: list[Case]) -> list[Any]:
         assert rest == [each for each, *_ in windows[after:]]
         assert [targets(each) for each in resumed.epoch(2)] == [targets(each) for each in straight.epoch(2)]
 
-        deal = Deal(evaluation_plan(case.batch_size, world_size=context.world_size), context.rank, case.is_sharded)
         evaluated = []
         for is_even in (False, True):
-            how: Any = {"deal": deal, "reading": Reading("val"), "device": CPU, "exchange": exchange}
-            evaluation = StreamEvalLoader(Parts(case.lengths), is_even=is_even, **how)
+            how: Any = {"is_sharded": case.is_sharded, "batch_size": case.batch_size, "is_even": is_even}
+            evaluation = make_eval_loader(Parts(case.lengths), context, exchange=exchange, **how)
             batches = list(evaluation)
             assert [each.batch[1].tolist() for each in batches] == [each.batch[1].tolist() for each in evaluation]
             evaluated.append([each.batch[1].tolist() if each.num_samples else [] for each in batches])
@@ -106,26 +104,22 @@ def flat(nested: Any) -> list[float]:
     return [value for each in nested for value in (flat(each) if isinstance(each, list) else [each])]
 
 
-def random_cases(number: int) -> Iterator[Case]:
-    choose = random.Random(1)
-    for _ in range(number):
-        is_sharded, is_stateful = choose.random() < 0.6, choose.random() < 0.5
-        lengths = tuple(choose.randint(0, 14) for _ in range(3))
-        if not is_sharded:
-            lengths = (choose.randint(1, 30),)
-        if not any(lengths):
-            continue
-        batch, accumulate = choose.randint(1, 3), choose.randint(1, 3)
-        resume = choose.randint(0, 9)
-        yield Case(lengths, is_sharded, batch, accumulate, is_stateful=is_stateful, resume_after=resume)
+CASES = (
+    Case((13, 5, 0), resume_after=3),
+    Case((13, 5, 0), is_stateful=True, resume_after=6),
+    Case((0, 4, 11), batch_size=3, accumulate=2, resume_after=1),
+    Case((6, 7, 14), batch_size=1, accumulate=3, is_stateful=True, resume_after=4),
+    Case((25,), is_sharded=False, accumulate=2, resume_after=2),
+    Case((23,), is_sharded=False, batch_size=3, is_stateful=True, resume_after=1),
+    Case((2,), is_sharded=False, batch_size=1),
+)
 
 
 @pytest.mark.multiproc
 def test_every_sample_is_taken_once_in_as_many_steps_on_every_rank(rank_pool: RankPool) -> None:
     """In training and evaluation, of a shared stream and of shards of any lengths; resumed after any step."""
-    cases = [*random_cases(25), Case((13, 5, 0), resume_after=3), Case((13, 5, 0), is_stateful=True, resume_after=6)]
-    by_rank = rank_pool.run(read, cases, ranks=3)
-    for case, *found in zip(cases, *by_rank, strict=True):
+    by_rank = rank_pool.run(read, CASES, ranks=3)
+    for case, *found in zip(CASES, *by_rank, strict=True):
         runs, evaluations = [windows for windows, _ in found], [evaluated for _, evaluated in found]
         parts, global_batch = parts_of(case.lengths, 1), 3 * case.batch_size * case.accumulate
         steps = list(zip(*runs, strict=True))
@@ -240,10 +234,7 @@ def test_a_shared_stream_resumes_on_another_number_of_ranks(rank_pool: RankPool)
         ({"stops_first": True}, "CheckpointError: (?s:.*)2 shard.* data.stream=join, .*2 shard.* data.stream=stop"),
         ({"is_sharded": False}, "CheckpointError: (?s:.*)in 2 shard.*reads a stream that all processes share"),
         ({"lengths": (4, 4)}, "DataError: (?s:.*)at sample 8 of the train stream: in epoch 0 a process finds no more"),
-        (
-            {"limit": 8},
-            "DataError: (?s:.*)at sample 4 of the part of process 0, .* at most 4 samples(?s:.*)set it back",
-        ),
+        ({"limit": 8}, "DataError: (?s:.*)at sample 8 of an epoch of at most 8 samples(?s:.*)set it back"),
         ({"limit": 12}, None),
     ],
 )
@@ -263,7 +254,6 @@ class Differs(IterableDataset[Any]):
             "mean": torch.tensor([0.5, 1.5, float("nan")]),
             "name": "a",
             "label": 3,
-            "wave": torch.tensor([1 + 2j]),
             "row": np.arange(3.0),
             **(changed if rank else {}),
         }
@@ -278,7 +268,6 @@ DIFFERENT: list[dict[str, Any]] = [
     {"mean": torch.tensor([0.5, 1.6, 0.0])},
     {"name": "b"},
     {"label": 4},
-    {"wave": torch.tensor([1 + 3j])},
     {"row": np.arange(1, 4.0)},
 ]
 
@@ -310,7 +299,8 @@ def test_ranks_that_should_read_the_same_stream_and_do_not_are_named(rank_pool: 
 
 
 def state_at(position: int) -> dict[str, Any]:
-    return {"shards": None, "shard": 0, "samples": position, "has_ended": False, "state": {"position": position}}
+    state = make_loader(Stateful([9])).state_dict()
+    return {**state, "samples": position, "state": {"position": position}}
 
 
 def read_alone(dataset: Any, epoch: int = 0, start: int = 0, **how: Any) -> list[Any]:
@@ -352,14 +342,13 @@ def test_a_stream_with_a_state_is_not_read_again(make: Any) -> None:
     assert dataset.read == (11 if make is Parts else 7)
 
 
-@pytest.mark.parametrize("in_worker", [False, True])
-@pytest.mark.parametrize("make", [KeepsItsPosition, Stateful])
+@pytest.mark.parametrize(
+    ("make", "in_worker"), [(KeepsItsPosition, False), (KeepsItsPosition, True), (Stateful, False)]
+)
 def test_an_epoch_begins_at_the_start_after_one_that_was_cut(make: Any, in_worker: bool) -> None:
     """By a limit or left early, also one that was resumed."""
     loader = make_loader(make([7]), limit=5, in_worker=in_worker)
-    loader.load_state_dict(
-        [{"shards": None, "shard": 0, "samples": 2, "has_ended": False, "state": {"position": 2}}], samples=2
-    )
+    loader.load_state_dict([state_at(2)], samples=2)
     for epoch, start in ((0, 2), (1, 0), (2, 0), (3, 0)):
         windows = loader.epoch(epoch, start)
         if epoch == 1:
@@ -377,69 +366,26 @@ def test_nothing_beyond_a_limit_is_read() -> None:
         read_alone(dataset, start=8, limit=8)
 
 
-class Failing(Stateful):
-    """One of its calls fails."""
-
-    def __init__(self, call: str, error: BaseException) -> None:
-        super().__init__([5])
-        self.call, self.error = call, error
-
-    def made(self, call: str) -> None:
-        if call == self.call:
-            raise self.error
-
-    def set_epoch(self, epoch: int) -> None:
-        self.made("set_epoch")
-
-    def state_dict(self) -> dict[str, Any]:
-        self.made("first_state" if self.position == 0 else "state_dict")
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.made("load_state_dict")
-        super().load_state_dict(state)
-
+class Failing(Parts):
     def __iter__(self) -> Any:
-        self.made("iter")
-        return iter(map(self.checked, super().__iter__()))
-
-    def checked(self, given: Any) -> Any:
-        self.made("next" if self.position == 4 else "")
-        return given
+        raise StopIteration
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        ("set_epoch", r"set_epoch\(\) of the train stream, in epoch 1,"),
-        ("load_state_dict", r"load_state_dict\(\) of the train stream, in epoch 1,"),
-        ("iter", r"iter\(\) of the train stream, in epoch 1,"),
-        ("first_state", r"state_dict\(\) of the train stream, before its first sample,"),
-        ("state_dict", r"state_dict\(\) of the train stream, after 3 samples of epoch 1,"),
-        ("next", r"Sample 3 of the train stream, in epoch 1,"),
-    ],
-)
-def test_an_error_names_the_call_of_the_stream_and_the_line(call: str, said: str) -> None:
-    """A StopIteration isn't the end of the stream, and exit() not that of the run."""
-    for error in (KeyError("a"), SystemExit(3), *([] if call == "next" else [StopIteration()])):
-        loader = make_loader(Failing(call, error))
-        loader.load_state_dict([state_at(1)], samples=1)
-        with pytest.raises(RunError, match=f"^{said} raised {type(error).__name__}(.|\n)*in made: raise self.error"):
-            list(loader.epoch(1, 1))
+def test_an_error_before_the_first_sample_is_not_the_end_of_the_stream() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        read_alone(Failing([5]))
 
 
 @pytest.mark.parametrize("in_worker", [False, True])
-@pytest.mark.parametrize(
-    ("dataset", "epoch", "start", "error", "words"),
-    [
-        (Parts([9], fails_at=5), 0, 0, RunError, r"^Sample 5 of the train stream, in epoch 0, raised OSError"),
-        (Parts([270]), 2, 300, DataError, "at sample 300 of the train stream: in epoch 2 it has only 270"),
-        (Parts([]), 0, 0, DataError, "The train stream gives no sample in epoch 0"),
-    ],
-)
-def test_a_stream_that_cannot_be_read_is_refused(dataset, epoch, start, error, words, in_worker) -> None:
-    with pytest.raises(error, match=words):
-        read_alone(dataset, epoch, start, in_worker=in_worker)
+def test_a_stream_that_cannot_be_read_is_refused(in_worker: bool) -> None:
+    with pytest.raises(
+        RunError, match=r"^Sample 5 of the train stream, in epoch 0, raised OSError(.|\n)*, in __iter__: "
+    ):
+        read_alone(Parts([9], fails_at=5), in_worker=in_worker)
+    with pytest.raises(DataError, match="at sample 300 of the train stream: in epoch 2 it has only 270"):
+        read_alone(Parts([270]), 2, 300, in_worker=in_worker)
+    with pytest.raises(DataError, match="The train stream gives no sample in epoch 0"):
+        read_alone(Parts([]), in_worker=in_worker)
 
 
 class Ragged(IterableDataset[Any]):
@@ -461,7 +407,9 @@ def test_samples_and_states_that_do_not_fit_are_refused() -> None:
         make_loader(Drawing(), is_sharded=True)
     # At the first step, not hours later when it is to be saved.
     with pytest.raises(CheckpointError, match=r"the train stream's state_dict\(\)\.position a numpy\.int64"):
-        next(make_loader(Unsaved([9]), check_state=check_state).epoch(0))
+        next(
+            make_loader(Unsaved([9]), check_state=partial(check_plain, name="the train stream's state_dict()")).epoch(0)
+        )
     assert len(read_alone(Unsaved([9]))) == 5  # nothing is saved
     inputs, _ = first_batch(Parts([3]), number=5, part="test")
     assert torch.equal(inputs[3:], inputs[:2])
@@ -469,30 +417,18 @@ def test_samples_and_states_that_do_not_fit_are_refused() -> None:
         first_batch(Parts([0]), number=5, part="test")
 
 
-def test_a_worker_that_exits_says_where() -> None:
-    def leaves() -> Iterator[int]:
-        yield 1
-        raise SystemExit("enough")
-
-    found = read_ahead(leaves)
-    assert next(found) == 1
-    with pytest.raises(RunError, match=r"was left: SystemExit\('enough'\)(.|\n)*in leaves: raise SystemExit"):
-        next(found)
-
-
 # What goes with a stream
 
 
-class Mixing(AsItIs):
+class Mixing(Strategy):
     mixes_samples = True
 
 
-class Staged(AsItIs):
+class Staged(Strategy):
     num_stages = 2
 
 
 STREAM, BESIDE = Datasets(Parts([3]), val=samples(4)), Datasets(samples(4), val=Parts([3]))
-ONE = Parts([3])
 JOIN = {"stream": StreamSharing.JOIN}
 
 
@@ -507,21 +443,18 @@ def config(*, job: str = "train", **changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("changes", "datasets", "strategy", "said"),
     [
-        ({"shuffle": True}, STREAM, AsItIs(), "data.shuffle=true can't go with a train part that is a stream"),
-        ({"loader": LoaderKind.RESIDENT}, STREAM, AsItIs(), "data.loader=resident keeps a part in memory"),
-        ({"num_workers": 2}, STREAM, AsItIs(), "data.num_workers=2 can't go with a train part that is a stream"),
-        ({"limit_train_batches": 0.5}, STREAM, AsItIs(), "trainer.limit_train_batches=0.5 is a share of the train"),
-        ({"limit_val_batches": 0.5}, BESIDE, AsItIs(), "trainer.limit_val_batches=0.5 is a share of the val"),
-        ({"overfit_batches": 2}, STREAM, AsItIs(), "trainer.overfit_batches can't go with a stream (train)"),
-        ({"job": "parity", **JOIN}, STREAM, AsItIs(), "data.stream=join can't go with job=parity"),
+        ({"shuffle": True}, STREAM, Strategy(), "data.shuffle=true can't go with a train part that is a stream"),
+        ({"loader": LoaderKind.RESIDENT}, STREAM, Strategy(), "data.loader=resident keeps a part in memory"),
+        ({"num_workers": 2}, STREAM, Strategy(), "data.num_workers=2 can't go with a train part that is a stream"),
+        ({"limit_train_batches": 0.5}, STREAM, Strategy(), "trainer.limit_train_batches=0.5 is a share of the train"),
+        ({"limit_val_batches": 0.5}, BESIDE, Strategy(), "trainer.limit_val_batches=0.5 is a share of the val"),
+        ({"overfit_batches": 2}, STREAM, Strategy(), "trainer.overfit_batches can't go with a stream (train)"),
+        ({"job": "parity", **JOIN}, STREAM, Strategy(), "data.stream=join can't go with job=parity"),
         (JOIN, STREAM, Mixing(), "data.stream=join can't go with strategy.sync_batchnorm=true"),
         (JOIN, STREAM, Staged(), "data.stream=join can't go with strategy=pipeline"),
-        (JOIN, Datasets(samples(4)), AsItIs(), "and data.datasets gives none"),
-        ({}, Datasets(ONE, val=ONE), AsItIs(), "one object for several of train, val"),
+        (JOIN, Datasets(samples(4)), Strategy(), "and data.datasets gives none"),
         ({"limit_train_batches": 3, "limit_val_batches": 0.5, "num_workers": 1}, STREAM, Mixing(), None),
-        ({"stream": StreamSharing.STOP}, STREAM, AsItIs(), None),
-        ({"shuffle": True, "num_workers": 8, "loader": LoaderKind.RESIDENT}, BESIDE, AsItIs(), None),
-        ({"shuffle": True, "num_workers": 3}, Datasets(samples(4)), AsItIs(), None),
+        ({"shuffle": True, "num_workers": 8, "loader": LoaderKind.RESIDENT}, BESIDE, Strategy(), None),
     ],
 )
 def test_what_a_stream_cannot_give_is_refused(changes, datasets, strategy, said) -> None:
@@ -536,6 +469,6 @@ def test_what_a_stream_cannot_give_is_refused(changes, datasets, strategy, said)
 
 def test_a_limit_counts_batches_of_each_process() -> None:
     plan = BatchPlan(12, 2, 3)
-    limits = [train_limit(config(limit_train_batches=n, accumulate_grad_batches=2).trainer, plan) for n in (1, 2, 3)]
-    assert limits == [12, 12, 24]
-    assert train_limit(config().trainer, plan) is None
+    limited = [config(limit_train_batches=n, accumulate_grad_batches=2).trainer for n in (1, 2, 3)]
+    assert [steps_per_epoch(each, plan, size=None) for each in limited] == [1, 1, 2]
+    assert steps_per_epoch(config().trainer, plan, size=None) is None

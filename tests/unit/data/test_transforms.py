@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, pad
 
 from framework import transforms
-from framework.data.draws import Draws
-from framework.errors import ConfigError
+from framework.data.sample_random import Draws
 
 MASK = (1 << 64) - 1
 KEYS = st.integers(0, 2**63 - 1)
@@ -31,6 +30,9 @@ def splitmix(state: int) -> tuple[int, int]:
     return state, z ^ (z >> 31)
 
 
+assert splitmix(1234567)[1] == 6457827717110365317, "the first of the published numbers"
+
+
 def reference(key: int, index: int, n: int) -> list[int]:
     """Number `index` of the generator seeded with `key` seeds the generator of the sample."""
     _, state = splitmix((key + index * 0x9E3779B97F4A7C15) & MASK)
@@ -45,7 +47,6 @@ def draws(indices: list[int], key: int = 17) -> Draws:
     return Draws(key, torch.tensor(indices))
 
 
-@settings(deadline=None)  # the first call may load much of torch
 @given(key=KEYS, indices=st.lists(st.integers(0, 2**40), min_size=1, max_size=5), low=st.integers(-(2**40), 2**40))
 @pytest.mark.parametrize("size", [1, 5, 2**31])
 def test_numbers_are_those_of_splitmix64(key, indices, low, size):
@@ -55,11 +56,6 @@ def test_numbers_are_those_of_splitmix64(key, indices, low, size):
     assert uniform.tolist() == [[(number >> 40) / 2**24 for number in reference(key, i, 3)] for i in indices]
     integers = draws(indices, key).integers(low, low + size, 4)
     assert integers.tolist() == [[low + (((n >> 32) * size) >> 32) for n in reference(key, i, 4)] for i in indices]
-
-
-def test_the_reference_gives_the_published_numbers():
-    state, first = splitmix(1234567)
-    assert (first, splitmix(state)[1]) == (6457827717110365317, 3203168211198807973)
 
 
 @pytest.mark.parametrize(("low", "high"), [(3, 3), (3, 2), (0, 2**31 + 1)])
@@ -90,7 +86,6 @@ def flipped(image_CHW: Tensor, own: Draws) -> Tensor:
     [(transforms.RandomShift(2), shifted), (transforms.RandomHorizontalFlip(0.4), flipped)],
     ids=["shift", "flip"],
 )
-@settings(deadline=None)
 @given(shape=SHAPES, indices=INDICES, is_bytes=st.booleans())
 def test_each_image_is_changed_as_in_a_loop_over_them(transform, of_one, shape, indices, is_bytes):
     batch = images(indices, shape, is_bytes=is_bytes)
@@ -102,7 +97,6 @@ def test_each_image_is_changed_as_in_a_loop_over_them(transform, of_one, shape, 
     assert torch.equal(batch, before)
 
 
-@settings(deadline=None)
 @given(shape=SHAPES, indices=INDICES)
 def test_an_affine_transform_is_that_of_affine_grid(shape, indices):
     """Up to rounding in the last bits."""
@@ -163,19 +157,5 @@ def test_each_tensor_has_its_own_transform():
     scaled, same = transforms.Each(transforms.Scale())([batch, label], draws([1, 2]))
     assert scaled.dtype == torch.float32
     assert same is label
-    with pytest.raises(ConfigError, match="2 transforms for samples of 1 tensors"):
+    with pytest.raises(ValueError, match="longer"):
         transforms.Each(None, None)([batch], draws([1, 2]))
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: transforms.RandomShift(-1), "pixels=-1 must be 0 or more"),
-        (lambda: transforms.RandomHorizontalFlip(1.5), "p=1.5 must be from 0 to 1"),
-        (lambda: transforms.RandomAffine(scale=(1.2, 0.8)), "two numbers above 0, in order"),
-        (lambda: transforms.Normalize(0.0, [1.0, 0.0]), "would divide by 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(make, words):
-    with pytest.raises(ConfigError, match=words):
-        make()

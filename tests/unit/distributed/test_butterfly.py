@@ -13,10 +13,10 @@ from framework.distributed.context import Context
 from tests.helpers.rank_pool import RankPool
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
-SIZES = (0, 1, 3, 4, 7, 24, 1001, 100_003)
+SIZES = (0, 1, 7, 24, 100_003)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 6, 7, 8, 12, 32])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 7, 12])
 def test_partners_swap_in_the_same_round_until_each_of_the_inner_ranks_has_one_part(num_ranks: int) -> None:
     by_rank = [list(rounds(rank, num_ranks)) for rank in range(num_ranks)]
     inner = 1 << (num_ranks.bit_length() - 1)
@@ -73,4 +73,4 @@ def reduce_everything(context: Context) -> int:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 4, 5, 6))])
 def test_it_is_an_all_reduce_for_any_size_type_and_layout(rank_pool: RankPool, ranks: int) -> None:
-    assert rank_pool.run(reduce_everything, ranks=ranks) == [3 * (6 * len(TYPES) + 2)] * ranks
+    assert rank_pool.run(reduce_everything, ranks=ranks) == [3 * (4 * len(TYPES) + 1)] * ranks

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from framework.config.schema import BackendConfig, BackendName, Duration, InitMethod
+from framework.config.topology import Topology
 from framework.distributed.context import Context
-from framework.distributed.group import backends, group_of_mine, process_group, second_group, set_timeout, timeout_of
+from framework.distributed.process_group import backends, duplicate_group, group_timeout, new_subgroup, process_group
 from framework.errors import RunError
-from framework.topology import Topology
 from tests.helpers.contexts import CPU, cpu_context
 
 
@@ -24,7 +24,11 @@ def backend(*, init_timeout_s: float = 20.0) -> BackendConfig:
     )
 
 
-def test_a_group_that_fails_again_when_it_is_destroyed_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_one_needs_no_other_and_is_destroyed_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with process_group(cpu_context(), backend(), rendezvous=None):
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        dist.all_reduce(torch.ones(2))
+    assert not dist.is_initialized()
     destroy = dist.destroy_process_group
 
     def destroy_and_fail() -> None:
@@ -34,25 +38,14 @@ def test_a_group_that_fails_again_when_it_is_destroyed_does_not_hide_the_error(m
     monkeypatch.setattr(dist, "destroy_process_group", destroy_and_fail)
     with pytest.raises(ValueError, match="the cause"), process_group(cpu_context(), backend(), rendezvous=None):
         raise ValueError("the cause")
-
-
-def test_a_group_of_one_needs_no_other_and_is_destroyed_after_an_error_too() -> None:
-    for _ in range(2):
-        with pytest.raises(ValueError, match="oops"), process_group(cpu_context(), backend(), rendezvous=None):
-            raise ValueError("oops")
-        assert not dist.is_initialized()
-    with process_group(cpu_context(), backend(), rendezvous=None):
-        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
-        dist.all_reduce(torch.ones(2))
     assert not dist.is_initialized()
-    set_timeout(1.0, cpu_context())  # alone it matters to nobody
 
 
 def test_further_groups_have_the_time_out_of_the_first() -> None:
     """Not torch's, which is half an hour."""
     with process_group(cpu_context(), backend(init_timeout_s=7.0), rendezvous=None):
-        made = [second_group(), group_of_mine([[0]], cpu_context())]
-        assert [timeout_of(group) for group in made] == [timedelta(seconds=7)] * 2
+        made = [duplicate_group(), new_subgroup([[0]], cpu_context())]
+        assert [group_timeout(group) for group in made] == [timedelta(seconds=7)] * 2
 
 
 def test_the_gpu_is_chosen_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +81,8 @@ def test_ranks_that_do_not_come_are_reported_with_what_to_do(tmp_path: Path) -> 
     context = cpu_context(world_size=2)
     url = f"file://{tmp_path}/meeting"
     with (
-        pytest.raises(RunError, match=r"(?s)Rank 0 of 2 could not join .* backend\.init_timeout=1 s: .*other ranks"),
-        process_group(context, backend(init_timeout_s=1.0), rendezvous=url),
+        pytest.raises(RunError, match=r"(?s)Rank 0 of 2 could not join .* backend\.init_timeout=0\.3 s: .*other ranks"),
+        process_group(context, backend(init_timeout_s=0.3), rendezvous=url),
     ):
         raise AssertionError("there was nobody to meet")
     assert not dist.is_initialized()

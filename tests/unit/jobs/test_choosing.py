@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from framework.config.parse import parse
+from framework.config.topology import Topology
 from framework.errors import ConfigError, FrameworkError, TopologyError
-from framework.jobs.choosing import backend_name, checked_topology, chosen_launcher
-from framework.jobs.request import Place, Request
+from framework.jobs.launcher_choice import backend_name, checked_topology, chosen_launcher
+from framework.jobs.request import Request, SubRun
 from framework.launch.environment import detect
-from framework.launch.leader import Leader
-from framework.topology import Topology
+from framework.launch.handshake import AdoptedRanks
 from tests.unit.config.raw import raw_config
 
 TORCHRUN = {
@@ -25,16 +25,16 @@ TORCHRUN = {
 NODES = {"topology.nnodes": 2, "topology.rdzv_endpoint": "node0:29400", "trainer.gpus": 0}
 
 
-def request(changes: dict[str, Any], *, leader: Leader | None = None) -> Request:
+def request(changes: dict[str, Any], *, adopted_ranks: AdoptedRanks | None = None) -> Request:
     raw = raw_config(changes)
-    return Request(parse(raw), raw, overrides=(), leader=leader)
+    return Request(parse(raw), raw, overrides=(), adopted_ranks=adopted_ranks)
 
 
 @pytest.fixture
-def leader() -> Leader:
-    place = detect(TORCHRUN)
-    assert place is not None
-    return Leader(place, [])
+def adopted_ranks() -> AdoptedRanks:
+    cluster = detect(TORCHRUN)
+    assert cluster is not None
+    return AdoptedRanks(cluster, [])
 
 
 @pytest.mark.parametrize(
@@ -43,21 +43,20 @@ def leader() -> Leader:
         ({}, "local"),
         ({"launcher.name": "in_place"}, "in_place"),
         ({"launcher.max_restarts": 2}, "elastic"),
-        (NODES, "elastic"),
     ],
 )
 def test_auto_follows_from_what_is_asked_for(changes: dict[str, Any], name: str) -> None:
     assert chosen_launcher(request(changes)) == name
 
 
-def test_ranks_that_torchrun_has_started_are_adopted_by_no_other_launcher(leader: Leader) -> None:
-    assert chosen_launcher(request({"topology.nnodes": 2}, leader=leader)) == "adopted"
+def test_ranks_that_torchrun_has_started_are_adopted_by_no_other_launcher(adopted_ranks: AdoptedRanks) -> None:
+    assert chosen_launcher(request({"topology.nnodes": 2}, adopted_ranks=adopted_ranks)) == "adopted"
     with pytest.raises(ConfigError, match="launcher=elastic is configured, but torchrun has started"):
-        chosen_launcher(request({"launcher.name": "elastic"}, leader=leader))
-    planned = checked_topology(request({"trainer.gpus": 2}, leader=leader), is_planned=True)
+        chosen_launcher(request({"launcher.name": "elastic"}, adopted_ranks=adopted_ranks))
+    planned = checked_topology(request({"trainer.gpus": 2}, adopted_ranks=adopted_ranks), is_planned=True)
     assert (planned.nnodes, planned.procs_per_node) == (2, 2)
     with pytest.raises(TopologyError, match=r"topology.procs_per_node=8, but torchrun has started"):
-        checked_topology(request({"topology.procs_per_node": 8}, leader=leader), is_planned=True)
+        checked_topology(request({"topology.procs_per_node": 8}, adopted_ranks=adopted_ranks), is_planned=True)
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
@@ -68,7 +67,6 @@ def test_ranks_that_torchrun_has_started_are_adopted_by_no_other_launcher(leader
         ({"launcher.name": "adopted", "trainer.gpus": 0}, "this process isn't one of several"),
         ({"launcher.name": "in_place", "trainer.gpus": 0, "topology.procs_per_node": 2}, "in_place runs one process"),
         ({"trainer.gpus": 0, "backend.name": "nccl"}, "backend.name=nccl needs GPUs"),
-        ({"trainer.gpus": 0, "init_from": "nowhere"}, "There is no nowhere"),
         (
             {"trainer.gpus": 0, "topology.procs_per_node": 2, "strategy": {"_target_": "framework.strategies.Single"}},
             "strategy=single is for one process",
@@ -82,12 +80,12 @@ def test_a_plan_refuses_what_a_run_does(changes: dict[str, Any], said: str, is_p
 
 def test_a_sweep_is_of_one_node(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"topology.nnodes=2"):
-        checked_topology(replace(request(NODES), place=Place(tmp_path, 0)))
+        checked_topology(replace(request(NODES), sub_run=SubRun(tmp_path, 0)))
 
 
 @pytest.mark.parametrize("launcher", ["auto", "elastic"])
 def test_only_a_plan_needs_no_gpus_and_no_endpoint(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
-    monkeypatch.setattr("framework.hardware.visible_gpus", lambda: [])
+    monkeypatch.setattr("framework.system.hardware.visible_gpus", lambda: [])
     planned = request({"topology.nnodes": 2, "trainer.gpus": 8, "launcher.name": launcher})
     assert checked_topology(planned, is_planned=True).world_size == 16
     with pytest.raises(ConfigError, match=r"topology.nnodes=2 needs topology.rdzv_endpoint=HOST:PORT"):

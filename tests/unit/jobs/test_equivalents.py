@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from framework.config.parse import parse
-from framework.errors import TopologyError
-from framework.jobs import equivalents
-from framework.jobs.equivalents import commands, environment, hidden_gpus
+from framework.config.topology import Topology
+from framework.jobs.launcher_choice import commands, environment
 from framework.jobs.request import Request
-from framework.topology import Topology
 from tests.unit.config.raw import raw_config
 
 TWO_NODES = Topology(nnodes=2, procs_per_node=8, gpus_per_node=8, span=1)
@@ -27,77 +22,39 @@ def lines(topology: Topology, *overrides: str, **changes: Any) -> dict[str, str]
 
 def test_commands_for_one_node() -> None:
     typed = ("job=plan", "recipe=toy", "plan.format=json", "trainer.gpus=0", "topology.procs_per_node=2")
+    kept = "recipe=toy trainer.gpus=0 topology.procs_per_node=2"
     assert lines(Topology(1, 2, 0, 1), *typed) == {
-        "framework": "python -m framework recipe=toy trainer.gpus=0 topology.procs_per_node=2",
-        "torchrun": "torchrun --standalone --nproc-per-node=2 -m framework recipe=toy trainer.gpus=0 "
-        "topology.procs_per_node=2",
-        "srun": "srun --nodes=1 --ntasks-per-node=2 python -m framework recipe=toy trainer.gpus=0 "
-        "topology.procs_per_node=2",
+        "framework": f"python -m framework {kept}",
+        "torchrun": f"torchrun --standalone --nproc-per-node=2 -m framework {kept}",
+        "srun": f"srun --nodes=1 --ntasks-per-node=2 python -m framework {kept}",
     }
 
 
 def test_commands_for_several_nodes() -> None:
     typed = ("recipe=toy", "trainer.gpus=8", "topology.nnodes=2", "topology.node_rank=1", "job=plan")
+    kept = "recipe=toy trainer.gpus=8 topology.nnodes=2"
     assert lines(TWO_NODES, *typed, topology__nnodes=2) == {
-        "framework": "python -m framework recipe=toy trainer.gpus=8 topology.nnodes=2 topology.node_rank=NODE "
-        "topology.rdzv_endpoint=HOST:29400",
+        "framework": f"python -m framework {kept} topology.node_rank=NODE topology.rdzv_endpoint=HOST:29400",
         "torchrun": "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --nproc-per-node=8 "
-        "-m framework recipe=toy trainer.gpus=8 topology.nnodes=2",
-        "srun": "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m framework recipe=toy trainer.gpus=8 "
-        "topology.nnodes=2",
+        f"-m framework {kept}",
+        "srun": f"srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m framework {kept}",
     }
-
-
-def test_the_given_endpoint_and_restarts_are_used() -> None:
     changes = {"topology__nnodes": 2, "topology__rdzv_endpoint": "node0:4000", "launcher__max_restarts": 3}
     found = lines(TWO_NODES, "topology.rdzv_endpoint=node0:4000", "launcher=elastic", **changes)
-    end = "topology.node_rank=NODE topology.rdzv_endpoint=node0:4000"
-    assert found["framework"] == f"python -m framework launcher=elastic {end}"
-    assert found["torchrun"] == (
-        "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node0:4000 --nproc-per-node=8 --max-restarts=3 "
-        "-m framework"
-    )
-
-
-def test_an_address_with_brackets_is_quoted_for_hydra() -> None:
-    changes = {"topology__nnodes": 2, "topology__rdzv_endpoint": "[fe80::1]:4000"}
-    words = shlex.split(lines(TWO_NODES, **changes)["framework"])
-    assert words[-1] == "topology.rdzv_endpoint='[fe80::1]:4000'"
+    where = "topology.node_rank=NODE topology.rdzv_endpoint=node0:4000"
+    assert found["framework"] == f"python -m framework launcher=elastic {where}"
+    assert "--rdzv-endpoint=node0:4000 --nproc-per-node=8 --max-restarts=3 " in found["torchrun"]
 
 
 def test_the_environment_of_the_first_and_the_last_rank() -> None:
     config = parse(raw_config({"topology.nnodes": 2, "topology.rdzv_endpoint": "[fe80::1]:4000"}))
+    words = shlex.split(lines(TWO_NODES, topology__nnodes=2, topology__rdzv_endpoint="[fe80::1]:4000")["framework"])
+    assert words[-1] == "topology.rdzv_endpoint='[fe80::1]:4000'"  # quoted for Hydra
     found = environment(config, TWO_NODES)
     assert found["first_rank"] == {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
     assert found["last_rank"] == {"RANK": "15", "LOCAL_RANK": "7", "GROUP_RANK": "1"}
     wanted = {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "4000", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     assert wanted.items() <= found["common"].items()
-
-
-def test_visible_gpus_are_part_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    monkeypatch.setattr(equivalents, "count_gpus", lambda: 2)
-    config = parse(raw_config())
-    here, none = Topology(1, 2, 2, 1), Topology(1, 2, 0, 1)
-    assert environment(config, here)["common"]["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert "CUDA_VISIBLE_DEVICES" not in environment(config, none)["common"]
-    assert hidden_gpus(here) == hidden_gpus(none) == []
-
-
-def no_driver() -> int:
-    raise TopologyError("the driver doesn't answer")
-
-
-@pytest.mark.parametrize("count", [lambda: 1, lambda: 8, no_driver])
-def test_gpus_hidden_on_this_machine_say_nothing_about_another(
-    monkeypatch: pytest.MonkeyPatch, count: Callable[[], int]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,zz")
-    monkeypatch.setattr(equivalents, "count_gpus", count)
-    elsewhere = Topology(1, 2, 2, 1)
-    assert "CUDA_VISIBLE_DEVICES" not in environment(parse(raw_config()), elsewhere)["common"]
-    (note,) = hidden_gpus(elsewhere)
-    assert "CUDA_VISIBLE_DEVICES=0,zz shows another number of GPUs than the 2" in note
 
 
 def test_a_run_in_place_sets_no_environment() -> None:

@@ -9,12 +9,11 @@ import pytest
 
 from framework.config.parse import parse
 from framework.errors import ConfigError, TopologyError
-from framework.jobs import parity
-from framework.jobs.parity_text import render
-from framework.jobs.request import Place, Request
+from framework.jobs.parity import job as parity
+from framework.jobs.parity.report import CAUSES, render
+from framework.jobs.request import Request, SubRun
 from framework.launch.environment import detect
-from framework.launch.leader import Leader
-from framework.parity.reasons import Reason
+from framework.launch.handshake import AdoptedRanks
 from tests.unit.config.raw import raw_config
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -28,7 +27,7 @@ def request(changes: dict[str, Any], **others: Any) -> Request:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of them."""
-    for module in ("framework.jobs.parity", "framework.jobs.choosing", "framework.hardware"):
+    for module in ("framework.jobs.parity.job", "framework.jobs.launcher_choice", "framework.system.hardware"):
         monkeypatch.setattr(f"{module}.count_gpus", lambda: 4)
 
 
@@ -36,14 +35,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "processes", "size"),
     [
         ({}, 2, 4),
-        ({"topology.procs_per_node": 3, "parity.processes": 2}, 2, 12),
         ({"topology.procs_per_node": 3, "trainer.accumulate_grad_batches": 2}, 3, 24),
         ({"data.global_batch_size": 30, "parity.processes": 7}, 7, 30),
     ],
 )
 def test_processes_and_the_global_batch_are_the_runs(changes: dict[str, Any], processes: int, size: int) -> None:
-    setting = parity.check_setting(request(changes))
-    assert (setting.processes, setting.global_batch_size) == (processes, size)
+    setup = parity.check_setup(request(changes))
+    assert (setup.processes, setup.global_batch_size) == (processes, size)
 
 
 SHARED = {"trainer.gpus": 1, "topology.share_gpus": True, "topology.gpus_per_process": 1, "parity.processes": 3}
@@ -54,7 +52,6 @@ SHARED = {"trainer.gpus": 1, "topology.share_gpus": True, "topology.gpus_per_pro
     ("changes", "one", "many"),
     [
         ({"trainer.gpus": None}, (1, 1, 1), (4, 4, 1)),
-        ({"trainer.gpus": 1}, (1, 1, 1), (2, 2, 1)),
         ({"trainer.gpus": None, "topology.min_gpus_per_process": 2}, (1, 2, 2), (2, 4, 2)),
         (SHARED, (1, 1, 1), (3, 1, 1)),
     ],
@@ -63,22 +60,22 @@ def test_each_process_gets_as_many_gpus_as_in_the_run(
     changes: dict[str, Any], one: tuple[int, ...], many: tuple[int, ...]
 ) -> None:
     asked = request(changes)
-    setting = parity.check_setting(asked)
+    setup = parity.check_setup(asked)
     found = []
-    for processes in (1, setting.processes):
-        config = parity.training(asked, setting, place=Place(Path(), processes), moves=False).config
+    for processes in (1, setup.processes):
+        config = parity.training(asked, setup, sub_run=SubRun(Path(), processes), moves=False).config
         found.append((config.topology.procs_per_node, config.trainer.gpus, config.topology.gpus_per_process))
     assert found == [one, many]
 
 
 @pytest.mark.usefixtures("gpus")
 def test_too_few_gpus_and_processes_started_by_something_else_are_refused() -> None:
-    with pytest.raises(TopologyError, match=r"8 GPUs; there are 4\.\nUse parity\.processes=4, or let them share"):
-        parity.check_setting(request({"trainer.gpus": 2, "parity.processes": 8}))
+    with pytest.raises(TopologyError, match=r"8 GPUs; there are 4\.\nUse fewer \(parity\.processes\)"):
+        parity.check_setup(request({"trainer.gpus": 2, "parity.processes": 8}))
     place = detect({**TORCHRUN, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
     assert place is not None
     with pytest.raises(ConfigError, match="torchrun has started these"):
-        parity.check(request({}, leader=Leader(place, [])))
+        parity.check(request({}, adopted_ranks=AdoptedRanks(place, [])))
 
 
 def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
@@ -89,8 +86,8 @@ def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
     }
     asked = request(changes | {"launcher.max_restarts": 3})
     before = repr(asked.raw)
-    setting = parity.check_setting(asked)
-    made = parity.training(asked, setting, place=Place(Path("folder"), 2), moves=True)
+    setup = parity.check_setup(asked)
+    made = parity.training(asked, setup, sub_run=SubRun(Path("folder"), 2), moves=True)
     config = made.config
     assert repr(asked.raw) == before
     assert parse(made.raw) == config
@@ -106,9 +103,11 @@ def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
 
 # What it says
 
+pytestmark = pytest.mark.usefixtures("own_state")  # importing rich draws a random number
+
 WORST = {"name": "fc.weight", "rank": 2, "difference": 0.4, "allowed": 2e-5, "rounding": 3e-6}
 LAYER = {
-    **{"name": "norm", "type": "BatchNorm1d", "kind": "left", "inside": "", "call": 1, "own": True, "drew": False},
+    **{"name": "norm", "type": "BatchNorm1d", "kind": "output", "inside": "", "drew": False},
     **{"before": None, "rank": 0, "difference": 0.31, "allowed": 2e-5, "rounding": 3e-6},
 }
 
@@ -117,20 +116,24 @@ def answer(allowed: float = 2e-5, **changes: Any) -> dict[str, Any]:
     worst = {**WORST, "difference": 3e-7, "step": 2, "allowed": allowed}
     parts: dict[str, Any] = {part: {"compared": 4, "greatest": worst} for part in ("layers", "gradients", "weights")}
     parts["buffers"] = {"compared": 0, "greatest": None}
-    same = {"same": True, "processes": 4, "steps": 3, "left_out": [], "model": "Net", "dropouts": 0, "parts": parts}
-    return {**same, "unsure": [], "layer_alone": None, "departure": None, **changes}
+    same = {
+        "same": True,
+        "processes": 4,
+        "steps": 3,
+        "model": "Net",
+        "dropouts": 0,
+        "parts": parts,
+    }
+    return {**same, "unsure": [], "first_difference": None, **changes}
 
 
 @pytest.mark.parametrize(
     ("found", "parts"),
     [
         (answer(), ["The same: Net gets the same weights from 1 process and from 4 in 3 steps"]),
-        (answer(dropouts=2, left_out=[1, 2]), ["switched off in 2 modules", "skipped the optimizer in step 1, 2"]),
-        (answer(unsure=["k.bias"]), ["Of 1 parameter nothing can be said", "k.bias"]),
-        (answer(0.7), ["the same gradients", "Of the weights nothing can be said", "trainer.precision=32-true"]),
-        (answer(layer_alone={"step": 2, **LAYER}), ["The same: Net", "the output of norm (BatchNorm1d)", "in step 2"]),
-        (answer(same=False, steps=0), ["the training ended before its first step"]),
-        (answer(same=False, left_out=[1, 2, 3]), ["Use more: parity.steps=20"]),
+        (answer(dropouts=2), ["switched off in 2 modules"]),
+        (answer(unsure=["k.bias"]), ["1 parameter can't be compared", "k.bias"]),
+        (answer(0.7), ["weights can't be compared", "trainer.precision=32-true"]),
         (answer(same=False), ["rounding is as large as the gradients"]),
     ],
 )
@@ -139,13 +142,14 @@ def test_an_answer_says_no_more_than_was_sure(found: dict[str, Any], parts: list
     assert [part for part in parts if part not in printed] == [], printed
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_every_reason_says_what_to_do(reason: Reason) -> None:
-    counted = {"number": 3, "first": WORST, "worst": {**WORST, "name": "out.bias", "difference": 0.9}}
-    departure = {"step": int(reason is not Reason.START), "layer": LAYER, "parts": {"gradients": counted}}
-    departure |= {"shares": [6, 5, 5], "module": "norm", "factor": 0.25, "names": ["a", "b", "c", "d"]}
-    printed = render(answer(same=False, departure=departure | {"reason": reason.value}))
-    for part in ("the output of norm (BatchNorm1d): 0.31 off", "first fc.weight, 0.4 off on rank 2", "out.bias"):
-        assert part in printed
-    assert not {"{", "}"} & set(printed)
-    assert len(printed.partition("Probably:")[2]) > 100
+def test_every_reason_says_what_to_do() -> None:
+    counted = {"number": 3, "first": WORST}
+    first_difference = {"step": 1, "layer": LAYER, "parts": {"gradients": counted}}
+    first_difference |= {"shares": [6, 5, 5], "module": "norm", "factor": 0.25, "names": ["a", "b", "c", "d"]}
+    advice = set()
+    for reason in CAUSES:
+        printed = render(answer(same=False, first_difference=first_difference | {"reason": reason}))
+        for part in ("the output of norm (BatchNorm1d): 0.31 off", "first fc.weight, 0.4 off on rank 2"):
+            assert part in printed
+        advice.add(printed.partition("Probably:")[2])
+    assert len(advice) == len(CAUSES)

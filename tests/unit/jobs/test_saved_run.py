@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ import yaml
 
 from framework.config.saved import save_config
 from framework.errors import CheckpointError, ConfigError
-from framework.jobs.saved_run import Ground, SavedRun, composable, names_a_run, saved_run, with_run_found
-from framework.run_dir import RunDir, create_run_dir
+from framework.jobs.saved_run import BaseConfig, SavedRun, find_auto_run, names_a_run, overrides_to_compose, saved_run
+from framework.system.run_dir import RunDir, create_run_dir
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
 
@@ -24,7 +22,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     """A run with two checkpoints, whose configuration is beside each."""
     run_dir = create_run_dir(tmp_path / "outputs" / "some")
     raw = raw_config({"data.batch_size": 77})
-    save_config(run_dir, SimpleNamespace(raw=raw, overrides=("optimizer.lr=0.5", "trainer.max_epochs=4")))
+    save_config(run_dir, raw=raw, overrides=("optimizer.lr=0.5", "trainer.max_epochs=4"))
     for step in (10, 20):
         write_small(run_dir.checkpoints, step, config_text=run_dir.config_file.read_text())
     return run_dir
@@ -47,14 +45,6 @@ def test_a_run_or_a_checkpoint_is_named(run_dir: RunDir) -> None:
         assert used.saved.overrides == ("recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=4")
 
 
-def test_a_copied_checkpoint_brings_its_configuration(run_dir: RunDir, tmp_path: Path) -> None:
-    away = shutil.copytree(run_dir.checkpoints / "step_00000010", tmp_path / "a b=c {1}")
-    used = named(f"checkpoint.path={away}")
-    assert used.checkpoint == away
-    assert used.saved.raw["data"]["batch_size"] == 77
-    assert used.saved.overrides == ("recipe=some",)
-
-
 def test_a_damaged_configuration_of_a_checkpoint_is_refused(run_dir: RunDir) -> None:
     place = write_small(run_dir.checkpoints, 20, config_text="- a list\n")
     with pytest.raises(ConfigError, match="must hold a mapping"):
@@ -67,48 +57,30 @@ def test_a_damaged_configuration_of_a_checkpoint_is_refused(run_dir: RunDir) -> 
         saved_run([f"checkpoint.path={place}"])
 
 
-@pytest.mark.parametrize("what", [".", "checkpoints", "checkpoints/last"])
-def test_a_run_whose_last_checkpoint_is_gone_can_be_resumed(run_dir: RunDir, what: str) -> None:
+def test_a_run_whose_last_checkpoint_is_gone_can_be_resumed(run_dir: RunDir) -> None:
     (run_dir.checkpoints / "last").symlink_to("step_00000030")
-    resumed = named(f"resume={run_dir.path / what}")
-    assert (resumed.checkpoint, resumed.saved.run_dir) == (None, run_dir)
-
-
-def test_what_is_refused(run_dir: RunDir) -> None:
-    path = run_dir.path
-    for typed, error, said in (
-        ([f"resume={path}", f"checkpoint.path={path}"], ConfigError, r"resume can't go with checkpoint\.path"),
-        ([f"checkpoint.path={path}", "recipe=other"], ConfigError, "that run's recipe is some"),
-        (["checkpoint.path=a,b"], ConfigError, r"checkpoint\.path=a,b: must be one run directory"),
-        (["checkpoint.path=nowhere"], CheckpointError, "There is no nowhere"),
-    ):
-        with pytest.raises(error, match=said):
-            saved_run(typed)
+    for what in (".", "checkpoints/last"):
+        resumed = named(f"resume={run_dir.path / what}")
+        assert (resumed.checkpoint, resumed.saved.run_dir) == (None, run_dir)
 
 
 def test_the_runs_own_overrides_are_composed_with_the_typed_ones(run_dir: RunDir) -> None:
     typed = [f"checkpoint.path={run_dir.path}", "trainer.max_epochs=9", "job=eval"]
     expected = ["recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=9", "job=eval"]
-    assert composable(typed, saved_run(typed)) == expected
-    assert composable(["recipe=toy"], None) == ["recipe=toy"]
-    for text, names in (("resume=x", True), ("+checkpoint.path=x", True), ("checkpoint.mode=max", False)):
-        assert names_a_run(text) is names
+    assert overrides_to_compose(typed, saved_run(typed)) == expected
+    assert overrides_to_compose(["recipe=toy"], None) == ["recipe=toy"]
 
 
 # The configuration
 
 
 def configured(
-    run_dir: RunDir,
-    *typed: str,
-    composed: Mapping[str, Any] | None = None,
-    key: str = "checkpoint.path",
-    swept: bool = False,
+    run_dir: RunDir, *typed: str, composed: Mapping[str, Any] | None = None, key: str = "checkpoint.path"
 ) -> dict[str, Any]:
     """What comes of the run and of what is typed, where today's default batch size is 4."""
     name = f"{key}={run_dir.path}"
-    ground = Ground(saved_run([name]), without_typed=raw_config(), typed=(name, *typed))
-    return ground.configuration(raw_config(composed), swept=swept)
+    base = BaseConfig(saved_run([name]), without_typed=raw_config(), typed=(name, *typed))
+    return base.configuration(raw_config(composed), swept=False)
 
 
 def test_the_saved_configuration_is_used_with_what_is_typed_and_all_that_follows_from_it(run_dir: RunDir) -> None:
@@ -117,33 +89,24 @@ def test_the_saved_configuration_is_used_with_what_is_typed_and_all_that_follows
     path = {"checkpoint.path": str(run_dir.checkpoints / "step_00000020")}
     assert raw == raw_config({"data.batch_size": 77, **changes, **path})
     assert configured(run_dir, "data.batch_size=4")["data"]["batch_size"] == 4  # today's default, but typed
-    assert configured(run_dir, swept=True)["data"]["batch_size"] == 77
-
-
-def test_keys_that_are_newer_than_the_run_have_todays_values(run_dir: RunDir) -> None:
-    saved = yaml.safe_load(run_dir.config_file.read_text())
-    del saved["predict"], saved["trainer"]["benchmark"]
-    run_dir.config_file.write_text(yaml.safe_dump(saved))
-    raw = configured(run_dir, key="resume", composed={"trainer.benchmark": True})
-    assert raw["predict"] == {"part": "test", "output": "predictions.csv"}
-    assert raw["trainer"]["benchmark"] is True
-    assert (raw["resume"], raw["checkpoint"]["path"]) == (str(run_dir.path), None)
 
 
 def test_an_evaluation_forgets_the_runs_initial_weights(run_dir: RunDir) -> None:
-    saved = yaml.safe_load(run_dir.config_file.read_text()) | {"init_from": "elsewhere"}
-    run_dir.config_file.write_text(yaml.safe_dump(saved))
-    write_small(run_dir.checkpoints, 20, config_text=yaml.safe_dump(saved))
+    saved = yaml.safe_dump(yaml.safe_load(run_dir.config_file.read_text()) | {"init_from": "elsewhere"})
+    run_dir.config_file.write_text(saved)
+    write_small(run_dir.checkpoints, 20, config_text=saved)
     assert configured(run_dir)["init_from"] is None
     assert configured(run_dir, key="resume")["init_from"] == "elsewhere"
 
 
 def test_what_can_not_go_with_a_saved_run_is_refused(run_dir: RunDir) -> None:
-    with pytest.raises(ConfigError, match="resume can't go with several runs"):
-        configured(run_dir, key="resume", swept=True)
-    with pytest.raises(ConfigError, match=r"checkpoint\.path can't go with init_from"):
-        configured(run_dir, "init_from=x")
-    unsaved = Ground(None, without_typed=None, typed=())
+    with pytest.raises(ConfigError, match=r"checkpoint\.path=a,b: must be one run directory"):
+        saved_run(["checkpoint.path=a,b"])
+    with pytest.raises(ConfigError, match="resume can't go with a sweep"):
+        BaseConfig(named(f"resume={run_dir.path}"), without_typed=raw_config(), typed=()).configuration(
+            raw_config(), swept=True
+        )
+    unsaved = BaseConfig(None, without_typed=None, typed=())
     assert unsaved.configuration(raw_config(), swept=False) == raw_config()
     for key in ("resume", "checkpoint.path"):
         with pytest.raises(ConfigError, match=rf"{key}=somewhere is set in a file\. Type it on the command line"):
@@ -155,7 +118,7 @@ def test_what_can_not_go_with_a_saved_run_is_refused(run_dir: RunDir) -> None:
 
 def make_run(folder: Path, name: str, *, status: str | None, job: str = "train") -> RunDir:
     run_dir = create_run_dir(folder, name=name)
-    save_config(run_dir, SimpleNamespace(raw=raw_config({"job": job}), overrides=()))
+    save_config(run_dir, raw=raw_config({"job": job}), overrides=())
     if status is not None:
         run_dir.update_run({"status": status, "process": {"pid": 77, "host": "elsewhere"}})
     return run_dir
@@ -166,7 +129,7 @@ def found(tmp_path: Path, *typed: str, swept: bool = False, node_rank: int = 0) 
         assert not any(map(names_a_run, overrides))
         return raw_config({"path.outputs": str(tmp_path), "topology.node_rank": node_rank})
 
-    return with_run_found(typed, compose=compose, swept=swept)
+    return find_auto_run(typed, compose=compose, swept=swept)
 
 
 def test_auto_is_the_newest_unfinished_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,5 +154,5 @@ def test_auto_is_the_newest_unfinished_training(tmp_path: Path, capsys: pytest.C
 def test_only_auto_is_looked_up_and_not_for_a_sweep(tmp_path: Path) -> None:
     assert found(tmp_path, "seed=1", "resume=some/where") == ["seed=1", "resume=some/where"]
     assert found(tmp_path, "seed=1") == ["seed=1"]
-    with pytest.raises(ConfigError, match="can't go with several runs"):
+    with pytest.raises(ConfigError, match="can't go with a sweep"):
         found(tmp_path, "resume=auto", swept=True)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import re
-import shlex
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.jobs import plan_text
-from framework.jobs.drawing import WIDTH, draw, numbers
-from framework.topology import Topology
+from framework.config.topology import Topology
+from framework.jobs.plan.job import rank_table, render
 
-
-def flat(text: str) -> str:
-    """The text with its words one space apart."""
-    return " ".join(text.split())
-
-
-# job=plan: the map of ranks
+# job=plan: the table of ranks
 
 TOPOLOGIES = st.builds(
     Topology,
@@ -32,50 +23,37 @@ TOPOLOGIES = st.builds(
 )
 
 
-def cells(drawn: str, label: str) -> list[list[str]]:
-    """The cells of each row with that label."""
-    rows = re.findall(rf"^    {label} *│(.*)│$", drawn, re.MULTILINE)
-    return [[cell.strip() for cell in row.split("│")] for row in rows]
+def rows(topology: Topology) -> list[list[str]]:
+    """The cells of each row below the title."""
+    return [re.split(r" {2,}", line.strip()) for line in rank_table(topology).splitlines()[1:]]
 
 
-def test_a_map_shows_ranks_local_ranks_and_gpus_of_each_node() -> None:
-    drawn = draw(Topology(nnodes=2, procs_per_node=2, gpus_per_node=4, span=2))
-    assert cells(drawn, "rank") == [["0", "1"], ["2", "3"]]
-    assert cells(drawn, "local rank") == [["0", "1"]] * 2
-    assert cells(drawn, "GPU") == [["0, 1", "2, 3"]] * 2
-    assert cells(draw(Topology(1, 4, 3, 2)), "GPU") == [["0, 1", "2, 0", "1, 2", "0, 1"]]
-    assert cells(draw(Topology(1, 1, 8, 8)), "GPU") == [["0–7"]]
-    assert cells(draw(Topology(1, 2, 0, 1)), "device") == [["CPU", "CPU"]]
-    assert cells(draw(Topology(1, 1, 0, 2)), "device") == [["2 × CPU"]]
+def test_a_table_shows_node_local_rank_and_gpus_of_each_rank() -> None:
+    assert rows(Topology(nnodes=2, procs_per_node=2, gpus_per_node=4, span=2)) == [
+        ["0", "0", "0", "0, 1"],
+        ["1", "0", "1", "2, 3"],
+        ["2", "1", "0", "0, 1"],
+        ["3", "1", "1", "2, 3"],
+    ]
+    assert [row[3] for row in rows(Topology(1, 4, 3, 2))] == ["0, 1", "2, 0", "1, 2", "0, 1"]
+    assert [row[3] for row in rows(Topology(1, 2, 0, 1))] == ["CPU", "CPU"]
+    assert [row[3] for row in rows(Topology(1, 1, 0, 2))] == ["2 × CPU"]
 
 
 @given(TOPOLOGIES)
-def test_a_map_fits_a_page_and_has_every_rank(topology: Topology) -> None:
-    drawn = draw(topology)
-    assert len(drawn.splitlines()) <= 60
-    assert max(map(len, drawn.splitlines())) <= WIDTH
-    shown = [cell for row in cells(drawn, "rank") for cell in row]
-    alike = re.search(r"ranks (\d+)–(\d+)", drawn)
-    condensed = range(int(alike[1]), int(alike[2]) + 1) if alike else range(0)
-    ranks = [int(cell) for cell in shown if cell != "…"]
-    assert (ranks[0], ranks[-1]) == (0, topology.world_size - 1)
-    if "…" not in shown:
-        assert sorted([*ranks, *condensed]) == list(topology.ranks())
-
-
-@pytest.mark.parametrize(
-    ("values", "text"), [([], ""), ([3], "3"), ([3, 4], "3, 4"), ([3, 4, 5], "3–5"), ([2, 0, 1], "2, 0, 1")]
-)
-def test_consecutive_numbers_are_shown_as_a_range(values: list[int], text: str) -> None:
-    assert numbers(values) == text
+def test_a_table_shows_every_rank_or_leaves_out_the_middle(topology: Topology) -> None:
+    ranks = [row[0] for row in rows(topology)]
+    assert (ranks[0], ranks[-1]) == ("0", str(topology.world_size - 1))
+    assert len(ranks) <= 17
+    if "…" not in ranks:
+        assert ranks == [str(rank) for rank in range(topology.world_size)]
 
 
 # job=plan: the page
 
 PLAN: dict[str, Any] = {
-    **{"recipe": "some", "launcher": "elastic", "strategy": "DDP", "optimizer": "Adam", "notes": []},
-    **{"spread": False, "spread_over": 1, "exchanges_every": 1},
-    "topology": {"nnodes": 2, "procs_per_node": 4, "gpus_per_node": 8, "span": 2},
+    **{"recipe": "some", "launcher": "elastic", "strategy": "DDP", "optimizer": "Adam", "notes": ["it is so"]},
+    **{"shards": 1, "exchanges_every": 1},
     "backend": {"name": "nccl", "init_method": "env", "init_timeout_s": 300.0, "timeout_s": 90.0},
     "batch": {
         **{"global": 100, "accumulate_grad_batches": 2, "num_microbatches": 1},
@@ -90,28 +68,15 @@ PLAN: dict[str, Any] = {
     "environment": {"common": {"WORLD_SIZE": "8"}, "first_rank": {"RANK": "0"}, "last_rank": {"RANK": "7"}},
     "commands": {name: [name, "-m", "framework", "a=1"] for name in ("framework", "torchrun", "srun")},
 }
-ALONE = {"nnodes": 1, "procs_per_node": 1, "gpus_per_node": 0, "span": 1}
-SHARED = {"nnodes": 1, "procs_per_node": 2, "gpus_per_node": 1, "span": 1}
-SPREAD = {"strategy": "FSDP", "spread": True}
+TOPOLOGY, ALONE = Topology(2, 4, 8, 2), Topology(1, 1, 0, 1)
 UNKNOWN: dict[str, Any] = {"train": None, "val": None, "test": None, "streams": [], "source": None}
 
 
-def page(**changes: Any) -> str:
-    """changes: values of the plan; `section__name` puts one into a section."""
-    plan = copy.deepcopy(PLAN)
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if name:
-            plan[section][name] = value
-        else:
-            plan[section] = value
-    return plan_text.render(plan)
-
-
 @pytest.mark.parametrize(
-    ("changes", "facts"),
+    ("topology", "changes", "facts"),
     [
         (
+            TOPOLOGY,
             {},
             [
                 "2 nodes × 4 processes = 8 ranks",
@@ -120,42 +85,21 @@ def page(**changes: Any) -> str:
                 *("16 an epoch, 160 in all (trainer.max_epochs=10)", "1,000 parameters, 900 trainable"),
                 "14.8 kB = parameters 4.00 kB + gradients 3.60 kB + optimizer (Adam) 7.20 kB",
                 *("3.60 kB of gradients", "sends and receives 6.30 kB", "about 123 kB", PLAN["run_dir"]),
-                *("RANK=0", "RANK=7", "(0, 1) for NODE", "framework -m framework a=1", "torchrun -m framework a=1"),
+                *("RANK=0", "RANK=7", "(0 to 1) for NODE", "framework -m framework a=1", "torchrun -m framework a=1"),
+                "Note: it is so",
             ],
         ),
-        ({"exchanges_every": 9}, ["3.60 kB of weights, exchanged every 9 steps"]),
-        ({**SPREAD, "spread_over": 8}, ["one copy of the model, spread over 8 ranks"]),
-        ({**SPREAD, "spread_over": 2}, ["4 copies of the model, each spread over 2 ranks"]),
-        ({"data": UNKNOWN}, ["unknown, the data isn't here"]),
-        ({"steps__per_epoch": None, "steps__total": None}, ["unknown an epoch"]),
-        ({"memory__optimizer": None, "checkpoint": None}, ["at least 7.60 kB = ", "of unknown size"]),
-        ({"notes": ["it is so"]}, ["Note: it is so"]),
-        ({"topology": ALONE, "traffic__reduced": 0}, ["1 node × 1 process = 1 rank on the CPU", "there is one rank"]),
-        ({"checkpoint": None}, ["none is saved"]),
-        ({"data__source": "plan.train_samples"}, ["(plan.train_samples)"]),
-        ({"topology": SHARED, "backend__name": "gloo"}, ["1 GPU a node (shared), 1 for each rank", "GPUs are shared"]),
-        ({"environment": {"common": {}, "first_rank": {}, "last_rank": {}}}, ["it is this process"]),
+        (TOPOLOGY, {"exchanges_every": 9}, ["3.60 kB of weights, exchanged every 9 steps"]),
+        (TOPOLOGY, {"shards": 2}, ["4 copies of the model, each sharded over 2 ranks"]),
+        (TOPOLOGY, {"data": UNKNOWN}, ["unknown, the data isn't here"]),
+        (
+            TOPOLOGY,
+            {"memory": {**PLAN["memory"], "optimizer": None}, "checkpoint": None},
+            ["at least 7.60 kB", "of unknown size"],
+        ),
+        (ALONE, {"traffic": {"reduced": 0}}, ["1 process = 1 rank on the CPU", "reduced a step nothing"]),
     ],
 )
-def test_facts_of_a_plan(changes: dict[str, Any], facts: list[str]) -> None:
-    text = flat(page(**changes))
+def test_facts_of_a_plan(topology: Topology, changes: dict[str, Any], facts: list[str]) -> None:
+    text = " ".join(render({**PLAN, **changes}, topology).split())
     assert [fact for fact in facts if fact not in text] == []
-
-
-def test_long_commands_are_continued_on_the_next_line() -> None:
-    words = ["python", "-m", "framework", *(f"some.key.of.the.configuration={number}" for number in range(20))]
-    text = page(commands={"framework": words, "torchrun": words, "srun": words})
-    assert max(map(len, text.splitlines())) <= WIDTH
-    command = text[text.index("  python -m framework") :].split("\n\n")[0].split("\nor ")[0]
-    assert shlex.split(command.replace("\\\n", "")) == words
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        *((0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (9_994, "9.99 kB"), (99_949, "99.9 kB"), (999_499, "999 kB")),
-        *((999_500, "1.00 MB"), (4_805_000, "4.80 MB"), (123_456_789_000, "123 GB"), (5 * 10**18, "5000 PB")),
-    ],
-)
-def test_sizes_have_three_digits(number: int, text: str) -> None:
-    assert plan_text.sized(number) == text

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from framework.config.parse import parse
+from framework.config.topology import Topology
 from framework.jobs.request import Request
-from framework.jobs.tune import command
-from framework.topology import Topology
+from framework.jobs.tune.job import command
 from tests.unit.config.raw import raw_config
 
 
 def given_command(typed: list[str], found: dict[str, Any], *, starter: str | None = None) -> str:
-    leader: Any = None if starter is None else SimpleNamespace(place=SimpleNamespace(starter=starter))
+    adopted_ranks: Any = None if starter is None else SimpleNamespace(cluster=SimpleNamespace(starter=starter))
     raw = raw_config()
     request = Request(config=parse(raw), raw=raw, overrides=("job=tune", "tune.margin=0.2", *typed))
-    return command(replace(request, leader=leader), Topology(1, 2, 0, 1), found)
+    return command(replace(request, adopted_ranks=adopted_ranks), Topology(1, 2, 0, 1), found)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,10 @@ def test_what_was_found_takes_the_place_of_what_was_typed(typed: str, found: dic
 @pytest.mark.parametrize(
     ("starter", "expected"),
     [
-        (None, "python -m framework recipe=toy optimizer.lr=0.5 launcher=local"),
         ("torchrun", "torchrun --standalone --nproc-per-node=2 -m framework recipe=toy optimizer.lr=0.5"),
-        ("srun", "srun --nodes=1 --ntasks-per-node=2 python -m framework recipe=toy optimizer.lr=0.5"),
         ("Kubernetes", "python -m framework recipe=toy optimizer.lr=0.5"),
     ],
 )
-def test_the_command_is_for_what_started_this_one(starter: str | None, expected: str) -> None:
+def test_the_command_is_for_what_started_this_one(starter: str, expected: str) -> None:
     typed = ["recipe=toy", "launcher=local", "optimizer.lr=3"]
     assert given_command(typed, {"optimizer.lr": 0.5}, starter=starter) == expected

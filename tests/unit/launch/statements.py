@@ -1,20 +1,22 @@
-"""What the watchers of nodes state, made up for the tests of what is made of it."""
+"""Made-up statements of nodes' monitors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from framework.launch.standing import Standing
-from framework.pulse import Phase
+from framework.monitoring.failure import failure_facts, named_time_outs
+from framework.monitoring.node_monitor import RankState
+from framework.monitoring.rank_status import Phase
 
 LOST_PEER = "RuntimeError: [pair.cc:538] Connection closed by peer [127.0.0.1]:81"
 OF_PEERS = ("RuntimeError: [", "RuntimeError: Application timeout", "torch.distributed.")
 """How what torch's collectives and stores raise begins here."""
-WAITED_IN_VAIN = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"
+TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"
 
 
-def standing(rank: int, **changes: Any) -> Standing:
+def state(rank: int, **changes: Any) -> RankState:
     """A rank that trains: in the backward pass of step 8, having begun 20 collectives."""
     said: dict[str, Any] = {
         "pid": 1000 + rank,
@@ -26,7 +28,7 @@ def standing(rank: int, **changes: Any) -> Standing:
         "still_s": 0.1,
         "silent_s": 0.2,
     }
-    return Standing(rank=rank, **{**said, **changes})
+    return RankState(rank=rank, **{**said, **changes})
 
 
 def record(*, time: float, error: str = "ValueError: no", **changes: Any) -> dict[str, Any]:
@@ -47,26 +49,33 @@ def end(*, time: float, status: int | None, early: bool = False) -> dict[str, An
     return {"status": status, "time": time, "early": early}
 
 
-def told(at: int | Standing, **changes: Any) -> dict[str, Any]:
+def told(at: int | RankState, **changes: Any) -> dict[str, Any]:
     """What is stated of one rank; one that is said to have ended isn't alive."""
     if isinstance(at, int):
-        at = standing(at, alive=changes.get("exit") is None)
-    said = {
-        "standing": at.to_plain(),
+        at = state(at, alive=changes.get("exit") is None)
+    said, end = changes.pop("record", None), changes.pop("exit", None)
+    stacks = changes.pop("stacks", None)
+    place = {
+        "rank": at.rank,
         "local_rank": at.rank,
+        "pid": at.pid,
         "devices": "CPU",
+        "phase": at.phase.label,
+        "step": at.step,
         "log": f"logs/rank_{at.rank}.log",
-        "limit_s": 20.0,
-        "exit": None,
-        "record": None,
-        "stacks": None,
-        "oom": False,
-        "nccl_timeout": False,
     }
-    return {**said, **changes}
+    facts = {name: changes.pop(name) for name in ("oom", "nccl_timeout") if name in changes}
+    return {
+        "state": asdict(at),
+        "place": {**place, **changes},
+        "failure": failure_facts(said, end, stacks=stacks, **facts),
+        "limit_s": min([20.0, *named_time_outs(said)]),
+        "stacks": stacks,
+    }
 
 
 def statement(
     *ranks: Mapping[str, Any], node: int = 0, time: float = 100.0, late: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    return {"node": node, "host": f"host{node}", "time": time, "ranks": list(ranks), "late": list(late)}
+    placed = [{**rank, "place": {**rank["place"], "node": node, "host": f"host{node}"}} for rank in ranks]
+    return {"node": node, "time": time, "ranks": placed, "late": list(late)}

@@ -6,13 +6,13 @@ import pytest
 
 from framework.config.parse import parse
 from framework.config.schema import Config
+from framework.config.topology import Topology
 from framework.errors import ConfigError, TopologyError
-from framework.launch.environment import Place
-from framework.launch.placement import placed_topology
-from framework.topology import Topology
+from framework.launch.adopted import adopted_topology
+from framework.launch.environment import ClusterEnvironment
 from tests.unit.config.raw import raw_config
 
-PLACE = Place("srun", rank=0, local_rank=0, nnodes=2, procs_per_node=4, host="a", port=1, port_from="MASTER_PORT")
+CLUSTER = ClusterEnvironment("srun", rank=0, local_rank=0, nnodes=2, procs_per_node=4, host="a", port=1)
 
 
 def config(**keys: object) -> Config:
@@ -20,16 +20,14 @@ def config(**keys: object) -> Config:
 
 
 def topology(visible: int, **keys: object) -> Topology:
-    return placed_topology(config(**keys), PLACE, visible_gpus=visible)
+    return adopted_topology(config(**keys), CLUSTER, visible_gpus=visible)
 
 
-def test_nodes_and_processes_are_those_that_were_started():
-    assert topology(0) == Topology(nnodes=2, procs_per_node=4, gpus_per_node=0, span=1)
-
-
-@pytest.mark.parametrize("keys", [{"topology.nnodes": 2}, {"topology.procs_per_node": 4}, {"topology.node_rank": 0}])
-def test_what_is_configured_and_agrees_is_taken(keys):
-    assert topology(0, **keys).world_size == 8
+@pytest.mark.parametrize(
+    "keys", [{}, {"topology.nnodes": 2}, {"topology.procs_per_node": 4}, {"topology.node_rank": 0}]
+)
+def test_nodes_and_processes_are_those_that_were_started(keys):
+    assert topology(0, **keys) == Topology(nnodes=2, procs_per_node=4, gpus_per_node=0, span=1)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +36,8 @@ def test_what_is_configured_and_agrees_is_taken(keys):
         ({"topology.nnodes": 3}, r"topology.nnodes=3, but srun has started processes on 2 nodes"),
         ({"topology.procs_per_node": 2}, r"topology.procs_per_node=2, but srun has started 4 processes"),
         ({"topology.node_rank": 1, "topology.nnodes": 2}, r"topology.node_rank=1, but srun .* node 0"),
-        ({"trainer.gpus": 6}, r"topology.procs_per_node=4 doesn't divide trainer.gpus=6"),
+        ({"topology.rdzv_endpoint": "b:2"}, r"topology.rdzv_endpoint=b:2, but srun has started ranks that meet at a:1"),
+        ({"trainer.gpus": 6}, r"trainer.gpus=6 can't be split into processes with topology.procs_per_node=4"),
     ],
 )
 def test_a_contradiction_is_refused_with_both_numbers(keys, message):

@@ -1,46 +1,41 @@
-"""Ranks that agree on a step to stop after, simulated; and what signals do meanwhile, in this process."""
+"""Ranks that agree on a step to stop after, simulated."""
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.launch.link import Link
-from framework.launch.signals import STOP_SIGNALS
-from framework.launch.stopping import StopRequest, interrupting, stoppable
-from framework.pulse import Pulse, PulseReader
+from framework.launch.plan import MonitorLink
+from framework.launch.stopping import StopRequest
 
 
-class FakeBoard:
+class FakeRunStore:
     """The store's part in it: a counter and a step."""
 
     def __init__(self) -> None:
         self.count = 0
         self.step: int | None = None
-        self.looks = 0
 
-    def count_for_stop(self) -> int:
-        self.count += 1
+    def add(self, key: str, amount: int) -> int:
+        assert key == "stop/count"
+        self.count += amount
         return self.count
 
-    def decide_stop(self, step: int) -> None:
+    def set(self, key: str, step: int) -> None:
+        assert key == "stop/step"
         assert self.step is None, "decided twice"
         self.step = step
 
-    def stop_step(self) -> int | None:
-        self.looks += 1
+    def get(self, key: str) -> int | None:
+        assert key == "stop/step"
         return self.step
 
 
-class FakePulse:
+class FakeRankStatus:
     asked_to_stop = 0
 
 
@@ -48,19 +43,19 @@ class FakePulse:
 class SimulatedRank:
     """begun, done: steps. sees_at: the number of steps after which it knows of the request."""
 
-    pulse: FakePulse
+    rank_status: FakeRankStatus
     request: StopRequest
     sees_at: int
     begun: int = 0
     done: int = 0
     ended: bool = False
-    stopped: bool = field(default=False)
+    stopped: bool = False
     every: int | None = None  # steps from one exchange to the next, where they are several
 
     def begin(self, *, last_step: int) -> None:
         """What lies between two steps, then the next step up to where it needs the others."""
         if self.done >= self.sees_at:
-            self.pulse.asked_to_stop = signal.SIGUSR1
+            self.rank_status.asked_to_stop = signal.SIGUSR1
         if self.done == last_step:
             self.ended = True
         elif self.done > 0 and self.request.pending and self.request.due(self.done, **self._meeting()):
@@ -73,13 +68,13 @@ class SimulatedRank:
 
 
 def simulated_ranks(sees_at: list[int], *, every: int | None = None) -> list[SimulatedRank]:
-    """One for each of these moments, at which it hears of the request; all look at one board."""
-    board: Any = FakeBoard()
+    """One for each of these moments, at which it hears of the request; all look at one store."""
+    run_store: Any = FakeRunStore()
     ranks = []
     for moment in sees_at:
-        pulse: Any = FakePulse()
-        request = StopRequest(Link(pulse, lambda: board), world_size=len(sees_at))
-        ranks.append(SimulatedRank(pulse, request, moment, every=every))
+        rank_status: Any = FakeRankStatus()
+        request = StopRequest(MonitorLink(rank_status, lambda: run_store), world_size=len(sees_at))
+        ranks.append(SimulatedRank(rank_status, request, moment, every=every))
     return ranks
 
 
@@ -93,7 +88,6 @@ def advance(able: list[SimulatedRank], *, last_step: int, data: st.DataObject) -
         rank.begin(last_step=last_step)
 
 
-@settings(deadline=None)
 @given(
     sees_at=st.lists(st.integers(0, 12), min_size=1, max_size=6),
     last_step=st.integers(1, 24),
@@ -128,69 +122,3 @@ def waits(rank: SimulatedRank, slowest: int, *, lag: int, every: int | None) -> 
     if every is not None:
         return rank.begun % every == 0 and slowest < rank.begun
     return slowest < rank.done + 1 - lag
-
-
-def test_a_rank_counts_once_and_stops_looking_once_it_knows() -> None:
-    board: Any = FakeBoard()
-    pulse: Any = FakePulse()
-    request = StopRequest(Link(pulse, lambda: board), world_size=2)
-    pulse.asked_to_stop = signal.SIGTERM
-    assert not request.due(4)
-    assert not request.due(5)
-    assert (board.count, board.looks) == (1, 2)
-    board.decide_stop(7)
-    assert not request.due(6)
-    assert request.due(7)
-    assert (board.count, board.looks) == (1, 3)
-
-
-@contextmanager
-def pulse_and_watcher() -> Iterator[tuple[Pulse, PulseReader]]:
-    pulse = Pulse()
-    watcher = PulseReader(os.dup(pulse.fd))
-    try:
-        yield pulse, watcher
-    finally:
-        watcher.close()
-        pulse.close()
-
-
-def no_board() -> Any:
-    raise AssertionError("nothing has to be agreed on")
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_signals_reach_whoever_watches(number: signal.Signals) -> None:
-    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
-    with pulse_and_watcher() as (pulse, watcher):
-        assert not watcher.read().is_stoppable
-        with stoppable(Link(pulse, no_board)):
-            assert watcher.read().is_stoppable
-            for _ in range(2):
-                os.kill(os.getpid(), number)
-            assert watcher.read().wish == number
-            assert pulse.asked_to_stop == 0  # that is the watcher's to say, on every node at once
-        assert not watcher.read().is_stoppable
-    assert {each: signal.getsignal(each) for each in STOP_SIGNALS} == before
-
-
-@pytest.mark.parametrize("number", [each for each in STOP_SIGNALS if each != signal.SIGINT])
-def test_a_rank_that_nobody_watches_handles_them_itself(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Except Ctrl-C, which stays Python's."""
-    with pulse_and_watcher() as (pulse, _), stoppable(Link(pulse)):
-        os.kill(os.getpid(), number)
-        assert pulse.asked_to_stop == number
-        os.kill(os.getpid(), signal.SIGTERM)  # schedulers send theirs more than once
-        assert pulse.asked_to_stop == number
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    text = f"{number.name}: saving after this step, then stopping. Ctrl-C ends at once.\n"
-    assert capfd.readouterr().err == text
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_if_nothing_is_saved_they_end_the_run_as_ctrl_c_does(number: signal.Signals) -> None:
-    with pytest.raises(KeyboardInterrupt), interrupting():
-        os.kill(os.getpid(), number)

@@ -1,4 +1,7 @@
-"""strategy=ddp: what is made of its options, which parameters it names, and what a resumed run gets back."""
+"""strategy=ddp: what is made of its options, which parameters it names, and what a resumed run gets back.
+
+The order of gradients that it gets back is tested in tests/parity/test_exact_resume.py.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from framework.config.topology import Topology
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.strategies import DDP, Single, auto
-from framework.topology import Topology
 from tests.helpers.contexts import cpu_context
 from tests.helpers.rank_pool import RankPool
 
@@ -40,24 +43,18 @@ def on_gpus(*indices: int) -> Context:
     return Context(Topology(1, 1, 4, len(devices)), 0, 0, 0, devices, "nccl")
 
 
-def test_options_are_handed_to_torch(given: dict[str, Any]) -> None:
-    """Whose defaults are what it is without; the hooks that were made for the stand-in are not looked at."""
-    options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": False, "bucket_cap_mb": 3}
-    DDP(context=cpu_context(world_size=2), broadcast_buffers=False, **options).wrap(nn.Linear(3, 2))
-    assert {name: given[name] for name in options} == options
-    assert False in (given.get("broadcast_buffers"), given.get("forward_sync_buffers"))
-
-
 @pytest.mark.parametrize(
-    ("context", "expected"),
-    [(cpu_context(), None), (on_gpus(3), [3]), (on_gpus(2, 3), None)],
+    ("context", "device_ids"),
+    [(cpu_context(world_size=2), None), (on_gpus(3), [3]), (on_gpus(2, 3), None)],
     ids=["cpu", "gpu", "gpus"],
 )
-def test_device_ids_are_given_only_for_a_replica_that_is_one_gpu(
-    given: dict[str, Any], context: Context, expected: list[int] | None
+def test_options_are_handed_to_torch_and_device_ids_for_a_replica_that_is_one_gpu(
+    given: dict[str, Any], context: Context, device_ids: list[int] | None
 ) -> None:
-    DDP(context=context, find_unused_parameters=True).wrap(nn.Linear(3, 2))
-    assert given["device_ids"] == expected
+    options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": False, "bucket_cap_mb": 3}
+    DDP(context=context, broadcast_buffers=False, **options).wrap(nn.Linear(3, 2))
+    assert {name: given[name] for name in (*options, "device_ids")} == options | {"device_ids": device_ids}
+    assert False in (given.get("broadcast_buffers"), given.get("forward_sync_buffers"))
 
 
 def test_batch_norm_over_all_ranks_keeps_names_and_parameters(given: dict[str, Any]) -> None:
@@ -150,8 +147,8 @@ def bring_back_errors(context: Context) -> list[bool]:
         ends.append(all(map(torch.equal, other.steps(4, 5), wanted)))
     # Of another number of ranks: each begins with the mean.
     other, state = Thin(context), copy.deepcopy(saved)
-    mean = {index: (error + errors[1][index]) / 2 for index, error in errors[0].items()}
-    state["powersgd"]["errors"] = [mean] * 3
+    state["powersgd"]["errors"] = [errors[0], errors[1], errors[1]]
+    mean = {index: (error + 2 * errors[1][index]) / 3 for index, error in errors[0].items()}
     other.strategy.load_state_dict(other.wrapped, state)
     again: Any = other.strategy.state_dict(other.wrapped)["powersgd"]["errors"]
     assert all(torch.allclose(each[index], error) for each in again for index, error in mean.items())
@@ -161,44 +158,3 @@ def bring_back_errors(context: Context) -> list[bool]:
 @pytest.mark.multiproc
 def test_what_thin_matrices_left_out_is_kept_and_brought_back(rank_pool: RankPool) -> None:
     assert rank_pool.run(bring_back_errors, ranks=2) == [[True, False, False]] * 2
-
-
-class OutOfOrder(nn.Module):
-    """Uses its layers in another order than it has them; one is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first, self.twice = nn.Linear(3, 1), nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.twice(self.twice(self.first(x))))
-        return result
-
-
-def bring_back_order(context: Context) -> None:
-    """The order of gradients, in which three ranks add them, comes without the model's code, data or draws."""
-    strategy, model = DDP(context=context), OutOfOrder()
-    wrapped = strategy.wrap(model)
-    for synchronise in (False, True):
-        with strategy.accumulate(wrapped, synchronise=synchronise):
-            wrapped(torch.ones(4, 3)).sum().backward()
-        order = strategy.state_dict(wrapped)["gradient_order"]
-        assert bool(order) is synchronise  # before, nothing was exchanged
-    assert sorted(order) == sorted(name for name, _ in model.named_parameters())
-    assert order.index("last.weight") < order.index("twice.weight") < order.index("first.weight")
-    other, twin = DDP(context=context), OutOfOrder()
-    wrapped = other.wrap(twin)
-    before, generator = copy.deepcopy(twin.state_dict()), torch.get_rng_state()
-    came: list[str] = []
-    for name, parameter in twin.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
-    other.load_state_dict(wrapped, {"gradient_order": order[::-1], "exchanges": 1})
-    assert came == other.state_dict(wrapped)["gradient_order"] == order[::-1]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in twin.state_dict().items())
-    assert all(parameter.grad is None for parameter in twin.parameters())
-    assert torch.equal(torch.get_rng_state(), generator)
-
-
-@pytest.mark.multiproc
-def test_the_order_of_gradients_is_kept_and_brought_back(rank_pool: RankPool) -> None:
-    rank_pool.run(bring_back_order, ranks=3)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from framework.errors import ConfigError, DataError
 from framework.tasks import Accuracy, Classes, MeanAbsoluteError
@@ -16,12 +14,9 @@ SCORES = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.3, 0.1, 0.6], [0.2, 
 @pytest.mark.parametrize(
     ("metric", "target", "hits", "count"),
     [
-        (Accuracy(), [1, 0, 2, 1], 4, 4),
         (Accuracy(), [1, 0, 2, 0], 3, 4),
         (Accuracy(), [0, 1, 0, 2], 0, 4),
         (Accuracy(top_k=2), [2, 2, 0, 0], 3, 4),
-        (Accuracy(top_k=3), [0, 1, 2, 0], 4, 4),
-        (Accuracy(ignore_index=-100), [1, -100, 2, 0], 2, 3),
         (Accuracy(ignore_index=0), [1, 0, 2, 0], 2, 2),  # a class that the model predicts
         (Accuracy(top_k=2, ignore_index=0), [1, 0, 0, 0], 1, 1),
     ],
@@ -39,18 +34,6 @@ def test_accuracy_of_images_counts_pixels(top_k):
     total, count = Accuracy(top_k=top_k)(scores, target)
     assert count == 24
     assert total.item() == Accuracy(top_k=top_k)(scores.permute(0, 2, 3, 1).reshape(-1, 5), target.flatten())[0].item()
-
-
-@given(cut=st.integers(1, 30))
-def test_parts_add_up_to_the_whole(cut):
-    generator = torch.Generator().manual_seed(1)
-    scores, target = torch.randn(31, 4, generator=generator), torch.randint(4, (31,), generator=generator)
-    for metric in (Accuracy(), MeanAbsoluteError()):
-        wanted = target if isinstance(metric, Accuracy) else scores.round()
-        total, count = metric(scores, wanted)
-        (one, n), (other, m) = metric(scores[:cut], wanted[:cut]), metric(scores[cut:], wanted[cut:])
-        assert (one + other).item() == pytest.approx(total.item())
-        assert n + m == count
 
 
 @pytest.mark.parametrize(
@@ -74,16 +57,12 @@ def test_top_k_must_fit():
         Accuracy(top_k=4)(SCORES, torch.zeros(4, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(
-    ("metric", "output", "target", "expected"),
-    [
-        (MeanAbsoluteError(), [[1.0, -2.0], [0.0, 3.0]], [[0.0, 2.0], [0.0, 1.0]], (7.0, 4)),
-        (MeanAbsoluteError(ignore_index=-1), [1.0, torch.inf, 5.0], [0.0, -1.0, 2.0], (4.0, 2)),
-    ],
-)
-def test_mean_absolute_error_is_over_elements(metric, output, target, expected):
-    total, count = metric(torch.tensor(output), torch.tensor(target))
-    assert (float(total), int(count)) == expected
+def test_mean_absolute_error_is_over_elements():
+    total, count = MeanAbsoluteError()(torch.tensor([[1.0, -2.0], [0.0, 3.0]]), torch.tensor([[0.0, 2.0], [0.0, 1.0]]))
+    assert (float(total), int(count)) == (7.0, 4)
+    few = MeanAbsoluteError(ignore_index=-1)
+    total, count = few(torch.tensor([1.0, torch.inf, 5.0]), torch.tensor([0.0, -1.0, 2.0]))
+    assert (float(total), int(count)) == (4.0, 2)
 
 
 def test_mean_absolute_error_adds_in_single_precision_and_refuses_to_broadcast():
@@ -91,14 +70,6 @@ def test_mean_absolute_error_adds_in_single_precision_and_refuses_to_broadcast()
     assert (total.dtype, total.item(), count) == (torch.float32, 5000.0, 5000)
     with pytest.raises(DataError, match=r"\(4, 1\) and targets of shape \(4,\)"):
         MeanAbsoluteError()(torch.zeros(4, 1), torch.zeros(4))
-
-
-@pytest.mark.parametrize("metric", [Accuracy(), Accuracy(top_k=2), Accuracy(ignore_index=0)])
-def test_sums_stay_on_the_device(own_state, metric):
-    """The meta device has no values: reading one would raise."""
-    total, count = metric(torch.zeros(4, 3, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta"))
-    assert (total.device.type, total.shape) == ("meta", ())
-    assert count == 4 if metric.ignore_index is None else count.device.type == "meta"
 
 
 def test_the_best_class_and_its_probability_are_predicted_in_single_precision():

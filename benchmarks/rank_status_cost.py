@@ -1,0 +1,84 @@
+"""What marking phases costs on the step path: each mark, all of a step's, and a small recipe's step with and without.
+
+    python benchmarks/rank_status_cost.py [RUNS]
+
+Without them the rank status's methods are a built-in function that does nothing. Runs of both kinds take turns. The
+best of each is compared: what else uses the machine only ever adds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import timeit
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import median
+from typing import Any, final
+
+from framework import cli
+from framework.launch import in_place
+from framework.monitoring.rank_status import Phase, RankStatus
+
+CALLS = 1_000_000
+REPEATS = 7
+MARKS_PER_STEP = {"set_phase": 6, "finish_step": 1, "asked_to_stop": 1}
+"""Of an optimizer step with one micro-batch, as `Trainer.fit` and `train_step` make them."""
+
+
+@final
+class Silent:
+    """A rank status that says nothing."""
+
+    set_phase = finish_step = set_stoppable = staticmethod(id)
+    asked_to_stop = 0
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def call_ns(statement: str, **names: Any) -> float:
+    """One call, the loop around it taken off; the best of some repetitions, as others use the machine too."""
+    empty = min(timeit.repeat("pass", number=CALLS, repeat=REPEATS))
+    best = min(timeit.repeat(statement, globals=names, number=CALLS, repeat=REPEATS))
+    return (best - empty) / CALLS * 1e9
+
+
+def step_us(kind: type[Any]) -> float:
+    """A step of recipe=toy, from the run's own clock around training."""
+    vars(in_place)["RankStatus"] = kind
+    arguments = ["recipe=toy", "launcher=in_place", "trainer.gpus=0", "trainer.num_threads=1", "logger=none"]
+    more = ["trainer.max_epochs=20", "trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null"]
+    more += ["checkpoint.every_n_epochs=null", "trainer.limit_test_batches=0", "trainer.log_every_n_steps=100"]
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as silence, redirect_stdout(silence):
+        if cli.main([*arguments, *more, f"path.outputs={folder}"]) != 0:
+            sys.exit("the run failed")
+        (file,) = Path(folder).glob("toy/*/run.json")
+        results = json.loads(file.read_text())["results"]
+    return float(results["seconds"] / results["steps"] * 1e6)
+
+
+def main(runs: int) -> None:
+    rank_status = RankStatus()
+    costs = {
+        "set_phase": call_ns("rank_status.set_phase(Phase.DATA)", rank_status=rank_status, Phase=Phase),
+        "finish_step": call_ns("rank_status.finish_step(1234)", rank_status=rank_status),
+        "asked_to_stop": call_ns("rank_status.asked_to_stop", rank_status=rank_status),
+    }
+    rank_status.close()
+    total = sum(costs[name] * number for name, number in MARKS_PER_STEP.items())
+    print("| `set_phase` | `finish_step` | `asked_to_stop` | all of a step |")
+    print("|---|---|---|---|")
+    print("| " + " | ".join(f"{cost:.0f} ns" for cost in [*costs.values(), total]) + " |")
+    pairs = [(step_us(RankStatus), step_us(Silent)) for _ in range(runs)]
+    with_marks, without = zip(*pairs, strict=True)
+    print("\n| a step of recipe=toy | best | median |\n|---|---|---|")
+    for name, column in (("with marks", with_marks), ("without", without)):
+        print(f"| {name} | {min(column):.0f} µs | {median(column):.0f} µs |")
+    print(f"\n{runs} runs of each")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 30)

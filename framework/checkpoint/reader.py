@@ -1,0 +1,65 @@
+"""Read a checkpoint, checked for damage, and load weights into a model, with an error that says how the two differ."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.checkpoint.layout import Manifest, part_file
+from framework.checkpoint.lookup import check_file, describe_others
+from framework.distributed.sharded import shard_like
+from framework.errors import CheckpointError
+
+
+def load_files(
+    directory: Path, manifest: Manifest, *, parts: Collection[str], map_location: str | torch.device = "cpu"
+) -> dict[str, Any]:
+    """Return parts of a checkpoint that are files of their own; `map_location` is where the tensors of `model` go."""
+    return {
+        part: _load_file(directory, part, manifest, map_location=map_location if part == "model" else "cpu")
+        for part in dict.fromkeys(parts)
+    }
+
+
+def _load_file(directory: Path, part: str, manifest: Manifest, *, map_location: str | torch.device) -> Any:
+    name = part_file(part)
+    check_file(directory, name, manifest)
+    try:
+        return torch.load(directory / name, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise CheckpointError(
+            f"The checkpoint {directory} was not read: {name} holds Python objects{f' ({named[1]})' if named else ''}, "
+            "which could run any code. Only tensors and plain values are allowed; save it again from the run that made "
+            f"it.\n{describe_others(directory)}"
+        ) from error
+
+
+def load_weights(model: nn.Module, state_dict: Mapping[str, Any], *, source: object) -> None:
+    """Copy every tensor of `state_dict` into `model` (unwrapped), onto its devices, and its shard into a sharded one.
+
+    source: where the weights come from, for the message. Raises CheckpointError if names or shapes differ; the model is
+    partly changed then.
+    """
+    own = model.state_dict()
+    sharded = {
+        name: shard_like(own[name], value) if isinstance(value, Tensor) and _has_shape(own.get(name), value) else value
+        for name, value in state_dict.items()
+    }
+    try:
+        model.load_state_dict(sharded)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The weights in {source} don't fit the model. {error}\n"
+            "Choose the model they were trained with, or a checkpoint of this model."
+        ) from error
+
+
+def _has_shape(own: object, value: Tensor) -> bool:
+    return isinstance(own, Tensor) and own.shape == value.shape

@@ -1,0 +1,156 @@
+"""Which process runs on which node and GPUs. Pure arithmetic.
+
+N nodes with L processes each make a world size W = N·L. Of the G GPUs used per node, local rank l owns the n GPUs
+[l·n, (l+1)·n). If processes share GPUs (L·n > G), indices wrap around: (l·n + i) mod G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from framework.config.schema import TopologyConfig
+from framework.errors import TopologyError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The processes and GPUs of a run.
+
+    span: GPUs per process; with `gpus_per_node` 0, the CPU counted that many times.
+    own_view: a process sees only its own GPUs, as under `srun --gpus-per-task`.
+    """
+
+    nnodes: int
+    procs_per_node: int
+    gpus_per_node: int
+    span: int
+    own_view: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.procs_per_node
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if a GPU is used more than once, by several processes or by one."""
+        return self.procs_per_node * self.span > self.gpus_per_node > 0
+
+    @property
+    def gpus_in_view(self) -> int:
+        """Number of GPUs that each process must see."""
+        return min(self.span, self.gpus_per_node) if self.own_view else self.gpus_per_node
+
+    def rank_of(self, node: int, local_rank: int) -> int:
+        """Return the rank; ranks are numbered node by node."""
+        return node * self.procs_per_node + local_rank
+
+    def device_indices(self, local_rank: int) -> tuple[int, ...]:
+        """Return the GPUs of a local rank, as indices into those it sees; empty for the CPU.
+
+        If GPUs are shared, an index may occur more than once.
+        """
+        if self.gpus_per_node == 0:
+            return ()
+        begin = 0 if self.own_view else local_rank * self.span
+        return tuple(position % self.gpus_per_node for position in range(begin, begin + self.span))
+
+    def devices_label(self, local_rank: int) -> str:
+        """Return the devices of a local rank for messages: `GPU 0, GPU 1`, or `CPU`."""
+        return ", ".join(f"GPU {index}" for index in self.device_indices(local_rank)) or "CPU"
+
+
+def resolve_topology(settings: TopologyConfig, *, gpus: int) -> Topology:
+    """Resolve `auto` settings for `gpus` GPUs per node (0: the CPU, which processes always share).
+
+    Raises TopologyError if processes and GPUs don't fit, or a process has fewer GPUs than the model needs.
+    """
+    procs, span, least = settings.procs_per_node, settings.gpus_per_process, settings.min_gpus_per_process
+    if span is not None and span < least:
+        raise TopologyError(
+            f"topology.gpus_per_process={span} is less than the model needs: topology.min_gpus_per_process={least}."
+        )
+    if gpus == 0:
+        procs, span = procs or 1, span or least
+    elif settings.share_gpus:
+        if span is None:
+            raise TopologyError(
+                f"topology.share_gpus=true needs topology.gpus_per_process: say how many of the {gpus} GPUs each "
+                "process uses, topology.gpus_per_process=1 for instance."
+            )
+        procs = procs or -(-gpus // span)  # each GPU is used once
+        if procs * span < gpus:
+            raise TopologyError(
+                f"topology.procs_per_node={procs} times topology.gpus_per_process={span} uses {procs * span} of "
+                f"trainer.gpus={gpus} GPUs, so there is nothing to share.\n"
+                f"Use trainer.gpus={procs * span}, or topology.procs_per_node={-(-gpus // span)} or more."
+            )
+    else:
+        if procs is None:
+            span = span or least
+            procs = gpus // span
+        elif span is None:
+            span = gpus // procs
+        if span < least or procs * span != gpus:
+            raise TopologyError(_misfit(settings, gpus=gpus))
+    return Topology(nnodes=settings.nnodes, procs_per_node=procs, gpus_per_node=gpus, span=span)
+
+
+def _misfit(settings: TopologyConfig, *, gpus: int) -> str:
+    """Say what doesn't fit, and which number of GPUs, processes or GPUs per process would."""
+    procs, span, least = settings.procs_per_node, settings.gpus_per_process, settings.min_gpus_per_process
+    given = {"procs_per_node": procs, "gpus_per_process": span}
+    if span is None and (procs is None or least > 1):
+        given["min_gpus_per_process"] = least
+    shown = " and ".join(f"topology.{name}={value}" for name, value in given.items() if value is not None)
+    needed = (procs or 1) * (span or least)
+    below = gpus // needed * needed
+    spans = [number for number in range(least, gpus + 1) if gpus % number == 0]
+    ways = [f"trainer.gpus={below} or {below + needed}" if below and procs is None else f"trainer.gpus={needed}"]
+    if procs is not None and span is not None:
+        ways.append("leave one of the two out (auto)")
+    elif span is not None and spans:
+        ways.append(f"topology.gpus_per_process={_listed(spans)}")
+    elif spans:
+        ways.append(f"topology.procs_per_node={_listed([gpus // number for number in spans])}")
+    if needed > gpus:
+        ways.append(f"share GPUs: topology.share_gpus=true topology.gpus_per_process={span or least}")
+        ways.append("the CPU: trainer.gpus=0")
+    return f"trainer.gpus={gpus} can't be split into processes with {shown}.\nUse {', or '.join(ways)}."
+
+
+def _listed(numbers: list[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+_SHARDING = {"FSDP": "fsdp", "Pipeline": "pipeline"}  # strategies that shard the model: class → option
+
+
+def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> None:
+    """Raise TopologyError if a built-in strategy can't run with these processes or their backend.
+
+    strategy: the name of its class, so that the command can check it without torch, before it starts any process.
+    """
+    if strategy == "Single" and topology.world_size > 1:
+        one = "topology.nnodes=1 " if topology.nnodes > 1 else ""
+        one += "topology.procs_per_node=1" + (f" trainer.gpus={topology.span}" if topology.gpus_per_node else "")
+        raise TopologyError(
+            f"strategy=single is for one process, and there are {topology.world_size}.\n"
+            f"Use strategy=ddp (or auto), or {one}."
+        )
+    if strategy not in _SHARDING:
+        return
+    if topology.span > 1:
+        raise TopologyError(
+            f"strategy={_SHARDING[strategy]} needs processes of one device each, and these have {topology.span}.\n"
+            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
+        )
+    if topology.gpus_per_node and backend == "gloo":
+        nccl = "backend=nccl"
+        if topology.shares_gpus:
+            own = "topology.share_gpus=false topology.procs_per_node=auto topology.gpus_per_process=auto"
+            nccl = f"a GPU for each process, {own} backend=auto"
+        raise TopologyError(
+            f"strategy={_SHARDING[strategy]} sends from GPU to GPU, which backend=gloo can't.\n"
+            f"Use {nccl}, or trainer.gpus=0."
+        )

@@ -1,0 +1,150 @@
+"""The process group of a run: set up with one time-out, used with another, destroyed at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from framework.config.schema import BackendConfig
+from framework.distributed.context import Context
+from framework.errors import RunError
+from framework.monitoring.rank_status import COUNTED_GROUP
+
+# Groups with peers, kept to the end of the process. Torch joins a group's threads when its last owner is deleted: that
+# may be DDP's C++ part, which holds the interpreter's lock while a thread waits for it to free a tensor.
+_KEPT: list[object] = []
+
+
+@contextmanager
+def process_group(
+    context: Context, settings: BackendConfig, *, rendezvous: str | None, with_cpu: bool = False
+) -> Iterator[None]:
+    """Make the default group, and destroy it at the exit. Every rank must enter.
+
+    After an error a group with peers is kept: they must not notice before this rank has reported what happened, and a
+    running collective could block the destruction.
+
+    Args:
+        rendezvous: A URL for `init_process_group`; None makes a group of this rank alone.
+        with_cpu: Support tensors on the CPU too.
+
+    Raises RunError if the ranks don't all arrive within `settings.init_timeout`.
+    """
+    # Before the group is made: otherwise the first collective of every rank opens a context on GPU 0.
+    if context.device.type != "cpu":
+        torch.accelerator.set_device_index(context.device)
+    try:
+        _init(backends(context, with_cpu=with_cpu), context, settings, rendezvous=rendezvous)
+    except RuntimeError as error:  # dist.DistError is one, and gloo's own wait raises nothing finer
+        raise RunError(
+            f"Rank {context.rank} of {context.world_size} could not join the process group within "
+            f"backend.init_timeout={settings.init_timeout:g} s: {error}\n"
+            "Look at the other ranks' logs; raise backend.init_timeout if they are only slow."
+        ) from error
+    if rendezvous is not None:
+        _KEPT.append(dist.group.WORLD)
+    try:
+        yield
+    except BaseException:
+        if rendezvous is None:
+            with suppress(RuntimeError):  # after a GPU failure this fails too, and would hide the cause
+                dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def new_subgroup(ranks: Sequence[Sequence[int]], context: Context) -> dist.ProcessGroup:
+    """Make a group of each of `ranks`, which together are all ranks once, and return this rank's.
+
+    It has the default group's time-out. Every rank must call it.
+    """
+    mine, _ = dist.new_subgroups_by_enumeration(
+        list(map(list, ranks)), timeout=group_timeout(None), backend=context.backend
+    )
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
+def new_gloo_group(timeout_s: float, *, is_monitored: bool = False) -> dist.ProcessGroup:
+    """Make another group of all ranks, over the CPU, for exchanges apart from training's. Every rank must call it.
+
+    is_monitored: the monitor finds the rank that is behind by counting this group's collectives together with the
+    default group's, which all ranks must begin in one order.
+    """
+    described = COUNTED_GROUP if is_monitored else None
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=described)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def duplicate_group() -> dist.ProcessGroup:
+    """Make another group like the default one, of all ranks and with its time-out. Every rank must call it."""
+    group = dist.new_group(timeout=group_timeout(None))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return the time-out of the group's collectives (None: the default group's), or None if it is unknown."""
+    group = group or dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(group._device_types[0])
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found
+
+
+def set_timeout(timeout_s: float, context: Context, *, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+    """Give every later collective this time-out. Every rank must call it at the same place.
+
+    groups: other groups for collectives of training.
+    """
+    if context.world_size == 1:
+        return
+    dist.barrier()  # the new, shorter limit must not catch a rank that is still setting up
+    set_group_timeouts(timeout_s, (None, *groups))
+
+
+def set_group_timeouts(timeout_s: float, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Give every later collective of these groups this time-out; None is the default group."""
+    timeout = timedelta(seconds=timeout_s)
+    for group in groups:
+        if hasattr(dist, "set_timeout"):
+            dist.set_timeout(timeout, group)
+        else:
+            # In older versions of torch there is only this private one.
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def backends(context: Context, *, with_cpu: bool) -> str:
+    """Return the context's backend for `init_process_group`, with gloo for the CPU if that is asked for."""
+    kind = context.device.type
+    return f"{kind}:{context.backend},cpu:gloo" if with_cpu and kind != "cpu" else context.backend
+
+
+def _init(backend: str, context: Context, settings: BackendConfig, *, rendezvous: str | None) -> None:
+    # With a device, NCCL connects eagerly and every collective knows its GPU; a replica on several has no single one.
+    one_gpu = context.device.type != "cpu" and len(context.devices) == 1 and context.backend != "gloo"
+    timeout = timedelta(seconds=settings.init_timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.HashStore() if rendezvous is None else _meet(rendezvous, context, timeout=timeout),
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timeout,
+        device_id=context.device if one_gpu else None,
+    )
+
+
+def _meet(rendezvous: str, context: Context, *, timeout: timedelta) -> dist.Store:
+    """Return the ranks' store, as `init_process_group` finds it, with a prefix for this attempt.
+
+    Torch's own agents make a new store for each attempt; here the run keeps its store, and with it the addresses of
+    ranks that have ended.
+    """
+    store, _, _ = next(dist.rendezvous(rendezvous, context.rank, context.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,0 +1,85 @@
+"""Models of which a rank holds only part: sharded tensor by tensor (torch's DTensor), or cut into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+_LAYOUT = "_stage_layout"
+
+
+@final
+@dataclass(frozen=True)
+class StageLayout:
+    """What a rank that holds some stages of a model knows about the whole."""
+
+    names: frozenset[str]  # in the whole state dict
+    parameters: tuple[str, ...]  # names of all parameters, in order
+    num_parameters: int  # elements in all of them
+    writes: bool  # this rank writes its stages to checkpoints; others have copies of them
+    has_output: bool  # this rank has the last stage
+
+
+def set_layout(model: nn.Module, layout: StageLayout) -> None:
+    setattr(model, _LAYOUT, layout)
+
+
+def layout_of(model: nn.Module) -> StageLayout | None:
+    """Return None for a model that isn't cut into stages."""
+    layout: StageLayout | None = vars(model).get(_LAYOUT)
+    return layout
+
+
+def has_output(model: nn.Module) -> bool:
+    """Return True if calling the model on this rank gives its output; without the last stage it gives zeros."""
+    layout = layout_of(model)
+    return layout is None or layout.has_output
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Return the number of elements in all parameters, including those of stages on other ranks."""
+    layout = layout_of(model)
+    return sum(each.numel() for each in model.parameters()) if layout is None else layout.num_parameters
+
+
+def is_dtensor(value: object) -> bool:
+    """Return True for a DTensor, without importing its module, which takes most of a second."""
+    if type(value) is Tensor or type(value) is nn.Parameter:  # nearly always; a missing attribute costs microseconds
+        return False
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def is_model_sharded(model: nn.Module) -> bool:
+    """Return True if a forward of the model takes several ranks: it has DTensors, or stages on other ranks."""
+    return layout_of(model) is not None or any(is_dtensor(parameter) for parameter in model.parameters())
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the values of all ranks as a plain tensor. Every rank of a DTensor's mesh must call it."""
+    full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return full
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, detached, sharing its memory."""
+    mine: Tensor = tensor.detach().to_local() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
+    return mine
+
+
+@torch.no_grad()
+def shard_like(own: Tensor, full: Tensor) -> Tensor:
+    """Return `full`, which every rank has, sharded as `own` is and on its device; as it is if `own` is no DTensor.
+
+    Nothing is exchanged: each rank takes its shard out of its copy.
+    """
+    if not is_dtensor(own) or is_dtensor(full):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    like: Any = own
+    shard = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    # Copied: the shard may be a view, which would keep all of `full`.
+    return torch.empty_like(own.detach(), dtype=full.dtype).copy_(shard)

@@ -1,0 +1,5 @@
+"""`job=collectives`: show what ranks exchange. Start with `demo`, which reads from top to bottom."""
+
+from framework.jobs.collectives.job import check, main
+
+__all__ = ["check", "main"]

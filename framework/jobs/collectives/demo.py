@@ -1,0 +1,346 @@
+"""`job=collectives` on one rank: what `torch.distributed` does, one exchange after another.
+
+Read the functions from `barrier` to `all_to_all`. Each is a generator: it makes its tensors, yields what is shown as
+"before", makes the plain call, and yields what is shown as "after". The time is taken between the two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from textwrap import fill, indent, shorten
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from framework.distributed import collectives
+from framework.distributed.butterfly import MEAN, Swap, butterfly_all_reduce, inner_ranks, rounds
+from framework.distributed.collectives import gather_to_first
+from framework.distributed.process_group import process_group, set_timeout
+from framework.jobs.preflight.machine import device_name
+from framework.launch.plan import MonitorLink, RankArguments
+from framework.monitoring.rank_log import logger
+from framework.monitoring.rank_status import COUNTED_GROUP, Phase
+from framework.system.formatting import format_seconds, format_table
+from framework.system.run_dir import write_atomically
+from framework.training.rank_setup import RankSetup, setup_rank
+
+PAGE = "collectives.txt"
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+_MATMUL_SIDE = 256
+_COLUMNS = 100  # of the terminal
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comm:
+    """This rank's groups over one backend."""
+
+    rank: int
+    world_size: int
+    # For collectives.
+    group: dist.ProcessGroup
+    # For sends and receives. gloo counts these as collectives, and the monitor compares those counts to find the rank
+    # that is behind.
+    p2p: dist.ProcessGroup
+    # Of the backend's tensors.
+    device: torch.device
+    delay_s: float
+    # Lines to show below the tensors.
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def partner(self) -> int | None:
+        """The other rank of this one's pair: 0 and 1, 2 and 3, and so on; None for a last one that is alone."""
+        other = self.rank ^ 1
+        return other if other < self.world_size else None
+
+    def numbered(self, count: int) -> Tensor:
+        """Values that show whose they are: 20, 21, 22, … on rank 2 (from more than ten values on 200, 201, …)."""
+        base = max(10, 10 ** len(str(count - 1)))
+        begin = base * self.rank
+        return torch.arange(begin, begin + count, dtype=torch.float64, device=self.device)
+
+    def note(self, text: str, seconds: float) -> None:
+        """Add a line to what is shown of this rank."""
+        self.notes.append(f"{text} {format_seconds(seconds)}")
+
+
+Shown = Iterator[Tensor]
+
+
+def barrier(comm: Comm) -> Shown:
+    """Ranks draw a number, one after the other; none passes a barrier before all have reached it."""
+    number, store = torch.zeros(1, device=comm.device), dist.distributed_c10d._get_default_store()
+    yield number
+    for turn in range(comm.world_size):
+        if turn == comm.rank:
+            number += (store.add("number", 1) - 1) % comm.world_size + 1
+        dist.barrier(group=comm.group)
+    yield number
+
+
+def ping_pong(comm: Comm) -> Shown:
+    """Ranks 0 and 1, 2 and 3, … send a tensor back and forth ten times; the odd rank adds 1 each time."""
+    tensor, partner = torch.zeros(1, device=comm.device), comm.partner
+    yield tensor
+    began = time.perf_counter()
+    for _ in range(10 if partner is not None else 0):
+        if comm.rank % 2 == 0:
+            dist.send(tensor, partner, group=comm.p2p)
+            dist.recv(tensor, partner, group=comm.p2p)
+        else:
+            dist.recv(tensor, partner, group=comm.p2p)
+            tensor += 1
+            dist.send(tensor, partner, group=comm.p2p)
+    if partner is not None:
+        comm.note("a round trip took", (time.perf_counter() - began) / 10)
+    yield tensor
+
+
+def send_recv(comm: Comm) -> Shown:
+    """Around the ring from rank 0: receive a sum, add this rank's value, send it on. Both calls block."""
+    tensor = torch.full((1,), comm.rank + 1.0, device=comm.device)
+    received = torch.zeros_like(tensor)
+    previous, following = (comm.rank - 1) % comm.world_size, (comm.rank + 1) % comm.world_size
+    yield tensor
+    if comm.rank == 0:
+        dist.send(tensor, following, group=comm.p2p)
+        dist.recv(tensor, previous, group=comm.p2p)
+    else:
+        dist.recv(received, previous, group=comm.p2p)
+        tensor += received
+        dist.send(tensor, following, group=comm.p2p)
+    yield tensor
+
+
+def isend_irecv(comm: Comm) -> Shown:
+    """The even rank of a pair sends late, by collectives.delay; the odd one computes while it receives."""
+    tensor, partner, work = comm.numbered(2), comm.partner, None
+    matrix = torch.rand(_MATMUL_SIDE, _MATMUL_SIDE, device=comm.device)
+    yield tensor
+    began = time.perf_counter()
+    if partner is not None and comm.rank % 2 == 0:
+        time.sleep(comm.delay_s)
+        work = dist.isend(tensor, partner, group=comm.p2p)
+        comm.note("isend returned after", time.perf_counter() - began)
+    elif partner is not None:
+        work = dist.irecv(tensor, partner, group=comm.p2p)
+        comm.note("irecv returned after", time.perf_counter() - began)
+        matmuls = 0
+        while time.perf_counter() - began < comm.delay_s:
+            float((matrix @ matrix)[0, 0])  # waits for the device
+            matmuls += 1
+        comm.note(f"{matmuls:,} matmuls of {_MATMUL_SIDE}×{_MATMUL_SIDE} took", comm.delay_s)
+    waiting = time.perf_counter()
+    if work is not None:
+        work.wait()
+        comm.note("wait() took", time.perf_counter() - waiting)
+    yield tensor
+
+
+def all_reduce(comm: Comm) -> Shown:
+    """Every rank gets the sum of all tensors."""
+    tensor = comm.numbered(4)
+    yield tensor
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=comm.group)
+    yield tensor
+
+
+def reduce_scatter(comm: Comm) -> Shown:
+    """The sum of all tensors is cut into as many parts as there are ranks: rank r gets part r."""
+    tensor = comm.numbered(comm.world_size)
+    part = torch.empty_like(tensor[:1])
+    yield tensor
+    dist.reduce_scatter_tensor(part, tensor, op=dist.ReduceOp.SUM, group=comm.group)
+    yield part
+
+
+def all_gather(comm: Comm) -> Shown:
+    """Every rank gets the tensors of all ranks, in rank order."""
+    tensor = comm.numbered(1)
+    gathered = torch.empty(comm.world_size, dtype=tensor.dtype, device=comm.device)
+    yield tensor
+    dist.all_gather_into_tensor(gathered, tensor, group=comm.group)
+    yield gathered
+
+
+def butterfly(comm: Comm) -> Shown:
+    """The mean, by sends and receives alone, as with strategy=butterfly: halves, quarters, … and back."""
+    tensor = comm.numbered(inner_ranks(comm.world_size))  # one value for each part
+    way = list(rounds(comm.rank, comm.world_size))
+    back = [swap and Swap(swap.partner, swap.kept, swap.sent) for swap in reversed(way)]
+    comm.notes.extend(", ".join(map(_partner, swaps)) for swaps in (way, back))
+    yield tensor
+    butterfly_all_reduce(tensor, op=MEAN, group=comm.p2p)
+    yield tensor
+
+
+def broadcast(comm: Comm) -> Shown:
+    """Every rank gets the tensor of rank 0."""
+    tensor = comm.numbered(4)
+    yield tensor
+    dist.broadcast(tensor, src=0, group=comm.group)
+    yield tensor
+
+
+def all_to_all(comm: Comm) -> Shown:
+    """Every rank sends a part to each: rank r gets part r of all. Ranks × parts are transposed."""
+    tensor = comm.numbered(comm.world_size)
+    received = torch.empty_like(tensor)
+    yield tensor
+    dist.all_to_all_single(received, tensor, group=comm.group)
+    yield received
+
+
+_OF_TWO = (ping_pong, send_recv, isend_irecv)
+_OF_ANY = (all_reduce, reduce_scatter, all_gather, butterfly, broadcast, all_to_all)
+
+
+def collectives_rank(arguments: RankArguments, link: MonitorLink) -> None:
+    """Run every exchange over every backend; rank 0 writes the page. Raises FrameworkError."""
+    with setup_rank(arguments, link) as rank:
+        link.rank_status.set_phase(Phase.MEETING)
+        context, config = rank.context, rank.config
+        with process_group(context, config.backend, rendezvous=arguments.rendezvous):
+            set_timeout(config.backend.timeout, context)
+            link.rank_status.set_phase(Phase.COLLECTIVES)
+            names = config.collectives.backends or (context.backend,)
+            comms = {name: _connect(name, rank) for name in names}
+            exchanges = (barrier, *(_OF_TWO if context.world_size > 1 else ()), *_OF_ANY)
+            shown = [{name: _show(exchange, name, comm) for name, comm in comms.items()} for exchange in exchanges]
+            gathered = gather_to_first((_identity(rank), shown), context)
+            link.rank_status.set_phase(Phase.CLOSING)
+            if gathered is not None:
+                page = [_who([identity for identity, _ in gathered])]
+                for number, exchange in enumerate(exchanges):
+                    by_backend = {name: [seen[number][name] for _, seen in gathered] for name in comms}
+                    page.append(_block(exchange, by_backend))
+                write_atomically(rank.run_dir.path / PAGE, "\n\n\n".join(page) + "\n")
+            collectives.barrier(context)  # no rank leaves while another still needs it
+
+
+def _connect(backend: str, rank: RankSetup) -> Comm:
+    """Make the groups of one backend. Every rank must call it."""
+    context, config = rank.context, rank.config
+    timeout = timedelta(seconds=config.backend.timeout)
+    group = dist.new_group(backend=backend, timeout=timeout, group_desc=COUNTED_GROUP)
+    p2p = dist.new_group(backend=backend, timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    assert isinstance(p2p, dist.ProcessGroup)
+    device = torch.device("cpu") if backend == dist.Backend.GLOO else context.device
+    for each in (group, p2p):
+        dist.barrier(group=each)  # NCCL connects only now
+    return Comm(context.rank, context.world_size, group, p2p, device, config.collectives.delay)
+
+
+class Seen(NamedTuple):
+    """What one rank shows of an exchange."""
+
+    device: torch.device
+    before: Tensor
+    after: Tensor
+    seconds: float
+    notes: list[str]
+
+
+def _show(exchange: Callable[[Comm], Shown], backend: str, comm: Comm) -> Seen:
+    """Run one exchange twice, since the first run opens connections; return what the second showed on this rank."""
+    logger.info("%s over %s", exchange.__name__, backend)
+    _run_once(exchange, replace(comm, delay_s=0.0, notes=[]))
+    seen = _run_once(exchange, replace(comm, notes=[]))
+    logger.info("%s", seen)
+    return seen
+
+
+def _run_once(exchange: Callable[[Comm], Shown], comm: Comm) -> Seen:
+    steps = exchange(comm)
+    before = next(steps).to("cpu", copy=True)
+    dist.barrier(group=comm.group)
+    _wait_for(comm.device)
+    began = time.perf_counter()
+    after = next(steps)
+    _wait_for(comm.device)
+    return Seen(comm.device, before, after.cpu(), time.perf_counter() - began, comm.notes)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _partner(swap: Swap | None) -> str:
+    """Return which rank a rank sends to and which values (→), which it receives from (←), or both (↔)."""
+    if swap is None:
+        return "–"
+    (begin, end), receives = swap.sent, swap.kept[0] < swap.kept[1]
+    if begin == end:
+        return f"← {swap.partner}"
+    return f"{'↔' if receives else '→'} {swap.partner} [{begin}:{end}]"
+
+
+# The page
+
+
+def _identity(rank: RankSetup) -> tuple[Row, Row]:
+    """Return this rank's row of each table of `_who`."""
+    context = rank.context
+    numbers = map(str, (context.rank, context.local_rank, context.world_size))
+    devices = ", ".join(f"{device} {device_name(device)['name']}" for device in dict.fromkeys(context.devices))
+    place = (f"{context.node_rank} {socket.gethostname()}", str(os.getpid()), shorten(devices, 34, placeholder="…"))
+    variables = (str(context.rank), *(os.environ.get(name, "–") for name in VARIABLES))
+    return (*numbers, context.backend, *place), variables
+
+
+def _who(identities: Sequence[tuple[Row, Row]]) -> str:
+    processes, variables = zip(*identities, strict=True)
+    titles = ("rank", "local rank", "world size", "backend", "node", "pid", "devices")
+    read = "  and what it reads from its environment (–: not set)"
+    tables = format_table([titles, *processes]), format_table([("rank", *VARIABLES), *variables])
+    return "\n\n".join(["Who each rank is", tables[0], read, tables[1]])
+
+
+def _block(exchange: Callable[[Comm], Shown], by_backend: Mapping[str, Sequence[Seen]]) -> str:
+    """Return what an exchange does, its code, a table with a row for each rank, and the ranks' notes."""
+    shown = next(iter(by_backend.values()))
+    first = shown[0]
+    before = f"before: {_shape(first.before)} {str(first.before.dtype).removeprefix('torch.')} on {first.device.type}"
+    rows: list[Row] = [("rank", before, f"after: {_shape(first.after)}", *by_backend)]
+    for number, seen in enumerate(shown):
+        times = (format_seconds(ranks[number].seconds) for ranks in by_backend.values())
+        rows.append((str(number), _values(seen.before), _values(seen.after), *times))
+    notes = [
+        f"  rank {number}{f' over {backend}' if len(by_backend) > 1 else ''}: {'; '.join(seen.notes)}"
+        for backend, ranks in by_backend.items()
+        for number, seen in enumerate(ranks)
+        if seen.notes
+    ]
+    about = fill(inspect.getdoc(exchange) or "", _COLUMNS, initial_indent="  ", subsequent_indent="  ")
+    parts = [f"{exchange.__name__}\n{about}", indent(_code(exchange), "    "), format_table(rows), "\n".join(notes)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"({', '.join(map(str, tensor.shape))})"
+
+
+def _values(tensor: Tensor) -> str:
+    """Return `[0, 1, 2, 3]`; of more than eight values, the first ones and the last."""
+    texts = [f"{value:.6g}" for value in tensor.tolist()]
+    return f"[{', '.join(texts if len(texts) <= 8 else [*texts[:6], '…', texts[-1]])}]"
+
+
+def _code(exchange: Callable[[Comm], Shown]) -> str:
+    """Return the lines between "before" and "after"."""
+    lines = inspect.getsource(exchange).splitlines()
+    before, after = (number for number, line in enumerate(lines) if line.startswith("    yield "))
+    return "\n".join(line[4:] for line in lines[before + 1 : after])

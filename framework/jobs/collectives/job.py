@@ -1,0 +1,45 @@
+"""`job=collectives`: show what ranks exchange, with the tensors before and after. No torch here.
+
+The ranks start as for training, on all nodes and by any launcher; nothing is trained. The exchanges and the page that
+shows them are in `framework/jobs/collectives/demo.py`; it is printed, and written to the run directory.
+"""
+
+from __future__ import annotations
+
+from framework.config.schema import BackendName, Config
+from framework.config.topology import Topology
+from framework.errors import ConfigError
+from framework.jobs.launcher_choice import checked_topology
+from framework.jobs.request import JobResult, Request
+from framework.jobs.run_ranks import Messages, run
+from framework.jobs.summary import display_path, job_interrupted
+from framework.system.formatting import format_facts
+from framework.system.run_dir import RunDir
+
+_ENTRY = "framework.jobs.collectives.demo:collectives_rank"
+_PAGE = "collectives.txt"  # the same as in `demo`, which imports torch
+
+
+def main(request: Request) -> JobResult:
+    """Run and print the exchanges on any number of processes. Raises FrameworkError if the request can't be met."""
+    check(request)
+    return run(request, entry=_ENTRY, messages=Messages("Collectives of", _closing, job_interrupted))
+
+
+def check(request: Request) -> Topology:
+    """Return the topology. Raises FrameworkError for any mistake that can be found before anything starts."""
+    topology = checked_topology(request)
+    has_own_gpus = topology.gpus_per_node > 0 and not topology.shares_gpus
+    if BackendName.NCCL.value in (request.config.collectives.backends or ()) and not has_own_gpus:
+        raise ConfigError(
+            "collectives.backends names nccl, which needs a GPU for each process, and these processes "
+            f"{'share theirs' if topology.shares_gpus else 'have none'}.\nUse collectives.backends=[gloo]."
+        )
+    return topology
+
+
+def _closing(_config: Config, run_dir: RunDir, status: int) -> str:
+    path, page = display_path(run_dir.path), run_dir.path / _PAGE
+    if status != 0:
+        return format_facts([("logs", f"{path}/logs")])
+    return f"\n{page.read_text()}\n\n  {path}/{_PAGE}"

@@ -1,0 +1,71 @@
+"""`job=export checkpoint.path=CHECKPOINT`: a trained model as one plain file. No run directory; no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from framework.checkpoint import read_manifest
+from framework.config.schema import Config, ExportFormat
+from framework.config.topology import resolve_topology
+from framework.errors import ConfigError
+from framework.jobs.request import JobResult, Request
+from framework.jobs.summary import display_path
+from framework.launch.fork_server import call_in_child
+from framework.system.files import atomic_output, checked_output
+from framework.system.formatting import format_facts
+from framework.system.versions import installed_versions
+
+_SUFFIXES = {
+    ExportFormat.STATE_DICT: ".pt",
+    ExportFormat.SAFETENSORS: ".safetensors",
+    ExportFormat.ONNX: ".onnx",
+    ExportFormat.TORCH_EXPORT: ".pt2",
+}
+_PACKAGES: Mapping[ExportFormat, tuple[str, ...]] = {
+    ExportFormat.SAFETENSORS: ("safetensors",),
+    ExportFormat.ONNX: ("onnx", "onnxscript"),
+}
+_KEY = "export.output"
+
+
+def main(request: Request) -> JobResult:
+    """Write the file in a child of the fork server, and print what is in it. A failed export leaves no file."""
+    output, config = check(request), request.config
+    with atomic_output(output, key=_KEY) as path:
+        facts = call_in_child(
+            request.fork_server,
+            "framework.jobs.export.model_file:answer",
+            {"config": dict(request.raw), "span": _span(config), "path": str(path)},
+            timeout_s=config.backend.init_timeout,
+            purpose="export the model",
+        )
+    print(f"Exported {facts['model']} of {config.recipe} after step {facts['step']:,} as {config.export.format.value}")
+    checkpoint = ("checkpoint", display_path(Path(str(config.checkpoint.path))))
+    file = ("file", f"{display_path(output)}, {output.stat().st_size:,} bytes")
+    print(format_facts([checkpoint, *facts["facts"], file]), flush=True)
+    return JobResult(0)
+
+
+def check(request: Request) -> Path:
+    """Return the absolute path of the file to write. Raises ConfigError for a mistake that can be found now."""
+    config = request.config
+    versions = installed_versions(_PACKAGES.get(config.export.format, ()))
+    missing = [name for name, version in versions.items() if version == "not installed"]
+    if missing:
+        raise ConfigError(
+            f"export.format={config.export.format.value} needs {' and '.join(missing)}, which isn't installed: "
+            f"pip install {' '.join(missing)}"
+        )
+    if request.sub_run is not None:
+        raise ConfigError("job=export writes one file, so it can't go with a sweep (-m). Export one after another.")
+    suffix = _SUFFIXES[config.export.format]
+    if config.export.output is not None:
+        return checked_output(config.export.output, key=_KEY, suffixes=[suffix])
+    step = read_manifest(Path(str(config.checkpoint.path))).step
+    return checked_output(f"{config.recipe.replace('/', '_')}_{step}{suffix}", key=_KEY, suffixes=[suffix])
+
+
+def _span(config: Config) -> int:
+    """Return how many devices one process of the run has, whatever this machine has."""
+    return resolve_topology(config.topology, gpus=config.trainer.gpus or 0).span

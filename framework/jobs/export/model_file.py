@@ -1,0 +1,378 @@
+"""Write a checkpoint's model as one plain file, on the CPU, in one process.
+
+A file with a graph is read back and must compute what the model does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import AdditionalInputs, ExportedProgram
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import IterableDataset
+
+from framework.checkpoint import find, load, read_manifest
+from framework.checkpoint.reader import load_weights
+from framework.config.parse import parse
+from framework.config.schema import Config, ExportFormat
+from framework.config.targets import check_targets
+from framework.config.topology import Topology
+from framework.data.fetch import BatchRequest, fetch_for
+from framework.data.loader import dataset_size
+from framework.data.stream import first_batch
+from framework.distributed.context import Context
+from framework.errors import ConfigError, RunError, TargetError, describe_error, raised_at
+from framework.system.versions import installed_versions
+from framework.training import build
+from framework.training.precision import PrecisionPlugin
+from framework.training.sizes import tensor_bytes
+
+Facts = list[tuple[str, str]]
+"""What is printed about a file: names and texts."""
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+"""The largest difference allowed between a graph's output and the model's, as a share of the output's largest value.
+Outputs of other types must be equal."""
+
+_CPU = torch.device("cpu")
+_BATCH = "batch"  # the name of the dynamic dimension
+_SMALL_BATCH = 8
+_LINES = 2  # of torch's message; the rest is advice on debugging torch
+_ONNX_LIMIT_BYTES = 2000 << 20  # protobuf's is 2 GiB, for weights and graph
+_OPSET_WITH_BFLOAT16 = 22  # of convolutions, for instance; torch's default is older
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported."""
+
+    config: Config
+    model: nn.Module  # in eval mode, with the checkpoint's weights
+    step: int
+    metadata: Mapping[str, str]  # written into files that can hold it
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the model with the weights of `checkpoint.path` in `export.format`.
+
+    Args:
+        arguments: `config` (as in config.yaml), `span` (how many devices the model is built for; each is the CPU) and
+            `path` (of the file). If this raises, the caller removes what is left at `path`.
+
+    Returns:
+        `step`, `model` (its class) and `facts` to print.
+
+    Raises:
+        FrameworkError: the checkpoint doesn't fit, the model can't be exported, or the file differs from the model.
+    """
+    config, path = parse(arguments["config"]), Path(arguments["path"])
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    check_targets(config)
+    source = _source(config, span=arguments["span"])
+    write = {
+        ExportFormat.STATE_DICT: _state_dict,
+        ExportFormat.SAFETENSORS: _safetensors,
+        ExportFormat.ONNX: _graph,
+        ExportFormat.TORCH_EXPORT: _graph,
+    }[config.export.format]
+    return {"step": source.step, "model": source.name, "facts": write(source, path)}
+
+
+def _source(config: Config, *, span: int) -> Source:
+    directory = find(Path(str(config.checkpoint.path)))
+    step = read_manifest(directory).step
+    topology = Topology(nnodes=1, procs_per_node=1, gpus_per_node=0, span=span)
+    context = Context(topology, 0, 0, 0, devices=(_CPU,) * span, backend="gloo")
+    model = PrecisionPlugin(config.trainer.precision, device=_CPU).convert_model(
+        build.build_model(config.model, context=context)
+    )
+    load_weights(model, load(directory, map_location=_CPU, parts=["model"])["model"], source=directory)
+    metadata = {
+        "recipe": config.recipe,
+        "step": str(step),
+        "framework_version": installed_versions(["framework"])["framework"],
+        "torch_version": str(torch.__version__),
+    }
+    return Source(config, model.eval(), step, metadata)
+
+
+# Weights
+
+
+def _state_dict(source: Source, path: Path) -> Facts:
+    state = source.model.state_dict()
+    torch.save(state, path)
+    return _counted(state)
+
+
+def _safetensors(source: Source, path: Path) -> Facts:
+    from safetensors.torch import save
+
+    state = source.model.state_dict()
+    others = [name for name, value in state.items() if not isinstance(value, Tensor) or value.layout != torch.strided]
+    if others:
+        raise ConfigError(
+            f"safetensors holds dense tensors only, and {', '.join(others)} of {source.name} isn't one.\n"
+            "Use export.format=state_dict."
+        )
+    # Every name needs memory of its own.
+    unshared = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    path.write_bytes(save(unshared, {**source.metadata, "format": "pt"}))  # `save_file` gives it to its owner only
+    return _counted(state)
+
+
+def _counted(state: Mapping[str, Any]) -> Facts:
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    kinds = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    numbers = sum(tensor.numel() for tensor in tensors)
+    return [("tensors", f"{len(tensors)}, of {numbers:,} numbers ({', '.join(kinds)})")]
+
+
+# Graphs
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a model's call with a batch of `num_samples`, in the order of its signature."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    num_samples: int
+
+    def tensors(self) -> list[Tensor]:
+        return _tensors((self.args, self.kwargs))
+
+    def outputs(self, function: Callable[..., Any]) -> list[Tensor]:
+        """Return the tensors that `function` returns for copies of the arguments, in order."""
+        args, kwargs = _copied(self.args, self.kwargs)
+        with torch.no_grad():
+            return _tensors(function(*args, **kwargs))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    copy: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, torch.clone, (args, kwargs))
+    return copy
+
+
+def _graph(source: Source, path: Path) -> Facts:
+    """Write the model's graph, and compare what the file computes with the model.
+
+    It is traced with the model's call in `validation_step`, with `data.eval_batch_size` samples. With
+    `export.dynamic_batch` there are two small batches instead: dimensions that differ between them are dynamic.
+    """
+    config = source.config
+    sizes, dynamic = [config.data.eval_batch_size or config.data.batch_size], ""
+    if config.export.dynamic_batch:
+        small = max(2, min(sizes[0], _SMALL_BATCH))  # torch treats 1 as "broadcast"
+        sizes = [small, small + 1]
+        dynamic = (
+            "For batches of any size, use x.shape[0]: len(x) is a fixed number in a graph. With "
+            "export.dynamic_batch=false the file takes batches of data.eval_batch_size samples only.\n"
+        )
+    try:
+        calls = [_first_call(source, num_samples=size) for size in sizes]
+        program = _traced(source.model, calls)
+    except ConfigError:
+        raise
+    except Exception as error:  # torch's own, of many classes, or of the user's code
+        raise TargetError(
+            f"{source.name} can't be exported with batches of {' and '.join(map(str, sizes))} samples: "
+            f"{describe_error(error, lines=_LINES)}\n{raised_at(error)}\n{dynamic}"
+            "Change the model there, or use export.format=state_dict or safetensors."
+        ) from error
+    inputs = [("input", f"{name}: {text}") for name, text in _inputs(program, num_samples=sizes[0]).items()]
+    if config.export.format is ExportFormat.TORCH_EXPORT:
+        torch.export.save(program, path, extra_files=dict(source.metadata))
+        again = torch.export.load(path).module()
+        return [*inputs, _compare(source, calls, lambda call: call.outputs(again), by="torch.export")]
+    model = _onnx_model(source, program, num_samples=sizes[0])
+    path.write_bytes(model.SerializeToString())
+    by, run = _load_onnx(path)
+    compared = _compare(source, calls, lambda call: list(run(*call.tensors())), by=by)
+    return [*inputs, ("opset", str(model.opset_import[0].version)), compared]
+
+
+def _first_call(source: Source, *, num_samples: int) -> Call:
+    """Return how `validation_step` first calls the model with samples of the test, validation or train part.
+
+    Raises ConfigError if it doesn't call the model.
+    """
+    config = source.config
+    datasets, task = build.build_datasets(config.data.datasets), build.build_task(config.task)
+    part = next(name for name in ("test", "val", "train") if getattr(datasets, name) is not None)
+    dataset = getattr(datasets, part)
+    if isinstance(dataset, IterableDataset):
+        batch = first_batch(dataset, number=num_samples, part=part)
+    else:
+        indices = torch.arange(num_samples) % dataset_size(dataset, part=part)
+        batch = fetch_for(dataset, part=part, seed=0)(BatchRequest(indices, epoch=0))
+    precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
+    precision.convert_task(task)
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(_copied(args, kwargs))  # before the model writes to them
+
+    with source.model.register_forward_pre_hook(note, with_kwargs=True), torch.no_grad():
+        task.validation_step(source.model, precision.convert_batch(batch))
+    if not seen:
+        raise ConfigError(
+            f"{type(task).__name__}.validation_step doesn't call model(...), so the model can't be traced.\n"
+            "Use export.format=state_dict or safetensors."
+        )
+    bound = inspect.signature(source.model.forward).bind(*seen[0][0], **seen[0][1])
+    return Call(bound.args, bound.kwargs, num_samples)
+
+
+def _traced(model: nn.Module, calls: list[Call]) -> ExportedProgram:
+    """Return the model's graph for the first call; what has another size in the other calls is dynamic."""
+    first, *others = calls
+    sizes = AdditionalInputs()
+    for call in others:
+        sizes.add(call.args, call.kwargs)
+    with torch.no_grad():
+        return torch.export.export(model, first.args, first.kwargs, dynamic_shapes=sizes if others else None)
+
+
+def _inputs(program: ExportedProgram, *, num_samples: int) -> dict[str, str]:
+    """Return the graph's tensor inputs in order: name → type and shape, such as `float32 [batch, 10]`."""
+    names = _dynamic_dimensions(program, num_samples=num_samples)
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')} [{', '.join(names.get(str(n), str(n)) for n in value.shape)}]"
+        for name, value in _input_tensors(program).items()
+    }
+
+
+def _dynamic_dimensions(program: ExportedProgram, *, num_samples: int) -> dict[str, str]:
+    """Return what to call dynamic dimensions: torch's own name, such as `s77` → `batch` if it is as large."""
+    sizes: Iterator[Any] = (size for value in _input_tensors(program).values() for size in value.shape)
+    return {str(size): _BATCH for size in sizes if not isinstance(size, int) and size.node.hint == num_samples}
+
+
+def _input_tensors(program: ExportedProgram) -> dict[str, Tensor]:
+    given = set(program.graph_signature.user_inputs)
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.name in given}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _compare(
+    source: Source, calls: Sequence[Call], run_file: Callable[[Call], list[Tensor]], *, by: str
+) -> tuple[str, str]:
+    """Run the file and the model on every call. Raises RunError if the outputs differ by more than TOLERANCES."""
+    dtypes: dict[torch.dtype, None] = {}
+    for call in calls:
+        try:
+            expected = call.outputs(source.model)
+            check_close(expected, run_file(call))
+        except Exception as error:  # also whatever runs the file may raise
+            raise RunError(
+                f"The {source.config.export.format.value} file of {source.name}, run by {by} with a batch of "
+                f"{call.num_samples} samples, is not the same as the model; it was removed.\n"
+                f"{describe_error(error, lines=4)}\nA model that draws random numbers in eval mode can't be the same."
+            ) from error
+        dtypes.update(dict.fromkeys(tensor.dtype for tensor in expected))
+    sizes = " and ".join(str(call.num_samples) for call in calls)
+    batches = f"{'batches' if len(calls) > 1 else 'a batch'} of {sizes}"
+    return "compared", f"with the model, by {by}, for {batches}: {', '.join(map(_tolerance_text, dtypes))}"
+
+
+def check_close(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """Raise AssertionError if number, types, shapes or values of the outputs differ. See TOLERANCES."""
+    if not expected:
+        raise AssertionError("The model returns no tensor, so there is nothing to export.")
+    if len(expected) != len(found):
+        raise AssertionError(f"The model returns {len(expected)} tensors, the file {len(found)}.")
+    for position, (wanted, given) in enumerate(zip(expected, found, strict=True)):
+        share = TOLERANCES.get(wanted.dtype, 0.0)
+        values = wanted[wanted.isfinite()].abs() if share else wanted[:0]
+        torch.testing.assert_close(
+            given,
+            wanted,
+            rtol=0.0,
+            atol=share * float(values.max()) if values.numel() else 0.0,
+            equal_nan=True,
+            check_device=False,
+            msg=partial("Output {}: {}".format, position),
+        )
+
+
+def _tolerance_text(dtype: torch.dtype) -> str:
+    name, share = str(dtype).removeprefix("torch."), TOLERANCES.get(dtype)
+    return f"{name} equal" if share is None else f"{name} within {share:.0e} of the largest value"
+
+
+# ONNX
+
+
+def _onnx_model(source: Source, program: ExportedProgram, *, num_samples: int) -> Any:
+    """Return the program as an `onnx.ModelProto` with its weights. Raises TargetError for what ONNX can't express."""
+    tensors = program.state_dict.values()
+    size_bytes = tensor_bytes(tensors)
+    if size_bytes > _ONNX_LIMIT_BYTES:
+        raise ConfigError(
+            f"The weights of {source.name} are {size_bytes:,} bytes, and one ONNX file holds less than 2 GiB.\n"
+            "Use export.format=torch_export or safetensors."
+        )
+    opset = _OPSET_WITH_BFLOAT16 if torch.bfloat16 in {tensor.dtype for tensor in tensors} else None
+    try:
+        exported = torch.onnx.export(program, dynamo=True, verbose=False, opset_version=opset)
+    except Exception as error:  # torch's own, of many classes
+        raise TargetError(
+            f"torch.onnx can't turn {source.name} into ONNX: {describe_error(error.__cause__ or error)}\n"
+            "Change the model there, or use another export.format: torch_export, safetensors or state_dict."
+        ) from error
+    assert exported is not None
+    model = exported.model_proto
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for dimension in value.type.tensor_type.shape.dim:
+            for symbol, readable in _dynamic_dimensions(program, num_samples=num_samples).items():
+                if dimension.dim_param:
+                    dimension.dim_param = re.sub(rf"\b{re.escape(symbol)}\b", readable, dimension.dim_param)
+    for key, text in source.metadata.items():
+        model.metadata_props.add(key=key, value=text)
+    return model
+
+
+def _load_onnx(path: Path) -> tuple[str, Callable[..., Any]]:
+    """Return the name of what runs the file, and a function of its inputs.
+
+    That is onnxruntime, or onnx.reference if onnxruntime is missing or has no kernel for an operation on the CPU.
+    """
+    import onnx_ir
+
+    program = torch.onnx.ONNXProgram(onnx_ir.load(path), None)
+    if find_spec("onnxruntime") is not None:
+        import onnxruntime
+        from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
+        onnxruntime.set_default_logger_severity(3)  # errors
+        with suppress(NoKernel):
+            program.initialize_inference_session(
+                partial(onnxruntime.InferenceSession, providers=["CPUExecutionProvider"])
+            )
+            return f"onnxruntime {installed_versions(['onnxruntime'])['onnxruntime']}", program
+    return f"onnx.reference {installed_versions(['onnx'])['onnx']}", program.call_reference

@@ -1,0 +1,199 @@
+"""`job=eval` and `job=predict` on one rank: run a trained model over one part of the data, every sample once.
+
+Rank 0 gathers all predictions and writes them in the order of the dataset.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.config.schema import Part
+from framework.data.loader import EvalLoader
+from framework.data.stream import StreamEvalLoader
+from framework.distributed.collectives import gather_to_first
+from framework.distributed.process_group import process_group
+from framework.errors import ConfigError, DataError, TargetError
+from framework.launch.plan import MonitorLink, RankArguments
+from framework.monitoring.rank_status import Phase
+from framework.system.files import atomic_output
+from framework.tasks.supervised import describe
+from framework.training import build
+from framework.training.data_settings import check_streams, streams_of
+from framework.training.evaluation import evaluate
+from framework.training.precision import PrecisionPlugin
+from framework.training.rank_setup import RankSetup, load_model, make_eval_loader, setup_rank
+from framework.types import Datasets
+
+Columns = dict[str, Tensor]
+"""Name → values of some samples: shape (n,) or (n, k) or more, on the CPU."""
+
+
+def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
+    """Evaluate the weights of `checkpoint.path` on `eval.part`; rank 0 writes the metrics to `run.json`."""
+    with setup_rank(arguments, link) as rank:
+        part = rank.config.eval.part
+        with _ready(rank, arguments, part=part) as (model, loader, precision):
+            metrics = evaluate(
+                model,
+                loader,
+                task=precision.convert_task(build.build_task(rank.config.task)),
+                precision=precision,
+                context=rank.context,
+                prefix=part.value,
+            )
+        if rank.context.is_main:
+            rank.run_dir.update_run({"results": {"metrics": metrics}})
+
+
+def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
+    """Write the model's predictions for `predict.part` to `predict.output`, in the order of the dataset."""
+    with setup_rank(arguments, link) as rank:
+        task: Any = build.build_task(rank.config.task)
+        if not callable(getattr(task, "predict_step", None)):
+            raise ConfigError(
+                f"job=predict needs a task with predict_step(model, batch); {type(task).__name__} has none.\n"
+                "Give it one that returns a tensor, or a dict of tensors, with a row for each sample."
+            )
+        part = rank.config.predict.part
+        with _ready(rank, arguments, part=part) as (model, loader, precision):
+            precision.convert_task(task)
+            own = joined(list(_predictions(model, loader, task=task, precision=precision)))
+            shares = gather_to_first(own, rank.context)
+            if shares is not None:
+                turns = loader.turns if isinstance(loader, StreamEvalLoader) else None
+                count = write_predictions(shares, Path(rank.config.predict.output), turns=turns)
+                rank.run_dir.update_run({"results": {"samples": count}})
+
+
+def _predictions(
+    model: nn.Module, loader: EvalLoader | StreamEvalLoader, *, task: Any, precision: PrecisionPlugin
+) -> Iterator[Columns]:
+    model.eval()
+    with torch.inference_mode():
+        for micro in loader:
+            with precision.autocast():
+                prediction = task.predict_step(model, precision.convert_batch(micro.batch))
+            yield columns_of(prediction, num_samples=micro.num_samples)
+
+
+@contextmanager
+def _ready(
+    rank: RankSetup, arguments: RankArguments, *, part: Part
+) -> Iterator[tuple[nn.Module, EvalLoader | StreamEvalLoader, PrecisionPlugin]]:
+    """Yield the model with its weights, this rank's loader and the precision, inside the process group."""
+    config, context = rank.config, rank.context
+    datasets = build.build_datasets(config.data.datasets)
+    dataset = _part(datasets, part)
+    check_streams(config, datasets, rank.strategy)
+    key = f"limit_{part.value}_batches"
+    loader = make_eval_loader(rank, dataset, part=part.value)
+    if loader is None:
+        raise DataError(f"trainer.{key}=0 leaves nothing of the {part.value} part. Set trainer.{key}=null.")
+    rank.link.rank_status.set_phase(Phase.MEETING)
+    with process_group(context, config.backend, rendezvous=arguments.rendezvous):
+        rank.link.rank_status.set_phase(Phase.BUILDING)
+        if streams_of(datasets):
+            rank.exchange.open()
+        try:
+            settings = config.trainer
+            precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
+            model = precision.convert_model(build.build_model(config.model, context=context))
+            load_model(rank, model, Path(str(config.checkpoint.path)))
+            rank.link.rank_status.set_phase(Phase.EVALUATE)
+            yield model, loader, precision
+            rank.link.rank_status.set_phase(Phase.CLOSING)
+        finally:
+            loader.close()
+
+
+def _part(datasets: Datasets, part: Part) -> Any:
+    existing = [name for name, dataset in datasets._asdict().items() if dataset is not None]
+    if part.value not in existing:
+        raise DataError(f"data.datasets gives no {part.value} part. There is: {', '.join(existing)}.")
+    return getattr(datasets, part.value)
+
+
+# The file of predictions
+
+
+def columns_of(prediction: Tensor | Mapping[str, Tensor], *, num_samples: int) -> Columns:
+    """Return what a task's `predict_step` returned for a batch as columns.
+
+    Raises TargetError if it isn't a tensor or a dict, ConfigError if it hasn't one row for each sample.
+    """
+    if not isinstance(prediction, (Tensor, Mapping)):
+        raise TargetError(
+            f"The task's predict_step returned {describe(prediction)}. It must return a tensor, or a dict of tensors, "
+            "whose first dimension is the sample."
+        )
+    named: dict[str, Any] = {"output": prediction} if isinstance(prediction, Tensor) else dict(prediction)
+    for name, values in named.items():
+        if not isinstance(values, Tensor) or values.ndim == 0 or len(values) != num_samples:
+            seen = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise ConfigError(
+                f"The task's predict_step returned {name!r} as {seen} for a batch of {num_samples} samples.\n"
+                "It must return tensors whose first dimension is the sample."
+            )
+    return {name: values.detach().cpu() for name, values in named.items()}
+
+
+def joined(parts: Sequence[Columns]) -> Columns:
+    """Return the samples of all parts, one part after another; no columns without parts."""
+    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+
+
+def write_predictions(shares: Sequence[Columns], output: Path, *, turns: int | None = None) -> int:
+    """Write the shares of all ranks to `output`, and return the number of samples.
+
+    Args:
+        shares: of each rank, in the order of ranks; a rank without samples has no columns.
+        output: `.csv` (a header, one row for each sample, an index first) or `.pt` (a dict of tensors).
+        turns: how many samples each rank has in turn, of a stream; None if one share follows another.
+
+    Raises:
+        ConfigError: `output` exists.
+    """
+    columns = joined([part for part in (shares if turns is None else _interleaved(shares, turns)) if part])
+    with atomic_output(output, key="predict.output") as path:
+        if output.suffix == ".csv":
+            _write_csv(columns, path)
+        else:
+            torch.save(columns, path)
+    return len(next(iter(columns.values()), ()))
+
+
+def _interleaved(shares: Sequence[Columns], turns: int) -> Iterator[Columns]:
+    sizes = [len(next(iter(share.values()), ())) for share in shares]
+    rounds = sum(sizes) // (turns * len(shares))
+    for begin in range(0, rounds * turns, turns):
+        yield from ({name: values[begin : begin + turns] for name, values in share.items()} for share in shares)
+    yield from ({name: values[rounds * turns :] for name, values in share.items()} for share in shares)
+
+
+def _write_csv(columns: Columns, path: Path) -> None:
+    flat = dict(_flattened(columns))
+    # Nine digits give the same float32 back.
+    texts = [
+        [f"{value:.9g}" if isinstance(value, float) else value for value in values.tolist()] for values in flat.values()
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        if flat:
+            writer.writerow(["index", *flat])
+        writer.writerows([index, *row] for index, row in enumerate(zip(*texts, strict=True)))
+
+
+def _flattened(columns: Columns) -> Iterator[tuple[str, Tensor]]:
+    """Yield a column for each number of a sample: `output` of shape (n, 3) is `output_0`, `output_1`, `output_2`."""
+    for name, values in columns.items():
+        if values.ndim == 1:
+            yield name, values
+        else:
+            yield from ((f"{name}_{i}", column) for i, column in enumerate(values.flatten(start_dim=1).unbind(dim=1)))

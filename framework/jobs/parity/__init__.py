@@ -1,0 +1,9 @@
+"""`job=parity`: does training give the same weights with one process and with several? If not, what differs first?
+
+Start with `job`, which runs three trainings; `recording` is the callback that records them, `comparison` compares,
+`report` prints.
+"""
+
+from framework.jobs.parity.job import check, main
+
+__all__ = ["check", "main"]

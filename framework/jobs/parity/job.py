@@ -1,0 +1,186 @@
+"""`job=parity`: are the weights the same with one process and with several? If not, what differs first?
+
+Three ordinary trainings of `parity.steps` optimizer steps run one after another, from the same seed, with the same
+global batches, without dropout, validation or checkpoints: with `parity.processes` processes, with one, and again with
+one from slightly moved weights, to measure how far rounding carries. The answer is printed, and written to parity.json
+with these keys:
+
+    recipe, processes, global_batch_size, precision
+    same           if gradients, weights and buffers are the same but for rounding
+    steps          how many were compared
+    model          its class; dropouts: how many modules had their dropout switched off
+    parts          layers, gradients, weights, buffers: how many are compared, and the greatest of their differences:
+                   name, difference, allowed, rounding (measured), rank, step. Differences are shares of a tensor's size
+    unsure         parameters that can't be compared, since rounding is as large as their gradients
+    first_difference
+                   null, or of the first step that differs: step (0: the start), layer (the first in the forward),
+                   parts (how many differ, the first of them), shares (samples of each process), reason (see
+                   `report.CAUSES`), module, factor, names
+
+Exit status 0: the same; 1: not the same, or a training failed; 2: can't be compared. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from framework.config.parse import parse
+from framework.config.schema import Config, Precision
+from framework.config.topology import Topology
+from framework.data.batching import plan_batches
+from framework.errors import ConfigError, TopologyError
+from framework.jobs.launcher_choice import checked_topology
+from framework.jobs.parity.report import render
+from framework.jobs.request import JobResult, Request, SubRun
+from framework.jobs.run_ranks import Messages, run
+from framework.jobs.summary import display_path, job_interrupted, training_summary
+from framework.launch.fork_server import call_in_child
+from framework.system.formatting import format_count, format_facts
+from framework.system.hardware import count_gpus
+from framework.system.run_dir import new_name, write_atomically
+
+_RECORDS = "parity"  # in each run directory, as in `recording`
+_MESSAGES = Messages("Comparing", training_summary, job_interrupted)  # sub-runs print the last only
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the trainings have in common."""
+
+    processes: int  # of the training that is compared with one process
+    global_batch_size: int
+    topology: Topology  # of the run
+
+
+def main(request: Request) -> JobResult:
+    """Compare, print and write the answer. Raises FrameworkError for what can't be compared."""
+    setup, config = check_setup(request), request.config
+    processes, size = setup.processes, setup.global_batch_size
+    folder = Path(config.path.outputs, config.recipe, "parity", new_name())
+    runs = {  # several processes first: more can go wrong with them
+        "many": SubRun(folder / "processes", processes),
+        "one": SubRun(folder / "processes", 1),
+        "moved": SubRun(folder / "moved", 1),
+    }
+    steps = format_count(config.parity.steps, "step")
+    print(f"Comparing {config.recipe} with 1 process and with {processes}: {steps} of {size} samples")
+    print(display_path(folder), flush=True)
+    try:
+        for side, sub_run in runs.items():
+            asked = training(request, setup, sub_run=sub_run, moves=side == "moved")
+            result = run(asked, entry="framework.jobs.train:train_rank", messages=_MESSAGES)
+            if result.status != 0:
+                ranks = format_count(sub_run.number, "process", "processes")
+                print(f"\nNothing was compared: the training with {ranks} failed.")
+                print(format_facts([("logs", f"{display_path(sub_run.path)}/logs")]))
+                return result
+        found = call_in_child(
+            request.fork_server,
+            "framework.jobs.parity.comparison:answer",
+            {"processes": processes, **{side: str(sub_run.path.resolve()) for side, sub_run in runs.items()}},
+            timeout_s=config.backend.init_timeout,
+        )
+    finally:
+        for sub_run in runs.values():  # the records may be large
+            shutil.rmtree(sub_run.path / _RECORDS, ignore_errors=True)
+    answer = {
+        "recipe": config.recipe,
+        "global_batch_size": size,
+        "precision": config.trainer.precision.value,
+        **found,
+    }
+    write_atomically(folder / "parity.json", json.dumps(answer, indent=2) + "\n")
+    print(f"{render(answer)}\n\n  {display_path(folder / 'parity.json')}", flush=True)
+    return JobResult(0 if answer["same"] else 1)
+
+
+def check(request: Request) -> Topology:
+    """Raise FrameworkError for what can be found wrong before anything is started; return the topology."""
+    setup = check_setup(request)
+    return checked_topology(training(request, setup, sub_run=SubRun(Path(), setup.processes), moves=False))
+
+
+def check_setup(request: Request) -> Setup:
+    """Return what to compare. Raises FrameworkError for what can't be compared."""
+    config = request.config
+    if request.sub_run is not None:
+        raise ConfigError(
+            "job=parity runs trainings of its own, so it can't go with a sweep (-m). Compare one of its jobs."
+        )
+    if request.adopted_ranks is not None:
+        raise ConfigError(
+            f"job=parity starts its own processes, and {request.adopted_ranks.cluster.starter} has started these.\n"
+            "Run the command once, without it."
+        )
+    if config.topology.nnodes > 1:
+        raise ConfigError(
+            f"job=parity compares on one machine, and topology.nnodes={config.topology.nnodes}.\n"
+            "Use topology.nnodes=1: what depends on the number of processes does so on one machine too."
+        )
+    topology = checked_topology(request)
+    processes = config.parity.processes or (topology.world_size if topology.world_size > 1 else 2)
+    plan = plan_batches(
+        batch_size=config.data.batch_size,
+        global_batch_size=config.data.global_batch_size,
+        world_size=topology.world_size,
+        accumulate=config.trainer.accumulate_grad_batches,
+    )
+    size = plan.global_batch_size
+    plan_batches(batch_size=1, global_batch_size=size, world_size=processes, accumulate=plan.micro_batches)
+    needed = processes * topology.span
+    if topology.gpus_per_node and not config.topology.share_gpus and needed > count_gpus():
+        raise TopologyError(
+            f"{processes} processes of {topology.span} GPU(s) each need {needed} GPUs; there are {count_gpus()}.\n"
+            "Use fewer (parity.processes); let them share "
+            f"(topology.share_gpus=true topology.gpus_per_process={topology.span} backend=gloo);\n"
+            "or compare on the CPU: trainer.gpus=0"
+        )
+    return Setup(processes, size, topology)
+
+
+def training(request: Request, setup: Setup, *, sub_run: SubRun, moves: bool) -> Request:
+    """Return one of the trainings: the user's, except for its length, its processes, and what only costs time.
+
+    Schedules keep their length: the callback stops the training, once the ranks agree on it when they log.
+    """
+    raw: dict[str, Any] = deepcopy(dict(request.raw))
+    processes, span, gpus = sub_run.number, setup.topology.span, setup.topology.gpus_per_node
+    if gpus:
+        gpus = min(gpus, processes * span) if request.config.topology.share_gpus else processes * span
+    raw["data"] |= {"global_batch_size": setup.global_batch_size}
+    raw["topology"] |= {"procs_per_node": processes, "gpus_per_process": span}
+    raw["trainer"] |= {
+        "gpus": gpus,
+        "fast_dev_run": False,
+        "benchmark": False,  # it would choose other kernels for other shapes, and at random
+        "log_every_n_steps": 1,
+        "limit_val_batches": 0,
+        "limit_test_batches": 0,
+    }
+    raw["checkpoint"] |= {"enabled": False, "monitor": None}
+    raw["logger"] = {}
+    raw["launcher"] |= {"max_restarts": 0}
+    raw["preflight"] |= {"enabled": False}
+    recording = {
+        "_target_": "framework.jobs.parity.recording.Recording",
+        "steps": request.config.parity.steps,
+        "precision": _coarsest(request.config),
+        "moves_weights": moves,
+    }
+    raw["callbacks"] = {**raw["callbacks"], "parity_recording": recording}  # the last: others may change the model
+    config: Config = parse(raw)
+    return replace(request, config=config, raw=raw, sub_run=sub_run)
+
+
+def _coarsest(config: Config) -> str:
+    """Return the precision that decides rounding: the trainer's, unless the strategy computes in a coarser one."""
+    policy = config.strategy.get("mp_policy") or {}
+    short = {"bf16": Precision.BF16_MIXED, "fp16": Precision.FP16_MIXED}
+    found = [short[name] for name in policy.values() if name in short] if isinstance(policy, Mapping) else []
+    return (found[0] if found else config.trainer.precision).value

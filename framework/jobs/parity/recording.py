@@ -1,0 +1,249 @@
+"""A callback that records, on every rank, what passes through the model's modules and what the optimizer does.
+
+A tensor that a module is given or returns is recorded as moments of its values, which don't depend on where its samples
+are: weighted by the samples of each micro-batch, their mean is that of the global batch. Gradients, weights and buffers
+are recorded as sketches, whose distance is about that of the tensors: each value gets a random sign and a bucket, and
+each bucket is summed (count sketch: Charikar, Chen and Farach-Colton, 2002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
+
+from framework.distributed.context import Context
+from framework.distributed.seed import fingerprint
+from framework.distributed.sharded import full_tensor, local_tensor
+from framework.system.run_dir import RunDir
+from framework.types import FitInfo, StepReport, Stop
+
+POWERS = (1, 2, 4)  # in `moments`; a normalised tensor has the first moment and the second of any other
+_BUCKETS = 1024
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two trainings may differ by rounding alone; docs/parity.md explains the numbers."""
+
+    floor: float  # what is always allowed
+    moved_by: float  # how far to move weights to measure rounding: farther than rounding does
+
+    @classmethod
+    def of(cls, precision: str, dtypes: Sequence[torch.dtype]) -> Tolerance:
+        """Return that of the coarsest of these formats and of `precision`."""
+        formats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+        formats += [_AUTOCAST[precision]] if precision in _AUTOCAST else []
+        unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)  # the largest relative error of one rounding
+        # With 16 bits, sums are in float32.
+        return cls(4 * unit, unit) if unit > 2.0**-16 else cls(128 * unit, 64 * unit)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A tensor that a module's forward is given or returns."""
+
+    kind: str  # "input" or "output"
+    module: str  # its name; empty for the model itself
+    type: str
+    inside: str | None  # the module whose forward calls it; None for the model itself
+    drew: bool  # random numbers were drawn since the event before
+    moments: Tensor  # see `moments`; of a step, times its samples
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One optimizer step of one rank. Gradients, weights and buffers are sketches by name."""
+
+    num_samples: int
+    events: Sequence[Event]  # none if its micro-batches took different paths through the model
+    gradients: Mapping[str, Tensor]  # as the optimizer gets them; none if the loss scaler skipped the step
+    weights: Mapping[str, Tensor]  # their changes since the start
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank writes to `RUN/parity/rank_N.pt`."""
+
+    weights: Mapping[str, Tensor]  # before the first step
+    model: str  # its class
+    floor: float  # see Tolerance
+    dropouts: int  # modules in which dropout was switched off
+    steps: list[StepTrace]
+
+
+def trace_file(folder: Path, *, rank: int) -> Path:
+    """Return where a rank's Trace is in a run directory."""
+    return folder / "parity" / f"rank_{rank}.pt"
+
+
+@final
+class Recording:
+    """Writes this rank's Trace after each of `steps` optimizer steps, then stops the training.
+
+    Dropout and TF32 are switched off. The random generators are compared, never used.
+
+    Args:
+        precision: of the trainer, which decides how far rounding reaches.
+        moves_weights: start with weights moved by rounding, up or down at random but the same each time.
+    """
+
+    compares_replicas = "job=parity"
+
+    def __init__(
+        self, *, run_dir: RunDir, context: Context, steps: int, precision: str, moves_weights: bool = False
+    ) -> None:
+        self._context = context
+        self._file = trace_file(run_dir.path, rank=context.rank)
+        self._steps = steps
+        self._precision = precision
+        self._moves_weights = moves_weights
+        self._events: list[Event] = []  # of this step
+        self._gradients: dict[str, Tensor] = {}
+        self._open: list[str] = []  # modules whose forward is running
+
+    def on_fit_start(self, info: FitInfo) -> None:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        self._model = model = info.model
+        tolerance = Tolerance.of(self._precision, [parameter.dtype for parameter in model.parameters()])
+        dropouts = switch_off_dropout(model)
+        if self._moves_weights:
+            move_weights(model, by=tolerance.moved_by)
+        self._trace = Trace(self._weights(), type(model).__name__, tolerance.floor, dropouts, steps=[])
+        self._save()
+        self._drawn = fingerprint(self._context.devices)
+        # Hooks are functions, not bound methods: a copy of the model copies its hooks and what they are bound to.
+        info.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
+        for name, module in model.named_modules():
+            self._watch(name, module)
+
+    def on_train_step_end(self, report: StepReport) -> Stop | None:
+        sizes = [micro.num_samples for micro in report.indices]
+        step = StepTrace(
+            num_samples=sum(sizes),
+            events=step_events(self._events, sizes),
+            gradients=self._gradients,
+            weights={name: sketch - self._trace.weights[name] for name, sketch in self._weights().items()},
+            buffers={name: sketch(full_tensor(buffer)) for name, buffer in self._model.named_buffers()},
+        )
+        self._events, self._gradients = [], {}
+        self._trace.steps.append(step)
+        self._save()
+        return Stop(f"parity.steps={self._steps} compared") if len(self._trace.steps) >= self._steps else None
+
+    def _save(self) -> None:
+        self._file.parent.mkdir(exist_ok=True)
+        torch.save(self._trace, self._file)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return sketches of the weights. Every rank must call it."""
+        return {name: sketch(full_tensor(parameter)) for name, parameter in self._model.named_parameters()}
+
+    def _record_gradients(self) -> None:
+        """Record the gradients before the optimizer's step. Every rank must call it."""
+        given = ((name, parameter.grad) for name, parameter in self._model.named_parameters())
+        self._gradients = {name: sketch(full_tensor(grad)) for name, grad in given if grad is not None}
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        """Record every forward of the module."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._record("input", name, module, (args, kwargs))
+            self._open.append(name)
+
+        def leave(module: nn.Module, _: Any, output: Any) -> None:
+            self._open.pop()
+            self._record("output", name, module, output)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _record(self, kind: str, name: str, module: nn.Module, tree: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
+        if not tensors or not self._model.training:
+            return
+        before, self._drawn = self._drawn, fingerprint(self._context.devices)
+        event = partial(
+            Event,
+            kind=kind,
+            module=name,
+            type=type(module).__name__,
+            inside=self._open[-1] if self._open else None,
+            drew=before != self._drawn,
+        )
+        self._events += [event(moments=moments(tensor)) for tensor in tensors]
+
+
+def step_events(recorded: Sequence[Event], sizes: Sequence[int]) -> list[Event]:
+    """Return the events of all micro-batches of these sizes together; none if they took different paths.
+
+    A micro-batch of size 0 is a stand-in, whose values are left out.
+    """
+    length, rest = divmod(len(recorded), max(1, len(sizes)))
+    micro = [recorded[number * length : (number + 1) * length] for number in range(len(sizes))]
+    if rest or len({tuple((event.kind, event.module) for event in part) for part in micro}) > 1:
+        return []
+    return [
+        replace(
+            same[0],
+            drew=any(event.drew for event in same),
+            moments=torch.stack([size * event.moments for size, event in zip(sizes, same, strict=True)]).sum(dim=0),
+        )
+        for same in zip(*micro, strict=True)
+    ]
+
+
+def switch_off_dropout(model: nn.Module) -> int:
+    """Set the dropout of torch's own modules to 0. Return in how many modules it wasn't."""
+    found = 0
+    for module in model.modules():
+        for kind, name in ((_DropoutNd, "p"), (nn.MultiheadAttention, "dropout"), (nn.RNNBase, "dropout")):
+            if isinstance(module, kind) and getattr(module, name) > 0:
+                setattr(module, name, 0.0)
+                found += 1
+    return found
+
+
+@torch.no_grad()
+def move_weights(model: nn.Module, *, by: float) -> None:
+    """Multiply each weight by 1 + `by` or 1 − `by`, at random but the same each time; no global generator moves."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        own = local_tensor(parameter)
+        if own.is_floating_point() or own.is_complex():
+            signs = torch.randint(2, own.shape, generator=generator) * 2 - 1
+            # The weights' own format may have no number so near to 1.
+            factors = (1 + by * signs.double()).to(torch.float64 if by < 2.0**-24 else torch.float32)
+            own.mul_(factors.to(own.device))
+
+
+def moments(tensor: Tensor) -> Tensor:
+    """Return the mean of a tensor's values and of each of `POWERS` of their absolute values."""
+    values = _exact(tensor)
+    # In place, since activations may be large; `sum` rounds less than the norms of torch.linalg.
+    sums = [values.sum(), values.abs_().sum(), values.square_().sum(), values.square_().sum()]
+    return torch.stack(sums).cpu() / values.numel()
+
+
+def sketch(tensor: Tensor) -> Tensor:
+    """Return sums of a tensor's values with random signs, always the same ones: (_BUCKETS,)."""
+    values = _exact(tensor).cpu()
+    signs = torch.randint(2, values.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8) * 2 - 1
+    return nn.functional.pad(values * signs, (0, -len(values) % _BUCKETS)).reshape(-1, _BUCKETS).sum(dim=0)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """Return all values in one dimension and in float64, where nearly equal ones still differ; 0 for NaN and Inf."""
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values.cpu() if values.device.type == "mps" else values  # which has no float64
+    return values.flatten().to(torch.float64, copy=True).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,241 @@
+"""Estimate sizes and steps of a run, with the model on the meta device: no GPU, no memory, no other process.
+
+The result is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from framework.config.parse import parse
+from framework.config.schema import Config
+from framework.config.topology import Topology
+from framework.data.batching import BatchPlan
+from framework.data.loader import check_one_sample_each, dataset_size
+from framework.distributed.context import Context
+from framework.errors import DataError, FrameworkError, TargetError, describe_error, raised_at
+from framework.strategies.base import Strategy
+from framework.strategies.pipeline_stages import split_into_stages
+from framework.system.run_dir import RunDir
+from framework.training import build
+from framework.training.activation_checkpointing import apply_activation_checkpointing
+from framework.training.data_settings import (
+    apply_fast_dev_run,
+    apply_overfit_batches,
+    check_monitors,
+    check_streams,
+    check_validation,
+    schedule_length,
+    steps_per_epoch,
+    streams_of,
+    total_steps,
+)
+from framework.training.precision import PrecisionPlugin
+from framework.training.rank_setup import plan_training
+from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
+from framework.types import Datasets, hooks
+
+_META = torch.device("meta")
+_STAND_IN_SIZE = 1000  # samples, to check the set-up without data
+
+
+def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `facts` of `config` (as in config.yaml), `topology` (its fields) and `backend`.
+
+    From now on this process can neither download nor connect to another machine.
+    """
+    sys.addaudithook(_refuse_side_effects)
+    return facts(parse(arguments["config"]), Topology(**arguments["topology"]), backend=arguments["backend"])
+
+
+def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]:
+    """Return plain values: bytes, samples and steps, under the keys listed in `plan.job`.
+
+    Does what a rank does before the process group is made, except for loggers, which open files. None stands for an
+    unknown value, which a note explains. Raises FrameworkError for what training would refuse, and if the model can't
+    be built on the meta device.
+    """
+    requested, config = config, apply_fast_dev_run(config)
+    context = Context(topology, 0, 0, 0, devices=(_META,) * topology.span, backend=backend)
+    notes: list[str] = []
+    strategy, plan = plan_training(config, context)
+    datasets, data = _data(config, plan, notes, strategy=strategy)
+    steps = _steps(config, plan, datasets)
+    if datasets is not None:
+        unvalidated = check_validation(config, datasets, steps_per_epoch=steps["per_epoch"])
+        notes += [] if unvalidated is None else [unvalidated]
+    build.build_task(config.task)
+    run_dir = RunDir(Path(config.path.outputs))  # nothing is written to it
+    callbacks = build.build_callbacks(config.callbacks, context=context, run_dir=run_dir)
+    requested_steps = _STAND_IN_SIZE if datasets is None else _steps(requested, plan, datasets)["per_epoch"]
+    length = schedule_length(requested, requested_steps)
+    # A callback that evaluates averaged weights keeps a second copy of the model, also in a checkpoint.
+    averages = len(hooks(callbacks.values(), "evaluation_weights"))
+    sizes = _sizes(config, context, strategy, averages=averages, schedule_steps=length, notes=notes)
+    least, most = plan.global_batch_size // plan.world_size, plan.largest_share
+    return {
+        "strategy": type(strategy).__name__,
+        "exchanges_every": strategy.exchanges_every,
+        "shards": strategy.sharding.ranks,
+        "batch": {
+            "global": plan.global_batch_size,
+            "per_rank": {"least": least, "most": most},
+            "per_forward": {"least": least // plan.micro_batches, "most": -(-most // plan.micro_batches)},
+            "accumulate_grad_batches": config.trainer.accumulate_grad_batches,
+            "num_microbatches": plan.micro_batches // config.trainer.accumulate_grad_batches,
+        },
+        "data": data,
+        "steps": steps,
+        **sizes,
+        "notes": notes,
+    }
+
+
+# Data
+
+
+def _data(
+    config: Config, plan: BatchPlan, notes: list[str], *, strategy: Strategy
+) -> tuple[Datasets | None, dict[str, Any]]:
+    """Return the datasets, or a stand-in of `plan.train_samples`, or None; and the number of samples of each part."""
+    streams: list[str] = []
+    try:
+        datasets, source = build.build_datasets(config.data.datasets), "data"
+    except (DataError, OSError) as error:
+        if config.plan.train_samples is None:
+            notes.append(
+                f"The data isn't on this machine; set plan.train_samples=NUMBER to get the steps of an epoch.\n{error}"
+            )
+            return None, {"train": None, "val": None, "test": None, "streams": streams, "source": None}
+        datasets, source = Datasets(train=range(config.plan.train_samples)), "plan.train_samples"
+    else:
+        check_streams(config, datasets, strategy)
+        check_monitors(config, datasets)
+        streams = streams_of(datasets)
+    sizes = {
+        part: None if each is None or part in streams else dataset_size(each, part=part)
+        for part, each in datasets._asdict().items()
+    }
+    data = {**sizes, "streams": streams, "source": source}
+    datasets = apply_overfit_batches(datasets, config.trainer, plan)
+    if isinstance(datasets.train, IterableDataset):
+        notes.append("The train part is a stream: its number of samples and the steps of an epoch are unknown.")
+    else:
+        check_one_sample_each(len(datasets.train), plan)
+    return datasets, data
+
+
+def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[str, Any]:
+    """Return the optimizer steps. Without data, the total is known only if `max_steps` alone limits the run."""
+    settings = config.trainer
+    limits = {"max_epochs": settings.max_epochs, "max_steps": settings.max_steps}
+    if datasets is None:
+        return {"per_epoch": None, "total": settings.max_steps if settings.max_epochs is None else None, **limits}
+    size = None if isinstance(datasets.train, IterableDataset) else len(datasets.train)
+    per_epoch = steps_per_epoch(settings, plan, size=size)
+    return {"per_epoch": per_epoch, "total": total_steps(settings, steps_per_epoch=per_epoch), **limits}
+
+
+# Model, optimizer, checkpoint
+
+
+def _sizes(
+    config: Config, context: Context, strategy: Strategy, *, averages: int, schedule_steps: int | None, notes: list[str]
+) -> dict[str, Any]:
+    """averages: further copies of the model that callbacks keep."""
+    model = _build_model(config, context, num_stages=strategy.num_stages)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = build.build_optimizer(config.optimizer, model.parameters())
+    build.build_scheduler(config.scheduler, optimizer, schedule_steps)
+    parameters, gradients, buffers = map(tensor_bytes, (model.parameters(), trainable, model.buffers()))
+    try:
+        state_sizes = optimizer_state_bytes(lambda some: build.build_optimizer(config.optimizer, some), trainable)
+        optimizer_bytes: int | None = sum(state_sizes)
+    except Exception as error:  # maybe the user's own optimizer: the other sizes are still known
+        optimizer_bytes = None
+        notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
+    world, sharding, shards = context.world_size, strategy.sharding, strategy.sharding.ranks
+    stages = 1 if strategy.num_stages is None else shards  # a stage exchanges gradients only with its copies
+    gathered = _bytes_as(model.parameters(), sharding.param_dtype)
+    reduced = -(-_bytes_as(trainable, sharding.reduce_dtype) // stages) if world > stages else 0
+    traffic = _traffic(
+        shards // stages, world // stages, reduced=reduced, gathered=gathered, every=strategy.exchanges_every
+    )
+    if strategy.num_stages is not None:
+        split_into_stages(model, strategy.num_stages)  # raises FrameworkError for a model that can't be split
+    apply_activation_checkpointing(model, config.trainer.activation_checkpointing)  # raises FrameworkError, too
+    checkpoint = None
+    if optimizer_bytes is not None and config.checkpoint.enabled:
+        checkpoint = checkpoint_bytes(model, state_sizes, world_size=world, averages=averages, strategy=strategy)
+    return {
+        "model": {
+            "name": type(model).__name__,
+            "parameters": _count(model.parameters()),
+            "trainable": _count(trainable),
+        },
+        "memory": {
+            "parameters": -(-parameters // shards),
+            "gradients": -(-gradients // shards),
+            "buckets": reduced if strategy.copies_gradients else 0,
+            "optimizer": None if optimizer_bytes is None else -(-optimizer_bytes // shards),
+            "buffers": buffers,
+            "averages": averages * (parameters + buffers),
+            "anchors": strategy.weight_copies * gradients,
+            "errors": strategy.gradients_kept * gradients,
+        },
+        "traffic": traffic,
+        "optimizer": config.optimizer["_target_"].rpartition(".")[2],
+        "checkpoint": checkpoint,
+    }
+
+
+def _traffic(ranks: int, world: int, *, reduced: int, gathered: int, every: int) -> dict[str, int]:
+    """Return the bytes of one step. ranks: over how many each copy of the model is sharded.
+
+    Within a copy, gradients go around the ring once and weights twice; between copies, gradient shards go twice.
+    every: steps from one exchange of weights, as large as the gradients, to the next.
+    """
+    copies = world // ranks
+    within = (ranks - 1) * (reduced + 2 * gathered) // ranks
+    between = 2 * (copies - 1) * (reduced // ranks) // copies
+    return {"reduced": reduced // every, "ring_per_rank": (within + between) // every}
+
+
+def _count(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() for each in tensors)
+
+
+def _bytes_as(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> int:
+    return tensor_bytes(tensors) if dtype is None else _count(tensors) * dtype.itemsize
+
+
+def _build_model(config: Config, context: Context, *, num_stages: int | None) -> nn.Module:
+    """Return the model on the meta device, in the precision's type."""
+    try:
+        with torch.device(_META):
+            model = build.build_model(config.model, context=context, num_stages=num_stages)
+    except FrameworkError:
+        raise
+    except Exception as error:  # whatever the user's class does there
+        raise TargetError(
+            f"model: {config.model['_target_']} can't be built on the meta device, where tensors have no values.\n"
+            f"{describe_error(error)}\n{raised_at(error)}\n"
+            "Build it without reading values: no .item(), no .tolist(), no generator."
+        ) from error
+    # Only autocast depends on the device, and it has no meta device.
+    return PrecisionPlugin(config.trainer.precision, device=torch.device("cpu")).convert_model(model)
+
+
+def _refuse_side_effects(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: https://docs.python.org/3/library/audit_events.html."""
+    if event == "framework.download":
+        raise DataError(f"{arguments[0]} isn't in {arguments[1]}, and job=plan downloads nothing.")
+    if event == "socket.getaddrinfo":
+        raise DataError(f"job=plan downloads nothing, and something asked for the address of {arguments[0]}.")

@@ -1,0 +1,242 @@
+"""`job=plan`: show what a run would be. Needs no GPU, downloads nothing, makes no run directory. No torch here.
+
+`plan.format=json` prints one object with these keys (bytes, samples and steps are whole numbers; null means unknown,
+and `notes` says why):
+
+    recipe         its name
+    launcher       the launcher that would start the ranks on each node
+    topology       nnodes, procs_per_node, gpus_per_node, span, own_view, world_size, shares_gpus; gpus: for each local
+                   rank the numbers of its GPUs, the same on every node (empty without GPUs); global rank = node ·
+                   procs_per_node + local rank
+    backend        name, init_method, init_timeout_s, timeout_s
+    strategy       the class of the strategy
+    shards         over how many ranks each copy of the model is sharded; 1 if each rank has a replica
+    optimizer      the class of the optimizer
+    batch          global; per_rank and per_forward: least, most; accumulate_grad_batches; num_microbatches, into which
+                   strategy=pipeline cuts each of these (1 elsewhere)
+    data           train, val, test: samples; streams: the parts that are streams, whose size is unknown; source:
+                   "data", "plan.train_samples" or null
+    steps          per_epoch, total: optimizer steps; max_epochs, max_steps
+    model          name, parameters, trainable
+    memory         bytes on each rank: parameters, gradients, buckets (a second copy of gradients, to exchange them),
+                   optimizer, buffers, averages, anchors (the last common weights of replicas that differ, and their
+                   momentum), errors (what gradient compression left out). Not counted: activations, and what a
+                   sharded model gathers
+    traffic        bytes of one optimizer step: reduced (the all-reduced gradients, in the type of the exchange; or the
+                   step's share of an exchange of weights); ring_per_rank (sent and received by each rank in a ring,
+                   2(W−1)/W of that; for a sharded model with the gathered weights)
+    exchanges_every  optimizer steps from one exchange to the next; if more than 1, weights are exchanged
+    checkpoint     approximate bytes of a checkpoint; null also if none is saved
+    run_dir        the pattern of its path
+    environment    common: variables that are the same for all ranks; first_rank and last_rank: the others
+    commands       framework, torchrun, srun: lists of words; HOST:29400 stands for an endpoint that wasn't given, NODE
+                   for the number of the node
+    notes          list of texts
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from framework.config.schema import PlanFormat
+from framework.config.topology import Topology
+from framework.errors import ConfigError
+from framework.jobs.launcher_choice import backend_name, checked_topology, chosen_launcher, commands, environment
+from framework.jobs.request import JobResult, Request
+from framework.launch.fork_server import call_in_child
+from framework.system.formatting import format_bytes, format_count, format_duration, format_table
+
+_WIDTH = 100
+_MAX_RANKS = 16  # of more, the first and the last ones are shown
+
+Rows = list[tuple[str, str]]
+
+
+def main(request: Request) -> JobResult:
+    """Print the plan. Raises FrameworkError for what training as asked would refuse."""
+    topology = check(request)
+    plan = make_plan(request, topology)
+    is_json = request.config.plan.format is PlanFormat.JSON
+    print(json.dumps(plan, indent=2) if is_json else render(plan, topology), flush=True)
+    return JobResult(0)
+
+
+def check(request: Request) -> Topology:
+    """Return the topology, after the checks of a training that need no torch. `trainer.gpus` needn't exist here."""
+    if request.sub_run is not None:
+        raise ConfigError("job=plan shows one run, so it can't go with a sweep (-m). Plan one of its jobs.")
+    return checked_topology(request, is_planned=True)
+
+
+def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
+    """Return the object described above. A child of the fork server computes what needs torch."""
+    config = request.config
+    backend = backend_name(config, topology).value
+    facts = call_in_child(
+        request.fork_server,
+        "framework.jobs.plan.estimate:answer",
+        {"config": dict(request.raw), "topology": asdict(topology), "backend": backend},
+        timeout_s=config.backend.init_timeout,
+    )
+    config_bytes = len(json.dumps(request.raw))
+    return {
+        "recipe": config.recipe,
+        "launcher": chosen_launcher(request, is_planned=True),
+        "topology": {
+            **asdict(topology),
+            "world_size": topology.world_size,
+            "shares_gpus": topology.shares_gpus,
+            "gpus": [topology.device_indices(local) for local in range(topology.procs_per_node)],
+        },
+        "backend": {
+            "name": backend,
+            "init_method": config.backend.init_method.value,
+            "init_timeout_s": config.backend.init_timeout,
+            "timeout_s": config.backend.timeout,
+        },
+        **facts,
+        "checkpoint": None if facts["checkpoint"] is None else facts["checkpoint"] + config_bytes,
+        "run_dir": str(Path(config.path.outputs, config.recipe, "<date>_<time>_<4 hex>")),
+        "environment": environment(config, topology),
+        "commands": commands(request, topology),
+    }
+
+
+# The page for the terminal
+
+
+def render(plan: Mapping[str, Any], topology: Topology) -> str:
+    """Return the page for what `make_plan` returned."""
+    facts = [
+        *_launch(plan, topology),
+        *_steps(plan),
+        *_sizes(plan),
+        ("run directory", plan["run_dir"]),
+        *_environment(plan["environment"], world_size=topology.world_size),
+    ]
+    sections = [
+        f"Plan of {plan['recipe']}: {_arithmetic(topology)}",
+        rank_table(topology),
+        format_table(facts, width=_WIDTH),
+        _commands(plan["commands"], nodes=topology.nnodes),
+        *(f"Note: {note}" for note in plan["notes"]),
+    ]
+    return "\n\n".join(sections)
+
+
+def rank_table(topology: Topology) -> str:
+    """Return a row for each rank with its place and its devices."""
+    world, half = topology.world_size, _MAX_RANKS // 2
+    rows = [("rank", "node", "local rank", "GPU" if topology.gpus_per_node else "device")]
+    for rank in range(world) if world <= _MAX_RANKS else (*range(half), *range(world - half, world)):
+        if rank == world - half and world > _MAX_RANKS:
+            rows.append(("…",) * 4)
+        node, local = divmod(rank, topology.procs_per_node)
+        cpu = "CPU" if topology.span == 1 else f"{topology.span} × CPU"
+        devices = ", ".join(map(str, topology.device_indices(local))) or cpu
+        rows.append((str(rank), str(node), str(local), devices))
+    return format_table(rows)
+
+
+def _arithmetic(topology: Topology) -> str:
+    world, procs = topology.world_size, topology.procs_per_node
+    ranks = format_count(world, "rank")
+    nodes = f"{format_count(topology.nnodes, 'node')} × {format_count(procs, 'process', 'processes')} = {ranks}"
+    if topology.gpus_per_node == 0:
+        return f"{nodes} on the CPU"
+    shared = " (shared)" if topology.shares_gpus else ""
+    return f"{nodes}; {format_count(topology.gpus_per_node, 'GPU')} a node{shared}, {topology.span} for each rank"
+
+
+def _launch(plan: Mapping[str, Any], topology: Topology) -> Rows:
+    backend = plan["backend"]
+    set_up, collective = (format_duration(backend[key]) for key in ("init_timeout_s", "timeout_s"))
+    limits = f"set-up within {set_up}, then {collective} a collective"
+    return [
+        ("launcher", plan["launcher"]),
+        ("backend", f"{backend['name']}, init_method={backend['init_method']}; {limits}"),
+        ("strategy", f"{plan['strategy']}, {_copies(topology, plan['shards'])}"),
+    ]
+
+
+def _copies(topology: Topology, shards: int) -> str:
+    if shards > 1:
+        copies = format_count(topology.world_size // shards, "copy of the model", "copies of the model")
+        return f"{copies}, each sharded over {shards:,} ranks"
+    if topology.span == 1:
+        return format_count(topology.world_size, "single-device replica")
+    replicas = format_count(topology.world_size, "model-parallel replica")
+    return f"{replicas}: the model places itself on the {topology.span} devices of its rank"
+
+
+def _steps(plan: Mapping[str, Any]) -> Rows:
+    batch, data, steps = plan["batch"], plan["data"], plan["steps"]
+    number = batch["accumulate_grad_batches"] * batch["num_microbatches"]
+    passes = f" in {number} passes of {_range(batch['per_forward'])}" if number > 1 else ""
+    samples = "unknown, the data isn't here"
+    if data["source"] is not None:
+        known = [
+            f"a stream {purpose}" if part in data["streams"] else f"{data[part]:,} {purpose}"
+            for part, purpose in (("train", "to train with"), ("val", "to validate"), ("test", "to test"))
+            if part in data["streams"] or data[part] is not None
+        ]
+        samples = ", ".join(known) + (" (plan.train_samples)" if data["source"] != "data" else "")
+    per_epoch = "unknown" if steps["per_epoch"] is None else f"{steps['per_epoch']:,}"
+    total = "" if steps["total"] is None else f", {steps['total']:,} in all"
+    limits = [f"trainer.{name}={steps[name]}" for name in ("max_epochs", "max_steps") if steps[name] is not None]
+    return [
+        ("samples", samples),
+        ("batch", f"{_range(batch['per_rank'])} on each rank{passes}, {batch['global']:,} global"),
+        ("steps", f"{per_epoch} an epoch{total} ({', '.join(limits)})"),
+    ]
+
+
+def _range(bounds: Mapping[str, int]) -> str:
+    least, most = bounds["least"], bounds["most"]
+    return f"{least:,}" if least == most else f"{least:,} or {most:,}"
+
+
+def _sizes(plan: Mapping[str, Any]) -> Rows:
+    model, memory, traffic, checkpoint = (plan[key] for key in ("model", "memory", "traffic", "checkpoint"))
+    trainable = "all trainable" if model["trainable"] == model["parameters"] else f"{model['trainable']:,} trainable"
+    is_known = memory["optimizer"] is not None
+    names = {"optimizer": f"optimizer ({plan['optimizer']})"}
+    shown = [
+        f"{names.get(name, name)} {'unknown' if size is None else format_bytes(size)}"
+        for name, size in memory.items()
+        if size != 0
+    ]
+    together = format_bytes(sum(size or 0 for size in memory.values()))
+    reduced = "nothing"
+    if traffic["reduced"]:
+        every = plan["exchanges_every"]
+        what = "gradients" if every == 1 else f"weights, exchanged every {every} steps"
+        ring = format_bytes(traffic["ring_per_rank"])
+        reduced = f"{format_bytes(traffic['reduced'])} of {what}; in a ring each rank sends and receives {ring}"
+    saved = "none is saved" if is_known else "of unknown size"
+    return [
+        ("model", f"{model['name']}, {model['parameters']:,} parameters, {trainable}"),
+        ("on each rank", f"{'' if is_known else 'at least '}{together} = {' + '.join(shown)}; activations besides"),
+        ("reduced a step", reduced),
+        ("checkpoint", saved if checkpoint is None else f"about {format_bytes(checkpoint)}"),
+    ]
+
+
+def _environment(found: Mapping[str, Mapping[str, str]], *, world_size: int) -> Rows:
+    titles = {"common": "environment", "first_rank": "of rank 0", "last_rank": f"of rank {world_size - 1}"}
+    return [
+        (title, " ".join(f"{name}={value}" for name, value in found[key].items()))
+        for key, title in titles.items()
+        if found[key]  # launcher=in_place sets none
+    ]
+
+
+def _commands(found: Mapping[str, list[str]], *, nodes: int) -> str:
+    each, number = ("", "") if nodes == 1 else (" on each node", f", with its number (0 to {nodes - 1}) for NODE")
+    titles = {"framework": f"Start it{each}{number}", "torchrun": f"or with torchrun{each}", "srun": "or with SLURM"}
+    return "\n".join(f"{title}\n  {shlex.join(found[name])}" for name, title in titles.items())

@@ -1,0 +1,8 @@
+"""`job=preflight`: can the ranks of a run communicate, and how fast? Values are checked, exchanges timed.
+
+Start with `job` (the parent's side, without torch), then `rank`, which `preflight=true` also runs before training.
+"""
+
+from framework.jobs.preflight.job import check, main
+
+__all__ = ["check", "main"]

@@ -1,0 +1,106 @@
+"""What a rank reports about itself and its machine before anything is exchanged."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from framework.config.schema import Config
+from framework.distributed.context import Context
+from framework.system.files import free_bytes
+from framework.system.hardware import available_memory, cpu_count
+from framework.system.run_dir import RunDir
+from framework.system.versions import installed_versions
+
+_BUFFERS = 8  # at most three of a size exist at a time, and other things need memory, too
+
+
+def facts(config: Config, context: Context, run_dir: RunDir) -> dict[str, Any]:
+    """Return a rank's facts as preflight.json has them."""
+    shm, host = Path("/dev/shm"), socket.gethostname()
+    found: dict[str, Any] = {
+        "rank": context.rank,
+        "name": f"rank {context.rank}{f' ({host})' if context.topology.nnodes > 1 else ''}",
+        "node": context.node_rank,
+        "host": host,
+        "local_rank": context.local_rank,
+        "devices": [device_name(device) for device in dict.fromkeys(context.devices)],
+        "driver": None,
+        "versions": _versions(context.device),
+        "cores": cpu_count(),
+        "threads": torch.get_num_threads(),
+        "free_disk_bytes": free_bytes(run_dir.path),
+        "free_shm_bytes": free_bytes(shm) if shm.exists() else None,
+        "data_root": data_root(config.data.root),
+        "interconnect": interconnect() if context.local_rank == 0 else None,
+    }
+    if context.device.type == "cuda" and torch.version.cuda is not None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+    return found
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    found = {"python": platform.python_version(), **installed_versions(("framework", "torch"))}
+    if device.type == "cuda" and torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+        if dist.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def buffer_limit(context: Context) -> float:
+    """Return the bytes of one buffer that surely fit in the memory of host and device, shared with the node's ranks."""
+    topology = context.topology
+    host = available_memory()
+    limits = [float("inf") if host is None else host / (_BUFFERS * topology.procs_per_node)]
+    module = torch.get_device_module(context.device)
+    if hasattr(module, "mem_get_info"):
+        users = -(-topology.procs_per_node * topology.span // topology.gpus_per_node)
+        limits.append(module.mem_get_info(context.device)[0] / (_BUFFERS * users))
+    return min(limits)
+
+
+def data_root(root: str | None) -> dict[str, str] | None:
+    """Return path and state: `there`, `missing` or `not readable`; None if no folder is configured."""
+    if root is None:
+        return None
+    path = Path(root).expanduser()
+    readable = path.is_dir() and os.access(path, os.R_OK | os.X_OK)
+    return {"path": str(path), "state": "there" if readable else "not readable" if path.exists() else "missing"}
+
+
+def device_name(device: torch.device) -> dict[str, str]:
+    """Return `device` and `name` as people read them."""
+    if device.type == "cpu":
+        return {"device": str(device), "name": _processor()}
+    get_name = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")
+    return {"device": str(device), "name": str(get_name(device))}
+
+
+def interconnect() -> str | None:
+    """Return what `nvidia-smi topo -m` prints; None without that program, or if it doesn't answer."""
+    command = ["nvidia-smi", "topo", "-m"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10.0, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.rstrip()
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

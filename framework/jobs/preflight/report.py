@@ -1,0 +1,252 @@
+"""Judge what all ranks measured (failures, notes, the slowest), and print it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median, median_high
+from textwrap import shorten
+from typing import Any
+
+from framework.config.schema import PreflightConfig
+from framework.system.formatting import (
+    format_binary_bytes,
+    format_facts,
+    format_flops,
+    format_rate,
+    format_seconds,
+    format_table,
+)
+
+RESULT = "preflight.json"
+WITHIN, BETWEEN = "within nodes", "between nodes"
+"""Kinds of links."""
+STANDS_OUT = 2.0
+"""Times slower than the median from which a link or a device stands out."""
+
+_MB, _GB, _GFLOP = 1e6, 1e9, 1e9
+_NONE = "–"
+_MAX_FAILURES, _MAX_RANKS, _MAX_DEVICE_CHARS = 10, 32, 32
+_TINY_BYTES = 1024  # bandwidths of smaller buffers say nothing
+
+
+def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any]:
+    """Return passed, failures, notes, slowest_link and slowest_device, as preflight.json has them.
+
+    found: its ranks, checks, links and faults.
+    """
+    ranks = found["ranks"]
+    failures = [_failure(each["check"], f"{ranks[each['rank']]['name']}: {each['text']}") for each in found["faults"]]
+    failures += _differences(ranks)
+    for check, key, value, unit, text in _measured(found):
+        limit, is_max = getattr(settings, key), key.startswith("max")
+        if limit is not None and (value is None or (value > limit if is_max else value < limit)):
+            allowed = f"preflight.{key} allows {limit:,.10g} {unit} at {'most' if is_max else 'least'}"
+            failures.append(_failure(check, f"{text}; {allowed}", value=value, limit=limit))
+    devices = [{"rank": rank["rank"], **one} for rank in ranks for one in rank["matmul"]]
+    return {
+        "passed": not failures,
+        "failures": failures,
+        "notes": list(_notes(found, settings)),
+        "slowest_link": slowest_link(found["links"]),
+        "slowest_device": _slowest(devices, "flops_per_s"),
+    }
+
+
+def _failure(check: str, text: str, *, value: Any = None, limit: Any = None) -> dict[str, Any]:
+    return {"check": check, "text": text, "value": value, "limit": limit}
+
+
+def _differences(ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Compare the versions of all ranks with rank 0's, and the data root of all nodes."""
+    for name in sorted({name for rank in ranks for name in rank["versions"]}):
+        by_version: dict[str, list[str]] = {}
+        for rank in ranks:
+            by_version.setdefault(rank["versions"].get(name, "none"), []).append(str(rank["rank"]))
+        first, *others = by_version
+        for version in others:
+            where = f"rank{'s' if len(by_version[version]) > 1 else ''} {', '.join(by_version[version])}"
+            yield _failure("versions", f"{name} is {version} on {where}, and {first} on rank 0")
+    roots = [(rank, rank["data_root"]) for rank in _first_of_nodes(ranks) if rank["data_root"] is not None]
+    all_missing = all(root["state"] == "missing" for _, root in roots)
+    for rank, root in roots:
+        if root["state"] != "there" and not all_missing:
+            elsewhere = " and there on another node" if root["state"] == "missing" else ""
+            text = f"data.root={root['path']} is {root['state']} on {_node(rank)}{elsewhere}"
+            yield _failure("data root", text, value=root["state"])
+
+
+def _measured(found: Mapping[str, Any]) -> Iterator[tuple[str, str, float | None, str, str]]:
+    """Yield what limits hold for: the check, the limit's key, the value in its unit, the unit, and a text."""
+    ranks = found["ranks"]
+    for rank in ranks:
+        name, clock = rank["name"], rank["clock"]
+        off_s, side = abs(clock["ahead_s"]), "ahead of" if clock["ahead_s"] > 0 else "behind"
+        text = f"the clock of {name} is {format_seconds(off_s)} {side} rank 0's"
+        yield "clocks", "max_clock_offset", off_s - clock["error_s"], "s", text
+        for one in rank["matmul"]:
+            text = f"{one['device']} of {name} does {format_flops(one['flops_per_s'])}"
+            yield "matmul", "min_matmul", one["flops_per_s"] / _GFLOP, "GFLOP/s", text
+    for link in found["links"]:
+        one, other = (ranks[number]["name"] for number in link["ranks"])
+        text = f"the way between {one} and {other} takes {format_seconds(link['latency_s'])}"
+        yield "latency", "max_latency", link["latency_s"], "s", text
+        text = f"the link between {one} and {other} carries {format_rate(link['bytes_per_s'])}"
+        yield "link bandwidth", "min_link_bandwidth", link["bytes_per_s"] / _MB, "MB/s", text
+    points = (point for check in found["checks"] if check["name"] == "all_reduce" for point in check["points"])
+    best = max((point["bus_bytes_per_s"] for point in points), default=None)
+    if best is not None:
+        text = f"the bus bandwidth of all_reduce is {format_rate(best)}"
+        yield "bus bandwidth", "min_bus_bandwidth", best / _MB, "MB/s", text
+    for name, where in (("free_disk", "for the run directory"), ("free_shm", "in /dev/shm")):
+        check = name if name == "free_disk" else "shm"
+        for rank in _first_of_nodes(ranks):
+            free = rank[f"{name}_bytes"]
+            known = "an unknown amount is" if free is None else f"{format_binary_bytes(free)} are"
+            text = f"{known} free {where} of {_node(rank)}"
+            yield check, f"min_{check}", None if free is None else free / _GB, "GB", text
+
+
+def _notes(found: Mapping[str, Any], settings: PreflightConfig) -> Iterator[str]:
+    for check in found["checks"]:
+        if check["unsupported"]:
+            yield f"{check['name']} is not supported by {found['backend']}: {check['unsupported']}"
+    if found["max_bytes"] < settings.max_bytes:
+        yield f"nothing above {format_binary_bytes(found['max_bytes'])} was exchanged: that is what free memory allows"
+
+
+def _first_of_nodes(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [rank for rank in ranks if rank["local_rank"] == 0]
+
+
+def _node(rank: Mapping[str, Any]) -> str:
+    return f"node {rank['node']}, {rank['host']}"
+
+
+def _of_kind(kind: str, links: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [link for link in links if link["kind"] == kind]
+
+
+# The slowest
+
+
+def _slowest(found: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any] | None:
+    """Return the one with the least `key`, compared with the median of the others, the faster of two; None of none.
+
+    times_slower is 1 for the only one.
+    """
+    ordered = sorted(found, key=lambda each: each[key])
+    if not ordered:
+        return None
+    times = median_high([each[key] for each in ordered[1:] or ordered]) / ordered[0][key]
+    return {**ordered[0], "times_slower": times, "stands_out": times >= STANDS_OUT}
+
+
+def slowest_link(links: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the link that is slowest compared with others of its kind; None without links."""
+    kinds = (_slowest(_of_kind(kind, links), "bytes_per_s") for kind in (WITHIN, BETWEEN))
+    found = [link for link in kinds if link is not None]
+    return max(found, key=lambda each: (each["times_slower"], -each["bytes_per_s"]), default=None)
+
+
+# The terminal
+
+
+def slowest_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return which link and which rank is slowest, as far as there are several."""
+    ranks, link, device = result["ranks"], result["slowest_link"], result["slowest_device"]
+    lines = []
+    if link is not None:
+        one, other = (ranks[number]["name"] for number in link["ranks"])
+        speed, others = format_rate(link["bytes_per_s"]), _of_kind(link["kind"], result["links"])
+        where = "" if len(others) == len(result["links"]) else f" {link['kind']}"
+        compared = f"the only one{where}" if len(others) == 1 else _times_slower(link, f"the median link{where}")
+        lines.append(f"slowest link: {one} – {other}: {speed}, {compared}")
+    if sum(len(rank["matmul"]) for rank in ranks) > 1:
+        rank, speed = ranks[device["rank"]]["name"], format_flops(device["flops_per_s"])
+        lines.append(f"slowest rank: {rank} on {device['device']}: {speed}, {_times_slower(device, 'the median')}")
+    return lines
+
+
+def _times_slower(found: Mapping[str, Any], median: str) -> str:
+    if found["times_slower"] < 1.05:
+        return f"as fast as {median}"
+    stands_out = ", which stands out" if found["stands_out"] else ""
+    return f"{found['times_slower']:.1f} times slower than {median}{stands_out}"
+
+
+def verdict(result: Mapping[str, Any]) -> str:
+    """Return a line that says if it passed or which checks failed, and one for each of the first failures."""
+    took, failures, number = f"in {result['took_s']:.1f} s", result["failures"], len(result["ranks"])
+    if result["passed"]:
+        return f"Preflight passed {took}: {f'{number} ranks, every value right' if number > 1 else '1 rank'}"
+    lines = [f"Preflight failed {took}: {', '.join(dict.fromkeys(each['check'] for each in failures))}"]
+    lines += [f"  {each['check']}: {each['text']}" for each in failures[:_MAX_FAILURES]]
+    if len(failures) > _MAX_FAILURES:
+        lines.append(f"  … and {len(failures) - _MAX_FAILURES} more")
+    return "\n".join(lines)
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """Return the page that is printed: machines, exchanges, the slowest, the verdict."""
+    parts = [_ranks_table(found["ranks"])]
+    parts += [f"Node {rank['node']}\n{rank['interconnect']}" for rank in found["ranks"] if rank["interconnect"]]
+    if found["checks"]:
+        parts += [format_facts(_barriers_and_links(found)), *_exchange_tables(found)]
+    parts += [
+        "\n".join(lines) for lines in ([f"Note: {note}" for note in found["notes"]], slowest_lines(found)) if lines
+    ]
+    return "\n\n".join([*parts, verdict(found)])
+
+
+def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> str:
+    rows: list[tuple[str, ...]] = [("rank", "node", "device", "matmul", "clock", "disk", "/dev/shm", "data root")]
+    for rank in ranks[:_MAX_RANKS]:
+        devices = ", ".join(f"{one['device']} {one['name']}".strip() for one in rank["devices"])
+        ahead_s, error_s = rank["clock"]["ahead_s"], rank["clock"]["error_s"]
+        clock = f"{'+' if ahead_s >= 0 else '-'}{format_seconds(abs(ahead_s))} ±{format_seconds(error_s)}"
+        free = (rank["free_disk_bytes"], rank["free_shm_bytes"])
+        rows.append(
+            (
+                str(rank["rank"]),
+                f"{rank['node']} {rank['host']}",
+                shorten(devices, _MAX_DEVICE_CHARS, placeholder="…"),
+                ", ".join(format_flops(one["flops_per_s"]) for one in rank["matmul"]),
+                clock if rank["node"] > 0 else _NONE,
+                *(_NONE if size_bytes is None else format_binary_bytes(size_bytes) for size_bytes in free),
+                _NONE if rank["data_root"] is None else rank["data_root"]["state"],
+            )
+        )
+    more = f"\n  … and {len(ranks) - _MAX_RANKS} more ranks" if len(ranks) > _MAX_RANKS else ""
+    return format_table(rows) + more
+
+
+def _barriers_and_links(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a row for barriers, and one for each kind of links."""
+    yield "barrier", format_seconds(max(rank["barrier_s"] for rank in found["ranks"]))
+    for kind, number in found["num_links"].items():
+        if links := _of_kind(kind, found["links"]):
+            latency, speed = (median(link[key] for link in links) for key in ("latency_s", "bytes_per_s"))
+            measured = f"{len(links):,} of {number:,} links {kind}, {len(links[0]['round_trips_s'])} rounds each"
+            rates = f"{format_rate(speed)} at {format_binary_bytes(links[0]['bytes'])}"
+            yield "ping-pong", f"{measured}; median {format_seconds(latency)} one way, {rates}"
+
+
+def _exchange_tables(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of times and one of bandwidths: a column for each exchange, a row for each size."""
+    wrong = {fault["check"] for fault in found["faults"]}
+    columns = {
+        check["name"] + (" WRONG" if check["name"] in wrong else ""): {p["size_bytes"]: p for p in check["points"]}
+        for check in found["checks"]
+        if check["points"]
+    }
+    sizes = sorted({size for points in columns.values() for size in points})
+    large = [size for size in sizes if size >= _TINY_BYTES] or sizes[-1:]
+    for title, key, shown, form in (
+        ("time of one", "seconds", sizes, format_seconds),
+        ("bus bandwidth", "bus_bytes_per_s", large, format_rate),
+    ):
+        rows = [(title, *columns)]
+        for size in shown:
+            cells = (form(points[size][key]) if size in points else _NONE for points in columns.values())
+            rows.append((format_binary_bytes(size), *cells))
+        yield format_table(rows)

@@ -1,0 +1,259 @@
+"""Run a job's ranks: make the run directory, write `run.json`, launch, print the failure report or the results."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from framework.config.saved import begin_resume, run_of, save_config, undo_resume
+from framework.config.schema import Config
+from framework.config.topology import Topology
+from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError, RunError
+from framework.jobs.launcher_choice import checked_topology, chosen_launcher
+from framework.jobs.request import JobResult, Request
+from framework.jobs.summary import display_path, start_message
+from framework.launch.elastic import ElasticNode, joined_nodes
+from framework.launch.environment import split_endpoint
+from framework.launch.handshake import RunSpec, make_visible
+from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
+from framework.monitoring.node_monitor import Limits
+from framework.monitoring.report import render
+from framework.system.hardware import cpu_count, visible_gpus
+from framework.system.run_dir import RunDir, locked, new_run_dir
+from framework.system.versions import installed_versions
+
+_STATUS = {0: "finished", EXIT_STOPPED: "stopped"}
+_PACKAGES = ("framework", "torch", "torchvision", "hydra-core", "omegaconf", "numpy")
+_GIT_TIMEOUT_S = 5.0
+_MAX_DIFF_CHARS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The texts of a job."""
+
+    # The first word of the first line, such as "Training".
+    title: str
+    # Returns the last lines, given the exit status.
+    summary: Callable[[Config, RunDir, int], str]
+    # Returns what is printed after Ctrl-C.
+    interrupted: Callable[[RunDir], str]
+
+
+def run(request: Request, *, entry: str, messages: Messages) -> JobResult:
+    """Run `entry` ("module:function") on every rank, in a run directory. No rank survives this call.
+
+    A refused request leaves no new run directory, even if only the ranks can see what is wrong. Raises FrameworkError
+    for a request that can't be met, KeyboardInterrupt on Ctrl-C.
+    """
+    topology = checked_topology(request)
+    if request.adopted_ranks is not None:
+        request.adopted_ranks.handshake.compare(timeout_s=request.config.backend.init_timeout)
+    setup, launcher = _setup(request, topology), chosen_launcher(request)
+    with _joined(request, setup) as elastic:
+        if elastic is not None and elastic.spec is not None:
+            return _join(request, setup, elastic, elastic.spec)
+        with _run_dir(request) as run_dir, locked(run_dir), _records_kept_if_refused(run_dir):
+            record_start(run_dir, request, topology)
+            launch = importlib.import_module(f"framework.launch.{launcher}").launch if elastic is None else elastic.run
+            return _run(request, _plan(request, setup, run_dir, entry=entry), launch=launch, messages=messages)
+
+
+def _setup(request: Request, topology: Topology) -> NodeSetup:
+    config = request.config
+    endpoint = config.topology.rdzv_endpoint
+    has_others = topology.nnodes > 1 and chosen_launcher(request) == "elastic"
+    return NodeSetup(
+        topology=topology,
+        limits=Limits(
+            init_timeout_s=config.backend.init_timeout,
+            timeout_s=config.backend.timeout,
+            late_after_s=config.launcher.late_after,
+        ),
+        terminal=request.sub_run is None,
+        node=config.topology.node_rank,
+        endpoint=split_endpoint(endpoint) if has_others and endpoint is not None else None,
+        max_restarts=config.launcher.max_restarts,
+    )
+
+
+def _joined(request: Request, setup: NodeSetup) -> AbstractContextManager[ElasticNode | None]:
+    """Wait for all nodes, on each of which this command is typed; None if this command runs on one node only.
+
+    Raises ConfigError if the nodes' commands differ, RunError if a node doesn't come in time.
+    """
+    if setup.endpoint is None:
+        return nullcontext()
+    init_method = request.config.backend.init_method
+    return joined_nodes(setup, fork_server=request.fork_server, init_method=init_method, arguments=sys.argv[1:])
+
+
+def _plan(request: Request, setup: NodeSetup, run_dir: RunDir, *, entry: str) -> LaunchPlan:
+    return LaunchPlan(
+        **vars(setup),
+        entry=entry,
+        run_dir=run_dir,
+        init_method=request.config.backend.init_method,
+        fork_server=request.fork_server,
+        adopted_ranks=request.adopted_ranks,
+        names=_needed(request.config),
+    )
+
+
+def _needed(config: Config) -> tuple[str, ...]:
+    """Return what to import once before the ranks are forked, since each would need a second or more for it."""
+    strategy = config.strategy["_target_"]
+    own = (strategy,) if strategy.startswith("framework.") else ()
+    return own if config.trainer.compile is None else (*own, "torch._dynamo")
+
+
+def _join(request: Request, setup: NodeSetup, elastic: ElasticNode, spec: RunSpec) -> JobResult:
+    """Run this node's ranks of a run whose records node 0 keeps."""
+    run_dir = RunDir(Path(spec.run_dir))
+    make_visible(run_dir, spec)
+    print(f"Node {setup.node} of {setup.topology.nnodes} is part of the run\n{display_path(run_dir.path)}", flush=True)
+    outcome = elastic.run(_plan(request, setup, run_dir, entry=spec.entry))
+    if outcome.failure is not None:
+        print(render(outcome.failure), file=sys.stderr, flush=True)
+    return JobResult(outcome.status, run_dir)
+
+
+def _run(
+    request: Request, plan: LaunchPlan, *, launch: Callable[[LaunchPlan], Outcome], messages: Messages
+) -> JobResult:
+    """Launch the ranks, print how the run went and record it in `run.json`."""
+    config, run_dir = request.config, plan.run_dir
+    quiet = request.sub_run is not None
+    if not quiet:
+        with suppress(BrokenPipeError):  # of `| head -n 1`; the ranks run nevertheless
+            print(start_message(messages.title, config.recipe, plan.topology, run_dir), flush=True)
+    try:
+        outcome = launch(plan)
+    except KeyboardInterrupt:
+        record_end(run_dir, status="interrupted")
+        print(messages.interrupted(run_dir), file=sys.stderr, flush=True)
+        raise
+    except BaseException:
+        record_end(run_dir, status="failed")
+        raise
+    record_end(run_dir, status=_STATUS.get(outcome.status, "failed"), late=outcome.late)
+    if outcome.failure is not None:
+        first, text = outcome.failure.first, render(outcome.failure)
+        steps = [failure.step for failure in (first, *outcome.failure.others)]
+        if first.exit_status == EXIT_WRONG_REQUEST and outcome.failure.attempt == 0 and not any(steps):
+            # On other machines, ranks may have found other files or packages.
+            several = plan.adopted_ranks is not None or plan.topology.nnodes > 1
+            raise RequestError(f"Rank {first.rank} (node {first.node}): {text}" if several else text)
+        print(text, file=sys.stderr, flush=True)
+    if outcome.status != EXIT_WRONG_REQUEST and not quiet:
+        print(messages.summary(config, run_dir, outcome.status), flush=True)
+    results: dict[str, Any] = run_dir.read_run().get("results", {})
+    return JobResult(outcome.status, run_dir, score=results.get("score"))
+
+
+@contextmanager
+def _records_kept_if_refused(run_dir: RunDir) -> Iterator[None]:
+    """If the block raises RequestError, restore run.json and failure reports: a refused resume isn't part of a run."""
+    records = {file: file.read_bytes() for file in run_dir.path.glob("*.json")}
+    try:
+        yield
+    except RequestError:
+        for file in run_dir.path.glob("*.json"):
+            file.unlink()
+        for file, content in records.items():
+            file.write_bytes(content)
+        raise
+
+
+def _run_dir(request: Request) -> AbstractContextManager[RunDir]:
+    """Return the run to resume, or a new one: below the recipe, and unless it is a training, below the job's name."""
+    config, sub_run = request.config, request.sub_run
+    if config.resume is not None:
+        return nullcontext(run_of(config.resume))
+    if sub_run is not None:
+        return new_run_dir(sub_run.folder, name=str(sub_run.number))
+    parent = request.parent_run or Path(config.path.outputs, config.recipe)
+    return new_run_dir(parent if config.job == "train" else parent / config.job)
+
+
+# run.json
+
+
+def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
+    """Save the configuration, and record the command, code, versions and hardware; earlier starts go under `earlier`.
+
+    Raises RunError if the run directory can't be written.
+    """
+    facts: dict[str, Any] = {
+        "status": "running",
+        "started": _now(),
+        "process": {"pid": os.getpid(), "host": socket.gethostname()},
+        "command": shlex.join(["python", "-m", "framework", *request.arguments]),
+        "topology": {**asdict(topology), "world_size": topology.world_size},
+        "git": _git(),
+        "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
+        "hardware": {
+            "host": socket.gethostname(),
+            "platform": platform.platform(),
+            "cpu_cores": cpu_count(),
+            "gpus": [gpu.name for gpu in visible_gpus()],
+        },
+    }
+    if run_dir.run_file.exists():
+        before = run_dir.read_run()
+        kept = {key: before.get(key) for key in ("status", "started", "ended", "command")}
+        facts |= {"earlier": [*before.get("earlier", []), kept], "ended": None}
+    try:
+        run_dir.logs.mkdir(exist_ok=True)
+        if request.config.resume is not None:
+            begin_resume(run_dir)
+            for file in run_dir.path.glob("failure*.json"):  # of the previous start; its logs stay
+                file.unlink()
+        save_config(run_dir, raw=request.raw, overrides=request.overrides)
+        run_dir.update_run(facts)
+    except OSError as error:
+        raise RunError(
+            f"The run directory {run_dir.path} can't be written: {error.strerror or error}.\n"
+            "Make room, or choose another folder with path.outputs=FOLDER."
+        ) from error
+
+
+def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Record how the run ended. late: ranks that others waited for and that caught up.
+
+    A full disk is only reported: the reason why the run ended has yet to be printed.
+    """
+    try:
+        undo_resume(run_dir)  # if the ranks never confirmed the new overrides
+        run_dir.update_run({"status": status, "ended": _now(), "late": [dict(each) for each in late]})
+    except OSError as error:
+        print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _git() -> dict[str, str] | None:
+    """Return revision and uncommitted changes of the working directory's repository; None outside of one."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, errors="replace", timeout=_GIT_TIMEOUT_S, check=True
+        ).stdout
+
+    try:
+        return {"revision": git("rev-parse", "HEAD").strip(), "diff": git("diff", "HEAD")[:_MAX_DIFF_CHARS]}
+    except (OSError, subprocess.SubprocessError):
+        return None

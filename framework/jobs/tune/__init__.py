@@ -1,0 +1,8 @@
+"""`job=tune`: the largest batch that fits on every rank, and a learning rate to train it with.
+
+Start with `job` (the parent's side, without torch), then `rank`.
+"""
+
+from framework.jobs.tune.job import check, main
+
+__all__ = ["check", "main"]

@@ -1,0 +1,180 @@
+"""`job=tune` on one rank: first the largest batch, then the learning rate for it; writes tune.json and a plot.
+
+No checkpoint is written; callbacks, schedules and evaluation are left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from framework.config.schema import Config
+from framework.config.targets import takes
+from framework.data.batching import BatchPlan
+from framework.data.loader import TrainLoader, dataset_size
+from framework.distributed.collectives import barrier
+from framework.distributed.process_group import process_group
+from framework.errors import ConfigError, DataError, RunError, describe_error
+from framework.jobs.tune.batch_size import BatchSizing, find_batch_size, is_out_of_memory, train_steps
+from framework.jobs.tune.lr_range import Curve, plot, range_test, suggest
+from framework.launch.plan import MonitorLink, RankArguments
+from framework.monitoring.rank_status import Phase
+from framework.system.run_dir import write_atomically
+from framework.training import build
+from framework.training.data_settings import streams_of
+from framework.training.engine import build_trainer
+from framework.training.rank_setup import RankSetup, load_model, map_train_loader, setup_rank
+from framework.types import hooks
+
+RESULT, PLOT = "tune.json", "learning_rate.svg"
+
+
+def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
+    """Write tune.json in the run directory as soon as something is found.
+
+    Raises FrameworkError, and passes what the user's code raises.
+    """
+    with setup_rank(arguments, link) as given, ExitStack() as stack:
+        rank = replace(given, config=_tuned_config(given))
+        config = rank.config
+        datasets = build.build_datasets(config.data.datasets)
+        if "train" in streams_of(datasets):
+            raise DataError(
+                "job=tune repeats batches, which a stream (IterableDataset) can't.\n"
+                "Tune with some of its samples in a list, which is a map-style dataset."
+            )
+        dataset: Any = datasets.train
+        sizing = BatchSizing(
+            rank.data_share.world_size,
+            config.trainer.accumulate_grad_batches,
+            config.data.global_batch_size,
+            dataset_size(dataset, part="train"),
+        )
+        loader = map_train_loader(rank, dataset)
+        stack.callback(loader.close)
+        link.rank_status.set_phase(Phase.MEETING)
+        with_cpu = rank.strategy.exchanges_on_cpu
+        stack.enter_context(
+            process_group(rank.context, config.backend, rendezvous=arguments.rendezvous, with_cpu=with_cpu)
+        )
+        link.rank_status.set_phase(Phase.BUILDING)
+        found: dict[str, Any] = {
+            "recipe": config.recipe,
+            "processes": rank.context.world_size,
+            "batch_size": None,
+            "lr": None,
+            "overrides": {},
+        }
+        plan = rank.plan
+        if config.tune.find_batch_size:
+            callbacks = build.build_callbacks(given.config.callbacks, context=rank.context, run_dir=rank.run_dir)
+            averages = len(hooks(callbacks.values(), "evaluation_weights"))
+            size, batch = find_batch_size(rank, loader, sizing, averages=averages)
+            plan = sizing.plan(size)
+            samples, passes = sizing.largest_step(plan)
+            found["batch_size"] = {**batch, "global_batch_size": samples, "accumulate_grad_batches": passes}
+            found["overrides"] = sizing.overrides(size)
+            _write(rank, found)
+        gc.collect()  # of the trials' model
+        loader = loader.replanned(plan, limit=sizing.full_steps(plan))
+        curve = _train_together(rank, loader, plan, found["batch_size"])
+        if curve is not None:
+            _report_curve(rank, plan, curve, found)
+        link.rank_status.set_phase(Phase.CLOSING)
+        barrier(rank.context)
+
+
+def _tuned_config(rank: RankSetup) -> Config:
+    """Return the configuration without callbacks, loggers, schedule and checkpoints.
+
+    Raises ConfigError for what can't be tuned.
+    """
+    config = rank.config
+    if config.tune.find_batch_size and rank.strategy.forward_communicates:
+        raise ConfigError(
+            f"tune.find_batch_size=true tries batches on each process by itself; with strategy="
+            f"{type(rank.strategy).__name__.lower()} no process has the whole model.\n"
+            "Use tune.find_batch_size=false for the learning rate alone, or another strategy."
+        )
+    if config.tune.find_lr and "lr" not in config.optimizer and not takes(config.optimizer, "lr"):
+        raise ConfigError(
+            f"tune.find_lr=true searches for optimizer.lr, and {config.optimizer['_target_']} takes no keyword lr.\n"
+            "Use tune.find_lr=false for the batch alone."
+        )
+    return replace(
+        config,
+        callbacks={},
+        logger={},
+        scheduler=replace(config.scheduler, schedule=None, monitor=None),
+        checkpoint=replace(config.checkpoint, enabled=False),
+        trainer=replace(config.trainer, limit_train_batches=None, profiler=None),
+    )
+
+
+def _write(rank: RankSetup, found: dict[str, Any]) -> None:
+    """Write what was found so far, on rank 0."""
+    if rank.context.is_main:
+        write_atomically(rank.run_dir.path / RESULT, json.dumps(found, indent=2) + "\n")
+        rank.run_dir.update_run({"results": {"overrides": found["overrides"]}})
+
+
+def _train_together(
+    rank: RankSetup, loader: TrainLoader, plan: BatchPlan, batch: Mapping[str, Any] | None
+) -> Curve | None:
+    """Train with all ranks: the range test, or a few steps without one.
+
+    Raises RunError if the batch that was found doesn't fit though each rank by itself had room for it.
+    """
+    config, curve, finish_step = rank.config, None, rank.link.rank_status.finish_step
+    try:
+        trainer = build_trainer(rank, loader, None)
+        if config.init_from is not None:
+            load_model(rank, trainer.state.bare_model, Path(config.init_from))
+        if config.tune.find_lr:
+            if rank.context.is_main:
+                print(
+                    f"Learning rates from {config.tune.min_lr:g} to {config.tune.max_lr:g}, one for each of "
+                    f"{config.tune.num_training} steps of {plan.global_batch_size:,} samples",
+                    flush=True,
+                )
+            curve = range_test(trainer, config.tune, on_step=finish_step)
+        else:
+            for step, _ in enumerate(train_steps(trainer, loader, config.tune.steps_per_trial), start=1):
+                finish_step(step)
+    except Exception as error:
+        if batch is None or not is_out_of_memory(error):
+            raise
+        raise RunError(
+            f"Batches of {batch['batch_size']} fit each process by itself, and not with the exchange of all: "
+            f"{describe_error(error)}\nLeave more room than tune.margin={config.tune.margin:g}, or set "
+            f"tune.max_batch_size below {batch['batch_size']}."
+        ) from error
+    return curve
+
+
+def _report_curve(rank: RankSetup, plan: BatchPlan, curve: Curve, found: dict[str, Any]) -> None:
+    """Write the range test to `found` and tune.json, and plot it."""
+    config, suggestion = rank.config, suggest(curve.points)
+    found["lr"] = {
+        "global_batch_size": plan.global_batch_size,
+        "stopped": curve.stopped,
+        "suggestion": None if suggestion is None else asdict(suggestion),
+        "points": [asdict(point) for point in curve.points],
+    }
+    if suggestion is not None:
+        # A key that nothing has set yet has to be added.
+        key = "optimizer.lr" if "lr" in config.optimizer else "+optimizer.lr"
+        found["overrides"][key] = float(f"{suggestion.lr:.2g}")
+    _write(rank, found)
+    if not rank.context.is_main:
+        return
+    try:
+        title = f"{config.recipe}: {plan.global_batch_size:,} samples per step"
+        write_atomically(rank.run_dir.path / PLOT, plot(curve.points, suggestion, title=title))
+    except ModuleNotFoundError:
+        print(f"No {PLOT}: it needs `pip install framework[plot]`", flush=True)

@@ -1,0 +1,258 @@
+"""One rank's failure, and what to try after it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from framework.errors import EXIT_STOPPED
+from framework.monitoring.rank_status import CRASH
+
+
+class FailureKind(str, Enum):
+    """How a rank failed. The value is what `failure.json` says."""
+
+    EXCEPTION = "exception"
+    EXIT = "exit"
+    SIGNAL = "signal"
+    HUNG = "hung"
+    STOPPED = "stopped"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank's failure."""
+
+    rank: int
+    kind: FailureKind
+    node: int
+    time: float  # seconds since the epoch
+    log: str
+    host: str = ""
+    local_rank: int = 0
+    pid: int = 0
+    devices: str = ""
+    phase: str = "unknown"
+    step: int = 0  # optimizer steps done
+    status: int | None = None  # of the process, minus the number of a signal; None while it lives, or if unknown
+    exception: str | None = None  # "RuntimeError: message"
+    traceback: str | None = None
+    expected: bool = False  # a FrameworkError: its message says everything
+    exit_status: int = 1
+    is_final: bool = False  # another attempt would fail with the same error
+    signal: str | None = None
+    oom: bool = False
+    waited_s: float | None = None  # how long the others waited for it
+    stacks: str | None = None  # of all threads, when the report was made, or when compiled code crashed
+    waited_in: str | None = None  # the phase in which the others waited
+    lost_peer: bool = False  # it failed because another rank was gone or didn't come: a consequence
+    timed_out: bool = False
+
+    @property
+    def is_independent(self) -> bool:
+        """True if the rank failed by itself, not because of another one."""
+        ended = self.kind in (FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL)
+        return ended and not self.lost_peer and not self.timed_out
+
+    @property
+    def cause(self) -> str:
+        match self.kind:
+            case FailureKind.EXCEPTION:
+                return str(self.exception)
+            case FailureKind.EXIT if self.status == 0:
+                return "exited with status 0 before its work was done"
+            case FailureKind.EXIT if self.status is None:
+                return "its process is gone: killed, or exited without an error" + (
+                    "; the system was out of memory" if self.oom else ""
+                )
+            case FailureKind.EXIT:
+                return f"exited with status {self.status} and without an error"
+            case FailureKind.SIGNAL:
+                return f"killed by {self.signal}" + (": the system was out of memory" if self.oom else "")
+            case FailureKind.UNREACHABLE:
+                silent = f" for {self.waited_s:.0f} s" if self.waited_s and self.waited_s >= 1 else ""
+                return f"its node hasn't answered{silent}: link cut, machine down, or its processes gone"
+            case _:
+                what = "was stopped (SIGSTOP)" if self.kind is FailureKind.STOPPED else "hung"
+                waited = "" if self.waited_s is None else f"; the others waited {self.waited_s:.0f} s"
+                return what + waited + ("" if self.waited_in is None else f" in {self.waited_in}")
+
+    def to_plain(self) -> dict[str, Any]:
+        return {**asdict(self), "cause": self.cause}
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> RankFailure:
+        known = {key: value for key, value in plain.items() if key != "cause"}
+        return RankFailure(**{**known, "kind": FailureKind(plain["kind"])})
+
+
+# How it failed
+
+# What only gloo, NCCL and the store say: to a rank whose peer is gone, and to one whose wait timed out.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed the connection|broken pipe|socket (closed|timeout)"
+    r"|pair closure|timed out (waiting|after|while)|wait timeout|(got|sent) 0 bytes|failed to (recv|send)"
+    r"|ncclRemoteError|remote process exited|communicator (was|is) aborted|not connected"
+    r"|no route to host|network is unreachable|could not join the process group",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile(r"timed out|time-?out|could not join the process group", re.IGNORECASE)
+_TIME_OUT = re.compile(r"(\d+) ?(ms|s|seconds)\b")  # `Timed out waiting 3000ms`, `timed out after 4 seconds`
+_CRASHES = {
+    signal.strsignal(number): number.name
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+}
+
+
+def failure_facts(
+    record: Mapping[str, Any] | None,
+    end: Mapping[str, Any] | None,
+    *,
+    stacks: str | None = None,
+    oom: bool = False,
+    nccl_timeout: bool = False,
+) -> dict[str, Any] | None:
+    """Return how a rank failed, as fields of `RankFailure`; None if it hasn't failed by itself.
+
+    Args:
+        record: what it raised, as `RankStatus.record_failure` was given it.
+        end: how its process ended: status (None: unknown), time, early.
+        stacks: that were written when compiled code crashed.
+    """
+    if record is not None:
+        of_peers = record["of_peers"]
+        return {
+            **{key: value for key, value in record.items() if key != "of_peers"},
+            "kind": FailureKind.EXCEPTION,
+            "status": None if end is None else end["status"],
+            "lost_peer": _LOST_PEER.search(of_peers) is not None,
+            "timed_out": _TIMED_OUT.search(of_peers) is not None,
+        }
+    if end is None or (end["status"] in (0, EXIT_STOPPED) and not end["early"]):
+        return None
+    ended_by = _signal(end["status"], stacks or "")
+    return {
+        "kind": FailureKind.EXIT if ended_by is None else FailureKind.SIGNAL,
+        "time": end["time"],
+        "status": end["status"],
+        "signal": ended_by,
+        "oom": oom,
+        "stacks": stacks,
+        "lost_peer": nccl_timeout,
+        "timed_out": nccl_timeout,
+    }
+
+
+def named_time_outs(record: Mapping[str, Any] | None) -> list[float]:
+    """Return the seconds that torch's errors name in what a rank raised."""
+    said = "" if record is None else record["of_peers"]
+    return [int(number) / (1000 if unit == "ms" else 1) for number, unit in _TIME_OUT.findall(said)]
+
+
+def _signal(status: int | None, stacks: str) -> str | None:
+    """Return the signal that ended a process, by its exit status or else by what faulthandler wrote."""
+    if status is None:
+        words = stacks.removeprefix(CRASH).partition("\n")[0] if stacks.startswith(CRASH) else ""
+        return _CRASHES.get(words.replace("-", " "))
+    if status >= 0:
+        return None
+    try:
+        return signal.Signals(-status).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {-status}"
+
+
+# What to try
+
+_SMALLER_BATCH = "Lower data.batch_size; trainer.accumulate_grad_batches keeps the global batch."
+_BY_MESSAGE = {
+    r"(CUDA|HIP|accelerator|XPU|MPS).* out of memory|OutOfMemoryError": _SMALLER_BATCH,
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory": _SMALLER_BATCH,
+    r"DataLoader worker .* (killed by signal|exited unexpectedly)|Unable to (open|allocate) shared memory": "A data "
+    "worker died, usually for lack of memory: lower data.num_workers (data.num_workers=0 loads in the rank's own "
+    "process), or give the container more /dev/shm.",
+    r"device-side assert": "A GPU kernel got an invalid value, usually an index or a class label out of range. Set "
+    "CUDA_LAUNCH_BLOCKING=1 in the environment to see in which line.",
+    r"Too many open files": "Raise the limit (`ulimit -n`), or lower data.num_workers.",
+}
+_BY_PHASE = {
+    "starting": "It was still making its data or reading its configuration.",
+    "meeting": "It was forming the process group. Look at the network between the nodes.",
+    "preflight": "It was checking what it exchanges with the others: the last lines of its log name the check. Look at "
+    "its device, and at the network between it and them.",
+    "collectives": "The last line of its log names the exchange. Check the network between it and the other ranks.",
+    "building": "It was building the model or reading a checkpoint.",
+    "data": "It was loading data: look at its disk and its share of the files. Where a worker loads, "
+    "data.num_workers=0 shows the line.",
+    "checkpoint": "It was saving: look at the disk below the run directory.",
+    "evaluate": "It was evaluating: look at validation_step and the data it got.",
+}
+_IN_SET_UP = "backend.init_timeout, which counts until the first step is done"
+_LIMIT_OF_JOB = {
+    "preflight": "backend.timeout for job=preflight, backend.init_timeout before training",
+    "collectives": "backend.timeout",
+}
+
+
+def advice(first: RankFailure, *, world_size: int) -> str:
+    """Return one or two sentences on what to try; "" if the failure itself says everything."""
+    if first.oom:
+        return (
+            "Lower data.batch_size or data.num_workers (0: none), or give the job more memory; "
+            "trainer.accumulate_grad_batches keeps the global batch."
+        )
+    match first.kind:
+        case FailureKind.UNREACHABLE:
+            return (
+                f"Check that {first.host or f'node {first.node}'} is up and reaches topology.rdzv_endpoint; its own "
+                "report is there. Then resume the run."
+            )
+        case FailureKind.STOPPED:
+            return "Something stopped the process: a debugger, a job scheduler that suspends, or `kill -STOP`."
+        case FailureKind.HUNG:
+            look_at = _BY_PHASE.get(first.phase, "Its stack shows where it is.")
+            in_force = _IN_SET_UP if first.step == 0 else "backend.timeout"
+            key = _LIMIT_OF_JOB.get(first.phase, in_force)
+            return f"{look_at} If it is only slow, raise {key}."
+        case FailureKind.SIGNAL:
+            return _after_signal(first)
+        case FailureKind.EXIT if first.status is None:
+            return "Look at the output of what started the ranks (torchrun, srun), and at the end of the rank's log."
+        case FailureKind.EXIT:
+            return "Something in the process called exit(): its log may say what. Raise an exception instead."
+        case _:
+            return _after_exception(first, world_size=world_size)
+
+
+def _after_signal(first: RankFailure) -> str:
+    if first.signal in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"):
+        where = "this is the Python stack of that moment" if first.stacks else "its log may say more"
+        more = " A full /dev/shm causes SIGBUS, too." if first.signal == "SIGBUS" else ""
+        return f"Compiled code failed; {where}.{more}"
+    if first.signal == "SIGKILL":
+        return (
+            "The system's out-of-memory killer sends it too, but no sign of it was found: look at `dmesg`, the job "
+            "scheduler's log, and the container's memory limit."
+        )
+    return "Something outside ended this one process. A signal to the command itself stops all ranks and saves."
+
+
+def _after_exception(first: RankFailure, *, world_size: int) -> str:
+    if first.expected:  # an error of ours, which says itself what to do
+        return ""
+    for pattern, words in _BY_MESSAGE.items():
+        if re.search(pattern, str(first.exception)):
+            return words
+    if not first.lost_peer or world_size == 1:
+        return ""
+    if first.timed_out:
+        return (
+            "No rank was behind the others: they may have called different collectives. Compare the stacks in the "
+            "report, and look for branches that only some ranks take."
+        )
+    return "It lost another rank, and no rank has reported why: look at the ends of their logs, and at the network."

@@ -1,0 +1,190 @@
+"""What the monitors of several nodes exchange through the run's store. Every call has a deadline.
+
+If the host of the store is cut off, torch's calls never return. So each is made in a thread, and the store counts as
+gone after the deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar, final
+
+from framework.launch.store import RunStore
+from framework.monitoring.node_monitor import NodeMonitor, Progress, max_progress
+
+T = TypeVar("T")
+_CALL_TIMEOUT_S = 5.0
+_EXCHANGE_EVERY_S = 1.0
+_STATEMENTS_TIMEOUT_S = 4.0
+_REPORT_TIMEOUT_S = 8.0
+_TAKEN_TIMEOUT_S = 3.0
+_POLL_S = 0.1
+
+
+class StoreGoneError(Exception):
+    """The run's store doesn't answer: its node is down, or the link to it is cut."""
+
+
+def call_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Make a call in a thread that may be left behind, unlike those of an executor."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    return future
+
+
+@final
+class DeadlineExecutor:
+    """Makes calls with a deadline. After one that failed every later one raises at once."""
+
+    def __init__(self) -> None:
+        self._gone = False
+
+    def __call__(self, call: Callable[[], T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
+        """Return the result. Raises StoreGoneError if it takes too long or raises RuntimeError, as stores do."""
+        if self._gone:
+            raise StoreGoneError
+        future = call_in_thread(call)
+        if not wait([future], timeout=timeout_s).done:
+            self._gone = True
+            raise StoreGoneError
+        try:
+            return future.result()
+        except RuntimeError as error:
+            self._gone = True
+            raise StoreGoneError from error
+
+
+@final
+class NodeExchange:
+    """One node's side of the exchange, for one attempt. Call `step` a few times a second."""
+
+    def __init__(self, run_store: RunStore, monitor: NodeMonitor, *, nnodes: int) -> None:
+        self._store = run_store
+        self._monitor = monitor
+        self._nnodes = nnodes
+        self._call = DeadlineExecutor()
+        self._next_s = 0.0
+        self._counter = 0
+        self._heard = dict.fromkeys(range(nnodes), (0, time.monotonic()))  # node → its counter, and when it changed
+        self._progress: dict[int, Progress] = {}
+        self.progress_elsewhere: Progress | None = None  # of the other nodes' ranks
+        self.alarm: dict[str, Any] | None = None  # some node says that the attempt has failed
+        self.is_cut = False
+
+    def step(self) -> None:
+        """Exchange progress with the other nodes, pass on stop requests, look for an alarm."""
+        if not self.is_cut and time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _EXCHANGE_EVERY_S
+            self._try(self._exchange)
+
+    def request_stop(self, signal_number: int) -> None:
+        """Ask the ranks of all nodes to stop together. Raises StoreGoneError."""
+        self._call(lambda: self._store.request_stop(signal_number))
+
+    def raise_alarm(self, cause: str) -> None:
+        """Tell the nodes that can be reached that the attempt has failed."""
+        self._try(lambda: self._store.set("alarm", {"node": self._monitor.node, "cause": cause}))
+
+    def silent_for(self, node: int) -> float:
+        """Return the seconds since that node's monitor last answered. Node 0 sees all nodes, the others only node 0."""
+        return time.monotonic() - self._heard[node if self._monitor.node == 0 else 0][1]
+
+    def gather(self, own: dict[str, Any], *, cause: str) -> tuple[list[dict[str, Any]], list[int]]:
+        """Raise the alarm, and return the statements that come in time, this node's first, and the silent nodes."""
+        statements = {self._monitor.node: own}
+
+        def all_have_stated() -> bool:
+            for node in set(range(self._nnodes)) - statements.keys():
+                statement = self._store.get(f"statement/{node}")
+                if statement is not None:
+                    statements[node] = statement
+            return len(statements) == self._nnodes
+
+        self._state(own, cause=cause)
+        self._wait_for(all_have_stated, timeout_s=_STATEMENTS_TIMEOUT_S)
+        return list(statements.values()), sorted(set(range(self._nnodes)) - statements.keys())
+
+    def publish(self, report: dict[str, Any]) -> None:
+        """Give the report to the nodes that can be reached, and wait until they have it: the store may go then."""
+
+        def all_have_it() -> bool:
+            others = set(range(self._nnodes)) - {self._monitor.node}
+            return all(
+                self._store.get(f"taken/{node}") for node in others if self._store.get(f"statement/{node}") is not None
+            )
+
+        self._try(lambda: self._store.set("report", report))
+        self._wait_for(all_have_it, timeout_s=_TAKEN_TIMEOUT_S)
+
+    def await_report(self, own: dict[str, Any], *, cause: str) -> dict[str, Any] | None:
+        """Raise the alarm, make this node's statement, and return node 0's report; None if it doesn't come in time."""
+        reports: list[dict[str, Any]] = []
+
+        def has_come() -> bool:
+            report = self._store.get("report")
+            if report is not None:
+                reports.append(report)
+                self._store.set(f"taken/{self._monitor.node}", True)
+            return report is not None
+
+        self._state(own, cause=cause)
+        self._wait_for(has_come, timeout_s=_REPORT_TIMEOUT_S)
+        return reports[0] if reports else None
+
+    def _exchange(self) -> None:
+        node, own = self._monitor.node, max_progress(self._monitor.states())
+        for other in range(1, self._nnodes) if node == 0 else [0]:
+            self._hear(other)
+        self._counter += 1
+        furthest = _max_progress([own, *self._progress.values()]) if node == 0 else own
+        self._store.set(
+            f"progress/{node}",
+            {"counter": self._counter, "collectives": furthest.collectives, "still_s": furthest.still_s},
+        )
+        self.progress_elsewhere = _max_progress(self._progress.values())
+        requested = self._monitor.requested_stop()
+        if requested:
+            self._store.request_stop(requested)
+        stop_signal = self._store.get("stop/signal")
+        if stop_signal and not self._monitor.asked_to_stop:
+            self._monitor.ask_to_stop(stop_signal)
+        self.alarm = self._store.get("alarm")
+
+    def _hear(self, node: int) -> None:
+        said = self._store.get(f"progress/{node}")
+        if said is not None and said["counter"] != self._heard[node][0]:
+            self._heard[node] = (said["counter"], time.monotonic())
+            self._progress[node] = Progress(said["collectives"], said["still_s"])
+
+    def _state(self, own: dict[str, Any], *, cause: str) -> None:
+        self.raise_alarm(cause)
+        self._try(lambda: self._store.set(f"statement/{self._monitor.node}", own))
+
+    def _try(self, call: Callable[[], T]) -> T | None:
+        """Return the result, or None if the store is gone."""
+        try:
+            return self._call(call)
+        except StoreGoneError:
+            self.is_cut = True
+            return None
+
+    def _wait_for(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
+        """Wait until the condition, which asks the store, is true; return early if the store is gone."""
+        deadline = time.monotonic() + timeout_s
+        while self._try(condition) is False and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def _max_progress(progress: Collection[Progress]) -> Progress:
+    top = max((each.collectives for each in progress), default=0)
+    return Progress(top, min((each.still_s for each in progress if each.collectives == top), default=0.0))

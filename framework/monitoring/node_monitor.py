@@ -1,0 +1,424 @@
+"""Watches the ranks of one node through their rank statuses: progress, late and hung ranks, stop requests, stacks.
+
+The launcher's parent process has one; ranks of torchrun or srun have one each, in a thread. It needs no store and no
+other node, so it keeps working when the network is cut.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import psutil
+
+from framework.monitoring.failure import failure_facts, named_time_outs
+from framework.monitoring.oom_killer import count_oom_kills, killed_since
+from framework.monitoring.rank_status import (
+    CRASH,
+    STACKS_SIGNAL,
+    Phase,
+    RankStatus,
+    StatusPage,
+)
+
+SILENT_S = 8.0
+"""A process without a heartbeat for so long counts as frozen."""
+
+_STACKS_TIMEOUT_S = 1.5
+_STACKS_POLL_S = 0.02
+_LOG_TAIL_BYTES = 32_768
+_NCCL_TIMEOUT = b"Watchdog caught collective operation timeout"
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_HUNG_MARGIN_S = 5.0  # past the time-out, so that torch's own error comes first if there is one
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What is known of a rank before it starts."""
+
+    rank: int
+    local_rank: int
+    devices: str
+    log: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: the time-out until the first step is done, the one after it, and when a rank counts as late."""
+
+    init_timeout_s: float
+    timeout_s: float
+    late_after_s: float
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank as its node's monitor sees it."""
+
+    rank: int
+    pid: int
+    alive: bool
+    stopped: bool  # by SIGSTOP or a debugger
+    phase: Phase
+    step: int
+    collectives: int
+    still_s: float  # since any of phase, step, collectives and done has changed
+    silent_s: float  # since the last heartbeat
+    done: bool = False  # its work is done, it only has to leave
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the process has started and doesn't run Python."""
+        return self.pid > 0 and self.silent_s > SILENT_S
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> RankState:
+        return RankState(**{**plain, "phase": Phase(plain["phase"])})
+
+
+# Which ranks the others wait for: pure functions of what was seen.
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of the ranks that are furthest: how many collectives they have begun, and for how long nothing has changed."""
+
+    collectives: int
+    still_s: float
+
+
+def max_progress(states: Sequence[RankState]) -> Progress:
+    """Return the progress of these ranks. An ended rank counts for its collectives, but doesn't wait."""
+    top = max((each.collectives for each in states), default=0)
+    waiting = [each.still_s for each in states if each.alive and each.collectives == top]
+    return Progress(top, min(waiting, default=0.0))
+
+
+def ranks_behind(states: Sequence[RankState], *, elsewhere: int = 0) -> list[RankState]:
+    """Return the living ranks that others wait for; none if they can't be distinguished.
+
+    These are the stopped ranks, and those that are behind: until the process group is formed, the ranks that haven't
+    come to it; then those that have begun fewer collectives. A rank that waits in one has begun it, so it is never
+    blamed. If none is behind, the ranks whose Python doesn't run.
+
+    Args:
+        elsewhere: the most collectives begun by ranks that aren't among `states`.
+    """
+    working = _working(states)
+    stopped = _unless_all([each for each in working if each.stopped], of=working)
+    late = stopped + [each for each in _behind(states, elsewhere=elsewhere) if each not in stopped]
+    return late or _unless_all([each for each in working if each.is_silent], of=working)
+
+
+def waited_for(states: Sequence[RankState], *, elsewhere: Progress | None = None) -> tuple[list[RankState], float]:
+    """Return the ranks behind, and for how many seconds all others have waited for them; 0 if nobody waits.
+
+    Args:
+        elsewhere: the progress of the ranks that aren't among `states`.
+    """
+    theirs = 0 if elsewhere is None else elsewhere.collectives
+    late, top = ranks_behind(states, elsewhere=theirs), _top(states, theirs)
+    waits = [
+        each.still_s
+        for each in states
+        if each not in late and (each.done or (each.alive and (top > 0 or each.phase is Phase.MEETING)))
+    ]
+    if elsewhere is not None and theirs == top > 0:
+        waits.append(elsewhere.still_s)
+    if not late or not waits:
+        return [], 0.0
+    if not _behind(states, elsewhere=theirs):  # the others may have been idle for longer, for another reason
+        waits.append(max(each.silent_s for each in late))
+    return late, min(waits)
+
+
+def _working(states: Sequence[RankState]) -> list[RankState]:
+    """Return the ranks that can be waited for: those that are alive and not done."""
+    return [each for each in states if each.alive and not each.done]
+
+
+def _unless_all(some: list[RankState], *, of: list[RankState]) -> list[RankState]:
+    """Return `some`, or nothing if that is every rank of several: then none is to blame, as when a job is suspended."""
+    return some if len(some) < max(len(of), 2) else []
+
+
+def _behind(states: Sequence[RankState], *, elsewhere: int) -> list[RankState]:
+    top = _top(states, elsewhere)
+    if top > 0:
+        return [each for each in _working(states) if each.collectives < top]
+    meeting = any(each.phase is Phase.MEETING for each in states)
+    return [each for each in _working(states) if meeting and each.phase < Phase.MEETING]
+
+
+def _top(states: Sequence[RankState], elsewhere: int) -> int:
+    return max([elsewhere, *(each.collectives for each in states)])
+
+
+@dataclass
+class _Rank:
+    info: RankInfo
+    status: RankStatus
+    since_s: float  # when what is in `seen` last changed
+    log_from: int  # bytes that the log had before this rank
+    process: psutil.Process | None = None
+    oom_kills: Mapping[Path, int] = field(default_factory=dict)  # in its control groups, when it was first seen
+    seen: tuple[int, ...] = ()
+    was_continued: bool = False  # by us, after it was stopped
+
+
+@final
+class NodeMonitor:
+    """Watches one node's ranks from `add` on. Call `check` a few times a second.
+
+    Args:
+        own: the status of the rank in whose process this runs, if it is one of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: int,
+        limits: Limits,
+        own: RankStatus | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.node = node
+        self._own = own
+        self._clock = clock
+        self._limits = limits
+        self._ranks: dict[int, _Rank] = {}
+        self._late: list[dict[str, Any]] = []  # each time that a rank was late, as in the report
+        self._late_now: dict[int, tuple[float, dict[str, Any]]] = {}  # rank → since when, and the entry above
+        self._stop_signal = 0
+
+    def add(self, info: RankInfo, status: RankStatus) -> None:
+        log = Path(info.log)
+        log_from = log.stat().st_size if log.exists() else 0
+        self._ranks[info.rank] = _Rank(info, status, since_s=self._clock(), log_from=log_from)
+
+    def check(self, *, elsewhere: Progress | None = None) -> list[dict[str, Any]]:
+        """Return what is new, as `late`, `caught_up` and `hung` events.
+
+        Args:
+            elsewhere: the progress of the other nodes' ranks.
+        """
+        states = self.states()
+        late, seconds = waited_for(states, elsewhere=elsewhere)
+        behind = ranks_behind(states, elsewhere=elsewhere.collectives if elsewhere else 0)
+        limit_s = self._limit(self._ranks.values()) + _HUNG_MARGIN_S
+        counts = seconds >= min(self._limits.late_after_s, limit_s)  # a hung rank was late before
+        events = [
+            *self._note_late(late if counts else [], seconds),
+            *self._note_caught_up(states, {each.rank for each in behind}),
+        ]
+        if seconds > limit_s:
+            events.append({"event": "hung", "seconds": seconds})
+        return events
+
+    def states(self) -> list[RankState]:
+        """Return every rank's present state."""
+        return [self._state(rank) for rank in self._ranks.values()]
+
+    def is_stoppable(self) -> bool:
+        """Return True if every rank here would stop at the end of a step."""
+        return bool(self._ranks) and all(rank.status.read().is_stoppable for rank in self._ranks.values())
+
+    def requested_stop(self) -> int:
+        """Return the signal by which a rank here was asked to stop, 0 for none."""
+        return next((number for rank in self._ranks.values() if (number := rank.status.read().requested_stop)), 0)
+
+    def ask_to_stop(self, signal_number: int) -> None:
+        """Tell the ranks here that all ranks are to stop."""
+        self._stop_signal = signal_number
+        for rank in self._ranks.values():
+            rank.status.ask_to_stop(signal_number)
+
+    @property
+    def asked_to_stop(self) -> int:
+        return self._stop_signal
+
+    def read(self, rank: int) -> StatusPage:
+        return self._ranks[rank].status.read()
+
+    def ranks_that_raised(self) -> list[int]:
+        """Return the ranks that recorded an exception."""
+        return [number for number, rank in self._ranks.items() if rank.status.failure() is not None]
+
+    def statement(self, exits: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return everything known of this node's ranks as plain types, for `report.make_report`. Takes a second or two.
+
+        Args:
+            exits: how processes ended that weren't ended on purpose: status (None: unknown), time, early.
+        """
+        states = self.states()
+        records = {number: rank.status.failure() for number, rank in self._ranks.items()}
+        stacks = self._stacks(states)  # continues stopped ranks, so after everything else was read
+        for since_s, entry in self._late_now.values():
+            entry["seconds"] = round(self._clock() - since_s, 1)
+        return {
+            "node": self.node,
+            "time": time.time(),
+            "ranks": [
+                self._statement_of(
+                    state, exits.get(state.rank), record=records[state.rank], stacks=stacks.get(state.rank)
+                )
+                for state in states
+            ],
+            "late": self._late,
+        }
+
+    def close(self) -> None:
+        for rank in self._ranks.values():
+            rank.status.close()
+        self._ranks.clear()
+
+    def _state(self, rank: _Rank) -> RankState:
+        now, status = self._clock(), rank.status.read()
+        seen = (status.phase, status.step, status.collectives, status.is_done)
+        if seen != rank.seen:
+            rank.seen, rank.since_s = seen, now
+        process_status = self._process_status(rank, status.pid)
+        alive = process_status not in _ENDED
+        return RankState(
+            rank=rank.info.rank,
+            pid=status.pid,
+            alive=alive,
+            stopped=alive and (rank.was_continued or process_status in _STOPPED),
+            phase=Phase(status.phase),
+            step=status.step,
+            collectives=status.collectives,
+            still_s=now - rank.since_s,
+            silent_s=now - status.beat_ns / 1e9 if status.pid else 0.0,
+            done=bool(status.is_done),
+        )
+
+    def _process_status(self, rank: _Rank, pid: int) -> str:
+        """Return the process status, one of psutil's; `running` if it hasn't started yet."""
+        if not pid:
+            return psutil.STATUS_RUNNING
+        try:
+            if rank.process is None:
+                rank.process = psutil.Process(pid)
+                rank.oom_kills = count_oom_kills(pid)
+            return rank.process.status() if rank.process.is_running() else psutil.STATUS_DEAD
+        except psutil.NoSuchProcess:
+            return psutil.STATUS_DEAD
+
+    def _note_late(self, late: Sequence[RankState], seconds: float) -> Iterator[dict[str, Any]]:
+        for state in late:
+            if state.rank not in self._late_now:
+                entry = {"rank": state.rank, "phase": state.phase.label, "step": state.step, "seconds": seconds}
+                self._late.append(entry)
+                self._late_now[state.rank] = self._clock() - seconds, entry
+                yield {"event": "late", **entry, "pid": state.pid}
+
+    def _note_caught_up(self, states: Sequence[RankState], behind: set[int]) -> Iterator[dict[str, Any]]:
+        for state in states:
+            if state.rank in self._late_now and state.rank not in behind:
+                since_s, entry = self._late_now.pop(state.rank)
+                entry["seconds"] = round(self._clock() - since_s, 1)
+                if state.alive or state.done:
+                    yield {"event": "caught_up", **entry}
+
+    def _limit(self, ranks: Iterable[_Rank]) -> float:
+        """Return the time-out in force: that of set-up until each of these ranks has done a step."""
+        in_training = all(rank.status.read().step > 0 for rank in ranks)
+        return self._limits.timeout_s if in_training else self._limits.init_timeout_s
+
+    def _statement_of(
+        self, state: RankState, end: Mapping[str, Any] | None, *, record: Mapping[str, Any] | None, stacks: str | None
+    ) -> dict[str, Any]:
+        rank = self._ranks[state.rank]
+        killed = end is not None and end["status"] in (-signal.SIGKILL, None)  # None: its exit status is unknown
+        stacks = stacks or self._crash(state.rank, end)
+        return {
+            "state": asdict(state),
+            "place": {
+                **asdict(rank.info),
+                "node": self.node,
+                "host": socket.gethostname(),
+                "pid": state.pid or (end or {}).get("pid", 0),  # 0 if it ended before it wrote its pid
+                "phase": state.phase.label,
+                "step": state.step,
+            },
+            "failure": failure_facts(
+                record,
+                end,
+                stacks=stacks,
+                oom=killed and killed_since(rank.oom_kills),
+                nccl_timeout=end is not None and _NCCL_TIMEOUT in self._log_tail(rank),
+            ),
+            "limit_s": min([self._limit([rank]), *named_time_outs(record)]),
+            "stacks": stacks,
+        }
+
+    def _crash(self, rank: int, end: Mapping[str, Any] | None) -> str | None:
+        """Return the stacks that faulthandler left in the log of a process that ended by a signal, or unseen."""
+        if end is None or (end["status"] is not None and end["status"] >= 0):
+            return None
+        _, found, stacks = self._log_tail(self._ranks[rank]).rpartition(CRASH.encode())
+        return (found + stacks).decode(errors="replace") if found else None
+
+    def _log_tail(self, rank: _Rank) -> bytes:
+        """Return the end of what this rank has written to its log, which several attempts share."""
+        log = Path(rank.info.log)
+        try:
+            with log.open("rb") as file:
+                file.seek(max(rank.log_from, log.stat().st_size - _LOG_TAIL_BYTES))
+                return file.read()
+        except OSError:
+            return b""
+
+    def _stacks(self, states: Sequence[RankState]) -> dict[int, str]:
+        """Return the Python stacks of the living ranks. A stopped one is continued, since it couldn't answer.
+
+        A rank that recorded a failure isn't asked: its traceback says more.
+        """
+        before: dict[int, int] = {}
+        for state in states:
+            rank = self._ranks[state.rank]
+            if not state.alive or rank.process is None or rank.status.failure() is not None:
+                continue
+            before[state.rank] = rank.status.stacks_size()
+            if self._own is not None and state.pid == os.getpid():
+                self._own.write_stacks()
+                continue
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                _signal_main_thread(rank.process, STACKS_SIGNAL)
+                if state.stopped:  # it handles the signal above first, so the stack is that of where it was stopped
+                    rank.process.send_signal(signal.SIGCONT)
+                    rank.was_continued = True
+        deadline = time.monotonic() + _STACKS_TIMEOUT_S
+        sizes: dict[int, int] = {}
+        while time.monotonic() < deadline:
+            time.sleep(_STACKS_POLL_S)
+            now = {number: self._ranks[number].status.stacks_size() for number in before}
+            if now == sizes and all(now[number] > before[number] for number in before):
+                break
+            sizes = now
+        found: dict[int, str] = {}
+        for number, size in before.items():
+            status = self._ranks[number].status
+            found[number] = status.stacks(size) or status.stacks()  # if it can't answer now, what it said earlier
+        return found
+
+
+def _signal_main_thread(process: psutil.Process, number: int) -> None:
+    """Send a signal to the process's main thread. Of a stopped process, whichever thread runs first would take it.
+
+    Raises psutil.NoSuchProcess if the process has ended.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill") and process.is_running():  # glibc has it since 2.30
+        libc.tgkill(process.pid, process.pid, number)
+    else:
+        process.send_signal(number)

@@ -1,0 +1,67 @@
+"""The log of one rank, `logs/rank_N.log`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import final
+
+from framework.distributed.context import Context
+from framework.system.run_dir import RunDir
+
+logger = logging.getLogger("framework")
+
+
+@contextmanager
+def rank_log(run_dir: RunDir, context: Context) -> Iterator[None]:
+    """Send the framework's log records to this rank's file while this is entered. The first says who writes there.
+
+    Training continues if the disk is full: a few kB are kept and written once there is room.
+    """
+    handler = _Handler(run_dir.rank_log(context.rank), encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        logger.info(
+            "pid %d, rank %d, local rank %d, world size %d, backend %s, node %d (%s), devices %s",
+            os.getpid(),
+            context.rank,
+            context.local_rank,
+            context.world_size,
+            context.backend,
+            context.node_rank,
+            socket.gethostname(),
+            ", ".join(str(device) for device in context.devices),
+        )
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()
+
+
+def warn(text: str) -> None:
+    """Write a line to this rank's log and to standard output."""
+    logger.warning(text)
+    show(text)
+
+
+def show(text: str) -> None:
+    """Print a line; rank 0's output is shown on the terminal."""
+    with suppress(OSError):  # standard output is a file on a full disk
+        print(text, flush=True)
+
+
+@final
+class _Handler(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Print no traceback for each record that a full disk doesn't take."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)

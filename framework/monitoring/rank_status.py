@@ -1,0 +1,274 @@
+"""A rank's status in memory that outlives it: written by the rank on the step path, read by the node's monitor.
+
+The memory is an anonymous file: a `StatusPage`, then room for the record of a failure, then the stacks that
+faulthandler writes on `STACKS_SIGNAL`. The launcher makes it and hands it to the rank and to the monitor; a rank that
+torchrun or srun started makes it itself, and the monitors open /proc/PID/fd/FD. Needs no torch. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any, final
+
+STACKS_SIGNAL: int = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Makes a rank write the Python stacks of its threads. Libraries and schedulers don't use it."""
+
+COUNTED_GROUP = "counted with the default group"
+"""Description of a process group whose collectives `StatusPage.collectives` counts too."""
+
+CRASH = "Fatal Python error: "
+"""How faulthandler begins when a signal ends the process."""
+
+HEARTBEAT_S = 0.5
+
+_PAGE_BYTES = mmap.PAGESIZE
+_RECORD_BYTES = 1 << 20  # memory is used only as it is written
+_STACKS_AT = _PAGE_BYTES + _RECORD_BYTES
+_MAX_STACK_BYTES = 65_536
+_MAX_CHARS = 20_000  # of each of a record's texts, of which JSON may make twelve times as many bytes
+
+
+class Phase(IntEnum):
+    """What a rank is doing, in the order of its life."""
+
+    STARTING = 0  # reading the configuration, building the data
+    MEETING = 1  # waiting for the other ranks, to form the process group
+    PREFLIGHT = 2  # checking what they exchange, if that is asked for
+    COLLECTIVES = 3  # showing them: job=collectives
+    BUILDING = 4  # model, optimizer, restoring a checkpoint
+    DATA = 5
+    FORWARD = 6
+    BACKWARD = 7  # with the exchange of gradients
+    OPTIMIZER = 8
+    LOGGING = 9
+    EVALUATE = 10
+    CHECKPOINT = 11
+    CLOSING = 12
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class StatusPage(ctypes.Structure):
+    """What the rank writes and monitors read at any time."""
+
+    _fields_ = (
+        ("beat_ns", ctypes.c_int64),  # of `time.monotonic_ns()`: the last heartbeat
+        ("phase", ctypes.c_int64),
+        ("step", ctypes.c_int64),  # optimizer steps done; 0 until this process has done one
+        ("collectives", ctypes.c_int64),  # begun so far, 0 before there is a process group; fewer if it is behind
+        ("requested_stop", ctypes.c_int64),  # the signal by which this rank was asked to stop, 0 for none
+        ("asked_to_stop", ctypes.c_int64),  # the signal for which all ranks are to stop together, 0 for none
+        ("is_stoppable", ctypes.c_int64),  # it would stop at the end of a step
+        ("pid", ctypes.c_int64),  # 0 before the process has started
+        ("is_done", ctypes.c_int64),  # its work is done, it only has to leave
+        ("did_not_leave", ctypes.c_int64),  # something held it up after its work
+        ("record_bytes", ctypes.c_int64),  # of the record of a failure
+    )
+
+
+@final
+class RankStatus:
+    """A rank's status, which survives the rank's death.
+
+    On the step path a write costs some hundred nanoseconds. `beat` is for the heartbeat, all else for the main thread.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        """Take over `fd`, which `make_status_memory` returned; None makes new memory."""
+        self.fd = make_status_memory() if fd is None else fd
+        self._memory = mmap.mmap(self.fd, _PAGE_BYTES)
+        self._page = StatusPage.from_buffer(self._memory)
+        self._is_registered = False
+
+    @staticmethod
+    def of_process(pid: int, fd: int) -> RankStatus:
+        """Open file descriptor `fd` of process `pid`. Raises OSError if it is gone or may not be opened."""
+        return RankStatus(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+
+    # For the rank
+
+    def set_phase(self, phase: Phase) -> None:
+        """Set what this rank is doing from now on."""
+        self._page.phase = phase
+
+    def finish_step(self, step: int) -> None:
+        """Mark optimizer step `step`, counted from 1, as done."""
+        self._page.step = step
+
+    @property
+    def step(self) -> int:
+        """The last step that `finish_step` was given, 0 before the first."""
+        step: int = self._page.step
+        return step
+
+    def beat(self, collectives: int) -> None:
+        """Show that the process runs, and how many collectives it has begun."""
+        self._page.collectives = collectives
+        self._page.beat_ns = time.monotonic_ns()
+
+    def set_stoppable(self, stoppable: bool) -> None:
+        """Set if the rank would stop at the end of a step when asked to."""
+        self._page.is_stoppable = stoppable
+
+    def request_stop(self, signal_number: int) -> None:
+        """Ask the monitor to stop all ranks together. Safe in a signal handler."""
+        self._page.requested_stop = signal_number
+
+    def ask_to_stop(self, signal_number: int) -> None:
+        """Tell the rank that all ranks are to stop, and by which signal: by the monitor, or by a rank without one."""
+        self._page.asked_to_stop = signal_number
+
+    @property
+    def asked_to_stop(self) -> int:
+        """The signal for which all ranks are to stop together, 0 for none."""
+        number: int = self._page.asked_to_stop
+        return number
+
+    def mark_done(self) -> None:
+        """Mark this rank's work as done. Exit status 0 alone could also come from an early `os._exit(0)`."""
+        self._page.is_done = True
+
+    def mark_not_leaving(self) -> None:
+        """Mark that this process is ended because it doesn't leave after its work."""
+        self._page.did_not_leave = True
+
+    def record_failure(self, record: dict[str, Any]) -> None:
+        """Write what this rank raised; see `launch/worker.py` for the keys. Long texts lose their middle."""
+        data = json.dumps({key: _shortened(value) for key, value in record.items()}).encode()
+        os.pwrite(self.fd, data, _PAGE_BYTES)
+        self._page.record_bytes = len(data)  # last, so that a reader sees all or nothing
+
+    def register(self) -> None:
+        """Have `STACKS_SIGNAL` write the stacks of all threads, even if the main thread waits in C++; then set the pid,
+        after which the monitor may send the signal. Main thread only."""
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # restored by `close`; the default would kill
+        faulthandler.register(STACKS_SIGNAL, file=self.fd, all_threads=True, chain=False)
+        self._is_registered = True
+        self.beat(0)
+        self._page.pid = os.getpid()
+
+    def write_stacks(self) -> None:
+        """Write the stacks of this process's threads, as `STACKS_SIGNAL` does.
+
+        For a thread of the rank itself: while it runs Python, the signal's handler would read its frames as they
+        change, and crash now and then (CPython 3.11: 4 of 55 reports).
+        """
+        faulthandler.dump_traceback(self.fd, all_threads=True)
+
+    # For its node's monitor
+
+    def read(self) -> StatusPage:
+        """Return a copy of the page."""
+        return StatusPage.from_buffer_copy(self._memory)
+
+    def failure(self) -> dict[str, Any] | None:
+        """Return the record of what the rank raised, or None."""
+        size = self._page.record_bytes
+        return json.loads(os.pread(self.fd, size, _PAGE_BYTES)) if size else None
+
+    def stacks_size(self) -> int:
+        """Return how many bytes of stacks were written so far."""
+        return os.fstat(self.fd).st_size - _STACKS_AT
+
+    def stacks(self, since: int = 0) -> str:
+        """Return the end of the stacks that were written after the first `since` bytes, "" for none."""
+        end = _STACKS_AT + self.stacks_size()
+        begin = max(_STACKS_AT + since, end - _MAX_STACK_BYTES)
+        return os.pread(self.fd, end - begin, begin).decode(errors="replace")
+
+    def close(self) -> None:
+        """Release the memory; others keep it. `STACKS_SIGNAL` is ignored from now on by a rank that had registered."""
+        if self._is_registered:
+            faulthandler.unregister(STACKS_SIGNAL)
+        del self._page
+        self._memory.close()
+        os.close(self.fd)
+
+
+def make_status_memory() -> int:
+    """Return a file descriptor of new memory for a rank status. The memory is freed when no process holds it."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("framework_rank_status")
+    else:
+        fd, path = tempfile.mkstemp(prefix="framework_rank_status")
+        os.unlink(path)  # noqa: PTH108  # a file without a name
+    os.ftruncate(fd, _STACKS_AT)
+    os.lseek(fd, _STACKS_AT, os.SEEK_SET)  # faulthandler writes at the file's position
+    return fd
+
+
+@contextmanager
+def heartbeat(rank_status: RankStatus) -> Iterator[None]:
+    """Register this process, and beat twice a second, in a thread, while this is entered. Main thread only.
+
+    The number of collectives separates those who wait from those they wait for: a rank in a collective has begun one
+    more than a rank that hasn't come. If the process is stopped, or something holds the interpreter, beats stop.
+    """
+    ended = threading.Event()
+
+    def beat() -> None:
+        begun = 0
+        while not ended.wait(HEARTBEAT_S):
+            begun = max(begun, _collectives())  # 0 again once the group is destroyed
+            rank_status.beat(begun)
+
+    rank_status.register()
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _collectives() -> int:
+    """Return how many collectives this rank has begun in the default group and in those counted with it.
+
+    0 without a group, or with one that doesn't count. All ranks begin collectives in the same order.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0
+    try:
+        c10d = distributed.distributed_c10d
+        counted = (group for group in list(c10d._world.pg_map) if group.group_desc == COUNTED_GROUP)
+        return sum(int(group._get_sequence_number_for_group()) for group in (c10d._get_default_group(), *counted))
+    except (RuntimeError, ValueError):  # a backend that doesn't count, or the group was just destroyed
+        return 0
+
+
+# What faulthandler writes
+
+
+def main_stack(stacks: str) -> Iterator[str]:
+    """Yield the frames of the thread that crashed, else of the main thread, innermost first.
+
+    The main thread, the oldest, comes last. "Current" is whichever thread handled the signal.
+    """
+    mark = "Current thread " if stacks.startswith(CRASH) else "hread 0x"
+    for line in stacks.rpartition(mark)[2].splitlines()[1:]:
+        if not line.startswith("  File "):
+            return
+        yield line.strip()
+
+
+def _shortened(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= _MAX_CHARS:
+        return value
+    half = _MAX_CHARS // 2
+    return f"{value[:half]}\n[…]\n{value[len(value) - half :]}"

@@ -1,0 +1,153 @@
+"""The base class of all strategies: one copy of the model per rank and nothing exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from framework.config.schema import Precision
+from framework.distributed.context import Context
+from framework.errors import ConfigError
+from framework.monitoring.rank_status import Phase
+from framework.strategies.parameters import described_change
+from framework.types import DataShare, NumberFormats, StepOutput, Task, Waiting, Window
+
+NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+
+
+@final
+@dataclass(frozen=True)
+class Sharding:
+    """Over how many neighbouring ranks a copy of the model is sharded, and in which formats they exchange it."""
+
+    ranks: int = 1
+    # Formats to gather weights and reduce gradients in; None: as they are stored.
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+class Strategy:
+    """Keeps the ranks' copies of the model equal. Inherit from it and override what differs.
+
+    After a backward that synchronises, each gradient must be the *mean* over the ranks: the trainer has scaled the loss
+    accordingly. `model` is always the module that `wrap` returned, and all ranks call each method at the same point,
+    except where noted. If a constructor has a parameter `context`, it gets `framework.distributed.context.Context`.
+    """
+
+    # Ranks communicate in every forward, evaluation included, so each must run as many as any other.
+    forward_communicates: bool = False
+    # For job=plan: how a copy of the model is sharded.
+    sharding: Sharding = Sharding()
+    # Ranks with the same index hold the same weights, which are compared at each checkpoint; None: compared with none.
+    shard_index: int | None = 0
+    # The number of stages the model is split into: then it is built on the CPU, and `wrap` moves it. None: not split.
+    num_stages: int | None = None
+    # Process groups made in `wrap`: they get the run's time-outs.
+    groups: Sequence[ProcessGroup] = ()
+    # CPU tensors are exchanged, even if the ranks compute on GPUs.
+    exchanges_on_cpu: bool = False
+    # A rank's forward depends on the samples of other ranks, as with SyncBatchNorm.
+    mixes_samples: bool = False
+    # Each rank keeps buffers of its own (BatchNorm's statistics) after the start.
+    buffers_differ: bool = False
+    # Each rank trains weights of its own between exchanges.
+    replicas_differ: bool = False
+    # Optimizer steps between two exchanges.
+    exchanges_every: int = 1
+    # Steps until the next exchange; None: one in every step.
+    steps_to_exchange: int | None = None
+    # Memory, for job=plan: a second copy of all gradients to exchange them in; copies of all gradients, and of the
+    # trained weights, kept from step to step and in checkpoints.
+    copies_gradients: bool = False
+    gradients_kept: int = 0
+    weight_copies: int = 0
+
+    def data_share(self, context: Context) -> DataShare:
+        """Return which part of the samples this rank gets."""
+        return DataShare(context.rank, context.world_size)
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise ConfigError if the strategy doesn't support `trainer.precision`."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the module to call in training. `model` is on its device already."""
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's module inside what `wrap` returned."""
+        return model
+
+    def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
+        """Return the module to call in training from here on, after `requires_grad` of parameters has changed.
+
+        Called before the next step, by the ranks where it has changed. changed: name → whether it is trained now.
+        """
+        raise ConfigError(
+            f"requires_grad of parameters has changed during training ({described_change(changed)}), and strategy "
+            f"{type(self).__name__} has no `rewrap` method, which that needs.\n"
+            "Set requires_grad when the model is built, or add that method: see framework.Strategy."
+        )
+
+    def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
+        """Return what surrounds forward and backward of a micro-batch; exchange gradients only if `synchronise`."""
+        return NO_CONTEXT
+
+    def broadcast_buffers(self, model: nn.Module, *, source: int) -> None:
+        """Broadcast the buffers of rank `source`, unless each rank keeps its own.
+
+        Called after the last backward of a step in which the ranks before `source` had no sample. If `source` is 0,
+        rank 0's may also come with the next step.
+        """
+
+    def after_update(self, model: nn.Module) -> None:
+        """Called after every optimizer step, when the gradients are None."""
+
+    def before_evaluation(self, model: nn.Module) -> None:
+        """Make the replicas equal, buffers included: rank 0's are saved."""
+
+    def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the *unwrapped* `model` holds the weights to evaluate and save, equal on all ranks.
+
+        Called only if `replicas_differ`.
+        """
+        return NO_CONTEXT
+
+    def observe_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
+        """Report to `waiting` whenever this rank waits for others in a step, and return True; False if that is unknown.
+
+        Without it, only the times of data loading and callbacks are compared between ranks.
+        """
+        return False
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return state that decides the numbers, for checkpoints: plain types and tensors."""
+        return {}
+
+    def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, once the weights are restored; `{}` from a checkpoint that has none."""
+
+    def run_window(
+        self,
+        model: nn.Module,
+        window: Window,
+        *,
+        task: Task,
+        precision: NumberFormats,
+        add: Callable[[StepOutput], None],
+        mark: Callable[[Phase], None],
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches of a step, if overridden, in place of the trainer.
+
+        Call `add` with each output of the task and `mark` with each phase; return the last loss, detached.
+        """
+        raise NotImplementedError
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of all gradients, given the norm of those on this rank."""
+        return norm

@@ -1,0 +1,134 @@
+"""Communication hooks of DDP, which exchange a bucket of gradients in place of its all-reduce: `strategy.comm_hook`.
+
+PowerSGD exchanges two thin matrices whose product approximates a matrix of gradients, by torch's own hook. Each rank
+adds the error of the approximation to its next gradients. T. Vogels, S. P. Karimireddy, M. Jaggi, PowerSGD: Practical
+Low-Rank Gradient Compression for Distributed Optimization, https://arxiv.org/abs/1905.13727.
+"""
+
+# Without `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from framework.distributed.collectives import gather_to_first
+from framework.distributed.context import Context
+from framework.errors import ConfigError
+from framework.strategies.parameters import check_one_device
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+
+
+def bf16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Send and add gradients in bfloat16, divided by the number of ranks before.
+
+    DDP refuses torch's hook by its own name unless NCCL is built in, although gloo supports this type as well.
+    """
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+HOOKS: dict[str, Hook] = {"fp16": default_hooks.fp16_compress_hook, "bf16": bf16}
+POWERSGD = "powersgd"  # has options and state
+
+
+def parse_comm_hook(given: str | Mapping[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
+    """Return the name of `strategy.comm_hook` and its options, which only `{powersgd: {option: value}}` may have.
+
+    Raises ConfigError for an unknown name, and for options of another hook.
+    """
+    if given is None:
+        return None, {}
+    if isinstance(given, str) and given in (*HOOKS, POWERSGD):
+        return given, {}
+    if isinstance(given, str) or list(given) != [POWERSGD]:
+        raise ConfigError(
+            f"strategy.comm_hook={given}: use one of {', '.join((*HOOKS, POWERSGD))}, or null; only {POWERSGD} has "
+            "options, as in 'strategy.comm_hook={powersgd:{matrix_approximation_rank:2}}'."
+        )
+    return POWERSGD, dict(given[POWERSGD] or {})
+
+
+_MATRICES = ("p_memory_dict", "q_memory_dict")  # equal on all ranks, unlike the errors
+
+
+@final
+class PowerSGD:
+    """Torch's PowerSGD hook, with its state in checkpoints.
+
+    Args:
+        options: PowerSGDState's, with its names and defaults.
+        cap_mb: The size of DDP's buckets.
+
+    Raises ConfigError for options that torch refuses, TopologyError for processes of several devices.
+    """
+
+    def __init__(self, options: Mapping[str, Any], *, context: Context, cap_mb: float) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        try:
+            PowerSGDState(None, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"strategy.comm_hook.powersgd={dict(options)}: {error}") from error
+        check_one_device(context, option="strategy.comm_hook=powersgd")
+        self.keeps_errors = bool(options.get("use_error_feedback", True))
+        self._options = dict(options)
+        self._context = context
+        self._fits = {"options": self._options, "bucket_cap_mb": cap_mb}  # decides the shapes of the state
+        self._state: Any = None
+
+    def register(self, model: DistributedDataParallel) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        def one_by_one(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            # Its later exchanges are awaited in gloo's two threads, where two buckets would deadlock.
+            future = powerSGD_hook(state, bucket)
+            future.wait()
+            return future
+
+        self._state = PowerSGDState(None, **self._options)
+        model.register_comm_hook(self._state, one_by_one if self._context.backend == "gloo" else powerSGD_hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the errors of all ranks on rank 0: each as large as the gradients.
+
+        Every rank must call it.
+        """
+        state = self._state
+        _, keys, *position = state.rng.get_state()
+        return {
+            "fits": self._fits,
+            "iter": state.iter,
+            "rng": [torch.from_numpy(keys.astype("int64")), *position],
+            "memories": [_copied(getattr(state, name), "cpu") for name in _MATRICES],
+            "errors": gather_to_first(_copied(state.error_dict, "cpu"), self._context) or [],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore it. On another number of ranks each begins with the mean of the errors, so that their sum stays.
+
+        With other options or buckets only the count of steps and the generator are restored.
+        """
+        state, context = self._state, self._context
+        state.iter = saved["iter"]
+        keys, *position = saved["rng"]
+        state.rng.set_state(("MT19937", keys.numpy().astype("uint32"), *position))
+        if saved["fits"] != self._fits:
+            return
+        for name, matrices in zip(_MATRICES, saved["memories"], strict=True):
+            setattr(state, name, _copied(matrices, context.device))
+        errors = saved["errors"]
+        if len(errors) == context.world_size:
+            own = errors[context.rank]
+        else:
+            own = {index: torch.stack([each[index] for each in errors]).mean(dim=0) for index in errors[0]}
+        state.error_dict = _copied(own, context.device)
+
+
+def _copied(tensors: Mapping[int, Tensor], device: torch.device | str) -> dict[int, Tensor]:
+    """Return copies, since the hook changes them in place."""
+    return {index: tensor.to(device, copy=True) for index, tensor in tensors.items()}

@@ -1,0 +1,130 @@
+"""The parameters to train: checks for strategies, and changes of `requires_grad` during training."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import nn
+
+from framework.distributed.context import Context
+from framework.errors import ConfigError, RunError, TopologyError
+
+_SHOWN = 4
+_requires_grad = operator.attrgetter("requires_grad")
+_WAY_OUT = "Set requires_grad on every rank, after the same step; it must not depend on the rank or on its samples."
+
+
+def trained(model: nn.Module, *, strategy: str) -> list[nn.Parameter]:
+    """Return the parameters that require a gradient. Raises ConfigError if there are none."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ConfigError(
+            f"strategy={strategy} has nothing to average: no parameter of {type(model).__name__} requires a gradient.\n"
+            "Set requires_grad on those to train, or use one process: topology.procs_per_node=1."
+        )
+    return parameters
+
+
+def check_dense(model: nn.Module, *, strategy: str) -> None:
+    """Raise ConfigError if a module to train has sparse gradients, as nn.Embedding(sparse=True) does."""
+    names = [
+        f"{name}.{own}".lstrip(".")
+        for name, module in model.named_modules()
+        if getattr(module, "sparse", False) is True
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
+    if names:
+        raise ConfigError(
+            f"strategy={strategy} averages dense gradients, and there is a sparse one: {', '.join(names)}.\n"
+            "Make it dense (sparse=False of nn.Embedding), or use strategy=ddp with backend=gloo and comm_hook=null."
+        )
+
+
+def check_one_device(context: Context, *, option: str) -> None:
+    """Raise TopologyError if the processes have several devices."""
+    if len(context.devices) > 1:
+        raise TopologyError(
+            f"{option} is for processes of one device each, and these have {len(context.devices)}.\n"
+            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
+        )
+
+
+def check_same_change(changed: Mapping[str, bool], context: Context, *, group: dist.ProcessGroup | None = None) -> None:
+    """Raise RunError on every rank of `group` (None: of the run) if they don't all train the same parameters now.
+
+    changed: name → whether it is trained now, for the parameters where that has changed. If a rank without
+    any change doesn't call this, the others raise RunError when the group's time-out has passed.
+    """
+    if context.world_size == 1:
+        return
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    of_ranks: list[Any] = [None] * len(ranks)
+    try:
+        dist.all_gather_object(of_ranks, dict(changed), group=group)
+    except RuntimeError as error:  # gloo's time-out raises nothing finer
+        raise RunError(
+            f"requires_grad of parameters has changed on rank {context.rank} ({described_change(changed)}), but not on "
+            f"another rank after the same step: {error}\n{_WAY_OUT}"
+        ) from error
+    if all(each == changed for each in of_ranks):
+        return
+    described = (described_change(each) or "nothing" for each in of_ranks)
+    changes = [f"rank {rank}: {change}" for rank, change in zip(ranks, described, strict=True)]
+    shown = first_few(changes, separator="\n  ")
+    raise RunError(f"The ranks would train different parameters from here on. What has changed:\n  {shown}\n{_WAY_OUT}")
+
+
+def described_change(changed: Mapping[str, bool]) -> str:
+    """Return what changed, for messages: "unfrozen: a, b; frozen: c"."""
+    parts = []
+    for text, flag in (("unfrozen", True), ("frozen", False)):
+        names = [name for name, is_trained in changed.items() if is_trained is flag]
+        if names:
+            parts.append(f"{text}: {first_few(names)}")
+    return "; ".join(parts)
+
+
+def first_few(names: Sequence[str], *, separator: str = ", ") -> str:
+    """Return the first names, and how many more there are, for messages."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return separator.join(names[:_SHOWN]) + more
+
+
+@final
+class Trainable:
+    """The parameters of a model that require a gradient, and their names, as of the last `update`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._named = dict(model.named_parameters())
+        self._flags = [False] * len(self._named)
+        self.parameters: list[nn.Parameter] = []
+        self.names: list[str] = []
+        self.update()
+
+    def has_changed(self) -> bool:
+        """Return True if any `requires_grad` differs from what it was. Called in every step."""
+        return list(map(_requires_grad, self._named.values())) != self._flags
+
+    def update(self) -> dict[str, bool]:
+        """Take the flags as they are now; return the new ones of the parameters that changed, by name.
+
+        A gradient left on a frozen parameter is dropped, since the optimizer would apply it.
+        """
+        before, self._flags = self._flags, list(map(_requires_grad, self._named.values()))
+        self.parameters = list(itertools.compress(self._named.values(), self._flags))
+        self.names = list(itertools.compress(self._named, self._flags))
+        for parameter in self._named.values():
+            if not parameter.requires_grad:
+                parameter.grad = None
+        pairs = zip(self._named, before, self._flags, strict=True)
+        return {name: flag for name, was, flag in pairs if flag is not was}
+
+    def restore(self, names: Collection[str]) -> None:
+        """Make the parameters of these names require a gradient, and no others."""
+        for name, parameter in self._named.items():
+            parameter.requires_grad_(name in names)

@@ -1,0 +1,289 @@
+"""Split a model into stages, of which each rank keeps some, and pass tensors between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from framework.distributed.sharded import StageLayout
+from framework.errors import ConfigError, TargetError
+from framework.strategies.parameters import first_few
+
+
+def split_into_stages(model: nn.Module, number: int) -> list[nn.Module]:
+    """Return `number` modules, each taking the output of the one before; their parameters are the model's own.
+
+    A model defines its stages by a method `stages(number)`. A `torch.nn.Sequential` needs none: it is split so that the
+    largest stage has as few parameters as possible. Raises TargetError and ConfigError for another model, and if a
+    parameter or buffer is in no stage, or a parameter in several.
+    """
+    name = type(model).__name__
+    if callable(getattr(type(model), "stages", None)):  # the class's: a submodule may have that name
+        stages = list(model.stages(number))  # type: ignore[operator]
+        if len(stages) != number or not all(isinstance(stage, nn.Module) for stage in stages):
+            raise TargetError(
+                f"{name}.stages({number}) must return {number} modules, and returned {len(stages)}: "
+                + ", ".join(type(stage).__name__ for stage in stages)
+            )
+    elif isinstance(model, nn.Sequential):
+        stages = [nn.Sequential(*children) for children in _split_evenly(list(model), number)]
+    else:
+        raise TargetError(
+            f"strategy=pipeline can't cut {name} into {number} stages: it is no torch.nn.Sequential and has no method "
+            "`stages`.\nGive it `def stages(self, number)`, which returns that many modules, made of its own ones; "
+            "each takes the output of the one before."
+        )
+    _check_stages(model, stages)
+    return stages
+
+
+def stage_layout(model: nn.Module, stages: Sequence[nn.Module], own: Sequence[int], *, writes: bool) -> StageLayout:
+    """Return what a rank with the stages `own` needs to know about the whole model, which must still be complete.
+
+    writes: this rank writes its part to checkpoints.
+    """
+    parameters = dict(model.named_parameters())
+    return StageLayout(
+        names=frozenset(model.state_dict()),
+        parameters=tuple(parameters),
+        num_parameters=sum(each.numel() for each in parameters.values()),
+        writes=writes,
+        has_output=len(stages) - 1 in own,
+    )
+
+
+def drop_other_stages(model: nn.Module, stages: Iterable[nn.Module]) -> None:
+    """Remove every parameter and buffer that isn't in one of the stages from the model; its modules stay."""
+    kept = {id(tensor) for stage in stages for tensor in _tensors(stage)}
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None and id(tensor) not in kept:
+                    slots[name] = None
+                    module._load_from_state_dict = _load_nothing  # type: ignore[method-assign]
+        if any(id(tensor) in kept for tensor in (*module._parameters.values(), *module._buffers.values())):
+            vars(module).pop("_load_from_state_dict", None)
+
+
+def _load_nothing(*_: Any, **__: Any) -> None:
+    """Replaces what loads weights into a module without any: BatchNorm's would ask for what it lacks."""
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _check_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    name = type(model).__name__
+    plain = [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]
+    if plain:  # checkpoints would lack it
+        raise ConfigError(f"strategy=pipeline can't keep what isn't a tensor in {name}'s state: {first_few(plain)}.")
+    known = {id(tensor) for tensor in _tensors(model)}
+    places: dict[int, list[int]] = {}
+    for index, stage in enumerate(stages):
+        tensors = list(_tensors(stage))
+        if any(id(tensor) not in known for tensor in tensors):
+            raise TargetError(
+                f"Stage {index} of {name} has parameters or buffers that aren't the model's own. Make stages of the "
+                "model's modules, not of copies."
+            )
+        if not any(each.requires_grad for each in stage.parameters()):
+            raise ConfigError(
+                f"Stage {index} of {len(stages)} of {name} has no parameter to train. Use fewer stages "
+                "(strategy.num_stages), or split the model elsewhere."
+            )
+        for tensor in tensors:
+            places.setdefault(id(tensor), []).append(index)
+    lost = [key for key, each in (*model.named_parameters(), *model.named_buffers()) if id(each) not in places]
+    if lost:
+        raise TargetError(f"No stage of {name} has {first_few(lost)}. Each parameter and buffer must be in one.")
+    shared = {key: places[id(each)] for key, each in model.named_parameters() if len(places[id(each)]) > 1}
+    if shared:
+        listed = "; ".join(f"{key} in {', '.join(map(str, indices))}" for key, indices in shared.items())
+        raise ConfigError(
+            f"Stages of {name} share parameters, and each must be in one stage alone: {listed}.\n"
+            "Untie them, use fewer stages, or use strategy=ddp or fsdp."
+        )
+
+
+def _split_evenly(children: Sequence[nn.Module], number: int) -> list[Sequence[nn.Module]]:
+    """Split them into runs, each with something to train, of which the largest is as small as possible."""
+    sizes = [sum(each.numel() for each in child.parameters()) for child in children]
+    trains = [any(each.requires_grad for each in child.parameters()) for child in children]
+    if sum(trains) < number:
+        raise ConfigError(
+            f"A torch.nn.Sequential with {sum(trains)} trained modules can't be cut into {number} stages. Use at most "
+            f"strategy.num_stages={sum(trains)}, or modules of smaller parts."
+        )
+    count = len(children)
+    before = [0, *itertools.accumulate(sizes)]
+    trained = [0, *itertools.accumulate(map(int, trains))]
+    # best[end]: the size of the largest stage and the ends of all, if the first `end` children make that many stages.
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}
+    for _ in range(number):
+        better: dict[int, tuple[int, list[int]]] = {}
+        for end in range(1, count + 1):
+            ways = [
+                (max(largest, before[end] - before[begin]), [*ends, end])
+                for begin, (largest, ends) in best.items()
+                if begin < end and trained[end] > trained[begin]
+            ]
+            if ways:
+                better[end] = min(ways)
+        best = better
+    return [children[begin:end] for begin, end in itertools.pairwise(best[count][1])]
+
+
+# The stages of one rank
+
+
+class TensorSpec(NamedTuple):
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def zeros(self, device: torch.device | str) -> Tensor:
+        return torch.zeros(self.size, dtype=self.dtype, device=device)
+
+
+class OutputSpec(NamedTuple):
+    """What a stage returns: one tensor, or a tuple of them."""
+
+    tensors: tuple[TensorSpec, ...]
+    is_tuple: bool
+
+
+@final
+class LocalStages:
+    """This rank's stages of `model` by number, and a forward through the stages of all ranks for evaluation.
+
+    The schedules of torch.distributed.pipelining need shapes that never change; evaluation's batches have any, so its
+    forward is our own. group: the ranks of one pipeline, with stage s on rank s modulo its size.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Mapping[int, nn.Module],
+        *,
+        num_stages: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.stages = stages
+        self.num_stages = num_stages
+        self.group = group
+        self.device = device
+        self._model = model
+        within = set(model.modules())
+        self._wrappers = [each for stage in stages.values() for each in stage.modules() if each not in within]
+        self._num_ranks = dist.get_world_size(group)
+        self._known_specs: dict[tuple[TensorSpec, ...], list[OutputSpec]] = {}
+        self._sends: list[tuple[dist.Work, Tensor]] = []
+
+    def forward(self, *inputs: Any) -> Any:
+        """Return the model's output on the rank with the last stage, zeros of its shape on the others.
+
+        Without gradients only; every rank of the pipeline must call it with inputs of the same shapes. It returns as
+        soon as this rank's own stages are done.
+        """
+        self.sync_training_mode()
+        hidden = check_inputs(inputs)
+        outputs = self.output_specs(tuple(map(TensorSpec.of, hidden)))
+        for number, stage in self.stages.items():
+            if number > 0 and number - 1 not in self.stages:
+                hidden = tuple(spec.zeros(self.device) for spec in outputs[number - 1].tensors)
+                for tensor in hidden:
+                    dist.recv(tensor, group=self.group, group_src=(number - 1) % self._num_ranks)
+            hidden = as_tuple(stage(*hidden))
+            if number + 1 < self.num_stages and number + 1 not in self.stages:
+                self._send(hidden, to=(number + 1) % self._num_ranks)
+        if self.num_stages - 1 not in self.stages:
+            hidden = tuple(spec.zeros(self.device) for spec in outputs[-1].tensors)
+        return hidden if outputs[-1].is_tuple else hidden[0]
+
+    def output_specs(self, inputs: tuple[TensorSpec, ...]) -> list[OutputSpec]:
+        """Return what each stage returns for such inputs, found by a forward of zeros the first time.
+
+        Every rank of the pipeline must call it. Modules run in eval mode, and generators keep their state.
+        """
+        if inputs not in self._known_specs:
+            devices = [] if self.device.type == "cpu" else [self.device]
+            with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=self.device.type):
+                self._known_specs[inputs] = self._find_output_specs(inputs)
+        return self._known_specs[inputs]
+
+    def sync_training_mode(self) -> None:
+        """Put modules that stages have around the model's own into its mode, training or evaluation."""
+        for module in self._wrappers:
+            module.training = self._model.training
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile each of this rank's stages."""
+        for stage in self.stages.values():
+            stage.compile(*args, **options)
+
+    def wait_for_sends(self) -> None:
+        """Wait until other ranks have received all that was sent."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def _find_output_specs(self, inputs: tuple[TensorSpec, ...]) -> list[OutputSpec]:
+        found: list[OutputSpec] = []
+        for number in range(self.num_stages):
+            spec: list[Any] = [None]
+            if number in self.stages:
+                stage = self.stages[number]
+                training = [module for module in stage.modules() if module.training]
+                stage.eval()
+                output = stage(*(each.zeros(self.device) for each in (found[-1].tensors if found else inputs)))
+                for module in training:
+                    module.training = True
+                spec = [OutputSpec(tuple(map(TensorSpec.of, as_tuple(output))), not isinstance(output, Tensor))]
+            dist.broadcast_object_list(spec, group=self.group, group_src=number % self._num_ranks)
+            found += spec
+        return found
+
+    def _send(self, tensors: Sequence[Tensor], *, to: int) -> None:
+        self.wait_for_sends()  # of the batch before: no more than one is kept in memory
+        for tensor in tensors:
+            sent = tensor.contiguous()
+            work = dist.isend(sent, group=self.group, group_dst=to)
+            assert work is not None
+            self._sends.append((work, sent))
+
+
+def check_inputs(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return them. Raises TargetError unless all are tensors with the same number of samples."""
+    sizes = {each.shape[0] if isinstance(each, Tensor) and each.ndim else None for each in inputs}
+    if not inputs or None in sizes or len(sizes) > 1:
+        given = ", ".join(
+            f"a tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            for each in inputs
+        )
+        raise TargetError(
+            f"strategy=pipeline calls the model with tensors whose first dimension is the sample, and the task passed "
+            f"{given or 'nothing'}."
+        )
+    return tuple(inputs)
+
+
+def as_tuple(output: Any) -> tuple[Tensor, ...]:
+    """Return a stage's output as a tuple. Raises TargetError if it is neither a tensor nor a tuple of tensors."""
+    if isinstance(output, Tensor):
+        return (output,)
+    if isinstance(output, (tuple, list)) and output and all(isinstance(each, Tensor) for each in output):
+        return tuple(output)
+    raise TargetError(
+        f"A stage of a pipeline must return a tensor or a tuple of tensors, and one returned a {type(output).__name__}."
+    )

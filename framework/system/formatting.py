@@ -1,0 +1,82 @@
+"""Format sizes, rates, times and counts for people: the same in every message, table and log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_DECIMAL = ("", "k", "M", "G", "T", "P")
+_BINARY = ("", "Ki", "Mi", "Gi", "Ti")
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return three digits and a decimal unit: `660 B`, `4.80 MB`."""
+    return _decimal(size_bytes, "B")
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Return `12.3 MB/s`, `1.25 GB/s`."""
+    return _decimal(bytes_per_s, "B/s")
+
+
+def format_flops(flops_per_s: float) -> str:
+    """Return `1.25 GFLOP/s`."""
+    return _decimal(flops_per_s, "FLOP/s")
+
+
+def _decimal(value: float, unit: str) -> str:
+    power = 0
+    while value >= 999.5 and power < len(_DECIMAL) - 1:
+        value, power = value / 1000, power + 1
+    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {_DECIMAL[power]}{unit}"
+
+
+def format_binary_bytes(size_bytes: float) -> str:
+    """Return `4 B`, `64 KiB`, `24.9 GiB`, for buffers whose sizes are powers of two."""
+    size, power = float(size_bytes), 0
+    while size >= 1024 and power < len(_BINARY) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.{0 if size == int(size) or power == 0 else 1}f} {_BINARY[power]}B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a measured time: `52 µs`, `1.4 ms`, `12.3 s`; negative ones keep their sign."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}" if abs(seconds) < 1000 * scale else f"{seconds / scale:,.0f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a configured time in the largest unit that divides it: `2 h`, `30 min`, `90 s`."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length and seconds % length == 0:
+            return f"{seconds // length:g} {unit}"
+    return f"{seconds:g} s"
+
+
+def format_count(number: int, one: str, many: str | None = None) -> str:
+    """Return `1 rank`, `2 ranks`; `many` is for plurals that don't end in s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def format_table(rows: Sequence[Sequence[str]], *, width: int = 10_000) -> str:
+    """Return the rows with aligned columns, indented by two spaces. Only cells beyond `width` are wrapped."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(max(map(len, rows), default=0)):
+        table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(Padding(table, (0, 0, 0, 2)))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def format_facts(facts: Iterable[tuple[str, str]]) -> str:
+    """Return one indented line for each name and its text."""
+    return "\n".join(f"  {name:<12} {text}" for name, text in facts)

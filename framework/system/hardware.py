@@ -1,0 +1,265 @@
+"""What this machine has: GPUs through NVML, cores and memory this process may use. No torch; opens no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from framework.errors import TopologyError
+from framework.system.formatting import format_count
+
+_NO_MEMORY_LIMIT = 1 << 60  # version 1 of control groups writes a number above this for none
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that CUDA would show to a process started now."""
+
+    name: str
+    uuid: str
+
+
+def visible_gpus() -> list[Gpu]:
+    """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; none without a driver.
+
+    Raises TopologyError if there is a driver and it doesn't answer: training on the CPU instead would hide that.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return []
+    except Exception as error:
+        if type(error).__name__ in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"):
+            return []
+        raise _driver_error(error) from error
+    try:
+        gpus = [_describe(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
+        return _select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), nvml=nvml)
+    except nvml.NVMLError as error:
+        raise _driver_error(error) from error
+    finally:
+        nvml.nvmlShutdown()
+
+
+def count_gpus() -> int:
+    """Return the number of visible GPUs."""
+    return len(visible_gpus())
+
+
+def resolve_gpus(requested: int | None) -> int:
+    """Return the number of GPUs to use on this node: `requested`, or all visible ones for None.
+
+    0 is returned without asking a driver. Raises TopologyError if fewer than `requested` are visible.
+    """
+    if requested == 0:
+        return 0
+    visible = count_gpus()
+    if requested is None or requested <= visible:
+        return visible if requested is None else requested
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    limit = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown!r})"
+    use = f"Use trainer.gpus={visible} or trainer.gpus=auto. " if visible else ""
+    found = format_count(visible, "GPU") if visible else "no GPU"
+    raise TopologyError(
+        f"trainer.gpus={requested}, but this machine has {found}{limit}.\n"
+        f"{use}To run as CPU processes instead: trainer.gpus=0 topology.procs_per_node={requested}"
+    )
+
+
+def cpu_count(root: Path = Path("/")) -> int:
+    """Return the cores that this process may use, by its affinity and its control groups' quotas; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    # Rounded down: one thread more than the quota grants gets all of them throttled.
+    return max(1, min([cores, *(int(quota) for quota in _cpu_quotas(root))]))
+
+
+def openmp_environment(root: Path = Path("/"), *, alone: bool = True) -> dict[str, str]:
+    """Return what to put into the environment of processes that load OpenMP: no spinning on shared cores.
+
+    By default, threads that wait for each other spin. On two cores of their own that is several times as fast as
+    sleeping; if other work occupies half of the cores or more, or a control group grants fewer cores than the machine
+    has, it is ruinous (docs/speed.md). What runs is counted now, as a load average lags by a minute.
+
+    alone: False for one of several processes that a run starts at once: they don't compete, but each would count the
+        others.
+    """
+    cores = cpu_count(root)
+    is_limited = hasattr(os, "sched_getaffinity") and cores < len(os.sched_getaffinity(0))
+    is_shared = is_limited or (alone and _running_elsewhere(root) >= (os.cpu_count() or 1) / 2)
+    return {"OMP_WAIT_POLICY": "PASSIVE"} if is_shared else {}
+
+
+def _running_elsewhere(root: Path) -> int:
+    """Return how many threads of this machine are running or runnable, except this one; 0 outside Linux.
+
+    The minimum of three readings within some milliseconds, so that a thread that wakes up briefly doesn't count.
+    https://man7.org/linux/man-pages/man5/proc_loadavg.5.html
+    """
+    readings: list[int] = []
+    for _ in range(3):
+        words = _read(root / "proc/loadavg").split()
+        readings.append(int(words[3].split("/")[0]) - 1 if len(words) > 3 else 0)
+        if readings[-1] <= 0:
+            return 0
+        time.sleep(0.003)
+    return min(readings)
+
+
+def threads_per_process(procs: int) -> int:
+    """Return the number of threads for each of `procs` processes that share these cores; at least 1."""
+    return max(1, cpu_count() // procs)
+
+
+class Sharers(NamedTuple):
+    """The processes that share this process's cores.
+
+    number: how many, including this one. own: the index of this one.
+    """
+
+    number: int
+    own: int
+
+
+def sharers_of_cores(*, local_rank: int, procs: int, environ: Mapping[str, str]) -> Sharers:
+    """Return who shares this process's cores: all `procs` of the node, or the srun tasks with the same binding.
+
+    A binding counts if srun started this process itself (children of a task have the same variables), lists a mask or a
+    core for each task, and is in force: this process has as many cores as its mask.
+    https://slurm.schedmd.com/srun.html#OPT_SLURM_CPU_BIND_LIST
+    """
+    everyone = Sharers(procs, local_rank)
+    on_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if (
+        "TORCHELASTIC_RUN_ID" in environ  # the task is torchrun
+        or environ.get("SLURM_LOCALID") != str(local_rank)
+        or on_node is None
+        or int(on_node[0]) != procs
+    ):
+        return everyone
+    kind, entries = environ.get("SLURM_CPU_BIND_TYPE"), environ.get("SLURM_CPU_BIND_LIST", "").split(",")
+    if kind not in ("mask_cpu:", "map_cpu:"):
+        return everyone
+    masks = [int(entry, 16) if kind == "mask_cpu:" else 1 << int(entry, 0) for entry in entries]
+    mask = masks[local_rank % len(masks)]  # a list that is too short begins again
+    if mask.bit_count() != len(os.sched_getaffinity(0)):
+        return everyone
+    tasks = [task for task in range(procs) if masks[task % len(masks)] == mask]
+    return Sharers(len(tasks), tasks.index(local_rank))
+
+
+def share_of_cores(cores: Collection[int], *, local_rank: int, processes: int) -> set[int]:
+    """Return one process's own share of `cores`; empty if there are fewer cores than processes.
+
+    A share is of neighbouring numbers, which mostly share a cache and a memory node.
+    """
+    size = len(cores) // processes
+    return set(sorted(cores)[local_rank * size : (local_rank + 1) * size])
+
+
+def keep_to_cores(cores: Collection[int]) -> None:
+    """Pin every thread of this process, and those it starts later, to these cores."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+def _driver_error(error: Exception) -> TopologyError:
+    way_out = "Fix it (does nvidia-smi work?), or use trainer.gpus=0 for the CPU."
+    return TopologyError(f"The NVIDIA driver doesn't answer: {error}.\n{way_out}")
+
+
+def _describe(nvml: Any, handle: Any) -> Gpu:
+    return Gpu(nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle))
+
+
+def _select(gpus: list[Gpu], visible: str | None, *, nvml: Any) -> list[Gpu]:
+    """Return what CUDA_VISIBLE_DEVICES selects: its entries up to the first invalid one; none if one is repeated.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
+    """
+    if visible is None:
+        return gpus
+    selected: list[Gpu] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        gpu = _find(gpus, entry, nvml=nvml)
+        if gpu is None:
+            break
+        if gpu in selected:
+            return []
+        selected.append(gpu)
+    return selected
+
+
+def _find(gpus: list[Gpu], entry: str, *, nvml: Any) -> Gpu | None:
+    if entry.startswith("MIG-"):
+        try:
+            return _describe(nvml, nvml.nvmlDeviceGetHandleByUUID(entry))
+        except nvml.NVMLError:
+            return None
+    if entry.startswith("GPU-"):  # a unique prefix of a UUID is enough
+        found = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+        return found[0] if len(found) == 1 else None
+    if entry.isdecimal() and int(entry) < len(gpus):
+        return gpus[int(entry)]
+    return None
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that the host and this process's control groups can give without swapping.
+
+    None if that isn't known, as outside Linux.
+    """
+    known = [
+        int(kilobytes) * 1024 for kilobytes in re.findall(r"^MemAvailable:\s*(\d+)", _read(root / "proc/meminfo"), re.M)
+    ]
+    for levels, version in control_groups("memory", root=root):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        for level in levels:
+            limit, used = (_read(level / name).strip() for name in names[:2])
+            if limit.isdecimal() and used.isdecimal() and int(limit) < _NO_MEMORY_LIMIT:
+                cached = re.search(rf"^{names[2]} (\d+)$", _read(level / "memory.stat"), re.M)
+                known.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    return max(0, min(known)) if known else None
+
+
+def control_groups(
+    controller: str, *, root: Path = Path("/"), pid: int | str = "self"
+) -> Iterator[tuple[list[Path], int]]:
+    """Yield the folders of a process's control group and of all above it up to the mount, and the version, 1 or 2."""
+    for line in _read(root / f"proc/{pid}/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        names = (controller, controllers) if controllers else ("",)
+        mount = next((path for name in names if (path := root / "sys/fs/cgroup" / name).is_dir()), None)
+        if mount is not None:
+            # In a container the path may be the host's and not exist here; the container's own limit is at the mount.
+            folder = mount / group.strip("/")
+            yield [level for level in (folder, *folder.parents) if level.is_relative_to(mount)], 1 if controllers else 2
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Yield the cores granted by the process's control groups and all above them."""
+    for levels, version in control_groups("cpu", root=root):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        for level in levels:
+            words = " ".join(_read(level / name) for name in names).split()
+            if len(words) == 2 and words[0].isdecimal():  # "max" or -1 is no limit
+                yield int(words[0]) / int(words[1])
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,162 @@
+"""The run directory: created and locked by one process, with the same layout for every run. No torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from framework.errors import RequestError
+
+_ATTEMPTS = 100
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of file systems that have none
+
+
+@dataclass(unsafe_hash=True)
+class RunDir:
+    """The paths inside one run's directory."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        path = self.path
+        self.config_file = path / "config.yaml"
+        self.overrides_file = path / "overrides.yaml"
+        # Configuration and overrides from before a resume; exists only until the resume is confirmed.
+        self.before_file = path / "before_resume.yaml"
+        # What `locked` locks. A file left by a killed run isn't locked: the next run takes it.
+        self.lock_file = path / ".lock"
+        self.run_file = path / "run.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.logs = path / "logs"
+
+    def failure_of(self, *, node: int, attempt: int, is_last: bool) -> Path:
+        """Return the report of a failure: node 0's, or that of a node cut off from it. is_last: no restart follows."""
+        parts = ["failure", *([f"node{node}"] if node else []), *([] if is_last else [f"attempt_{attempt}"])]
+        return self.path / f"{'_'.join(parts)}.json"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank_{rank}.log"
+
+    def read_run(self) -> dict[str, Any]:
+        """Return the content of `run.json`. Raises OSError if there is none, ValueError if it isn't JSON."""
+        content: dict[str, Any] = json.loads(self.run_file.read_text())
+        return content
+
+    def update_run(self, facts: Mapping[str, Any]) -> None:
+        """Add to `run.json`. One process at a time may: the parent before and after the ranks, rank 0 in between."""
+        known = self.read_run() if self.run_file.exists() else {}
+        write_atomically(self.run_file, json.dumps({**known, **facts}, indent=2) + "\n")
+
+
+@contextmanager
+def new_run_dir(parent: Path, *, name: str | None = None) -> Iterator[RunDir]:
+    """Create a run directory. If the block raises RequestError, remove it and the parents created for it."""
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    run_dir = None
+    try:
+        run_dir = create_run_dir(parent, name=name)
+        yield run_dir
+    except RequestError:
+        if run_dir is not None:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+        for folder in missing:
+            with suppress(OSError):  # another run is in it
+                folder.rmdir()
+        raise
+
+
+def create_run_dir(parent: Path, *, name: str | None = None) -> RunDir:
+    """Create `parent/<date>_<time>_<4 hex>`, or `parent/name`, for this process alone.
+
+    Raises RequestError if `parent` can't be written, or `name` exists.
+    """
+    try:
+        for _ in range(_ATTEMPTS):
+            path = parent / (name or new_name())
+            try:
+                path.mkdir(parents=True)
+                return RunDir(path.resolve())
+            except FileExistsError:
+                if name is not None:
+                    raise
+        raise FileExistsError(f"{_ATTEMPTS} names under {parent} were all taken")
+    except OSError as error:
+        raise RequestError(
+            f"The run directory can't be created under {parent}: {error.strerror or error}.\n"
+            "Choose a writable folder with path.outputs=FOLDER."
+        ) from error
+
+
+@contextmanager
+def locked(run_dir: RunDir) -> Iterator[None]:
+    """Keep other processes out of the run directory while this is entered. The kernel unlocks it if this one is killed.
+
+    A file system without locks isn't guarded. Raises RequestError if another process is in it, or it can't be written.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(run_dir.lock_file, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RequestError(
+            f"The run {run_dir.path} is in use by {_holder(run_dir)}.\n"
+            "Two commands can't train in one directory: wait until that one has ended, or end it."
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise RequestError(
+                f"The run directory {run_dir.path} can't be written: {error.strerror or error}."
+            ) from error
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            run_dir.lock_file.unlink(missing_ok=True)  # before the release: it may be another process's after it
+            lock.release()
+
+
+def _holder(run_dir: RunDir) -> str:
+    """Describe the process that runs it, by `run.json`."""
+    run = read_object(run_dir.run_file) or {}  # there is none if it has only just begun
+    is_running = run.get("status") == "running" and "process" in run
+    return f"process {run['process']['pid']} on {run['process']['host']}" if is_running else "another process"
+
+
+def new_name() -> str:
+    """Return a name that sorts by time; of two runs started in the same second, one in 65,536 has the other's."""
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old or the new content, never a part, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the content of a JSON file; None if this machine doesn't see it, or it isn't JSON."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found

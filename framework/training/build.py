@@ -1,0 +1,288 @@
+"""Build objects from the configuration, and check what was built. No other module does.
+
+Errors name the configuration key; exceptions that aren't ours keep their traceback.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from torch import Tensor, device, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.utils.data import IterableDataset
+
+from framework.config.schema import Node, SchedulerConfig
+from framework.config.suggest import did_you_mean, nearest
+from framework.config.targets import import_target, requires, takes
+from framework.distributed.context import Context
+from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
+from framework.strategies.base import Strategy
+from framework.system.run_dir import RunDir
+from framework.training.optimizer import Schedule, fused_pays, skip_profiler_mark
+from framework.training.precision import task_modules
+from framework.types import Callback, Datasets, Logger, Task
+
+_CPU = device("cpu")
+_HOOKS = ("on_fit_start", "on_train_step_end", "on_validation_end", "on_fit_end", "evaluation_weights")
+
+
+def build_model(node: Node, *, context: Context, num_stages: int | None = None) -> nn.Module:
+    """Return the model on its device. One that takes `devices` gets all of the context's and places itself.
+
+    num_stages: set by a strategy that cuts the model into stages. The model then stays on the CPU, and `devices` is
+        the CPU, repeated that many times.
+    Raises TopologyError for several devices and a model that takes none.
+    """
+    spread = takes(node, "devices")
+    if len(context.devices) > 1 and not spread:
+        raise TopologyError(_too_many_devices(node, context=context))
+    home = context.device if context.device.type == "meta" else _CPU
+    devices = context.devices if num_stages is None else (home,) * num_stages
+    model = _build("model", node, devices=devices)
+    if not isinstance(model, nn.Module):
+        raise _wrong_result("model", node, model, expected="a torch.nn.Module")
+    return model if spread or num_stages is not None else model.to(context.device)
+
+
+def build_datasets(node: Node) -> Datasets:
+    """Return the datasets, from a Datasets or a plain tuple (train, val, test) or shorter."""
+    key = "data.datasets"
+    result = _build(key, node)
+    if not isinstance(result, tuple) or not 1 <= len(result) <= 3:
+        raise _wrong_result(key, node, result, expected="framework.Datasets(train, val, test)")
+    datasets = Datasets(*result)
+    for part, dataset in zip(Datasets._fields, datasets, strict=True):
+        if isinstance(dataset, IterableDataset) or (dataset is None and part != "train"):
+            continue
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            expected = (
+                f"a map-style dataset, with __len__ and __getitem__, or a torch.utils.data.IterableDataset as its "
+                f"{part} part"
+            )
+            raise _wrong_result(key, node, dataset, expected=expected)
+    return datasets
+
+
+def build_task(node: Node) -> Task:
+    """Return the task, on the CPU. Raises ConfigError if its parameters require gradients: no optimizer gets them."""
+    task: Task = _with_methods("task", node, _build("task", node), names=("training_step", "validation_step"))
+    for module in task_modules(task):
+        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if trained:
+            raise ConfigError(
+                f"task: {type(module).__name__} has parameters that require gradients ({', '.join(trained)}), and the "
+                "optimizer trains the model's parameters only.\nMove them to the model, or freeze them with "
+                "requires_grad_(False)."
+            )
+    return task
+
+
+def build_strategy(node: Node, *, context: Context) -> Strategy:
+    built = _build("strategy", node, context=context)
+    if not isinstance(built, Strategy):
+        raise _wrong_result("strategy", node, built, expected="an instance of framework.Strategy: inherit from it")
+    return built
+
+
+def build_optimizer(node: Node, parameters: Iterable[Tensor], *, may_fuse: bool = True) -> Optimizer:
+    """Return the optimizer over `parameters`. Raises ConfigError if there is nothing to train.
+
+    If neither `fused` nor `foreach` is chosen, it is fused if that is faster. On a CPU, `foreach=False` saves the check
+    that torch's optimizers otherwise make in every step: 2 % of a toy step.
+    may_fuse: False with a loss scaler, since a fused optimizer doesn't show that it skipped a step, and for sparse
+        gradients.
+    """
+    given = list(parameters)
+    if not any(parameter.requires_grad for parameter in given):
+        raise ConfigError("No parameter of the model requires a gradient, so there is nothing to train.")
+    form: dict[str, bool] = {}
+    if not {"fused", "foreach", "differentiable"} & node.keys():
+        if may_fuse and takes(node, "fused") and fused_pays(given):
+            form["fused"] = True
+        elif takes(node, "foreach") and {parameter.device.type for parameter in given} == {"cpu"}:
+            form["foreach"] = False
+    optimizer = _build("optimizer", node, given, **form)
+    if not isinstance(optimizer, Optimizer):
+        raise _wrong_result("optimizer", node, optimizer, expected="a torch.optim.Optimizer")
+    skip_profiler_mark(optimizer)
+    return optimizer
+
+
+def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps: int | None) -> Schedule:
+    """Return the learning-rate schedule.
+
+    Args:
+        total_steps: steps of the scheduler in the whole run, counted in `settings.interval`; None if unknown.
+            `settings.total_steps` takes precedence.
+
+    Raises:
+        ConfigError: if the scheduler needs a length and none is known, takes none but one is set, or is too short.
+    """
+    key, node = "scheduler.schedule", settings.schedule
+    if node is None:
+        return Schedule(None, interval=settings.interval, monitor=settings.monitor)
+    takes_length = takes(node, "total_steps") and "total_steps" not in node
+    length: int | None = node.get("total_steps")
+    supplied = {}
+    if settings.total_steps is not None and not takes_length:
+        is_given = "total_steps" in node
+        reason = f"{key}.total_steps is set too" if is_given else f"{node['_target_']} takes no total_steps"
+        raise ConfigError(f"scheduler.total_steps={settings.total_steps} has no effect: {reason}. Set it to null.")
+    if takes_length:
+        length = total_steps if settings.total_steps is None else settings.total_steps
+        if length is not None:
+            supplied["total_steps"] = length
+        elif requires(node, "total_steps"):
+            raise ConfigError(
+                f"{node['_target_']} must know when training ends, and that isn't known: trainer.max_steps is null, "
+                "and so is max_epochs, or the number of steps in an epoch of a stream is unknown.\n"
+                "Set trainer.max_steps, or scheduler.total_steps."
+            )
+    scheduler = _build(key, node, optimizer, **supplied)
+    if not isinstance(scheduler, LRScheduler):
+        raise _wrong_result(key, node, scheduler, expected="a torch.optim.lr_scheduler.LRScheduler")
+    if isinstance(scheduler, OneCycleLR) and total_steps is not None and scheduler.total_steps < total_steps:
+        raise ConfigError(
+            f"{node['_target_']} ends after {scheduler.total_steps} steps and can't continue, and the run has "
+            f"{total_steps}.\nSet its total_steps to at least that, or train for fewer steps."
+        )
+    return Schedule(
+        scheduler,
+        interval=settings.interval,
+        monitor=settings.monitor,
+        total_steps=length,
+        may_stretch=settings.total_steps is not None,
+    )
+
+
+def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: RunDir) -> dict[str, Callback]:
+    """Return the callbacks by name, in the config's order. Raises TargetError for a misspelt hook.
+
+    Those that take `context` or `run_dir` get it.
+    """
+    callbacks: dict[str, Callback] = {}
+    for name, node in nodes.items():
+        key = f"callbacks.{name}"
+        callback = _build(key, node, context=context, run_dir=run_dir)
+        for attribute in dir(callback):
+            is_hook = attribute.startswith("on_") and callable(getattr(callback, attribute))
+            if is_hook and attribute not in _HOOKS:
+                hint = did_you_mean(nearest(attribute, _HOOKS))
+                raise TargetError(
+                    f"{key}: {node['_target_']}.{attribute} isn't a hook and would never be called.{hint}"
+                )
+        if not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
+            raise _wrong_result(key, node, callback, expected=f"a callback, with one of {', '.join(_HOOKS)}")
+        callbacks[name] = callback
+    return callbacks
+
+
+def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
+    """Raise ConfigError for a callback that can't go with the strategy.
+
+    One with `evaluation_weights` needs whole models, one with `compares_replicas` equal replicas, and one that averages
+    buffers (unless its keyword `averages_buffers_by` is false) equal buffers.
+    """
+    kind = type(strategy).__name__
+    for name, node in nodes.items():
+        target = import_target(node["_target_"])
+        comparing = getattr(target, "compares_replicas", None)
+        if strategy.replicas_differ and comparing is not None:
+            raise ConfigError(
+                f"{comparing} compares what each process has after every step with what one process has, and under "
+                f"{kind} each has gradients and weights of its own between two averages.\n"
+                "Compare with strategy=allreduce: everything else that depends on the number of processes is the same."
+            )
+        keyword = getattr(target, "averages_buffers_by", None)
+        has_own_buffers = strategy.buffers_differ and not strategy.replicas_differ
+        if has_own_buffers and keyword is not None and node.get(keyword, True):
+            raise ConfigError(
+                f"callbacks.{name} averages buffers (BatchNorm's statistics) too, and strategy.broadcast_buffers=false "
+                "leaves each process its own: a checkpoint has the first one's average, and a resumed run would "
+                f"evaluate with that on all.\nUse callbacks.{name}.{keyword}=false, with which each process evaluates "
+                "with the buffers it has, or strategy.broadcast_buffers=true."
+            )
+        hook = getattr(target, "evaluation_weights", None)
+        if strategy.forward_communicates and hook is not None and hook is not Callback.evaluation_weights:
+            raise ConfigError(
+                f"callbacks.{name} keeps a whole copy of the model to evaluate, and strategy={kind.lower()} leaves no "
+                f"rank with a whole one.\nLeave the callback out (~callbacks.{name}), or use strategy=ddp."
+            )
+
+
+def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir, redraws: bool = True) -> dict[str, Logger]:
+    """Return the loggers by name, in the config's order. Call it on rank 0 only: they open files.
+
+    Those that take `run_dir` or `redraws` get it, unless the config sets it. redraws: False under a debugger, where
+    lines on the terminal must not be redrawn.
+    """
+    loggers: dict[str, Logger] = {}
+    for name, node in nodes.items():
+        key = f"logger.{name}"
+        built = _build(key, node, run_dir=run_dir, redraws=redraws)
+        loggers[name] = _with_methods(key, node, built, names=("metrics", "text", "close"))
+    return loggers
+
+
+def _build(key: str, node: Node, *args: Any, **offered: Any) -> Any:
+    """Build what is inside the node through Hydra, then call its target.
+
+    In two steps, since Hydra would copy arguments into config containers. Targets get all containers as plain lists and
+    dicts: a ListConfig in an optimizer's state would make its checkpoint unreadable.
+
+    offered: keywords that the target gets if it takes them and the node doesn't set them.
+    """
+    supplied = {name: value for name, value in offered.items() if name not in node and takes(node, name)}
+    place = key
+    try:
+        factory = instantiate({"_convert_": "all", **node, "_partial_": True})
+        return factory(*args, **supplied)
+    except InstantiationException as raised:
+        if raised.__cause__ is None:  # Hydra's own refusal
+            raise TargetError(f"{key}: {raised}") from raised
+        inner = re.search(r"^full_key: (\S+)$", str(raised), flags=re.MULTILINE)
+        place = f"{key}.{inner[1]}" if inner else key
+        error: BaseException = raised.__cause__
+    except Exception as raised:
+        error = raised
+    # Raised outside the handlers, so that the error keeps its context.
+    if not isinstance(error, DataError):  # its message already says where data is missing or wrong
+        _add_line(error, f"While building {place} ({node['_target_']}).")
+    raise error
+
+
+def _add_line(error: BaseException, line: str) -> None:
+    if isinstance(error, FrameworkError) or not hasattr(error, "add_note"):  # notes came with Python 3.11
+        error.args = (f"{error}\n{line}",)
+    else:
+        error.add_note(line)
+
+
+def _with_methods(key: str, node: Node, built: Any, *, names: Sequence[str]) -> Any:
+    missing = [name for name in names if not callable(getattr(built, name, None))]
+    if missing:
+        raise _wrong_result(key, node, built, expected=f"an object with {', '.join(names)}; {missing[0]} is missing")
+    return built
+
+
+def _wrong_result(key: str, node: Node, result: Any, *, expected: str) -> TargetError:
+    kind = type(result)
+    given = "None" if result is None else f"an object of type {kind.__module__}.{kind.__qualname__}"
+    return TargetError(f"{key}: {node['_target_']} returned {given}. It must return {expected}.")
+
+
+def _too_many_devices(node: Node, *, context: Context) -> str:
+    topology, one_each = context.topology, "topology.gpus_per_process=1 topology.min_gpus_per_process=1"
+    remedy = f"Use {one_each}, or a model that takes `devices`."
+    if topology.gpus_per_node and not topology.shares_gpus:
+        automatic = "topology.gpus_per_process=auto topology.min_gpus_per_process=1"
+        remedy = (
+            f"Give each process one GPU: topology.procs_per_node={topology.gpus_per_node} {automatic},\n"
+            f"or use fewer GPUs: trainer.gpus={topology.procs_per_node} {automatic}; or use a model that takes it."
+        )
+    return f"{node['_target_']} can't use {topology.span} devices: it takes no keyword `devices`.\n{remedy}"

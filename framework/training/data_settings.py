@@ -1,0 +1,228 @@
+"""What the settings mean for the datasets: limits, the number of steps, and mistakes that show once these are built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from torch.utils.data import IterableDataset, Subset
+
+from framework.config.parse import raise_mistakes
+from framework.config.schema import Config, Interval, LoaderKind, StreamSharing, TrainerConfig
+from framework.config.suggest import did_you_mean, nearest
+from framework.data.batching import BatchPlan, count_windows
+from framework.errors import ConfigError
+from framework.strategies.base import Strategy
+from framework.types import Datasets, MapDataset
+
+
+def apply_fast_dev_run(config: Config) -> Config:
+    """Return the config with `fast_dev_run=n` spelled out: n batches of each part, no checkpoints, loggers, callbacks.
+
+    The learning-rate schedule isn't shortened: these are the first steps of the requested run.
+    """
+    batches = int(config.trainer.fast_dev_run)
+    if batches == 0:
+        return config
+    trainer = replace(
+        config.trainer,
+        max_epochs=1,
+        max_steps=None,
+        limit_train_batches=batches,
+        limit_val_batches=batches,
+        limit_test_batches=batches,
+        log_every_n_steps=1,
+        val_check_interval=None,
+        check_val_every_n_epoch=1,
+        num_sanity_val_steps=0,
+    )
+    return replace(
+        config, trainer=trainer, checkpoint=replace(config.checkpoint, enabled=False), logger={}, callbacks={}
+    )
+
+
+def apply_limit(total: int, limit: int | float | None) -> int:
+    """Return how many of `total` batches a limit leaves: an int is a number of them, a float a share."""
+    if limit is None:
+        return total
+    if isinstance(limit, float):
+        return max(1, int(total * limit)) if limit > 0 and total else 0
+    return min(total, limit)
+
+
+def apply_overfit_batches(datasets: Datasets, settings: TrainerConfig, plan: BatchPlan) -> Datasets:
+    """With `overfit_batches`, return the same few global batches for training and validation, and no test."""
+    if settings.overfit_batches is None:
+        return datasets
+    assert not isinstance(datasets.train, IterableDataset), "check_streams refuses this"
+    size = len(datasets.train)
+    windows = apply_limit(count_windows(size, global_batch_size=plan.global_batch_size), settings.overfit_batches)
+    few = first_samples(datasets.train, windows * plan.global_batch_size)
+    return Datasets(train=few, val=few, test=None)
+
+
+def first_samples(dataset: MapDataset, count: int) -> MapDataset:
+    """Return the first `count` samples, or all if there are fewer."""
+    if count >= len(dataset):
+        return dataset
+    return Subset(dataset, range(count))  # type: ignore[arg-type]
+
+
+def steps_per_epoch(settings: TrainerConfig, plan: BatchPlan, *, size: int | None) -> int | None:
+    """Return the optimizer steps of an epoch of `size` samples; None if that isn't known.
+
+    `limit_train_batches` counts each process's batches. A stream (`size` is None) has at most as many.
+    """
+    limit, accumulated = settings.limit_train_batches, settings.accumulate_grad_batches
+    if size is None:
+        return None if limit is None else math.ceil(int(limit) / accumulated)
+    batches = count_windows(size, global_batch_size=plan.global_batch_size) * accumulated
+    return math.ceil(apply_limit(batches, limit) / accumulated)
+
+
+def total_steps(settings: TrainerConfig, *, steps_per_epoch: int | None) -> int | None:
+    """Return the optimizer steps of the whole run; None if only a callback will end it.
+
+    If the steps of an epoch are unknown, it is `max_steps`, or None.
+    """
+    epochs = settings.max_epochs
+    by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
+    known = [limit for limit in (settings.max_steps, by_epochs) if limit is not None]
+    return min(known, default=None)
+
+
+def schedule_length(config: Config, per_epoch: int | None) -> int | None:
+    """Return how often a scheduler of this interval moves in the whole run; None if that isn't known.
+
+    per_epoch: optimizer steps of an epoch, None if unknown.
+    """
+    steps = total_steps(config.trainer, steps_per_epoch=per_epoch)
+    if config.scheduler.interval is Interval.EPOCH and per_epoch is None:
+        return config.trainer.max_epochs
+    if steps is None or per_epoch is None or config.scheduler.interval is Interval.STEP:
+        return steps
+    return -(-steps // per_epoch)
+
+
+# Rules between the settings and the datasets, known once these are built
+
+
+def streams_of(datasets: Datasets) -> list[str]:
+    """Return the parts that are streams."""
+    return [part for part, each in datasets._asdict().items() if isinstance(each, IterableDataset)]
+
+
+def check_streams(config: Config, datasets: Datasets, strategy: Strategy) -> None:
+    """Raise ConfigError, with all mistakes, for keys that can't go with a stream, or that need one."""
+    parts = streams_of(datasets)
+    mistakes = list(_stream_mistakes(config, parts, strategy))
+    if not parts and config.data.stream is not StreamSharing.SHARED:
+        mistakes.append(
+            f"data.stream={config.data.stream.value} says how processes share a stream, and data.datasets gives none. "
+            "Leave it out."
+        )
+    raise_mistakes(mistakes)
+
+
+def _stream_mistakes(config: Config, parts: list[str], strategy: Strategy) -> Iterator[str]:
+    data, trainer = config.data, config.trainer
+    for part in parts:
+        limit = getattr(trainer, f"limit_{part}_batches")
+        if isinstance(limit, float):
+            yield (
+                f"trainer.limit_{part}_batches={limit} is a share of the {part} part, which is a stream of unknown "
+                "length. Use a whole number of batches."
+            )
+    if parts and trainer.overfit_batches is not None:
+        yield (
+            f"trainer.overfit_batches can't go with a stream ({', '.join(parts)}), which gives each sample once. "
+            "Use trainer.limit_train_batches, or map-style datasets."
+        )
+    if "train" not in parts:
+        return
+    if data.shuffle:
+        yield (
+            "data.shuffle=true can't go with a train part that is a stream, which has its own order. Set "
+            "data.shuffle=false, and shuffle in the dataset (its set_epoch(epoch) is called)."
+        )
+    if data.loader is LoaderKind.RESIDENT:
+        yield "data.loader=resident keeps a part in memory, and train is a stream of unknown length. Use auto."
+    if (data.num_workers or 0) > 1:
+        yield (
+            f"data.num_workers={data.num_workers} can't go with a train part that is a stream: several processes would "
+            "read the same samples. Use data.num_workers=1, which has one read ahead, 0, or auto."
+        )
+    if data.stream is not StreamSharing.SHARED:
+        name = data.stream.value
+        if strategy.mixes_samples:
+            yield (
+                f"data.stream={name} can't go with strategy.sync_batchnorm=true: the stand-in for a process whose "
+                "stream has ended would count in the statistics of all. Use data.stream=shared, or "
+                "strategy.sync_batchnorm=false."
+            )
+        if strategy.num_stages is not None:
+            yield (
+                f"data.stream={name} can't go with strategy=pipeline, which can't leave out the stand-in for a process "
+                "whose stream has ended. Use data.stream=shared, or another strategy."
+            )
+        if config.job == "parity":
+            yield (
+                f"data.stream={name} can't go with job=parity, which compares numbers of processes: each would cut the "
+                "stream differently. Use data.stream=shared."
+            )
+
+
+def check_monitors(config: Config, datasets: Datasets) -> None:
+    """Raise ConfigError if a metric is monitored and there is no validation part."""
+    if datasets.val is not None:
+        return
+    for key, metric in _monitored(config).items():
+        raise ConfigError(
+            f"{key}={metric} is never computed: data.datasets has no validation part.\n"
+            f"Add one, or remove what monitors the metric ({key}=null for a checkpoint)."
+        )
+
+
+def check_validation(config: Config, datasets: Datasets, *, steps_per_epoch: int | None) -> str | None:
+    """Return a warning if training ends before the first validation is due at the end of an epoch.
+
+    Raises ConfigError if `trainer.val_check_interval` is larger than the number of steps of the run.
+    """
+    settings, steps = config.trainer, total_steps(config.trainer, steps_per_epoch=steps_per_epoch)
+    if datasets.val is None or settings.limit_val_batches == 0 or steps is None:
+        return None
+    interval, every = settings.val_check_interval, settings.check_val_every_n_epoch
+    if interval is not None and interval > steps:
+        raise ConfigError(
+            f"trainer.val_check_interval={interval}: training ends after {steps} steps, so nothing would be "
+            f"validated.\nUse {steps} or less, or trainer.limit_val_batches=0 to train without validation."
+        )
+    if interval is not None or every is None or steps_per_epoch is None or isinstance(datasets.train, IterableDataset):
+        return None  # a stream's epochs may be shorter
+    if every * steps_per_epoch <= steps:
+        return None
+    unknown = "".join(f" {key}={metric} is never computed." for key, metric in _monitored(config).items())
+    return (
+        f"Nothing will be validated: training ends after {steps} steps, and the first validation is due after "
+        f"{every * steps_per_epoch}.{unknown} Use trainer.val_check_interval={steps} to validate at the end."
+    )
+
+
+def check_metrics(config: Config, metrics: Collection[str]) -> None:
+    """Raise ConfigError if a monitored metric isn't one of `metrics`, which validation computes."""
+    for key, metric in _monitored(config).items():
+        if metric not in metrics:
+            raise ConfigError(
+                f"{key}={metric}: validation gives no such metric. Use one of {', '.join(metrics)}."
+                f"{did_you_mean(nearest(metric, metrics))}"
+            )
+
+
+def _monitored(config: Config) -> dict[str, str]:
+    """Return the metrics that are monitored, by config key."""
+    watched = {"scheduler.monitor": config.scheduler.monitor}
+    if config.checkpoint.enabled:
+        watched["checkpoint.monitor"] = config.checkpoint.monitor
+    watched |= {f"callbacks.{name}.monitor": node.get("monitor") for name, node in config.callbacks.items()}
+    return {key: metric for key, metric in watched.items() if metric is not None}

@@ -1,0 +1,341 @@
+"""What one rank does: read the configuration, join the process group, build, restore, train, test, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from framework.checkpoint.layout import BEST, step_of
+from framework.checkpoint.manager import CheckpointManager
+from framework.config.schema import Config
+from framework.data.loader import EvalLoader, TrainLoader
+from framework.data.stream import StreamEvalLoader, StreamLoader
+from framework.distributed.collectives import from_first
+from framework.distributed.process_group import new_gloo_group, process_group, set_group_timeouts, set_timeout
+from framework.distributed.seed import seed_everything
+from framework.distributed.sharded import num_parameters
+from framework.errors import EXIT_STOPPED, RunError, raised_at
+from framework.launch.plan import MonitorLink, RankArguments
+from framework.launch.stopping import stoppable
+from framework.monitoring.rank_log import logger, warn
+from framework.monitoring.rank_status import Phase
+from framework.monitoring.report import FailureReport
+from framework.system.hardware import Sharers, keep_to_cores, share_of_cores
+from framework.tasks.supervised import describe
+from framework.training import build, data_settings
+from framework.training.activation_checkpointing import apply_activation_checkpointing
+from framework.training.precision import PrecisionPlugin
+from framework.training.rank_setup import (
+    RankSetup,
+    core_sharers,
+    load_model,
+    make_eval_loader,
+    make_train_loader,
+    setup_rank,
+)
+from framework.training.resume import restore
+from framework.training.sizes import check_disk_space
+from framework.training.stop_control import StopControl
+from framework.training.train_state import TrainState
+from framework.training.trainer import Trainer
+from framework.types import Datasets, hooks
+
+# "mat1 and mat2 shapes cannot be multiplied", "Expected 3D (unbatched) or 4D (batched) input to conv2d", "expected
+# input[20, 3, 8, 8] to have 1 channels", "mat1 and mat2 must have the same dtype"
+_ABOUT_TENSORS = re.compile(r"shape|size|dimension|channels|dtype|scalar type|input type|\b[1-5]D\b", re.IGNORECASE)
+
+
+def run_rank(
+    arguments: RankArguments, link: MonitorLink, *, before_training: Callable[[RankSetup], None] | None = None
+) -> int | None:
+    """Train on this rank as the run directory's `config.yaml` says. Return EXIT_STOPPED if stopped on request.
+
+    Wrong requests are refused before the process group is made; `before_training` is called right after that.
+    Raises FrameworkError for a wrong request, and whatever the user's code raises.
+    """
+    with setup_rank(arguments, link) as rank:
+        datasets = build.build_datasets(rank.config.data.datasets)
+        data_settings.check_streams(rank.config, datasets, rank.strategy)
+        datasets = data_settings.apply_overfit_batches(datasets, rank.config.trainer, rank.plan)
+        data_settings.check_monitors(rank.config, datasets)
+        train_loader = make_train_loader(rank, datasets.train)
+        steps = train_loader.steps_per_epoch
+        unvalidated = data_settings.check_validation(rank.config, datasets, steps_per_epoch=steps)
+        if unvalidated is not None and rank.context.is_main:
+            warn(unvalidated)
+        link.rank_status.set_phase(Phase.MEETING)
+        on_cpu = rank.strategy.exchanges_on_cpu
+        with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu):
+            if before_training is not None:
+                before_training(rank)
+            if data_settings.streams_of(datasets):
+                rank.exchange.open()
+            link.rank_status.set_phase(Phase.BUILDING)
+            return _run(rank, datasets, train_loader)
+
+
+def _run(rank: RankSetup, datasets: Datasets, train_loader: TrainLoader | StreamLoader) -> int | None:
+    """Build, restore, train, test: inside the process group."""
+    val_loader = make_eval_loader(rank, datasets.val, part="val", strategy=rank.strategy)
+    test_loader = make_eval_loader(rank, datasets.test, part="test", strategy=rank.strategy)
+    trainer = build_trainer(rank, train_loader, val_loader)
+    try:
+        restore(rank, trainer)
+        check_disk_space(rank, trainer)
+        if rank.context.is_main:
+            _introduce(rank, trainer, datasets)
+        if rank.config.trainer.cpu_affinity:
+            _bind_to_cores(core_sharers(rank.config, rank.context))
+        if names := trainer.sanity_check():
+            data_settings.check_metrics(rank.config, names)
+        started = time.perf_counter()
+        # Without checkpoints a stop signal just ends the process.
+        with nullcontext() if trainer.checkpoints is None else stoppable(rank.link):
+            trainer.fit()
+        seconds = time.perf_counter() - started
+        rank.link.rank_status.set_phase(Phase.EVALUATE)
+        test = _test(rank, trainer, None if trainer.stop.on_request else test_loader)
+        rank.link.rank_status.set_phase(Phase.CLOSING)
+        if rank.context.is_main:
+            _report(rank, trainer, test=test, seconds=seconds)
+        return EXIT_STOPPED if trainer.stop.on_request else None
+    except BaseException as error:
+        # A debugger gets the error itself.
+        if rank.link.is_watched and trainer.progress.step == trainer.start_step:
+            explained = _explain_shape_mismatch(error, trainer.state.bare_model, rank.config)
+            if explained is not None:
+                raise explained from error
+        raise
+    finally:
+        _close(trainer, (train_loader, val_loader, test_loader), failing=sys.exc_info()[1])
+
+
+def _explain_shape_mismatch(error: BaseException, model: nn.Module, config: Config) -> RunError | None:
+    """Return the error to raise if `error`, from the first batch, says that the model can't take its input.
+
+    Call it before the first successful step only: later the same words may mean something else.
+    """
+    is_kind = isinstance(error, (RuntimeError, ValueError, IndexError))
+    if not is_kind or isinstance(error, torch.OutOfMemoryError) or not _ABOUT_TENSORS.search(str(error)):
+        return None
+    # The arguments of torch's Module.__call__ on the model; without them there is only the traceback.
+    frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
+    calls = (names for names in frames if names.get("self") is model)
+    call = next((names for names in calls if "args" in names and "kwargs" in names), None)
+    if call is None:
+        return None
+    inputs = "; ".join(describe(value) for value in (*call["args"], *call["kwargs"].values()))
+    first_line = str(error).partition("\n")[0]
+    return RunError(
+        f"The model can't take the data: {type(error).__name__} on the first batch: {first_line}\n"
+        f"  model: {config.model['_target_']}, at {raised_at(error).strip()}\n"
+        f"  input: {inputs}\n"
+        f"  data:  {config.data.datasets['_target_']}\n"
+        "Choose another model or data, or change what one of them takes or gives. The log has the traceback."
+    )
+
+
+def _close(trainer: Trainer, loaders: Iterable[Any], *, failing: BaseException | None) -> None:
+    """Close everything, even if something raises; raise its error unless another one ends the run already."""
+    closes = hooks(trainer.state.callbacks.values(), "close")
+    closes += [
+        each.close for each in (trainer.checkpoints, *trainer.state.loggers.values(), *loaders) if each is not None
+    ]
+    first: Exception | None = None
+    for close in closes:
+        try:
+            close()
+        except Exception as error:  # the user's code may raise anything
+            logger.warning("%s failed", getattr(close, "__qualname__", close), exc_info=error)
+            first = first or error
+    if first is not None and failing is None:
+        raise first
+
+
+def _bind_to_cores(sharers: Sharers) -> None:
+    """Bind this process to its share of the cores. Threads and loader workers must have been counted before."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set()
+    own = share_of_cores(cores, local_rank=sharers.own, processes=sharers.number)
+    if own:
+        keep_to_cores(own)
+    else:
+        warn(f"trainer.cpu_affinity=true is ignored: {sharers.number} processes can't be bound to {len(cores)} cores.")
+
+
+def build_trainer(
+    rank: RankSetup, train_loader: TrainLoader | StreamLoader, val_loader: EvalLoader | StreamEvalLoader | None
+) -> Trainer:
+    """Build the model, the optimizer and all else that training needs. Every rank must call it."""
+    config, context = rank.config, rank.context
+    # The same on every rank: replicas start equal, even if the strategy doesn't make them so.
+    seed_everything(config.seed, rank=0)
+    settings = config.trainer
+    precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
+    stages = rank.strategy.num_stages
+    model = precision.convert_model(build.build_model(config.model, context=context, num_stages=stages))
+    apply_activation_checkpointing(model, settings.activation_checkpointing)
+    wrapped = rank.strategy.wrap(model)
+    set_group_timeouts(config.backend.init_timeout, rank.strategy.groups)
+    if settings.compile is not None:
+        wrapped.compile(mode=settings.compile.value)  # in place: names of weights stay as they are
+    # Fused optimizers take no sparse gradients, and skip a step that overflows unseen.
+    is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    may_fuse = not precision.scaler.is_enabled() and not is_sparse
+    optimizer = build.build_optimizer(config.optimizer, model.parameters(), may_fuse=may_fuse)
+    # The schedule is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
+    steps = data_settings.steps_per_epoch(rank.requested.trainer, rank.plan, size=train_loader.size)
+    length = data_settings.schedule_length(rank.requested, steps)
+    callbacks = config.callbacks
+    if settings.profiler is not None and "profiler" not in callbacks:
+        callbacks = {**callbacks, "profiler": {"_target_": "framework.callbacks.profiler.TorchProfiler"}}
+    state = TrainState(
+        model=wrapped,
+        task=precision.convert_task(build.build_task(config.task)),
+        strategy=rank.strategy,
+        precision=precision,
+        optimizer=optimizer,
+        schedule=build.build_scheduler(config.scheduler, optimizer, length),
+        callbacks=build.build_callbacks(callbacks, context=context, run_dir=rank.run_dir),
+        loggers=build.build_loggers(config.logger, run_dir=rank.run_dir, redraws=rank.link.is_watched)
+        if context.is_main
+        else {},
+        train_loader=train_loader,
+        stop=StopControl(rank.link, context=context),
+        context=context,
+        compile_mode=None if settings.compile is None else settings.compile.value,
+    )
+    seed_everything(config.seed, rank=context.rank)
+    return Trainer(
+        state,
+        config.trainer,
+        val_loader=val_loader,
+        checkpoints=_checkpoints(rank),
+        after_first_step=partial(
+            set_timeout, config.backend.timeout, context, groups=(*rank.strategy.groups, *rank.exchange.groups)
+        ),
+        check_metrics=partial(data_settings.check_metrics, config),
+        link=rank.link,
+    )
+
+
+def _checkpoints(rank: RankSetup) -> CheckpointManager | None:
+    if not rank.config.checkpoint.enabled:
+        return None
+    rank.run_dir.checkpoints.mkdir(exist_ok=True)
+    backend = rank.config.backend
+    timeout_s = max(backend.init_timeout, backend.timeout)
+    return CheckpointManager(
+        rank.config.checkpoint,
+        rank.run_dir.checkpoints,
+        config_text=rank.run_dir.config_file.read_text(),
+        is_writer=rank.context.is_main,
+        warn=warn,
+        # A group of its own, since checkpoints are written while training uses the others.
+        shard_group=new_gloo_group(timeout_s) if rank.strategy.forward_communicates else None,
+    )
+
+
+def _test(rank: RankSetup, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | None) -> dict[str, Any] | None:
+    """Evaluate the test part with the best weights, or the last if there are none. Every rank must call it.
+
+    Returns:
+        `step` of the weights and `metrics`, for the results; None without a test part.
+    """
+    if loader is None:
+        return None
+    step: int | None = trainer.progress.step
+    best = _best_checkpoint(rank, trainer)
+    if best is not None:
+        step = step_of(load_model(rank, trainer.state.bare_model, best).name)
+    with nullcontext() if best is not None else trainer.state.evaluation_weights():
+        metrics = trainer.state.evaluate(loader, prefix="test")
+    results = rank.run_dir.read_run().get("results", {})
+    # A run that is resumed after its end has logged this test already.
+    if results.get("test") is None or results.get("steps") != trainer.progress.step:
+        trainer.log_values(metrics)
+    return {"step": step, "metrics": metrics}
+
+
+def _best_checkpoint(rank: RankSetup, trainer: Trainer) -> Path | None:
+    """Return the checkpoint to test; None if there is none. Every rank must call it."""
+    if trainer.checkpoints is None or trainer.checkpoints.monitor is None:
+        return None
+    best = rank.run_dir.checkpoints / BEST
+    return best if from_first(best.exists(), rank.context) else None
+
+
+def _introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets) -> None:
+    """Print what is about to train, and give the loggers the configuration."""
+    context, state, progress = rank.context, trainer.state, trainer.progress
+    steps = trainer.train_loader.steps_per_epoch
+    per_epoch = "an unknown number of" if steps is None else steps
+    devices = ", ".join(dict.fromkeys(map(str, context.devices)))
+    streams = data_settings.streams_of(datasets)
+    parts = {name: part for name, part in datasets._asdict().items() if part is not None}
+    sizes = ", ".join(f"{name} {'a stream' if name in streams else f'{len(part):,}'}" for name, part in parts.items())
+    print(
+        f"{type(state.bare_model).__name__} with {num_parameters(state.bare_model):,} parameters on {devices} "
+        f"({context.backend})\n"
+        f"{sizes}{'' if streams else ' samples'}; "
+        f"global batch {rank.plan.global_batch_size}, {per_epoch} steps an epoch",
+        flush=True,
+    )
+    position = f"after step {progress.step:,}, in epoch {progress.epoch}"
+    if rank.attempt:
+        begins = f"resuming {position}" if progress.step else "starting from scratch"
+        text = f"Restart {rank.attempt}: {begins}\nCause: {_cause_of_restart(rank)}"
+        print(text, flush=True)
+        for each in state.loggers.values():
+            each.text("restart", text)
+        trainer.log_values({"restart/attempt": float(rank.attempt)})
+    elif progress.step:
+        print(f"Resuming {position}", flush=True)
+    for each in state.loggers.values():
+        each.text("config", rank.run_dir.config_file.read_text())
+
+
+def _cause_of_restart(rank: RankSetup) -> str:
+    file = rank.run_dir.failure_of(node=0, attempt=rank.attempt - 1, is_last=False)
+    if not file.exists():
+        return f"not known: there is no {file.name}"
+    first = FailureReport.from_plain(json.loads(file.read_text())).first
+    return f"rank {first.rank}: {first.cause}"
+
+
+def _report(rank: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, seconds: float) -> None:
+    """Write the results to `run.json`, where the parent reads them for the closing summary.
+
+    `best` and `last` are validations; they and `test` have the step of their weights.
+    """
+    progress, state = trainer.progress, trainer.state
+    best = None if trainer.checkpoints is None else trainer.checkpoints.best
+    max_epochs = rank.config.trainer.max_epochs
+    reached = "max_epochs" if max_epochs is not None and progress.epoch >= max_epochs else "max_steps"
+    ended_by = trainer.stop.reason or f"trainer.{reached} reached"
+    if trainer.stop.on_request:
+        ended_by = f"stopped on request ({trainer.stop.stopped_by})"
+    results = {
+        "steps": progress.step,
+        "epochs": progress.epoch,
+        "seconds": seconds,
+        "ended_by": ended_by,
+        "score": None if best is None else best.metrics[str(rank.config.checkpoint.monitor)],
+        "best": None if best is None else {"step": best.step, "metrics": best.metrics},
+        "last": None if state.val_step is None else {"step": state.val_step, "metrics": state.val_metrics},
+        "test": test,
+        "slow_ranks": [asdict(each) for each in trainer.slow_ranks.found()],
+    }
+    rank.run_dir.update_run({"results": results})

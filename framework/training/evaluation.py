@@ -1,0 +1,93 @@
+"""Evaluation: every sample once on any number of ranks, and one reduction at the end. What a task may return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from framework.distributed.context import Context
+from framework.distributed.sharded import has_output, is_model_sharded
+from framework.errors import TargetError
+from framework.tasks.supervised import describe
+from framework.training.meter import LOSS, Meter
+from framework.training.precision import PrecisionPlugin
+from framework.types import MicroBatch, StepOutput, Task
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[MicroBatch],
+    *,
+    task: Task,
+    precision: PrecisionPlugin,
+    context: Context,
+    prefix: str,
+) -> dict[str, float]:
+    """Return metrics over all ranks' batches, named `prefix/name`. Every rank must call it.
+
+    model: the unwrapped module; unless its forward has collectives, ranks may have different numbers of batches.
+    """
+    meter = run_batches(model, batches, task=task, precision=precision)
+    values, _ = meter.reduce(context)
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def run_batches(model: nn.Module, batches: Iterable[MicroBatch], *, task: Task, precision: PrecisionPlugin) -> Meter:
+    """Return what the task computes for this rank's batches, in evaluation mode and without gradients.
+
+    A batch of `num_samples` 0 is a stand-in, whose results are dropped. Afterwards every module is in its former mode.
+    """
+    meter, counts = Meter(), has_output(model)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    # A sharded model keeps what it gathers for the next step; memory made in inference mode can't be trained on.
+    with torch.no_grad() if is_model_sharded(model) else torch.inference_mode():
+        for position, micro in enumerate(batches):
+            with precision.autocast():
+                output = task.validation_step(model, precision.convert_batch(micro.batch))
+            if position == 0:
+                check_output(output, task, "validation_step")
+            if micro.num_samples and counts:
+                # Cloned: the next batch may overwrite what a compiled model returned.
+                meter.add(output._replace(loss=output.loss.clone()))
+    for module in training:
+        module.training = True  # one by one: a frozen part stays in evaluation mode
+    return meter
+
+
+def check_output(output: Any, task: Task, method: str) -> None:
+    """Raise TargetError unless `output`, returned by the task's method, is a valid StepOutput; reads no values."""
+
+    def refuse(what: str) -> NoReturn:
+        raise TargetError(f"{type(task).__name__}.{method} returned {what}")
+
+    if not isinstance(output, StepOutput):
+        refuse(f"{describe(output)}. Return framework.StepOutput(loss, num_samples, metrics={{}}).")
+    loss, num_samples, metrics = cast("tuple[Any, Any, Any]", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        refuse(f"a loss that is {describe(loss)}. Return a tensor of one number, the batch's mean.")
+    if method == "training_step" and not loss.requires_grad:
+        refuse(
+            "a loss that doesn't depend on a trained parameter. Leave out detach(), item(), torch.no_grad(), argmax() "
+            "and comparisons: they cut the gradient."
+        )
+    if not isinstance(num_samples, Integral):
+        refuse(f"a num_samples that is {describe(num_samples)}. Return the batch's size, an int.")
+    if not isinstance(metrics, Mapping):
+        refuse(f"metrics that are {describe(metrics)}. Return a dict.")
+    for name, pair in metrics.items():
+        if not isinstance(name, str) or name == LOSS:
+            refuse(f"a metric called {name!r}. Use a str other than {LOSS!r}.")
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
+            refuse(
+                f"the metric {name!r} as {describe(pair)}. Return a pair (sum over samples, count) of numbers or "
+                "one-element tensors; for a mean m of n samples, (m * n, n)."
+            )
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, Real)

@@ -1,0 +1,199 @@
+"""Sums and counts of losses and metrics: kept on the device while steps run, reduced over ranks in one call."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from framework.distributed.collectives import any_over_ranks, gather_to_all, sum_over_ranks
+from framework.distributed.context import Context
+from framework.distributed.sharded import full_tensor
+from framework.errors import RunError
+from framework.types import StepOutput
+
+LOSS = "loss"
+_CHUNK = 1024  # scalars that are packed into one tensor: logging rarely mustn't keep a tensor for every step
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # which MPS doesn't have
+
+
+@final
+class Series:
+    """The values of one name since they were last read: each a sum over samples, or a mean with its weight."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._values: list[Tensor] = []
+        self._weights: list[int] = []
+        self._steps: list[int] = []
+
+    def add(self, value: Tensor, *, weight: int, count: int, step: int) -> None:
+        self._values.append(value)
+        self._weights.append(weight)
+        self._steps.append(step)
+        self.count += count
+        if len(self._values) == _CHUNK:
+            self.values()
+
+    def values(self) -> Tensor:
+        """Return all that was added, in one flat tensor."""
+        if not self._values:
+            return torch.zeros(0)
+        self._values = [torch.cat([each.reshape(-1) for each in self._values])]
+        return self._values[0]
+
+    def total(self, device: torch.device) -> Tensor:
+        """Return the weighted sum as a tensor of one element, in double precision if the device has it."""
+        dtype = _sum_dtype(device)
+        weights = torch.tensor(self._weights, dtype=dtype, device=device)
+        return (self.values().to(device=device, dtype=dtype) * weights).sum().reshape(1)
+
+    def first_nonfinite(self) -> int | None:
+        """Return the step of the first value that is NaN or infinite; waits for the device."""
+        bad = (~torch.isfinite(self.values())).nonzero().flatten().tolist()
+        return self._steps[bad[0]] if bad else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that was added, on the CPU; waits for the device."""
+        values = self.values().cpu()
+        return {"values": values, "weights": list(self._weights), "steps": list(self._steps), "count": self.count}
+
+    def extend(self, state: Mapping[str, Any], *, device: torch.device) -> None:
+        """Add the values of a `state_dict`."""
+        self._values.append(state["values"].to(device))
+        self._weights += state["weights"]
+        self._steps += state["steps"]
+        self.count += state["count"]
+
+
+@final
+class Meter:
+    """Collect what steps compute. Adding only keeps references: no kernel, no wait for the device."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, Series] = {}
+        self._counts: dict[str, Series] = {}  # of metrics whose counts are tensors
+        self._agreed: list[str] | None = None  # names all ranks have, known after the first reduction
+
+    def add(self, output: StepOutput, *, step: int = 0) -> None:
+        """Add one batch: its loss is a mean and counts by `output.num_samples`, metrics are sums already."""
+        samples = output.num_samples
+        self._get(LOSS).add(output.loss.detach(), weight=samples, count=samples, step=step)
+        for name, (total, count) in output.metrics.items():
+            # A plain number would be rounded to torch's default type, alone or together with tensors.
+            dtype = torch.float64 if isinstance(total, (int, float)) else None
+            if isinstance(count, Tensor):
+                self._counts.setdefault(name, Series()).add(count.detach(), weight=1, count=0, step=step)
+                count = 0
+            self._get(name).add(torch.as_tensor(total, dtype=dtype).detach(), weight=1, count=count, step=step)
+
+    def reduce(self, context: Context, *, extra: Sequence[float] = ()) -> tuple[dict[str, float], list[float]]:
+        """Return means over all ranks since the last reduction, and `extra` summed over ranks; one flat reduction.
+
+        Every rank must call it; it waits for the device. A name without samples on any rank is left out.
+        Raises RunError if this rank has names that the others don't.
+        """
+        names, device = self._agree(context), context.device
+        sums = [self._series.get(name, Series()) for name in names]
+        series = [*sums, *(self._counts.get(name, Series()) for name in names)]
+        tail = torch.tensor([*(float(each.count) for each in sums), *extra], dtype=_sum_dtype(device), device=device)
+        flat = torch.cat([*(each.total(device) for each in series), tail])
+        numbers = sum_over_ranks(flat, context).tolist()
+        n = len(names)
+        totals, counts = numbers[:n], map(operator.add, numbers[n : 2 * n], numbers[2 * n : 3 * n])
+        means = {name: total / count for name, total, count in zip(names, totals, counts, strict=True) if count}
+        return means, numbers[3 * n :]
+
+    @property
+    def names(self) -> list[str]:
+        """The names that all ranks have; empty before the first reduction."""
+        return self._agreed or []
+
+    def mean_loss(self) -> float | None:
+        """Return the mean loss of this rank alone; None without samples. Waits for the device."""
+        losses = self._series.get(LOSS, Series())
+        return losses.total(torch.device("cpu")).item() / losses.count if losses.count else None
+
+    def first_nonfinite_step(self, context: Context) -> int | None:
+        """Return the first step whose loss was NaN or infinite on any rank; waits for the device.
+
+        Every rank must call it, before `clear`.
+        """
+        own = self._series.get(LOSS, Series()).first_nonfinite()
+        return min((step for step in gather_to_all(own, context) if step is not None), default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank has added since the last `clear`, for checkpoints; waits for the device."""
+        states = {name: series.state_dict() for name, series in self._series.items()}
+        for name, counts in self._counts.items():
+            states[name]["count"] += counts.total(torch.device("cpu")).item()
+        return states
+
+    def load_state_dicts(self, states: Iterable[Mapping[str, Any]], *, device: torch.device) -> None:
+        """Add the states of several meters; their values go to `device`."""
+        for state in states:
+            for name, series in state.items():
+                self._get(name).extend(series, device=device)
+
+    def clear(self) -> None:
+        """Drop what was added; the names stay agreed."""
+        self._series.clear()
+        self._counts.clear()
+
+    def _get(self, name: str) -> Series:
+        series = self._series.get(name)
+        if series is None:
+            series = self._series[name] = Series()
+        return series
+
+    def _agree(self, context: Context) -> list[str]:
+        """Return the names to reduce, in one order on every rank. Gathered once: later ones must be among them.
+
+        A rank without samples has no names and takes the others'.
+        """
+        mine = sorted(self._series)
+        if mine == self._agreed:
+            return mine
+        if self._agreed is None:
+            by_rank = gather_to_all(mine, context)
+            self._agreed = max(by_rank, key=len)
+            differing = [(rank, names) for rank, names in enumerate(by_rank) if names and names != self._agreed]
+        else:
+            differing = [(context.rank, mine)] if set(mine) - set(self._agreed) else []
+        for rank, names in differing:
+            raise RunError(
+                f"Rank {rank} reports the metrics {names}, but other ranks or earlier reports {self._agreed}.\n"
+                "A task must return the same names on every rank and for every batch."
+            )
+        return self._agreed
+
+
+def check_finite(parameters: Sequence[nn.Parameter], meter: Meter, *, step: int, epoch: int, context: Context) -> None:
+    """Raise RunError if a loss since the last log, or a weight, is NaN or infinite on any rank.
+
+    Every rank must call it; waits for the device.
+    """
+    is_bad = not math.isfinite(float(full_tensor(nn.utils.get_total_norm(parameters))))
+    bad_step = meter.first_nonfinite_step(context)
+    if bad_step is not None:
+        raise bad_loss("not finite", step=bad_step, epoch=epoch)
+    if any_over_ranks(is_bad, context):
+        raise RunError(
+            f"The weights are no longer finite after step {step}, though the loss was.\n"
+            "Nothing was saved since. Lower optimizer.lr, set trainer.gradient_clip_val, or look at the gradients."
+        )
+
+
+def bad_loss(value: object, *, step: int | None, epoch: int) -> RunError:
+    """Return the error for a loss that is `value` since `step`."""
+    return RunError(
+        f"The training loss is {value} since step {step} (epoch {epoch}).\n"
+        "Nothing was saved after it. Lower optimizer.lr, set trainer.gradient_clip_val, or look at that batch."
+    )

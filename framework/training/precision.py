@@ -1,0 +1,76 @@
+"""Number formats: what the model and batches are kept in, what autocast computes in, and how losses are scaled."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from framework.config.schema import Precision
+from framework.types import Task
+
+_AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
+_TRUE = {Precision.BF16: torch.bfloat16, Precision.FP64: torch.float64}
+
+_Tree = TypeVar("_Tree")
+
+
+@final
+class PrecisionPlugin:
+    """`trainer.precision`, Lightning's names, for one kind of device.
+
+    32-true: everything as it is. bf16-mixed, 16-mixed: float32 weights, matrix products in the short format
+    (torch.autocast). bf16-true, 64-true: the model's and the batches' floats are of that type.
+    `scaler` is a GradScaler that does nothing except for 16-mixed, so one line serves all precisions.
+
+    channels_last: weights and batches of four dimensions lie in memory with the channels last, NHWC, whatever their
+    shape says (https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
+    """
+
+    def __init__(self, precision: Precision, *, device: torch.device, channels_last: bool = False) -> None:
+        self.dtype = _TRUE.get(precision)
+        self._device = device
+        self._memory_format = torch.channels_last if channels_last else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision is Precision.FP16_MIXED)
+        short = _AUTOCAST.get(precision)
+        self._autocast: AbstractContextManager[Any] = (
+            nullcontext() if short is None else torch.autocast(device.type, dtype=short)
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Surround forward and loss. Returns the same object every time, which can't be nested."""
+        return self._autocast
+
+    def convert_model(self, model: nn.Module) -> nn.Module:
+        """Return the model with its floats in the true precision's type. Call it before the optimizer is made."""
+        if self._memory_format is not None:
+            model = model.to(memory_format=self._memory_format)
+        return model if self.dtype is None else model.to(dtype=self.dtype)
+
+    def convert_task(self, task: Task) -> Task:
+        """Move the task's modules to the device and convert their floating-point tensors to a true precision's type."""
+        for module in task_modules(task):
+            module.to(device=self._device, dtype=self.dtype)
+        return task
+
+    def convert_batch(self, batch: _Tree) -> _Tree:
+        """Return the batch with its floating-point tensors in the true precision's type."""
+        if self.dtype is None and self._memory_format is None:
+            return batch
+        converted: _Tree = tree_map_only(Tensor, self._convert, batch)
+        return converted
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        memory_format = self._memory_format if tensor.ndim == 4 else None
+        dtype = self.dtype if tensor.is_floating_point() else None
+        return tensor.to(dtype=dtype or tensor.dtype, memory_format=memory_format or torch.preserve_format)
+
+
+def task_modules(task: Task) -> list[nn.Module]:
+    """Return the task's modules: itself if it is one, else those among its attributes, in lists and dicts too."""
+    if isinstance(task, nn.Module):
+        return [task]
+    return [each for each in tree_leaves(getattr(task, "__dict__", {})) if isinstance(each, nn.Module)]

@@ -1,0 +1,261 @@
+"""What every job does first on a rank: read the configuration, check it, build the strategy, make loaders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from framework.checkpoint import find, load
+from framework.checkpoint.layout import find_damage
+from framework.checkpoint.lookup import describe_others
+from framework.checkpoint.reader import load_weights
+from framework.checkpoint.writer import check_plain
+from framework.config.parse import parse
+from framework.config.schema import Config, StreamSharing
+from framework.config.targets import check_targets
+from framework.data.batching import BatchPlan, plan_batches
+from framework.data.loader import EvalLoader, TrainLoader, dataset_size
+from framework.data.loader_choice import LoaderOptions, worker_count
+from framework.data.sampler import GlobalOrder
+from framework.data.stream import StreamEvalLoader, StreamLoader, StreamPlan, evaluation_plan
+from framework.distributed.collectives import SideChannel
+from framework.distributed.context import Context, make_context
+from framework.distributed.seed import set_deterministic
+from framework.distributed.sharded import is_model_sharded
+from framework.errors import CheckpointError, ConfigError
+from framework.launch.plan import MonitorLink, RankArguments
+from framework.monitoring.rank_log import rank_log
+from framework.strategies.base import Strategy
+from framework.system.allocator import keep_freed_memory
+from framework.system.hardware import Sharers, sharers_of_cores, threads_per_process
+from framework.system.late_dynamo import late_dynamo
+from framework.system.run_dir import RunDir
+from framework.training import build
+from framework.training.data_settings import apply_fast_dev_run, apply_limit, first_samples, steps_per_epoch
+from framework.types import DataShare, MapDataset
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What is known on a rank before the process group is created."""
+
+    requested: Config
+    config: Config  # with `trainer.fast_dev_run` applied
+    context: Context
+    run_dir: RunDir
+    plan: BatchPlan
+    strategy: Strategy
+    link: MonitorLink
+    attempt: int  # restarts so far; a restart resumes from the run's own last checkpoint
+
+    @property
+    def data_share(self) -> DataShare:
+        """The samples this rank trains on and validates."""
+        return self.strategy.data_share(self.context)
+
+    @cached_property
+    def exchange(self) -> SideChannel:
+        """For ranks that read streams. If there are any, every rank must open it, inside the process group."""
+        backend = self.config.backend
+        return SideChannel(self.context, timeout_s=max(backend.init_timeout, backend.timeout))
+
+
+@contextmanager
+def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetup]:
+    """Open the rank's log, set up the process and check the configuration; there is no process group yet.
+
+    Raises FrameworkError for a wrong request.
+    """
+    run_dir = RunDir(Path(arguments.run_dir))
+    requested = parse(yaml.safe_load(run_dir.config_file.read_text()))
+    config = apply_fast_dev_run(requested)
+    context = make_context(
+        arguments.topology,
+        node_rank=arguments.node_rank,
+        local_rank=arguments.local_rank,
+        backend_name=config.backend.name,
+    )
+    with rank_log(run_dir, context), late_dynamo():
+        if context.device.type == "cpu":
+            keep_freed_memory()
+        if config.trainer.num_threads is not None:
+            torch.set_num_threads(config.trainer.num_threads)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads_per_process(core_sharers(config, context).number))
+        set_deterministic(config.trainer.deterministic, benchmark=config.trainer.benchmark)
+        strategy, plan = plan_training(config, context)
+        yield RankSetup(requested, config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
+
+
+def plan_training(config: Config, context: Context) -> tuple[Strategy, BatchPlan]:
+    """Check every `_target_`, and return the strategy and what one optimizer step takes.
+
+    Raises FrameworkError for a wrong request.
+    """
+    check_targets(config)
+    strategy = build.build_strategy(config.strategy, context=context)
+    build.check_callbacks_fit(config.callbacks, strategy)
+    strategy.check_precision(config.trainer.precision)
+    data, share = config.data, strategy.data_share(context)
+    if data.global_batch_size is None and data.batch_size < share.micro_batches:
+        raise ConfigError(
+            f"data.batch_size={data.batch_size} can't be cut into strategy.num_microbatches={share.micro_batches}, of "
+            f"one sample each at least.\nUse data.batch_size={share.micro_batches} or more, or fewer micro-batches."
+        )
+    plan = plan_batches(
+        batch_size=data.batch_size,
+        global_batch_size=data.global_batch_size,
+        world_size=share.world_size,
+        accumulate=config.trainer.accumulate_grad_batches,
+        cuts=share.micro_batches,
+    )
+    return strategy, plan
+
+
+def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any]) -> TrainLoader | StreamLoader:
+    """Return the loader of the train part."""
+    config = rank.config
+    if not isinstance(dataset, IterableDataset):
+        return map_train_loader(rank, dataset)
+    steps = steps_per_epoch(config.trainer, rank.plan, size=None)
+    limit = None if steps is None else steps * rank.plan.global_batch_size
+    check_state = partial(check_plain, name="the train stream's state_dict()")
+    return StreamLoader(
+        dataset,
+        plan=StreamPlan(
+            "train",
+            rank.plan,
+            rank.data_share.rank,
+            is_sharded=config.data.stream is not StreamSharing.SHARED,
+            seed=config.seed,
+            limit=limit,
+            in_worker=_stream_in_worker(rank),
+        ),
+        device=rank.context.device,
+        exchange=rank.exchange,
+        stops_first=config.data.stream is StreamSharing.STOP,
+        check_state=check_state if config.checkpoint.enabled else None,
+    )
+
+
+def map_train_loader(rank: RankSetup, dataset: MapDataset) -> TrainLoader:
+    """Return the loader of a train part that is map-style."""
+    config, size = rank.config, dataset_size(dataset, part="train")
+    shuffle = config.data.shuffle and config.trainer.overfit_batches is None
+    return TrainLoader(
+        dataset,
+        order=GlobalOrder(size, seed=config.seed, shuffle=shuffle),
+        plan=rank.plan,
+        rank=rank.data_share.rank,
+        device=rank.context.device,
+        options=loader_options(rank),
+        limit=steps_per_epoch(config.trainer, rank.plan, size=size),
+    )
+
+
+def make_eval_loader(
+    rank: RankSetup,
+    dataset: MapDataset | IterableDataset[Any] | None,
+    *,
+    part: str,
+    strategy: Strategy | None = None,
+) -> EvalLoader | StreamEvalLoader | None:
+    """Return the loader of an evaluation part, cut to `limit_PART_batches`; None if there is nothing to evaluate.
+
+    strategy: the one that wraps the model to evaluate; None if each rank has all of it.
+    """
+    limit: int | float | None = getattr(rank.config.trainer, f"limit_{part}_batches")
+    if dataset is None or limit == 0:
+        return None
+    context, data = rank.context, rank.config.data
+    batch_size = data.eval_batch_size or data.batch_size
+    share = DataShare(context.rank, context.world_size) if strategy is None else rank.data_share
+    is_even = strategy is not None and strategy.forward_communicates
+    if isinstance(dataset, IterableDataset):
+        return StreamEvalLoader(
+            dataset,
+            plan=evaluation_plan(
+                part,
+                batch_size=batch_size,
+                rank=share.rank,
+                world_size=share.world_size,
+                is_sharded=data.stream is not StreamSharing.SHARED,
+                limit=None if limit is None else int(limit) * batch_size,
+                in_worker=_stream_in_worker(rank),
+            ),
+            device=context.device,
+            exchange=rank.exchange,
+            is_even=is_even,
+        )
+    if limit is not None:
+        # Counted in one process's batches, so that the same samples are evaluated on any number of processes.
+        batches = apply_limit(-(-dataset_size(dataset, part=part) // batch_size), limit)
+        dataset = first_samples(dataset, batches * batch_size)
+    return EvalLoader(
+        dataset,
+        part=part,
+        batch_size=batch_size,
+        rank=share.rank,
+        world_size=share.world_size,
+        device=context.device,
+        options=loader_options(rank),
+        is_even=is_even,
+    )
+
+
+def _stream_in_worker(rank: RankSetup) -> bool:
+    """Return True if a stream is read by a worker process: there is a core for it, or it was requested."""
+    wanted = rank.config.data.num_workers
+    if wanted is None:
+        wanted = worker_count(procs=core_sharers(rank.config, rank.context).number)
+    return wanted > 0
+
+
+def loader_options(rank: RankSetup) -> LoaderOptions:
+    """Return how the parts of the data are loaded on this rank."""
+    data, topology = rank.config.data, rank.context.topology
+    users = topology.procs_per_node * topology.span
+    return LoaderOptions(
+        data.loader,
+        num_workers=data.num_workers,
+        procs_on_node=topology.procs_per_node,
+        procs_on_cores=core_sharers(rank.config, rank.context).number,
+        procs_on_device=-(-users // topology.gpus_per_node) if topology.shares_gpus else 1,
+        logs=rank.context.is_main,
+    )
+
+
+def core_sharers(config: Config, context: Context) -> Sharers:
+    """Return which processes share this one's cores: all of the node, unless srun has bound each to its own."""
+    procs, own = context.topology.procs_per_node, context.local_rank
+    if config.launcher.name not in ("auto", "adopted"):  # a process that a task starts has that task's cores
+        return Sharers(procs, own)
+    return sharers_of_cores(local_rank=own, procs=procs, environ=os.environ)
+
+
+def load_model(rank: RankSetup, model: nn.Module, path: Path) -> Path:
+    """Load only the weights of a checkpoint into the bare model; return the checkpoint's directory.
+
+    Every rank must call it. Raises CheckpointError if it is missing, damaged or of another model.
+    """
+    source = find(path)
+    if not is_model_sharded(model):
+        load_weights(model, load(source, map_location=rank.context.device, parts=["model"])["model"], source=source)
+        return source
+    from framework.checkpoint.sharded_reader import load_sharded_model  # takes most of a second to import
+
+    damage = find_damage(source, rank=rank.context.rank, world_size=rank.context.world_size)
+    if damage is not None:
+        raise CheckpointError(f"The checkpoint {source} is damaged: {damage}.\n{describe_others(source)}")
+    load_sharded_model(source, model)
+    return source

@@ -1,0 +1,289 @@
+"""What a run is made of, and its whole state: what a checkpoint holds, and how it is restored.
+
+Only this module knows that a model may be replicated, averaged by callbacks, sharded or cut into stages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from framework.checkpoint.replicas import REPLICAS, gather_replicas
+from framework.data.loader import TrainLoader
+from framework.data.stream import StreamLoader
+from framework.distributed.collectives import gather_to_all
+from framework.distributed.context import Context
+from framework.distributed.seed import generator_states, restore_generator_states
+from framework.distributed.sharded import is_model_sharded, local_tensor
+from framework.errors import ConfigError, RunError
+from framework.monitoring.rank_log import logger
+from framework.strategies.base import Strategy
+from framework.strategies.parameters import Trainable, described_change
+from framework.training.evaluation import evaluate
+from framework.training.meter import Meter
+from framework.training.optimizer import Schedule, restore_optimizer
+from framework.training.precision import PrecisionPlugin
+from framework.training.stop_control import StopControl
+from framework.types import Callback, Logger, MicroBatch, Task, hooks
+
+
+@final
+@dataclass
+class Progress:
+    """How far training is. step: optimizer steps done. epoch: the current one, from 0. samples: consumed of it."""
+
+    epoch: int = 0
+    step: int = 0
+    samples: int = 0
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of the last step done."""
+        return max(self.epoch - int(self.samples == 0), 0)
+
+    def advance(self, *, global_count: int, epoch_end: bool) -> None:
+        """Count one optimizer step; the last one of an epoch moves on to the next."""
+        self.step += 1
+        self.samples = 0 if epoch_end else self.samples + global_count
+        self.epoch += int(epoch_end)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.step, self.samples = state["epoch"], state["step"], state["samples"]
+
+
+@final
+@dataclass(eq=False, kw_only=True)
+class TrainState:
+    """What a run is made of, with its progress."""
+
+    model: nn.Module  # wrapped by the strategy, which may replace it
+    task: Task
+    strategy: Strategy
+    precision: PrecisionPlugin
+    optimizer: Optimizer
+    schedule: Schedule
+    callbacks: Mapping[str, Callback]
+    loggers: Mapping[str, Logger]  # empty except on rank 0
+    train_loader: TrainLoader | StreamLoader
+    stop: StopControl
+    context: Context
+    compile_mode: str | None = None  # of `torch.compile`, for when the model is wrapped again; None: not compiled
+    progress: Progress = field(default_factory=Progress)
+    meter: Meter = field(default_factory=Meter)
+    val_metrics: dict[str, float] = field(default_factory=dict)  # of the last validation, after step `val_step`
+    val_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.trainable = Trainable(self.bare_model)
+        self._saved_trainable: Sequence[str] | None = None  # names of those trained, in the checkpoint resumed from
+
+    @property
+    def bare_model(self) -> nn.Module:
+        return self.strategy.unwrap(self.model)
+
+    def update_trainable(self) -> None:
+        """Have the strategy rebuild what depends on which parameters are trained, after a change of `requires_grad`.
+
+        Raises ConfigError if no parameter is left to train.
+        """
+        changed, before = self.trainable.update(), self.model
+        self.model = self.strategy.rewrap(self.model, changed=changed)
+        if not any(parameter.requires_grad for parameter in self.bare_model.parameters()):
+            raise ConfigError(
+                f"No parameter is left to train ({described_change(changed)}).\n"
+                "Keep one trained, or end training: return framework.Stop(reason) from the callback."
+            )
+        if self.compile_mode is not None and self.model is not before:
+            self.model.compile(mode=self.compile_mode)
+        logger.info("trained parameters after step %d: %s", self.progress.step, described_change(changed))
+
+    def restore_trainable(self) -> None:
+        """Train the parameters that were trained when the checkpoint was saved, whatever model and callbacks say."""
+        if self._saved_trainable is not None:
+            self.trainable.restore(self._saved_trainable)
+            if self.trainable.has_changed():
+                self.update_trainable()
+
+    @contextmanager
+    def without_side_effects(self) -> Iterator[None]:
+        """Restore buffers (BatchNorm's statistics) and generators after the forward and backward of a stand-in.
+
+        Only gradients remain, to which a stand-in adds zeros.
+        """
+        generators = generator_states(self.context.devices)
+        kept = {name: buffer.clone() for name, buffer in self.bare_model.named_buffers()}
+        yield
+        restore_generator_states(generators, devices=self.context.devices)
+        with torch.no_grad():
+            for name, buffer in self.bare_model.named_buffers():
+                if name in kept:
+                    buffer.copy_(kept[name])
+
+    def evaluation_weights(self) -> ExitStack:
+        """While entered, the bare model holds the weights to evaluate, equal on all ranks. Every rank must call it."""
+        stack = ExitStack()
+        for swap in self._weight_swaps():
+            stack.enter_context(swap(self.bare_model))
+        self.strategy.before_evaluation(self.model)
+        return stack
+
+    def evaluate(self, batches: Iterable[MicroBatch], *, prefix: str) -> dict[str, float]:
+        """Return the metrics of the weights that the bare model holds; see `evaluation.evaluate`."""
+        return evaluate(
+            self.bare_model, batches, task=self.task, precision=self.precision, context=self.context, prefix=prefix
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a later run needs to continue exactly. Every rank must call it; the same on every rank.
+
+        `model` holds the weights to evaluate; if a callback averages them, `training` has those to train on. `sharded`
+        replaces it for a model that is spread over ranks: each rank has its part, with the optimizer's state.
+        Raises RunError on every rank if ranks that should have the same weights don't.
+        """
+        context, task = self.context, hooks([self.task], "state_dict")
+        training: dict[str, Any] = {
+            "strategy": self.strategy.state_dict(self.model),
+            "task": task[0]() if task else {},
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
+            "callbacks": {name: hook() for name, hook in self._callback_hooks("state_dict")},
+        }
+        if self.strategy.replicas_differ:
+            own = {name: training[name] for name in ("optimizer", "callbacks", "task")}
+            training[REPLICAS] = gather_replicas({"model": self.bare_model.state_dict(), **own}, context)
+        if is_model_sharded(self.bare_model):
+            from framework.checkpoint.sharded_writer import NOTE, split_state  # takes most of a second to import
+
+            split = split_state(self.bare_model, self.optimizer)
+            training |= {"optimizer": split.optimizer, NOTE: split.note}
+            weights: dict[str, Any] = {"sharded": split.tensors}
+        else:
+            weights = {"model": self.bare_model.state_dict()}
+            if self._weight_swaps():
+                training["model"] = weights["model"]
+                with self.evaluation_weights():
+                    # Copied, keeping tied weights tied: these tensors hold the average only while it is swapped in.
+                    weights = {"model": copy.deepcopy(self.bare_model.state_dict())}
+        digest = digest_of(self.bare_model, self.strategy, context)
+        # Rank 0 has all of them, unless each rank has its own stages.
+        trained = self.trainable.names if context.is_main or self.strategy.num_stages is not None else []
+        mine = (generator_states(context.devices), self.meter.state_dict(), self.stop.own_reason)
+        of_ranks = gather_to_all((*mine, self.train_loader.state_dict(), digest, trained), context)
+        generators, meters, reasons, streams, digests, names = map(list, zip(*of_ranks, strict=True))
+        check_equal(digests, self.bare_model, context, step=self.progress.step)
+        training |= {
+            "progress": asdict(self.progress),
+            "val_metrics": dict(self.val_metrics),
+            "val_step": self.val_step,
+            "meters": meters,
+            "trainable": sorted({name for each in names for name in each}),
+            "streams": [each for each in streams if each is not None],
+            "global_batch_size": self.train_loader.global_batch_size,
+            "stop": {"reason": self.stop.reason, "wishes": reasons},
+        }
+        return {**weights, "training": training, "generators": generators}
+
+    def load_state_dict(self, training: Mapping[str, Any]) -> None:
+        """Load the `training` part of a `state_dict`, once the weights are there. Every rank must call it.
+
+        New callbacks start from scratch. With another number of ranks, rank 0 gets all that wasn't logged yet.
+        """
+        self._saved_trainable = training.get("trainable")  # None in older checkpoints
+        self.restore_trainable()
+        self.strategy.load_state_dict(self.model, training.get("strategy", {}))
+        for load in hooks([self.task], "load_state_dict"):
+            if "task" in training:
+                load(training["task"])
+        restore_optimizer(self.optimizer, training["optimizer"])
+        self.schedule.load_state_dict(training["schedule"])
+        self.precision.scaler.load_state_dict(training["scaler"])
+        for name, load in self._callback_hooks("load_state_dict"):
+            if name in training["callbacks"]:
+                load(training["callbacks"][name])
+        self.progress.load_state_dict(training["progress"])
+        self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)
+        self.val_metrics, self.val_step = dict(training.get("val_metrics", {})), training.get("val_step")
+        meters, rank = training.get("meters", []), self.context.rank
+        if len(meters) == self.context.world_size:
+            meters = [meters[rank]]
+        elif rank > 0:
+            meters = []
+        self.meter.load_state_dicts(meters, device=self.context.device)
+        self.stop.load_state_dict(training.get("stop", {"reason": None, "wishes": []}))
+
+    def _weight_swaps(self) -> list[Callable[..., Any]]:
+        """Return the `evaluation_weights` hooks; the strategy's is last, to average what callbacks swap in."""
+        swaps = hooks(self.callbacks.values(), "evaluation_weights")
+        return [*swaps, self.strategy.evaluation_weights] if self.strategy.replicas_differ else swaps
+
+    def _callback_hooks(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
+        return [(key, hook) for key, callback in self.callbacks.items() for hook in hooks([callback], name)]
+
+
+Digest = tuple[int | None, int]
+"""Which part of the model a rank has (None: it is compared with no other rank), and a hash of its weights."""
+
+
+def digest_of(model: nn.Module, strategy: Strategy, context: Context) -> Digest:
+    """Return the digest of this rank's weights; waits for the device once. model: unwrapped."""
+    part = None if context.world_size == 1 or strategy.replicas_differ else strategy.shard_index
+    return part, 0 if part is None else hash(tuple(_weight_hashes(model).values()))
+
+
+def check_equal(digests: Sequence[Digest], model: nn.Module, context: Context, *, step: int) -> None:
+    """Raise RunError, the same on every rank, if ranks with the same part of the model have different weights.
+
+    digests: of all ranks. Every rank must call it; it communicates only if weights differ.
+    """
+    by_part = defaultdict(list)  # part → its ranks
+    for rank, (part, _) in enumerate(digests):
+        if part is not None:
+            by_part[part].append(rank)
+    differing = [ranks for ranks in by_part.values() if len({digests[rank] for rank in ranks}) > 1]
+    if not differing:
+        return
+    of_ranks = gather_to_all(_weight_hashes(model), context)
+    ranks = differing[0]
+    names = list(of_ranks[ranks[0]])
+    unequal = [name for name in names if len({of_ranks[rank][name] for rank in ranks}) > 1]
+    groups = defaultdict(list)  # hash → the ranks that have it
+    for rank in ranks:
+        groups[of_ranks[rank][unequal[0]]].append(str(rank))
+    in_groups = " | ".join(", ".join(group) for group in groups.values())
+    more = f" and of {len(unequal) - 1} of the other {len(names) - 1} parameters" if len(unequal) > 1 else ""
+    raise RunError(
+        f"Replicas have drifted apart: after step {step} the ranks have different values of {unequal[0]} "
+        f"(ranks {in_groups}){more}. This checkpoint isn't saved.\n"
+        "Something changes weights on some ranks only: a callback, hook or forward that writes to them (as "
+        "nn.Embedding(max_norm=...) does), an optimizer that draws random numbers, processors of different kinds, or "
+        "defective hardware. Fix the cause, then resume from an earlier checkpoint."
+    )
+
+
+def _weight_hashes(model: nn.Module) -> dict[str, int]:
+    """Return for each parameter the sum of its bytes read as 64-bit integers; waits for the device once.
+
+    A single changed number always changes the sum. Several changes cancel out with a probability of 2**-64.
+    """
+    sums = {name: _sum_of_bits(local_tensor(parameter)) for name, parameter in model.named_parameters()}
+    if not sums:
+        return {}
+    device = next(iter(sums.values())).device
+    return dict(zip(sums, torch.stack([each.to(device) for each in sums.values()]).tolist(), strict=True))
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    words = raw.numel() // 8 * 8
+    return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)

@@ -1,0 +1,445 @@
+"""The training loop. Start reading at `Trainer.fit`.
+
+    for window in windows:                      # this rank's part of one global batch
+        loss = train_step(window)               #   forward, backward, clip, step, schedule
+        call the observers
+        log          every log_every_n_steps    #   one reduction over ranks, one wait for the device
+        evaluate     when due                   #   every validation sample once
+        save         when due                   #   a copy of the state; a thread writes it
+        stop         once the ranks agree to    #   asked for by a callback or a signal
+
+The loop calls what it needs by name; callbacks and loggers observe. A step doesn't wait for the device, talk to other
+ranks (except through the strategy) or format text. It marks its phases for the monitor, at 0.1 µs each.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from framework.checkpoint.manager import CheckpointManager
+from framework.config.schema import RankLosses, TrainerConfig
+from framework.data.loader import EvalLoader
+from framework.data.stream import StreamEvalLoader
+from framework.distributed.collectives import any_over_ranks, gather_to_all
+from framework.errors import DiskError
+from framework.launch.plan import MonitorLink
+from framework.monitoring.device_usage import DeviceUsage
+from framework.monitoring.rank_log import logger, show, warn
+from framework.monitoring.rank_status import Phase
+from framework.monitoring.slow_ranks import SlowRanks
+from framework.strategies.base import NO_CONTEXT, Strategy
+from framework.training.data_settings import total_steps
+from framework.training.evaluation import check_output, run_batches
+from framework.training.meter import LOSS, bad_loss, check_finite
+from framework.training.optimizer import clip_gradients
+from framework.training.step_times import Clock, StepTimer, Throughput, clock_of
+from framework.training.stop_control import steps_to_meeting
+from framework.training.train_state import TrainState
+from framework.types import EvalReport, FitInfo, StepOutput, StepReport, Stop, Window, hooks
+
+
+@final
+class Trainer:
+    """Train one replica on one rank. Every rank makes one and calls `fit`. clock: times the phases of a step."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        settings: TrainerConfig,
+        *,
+        val_loader: EvalLoader | StreamEvalLoader | None,
+        checkpoints: CheckpointManager | None,
+        after_first_step: Callable[[], None],
+        check_metrics: Callable[[Collection[str]], None],
+        link: MonitorLink,
+        clock: Clock | None = None,
+    ) -> None:
+        self.state = state
+        self.progress = state.progress
+        self.stop = state.stop
+        self.settings = settings
+        self.context = context = state.context
+        self.train_loader = state.train_loader
+        self.val_loader = val_loader
+        self.checkpoints = checkpoints
+        self.start_step = 0
+        self.restore_generators: Callable[[], object] | None = None  # called once everything that draws numbers is made
+        self.slow_ranks = SlowRanks(rank=context.rank, world_size=context.world_size)
+        self._timer = StepTimer(
+            link.rank_status, clock=clock or clock_of(context.device), every=settings.log_every_n_steps
+        )
+        for observe_waiting in hooks([self.train_loader], "observe_waiting"):
+            observe_waiting(self._timer)
+        self._after_first_step = after_first_step
+        self._check_metrics = check_metrics
+        self._saved_step: int | None = None
+        self._save_is_due = False  # by the clock
+        self._grad_norm: Tensor | None = None
+        self._lr = 0.0  # of the last step; the schedule has moved on when it is logged
+        # CUDA graphs write the outputs of every step to the same memory.
+        self._overwrites_outputs = (
+            settings.compile is not None and settings.compile.uses_cuda_graphs and context.device.type == "cuda"
+        )
+        self._has_stepped = True
+        self._may_skip_steps = state.precision.scaler.is_enabled()  # those whose gradients overflow
+        if self._may_skip_steps:
+            state.optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
+        self._throughput = Throughput()
+        self._usage = DeviceUsage(context.devices)
+        self._runs_windows = type(state.strategy).run_window is not Strategy.run_window
+
+    def sanity_check(self) -> list[str]:
+        """Run the first validation batches to find errors in them before training; return the metrics' names.
+
+        Logs nothing; changes no weights, buffers or generators. Returns an empty list if there is nothing to validate,
+        and in a resumed run. Every rank must call it.
+        """
+        settings, number = self.settings, self.settings.num_sanity_val_steps
+        is_never_due = settings.val_check_interval is None and settings.check_val_every_n_epoch is None
+        if self.val_loader is None or is_never_due or number == 0 or self.progress.step > 0:
+            return []
+        self._timer.set_phase(Phase.EVALUATE)
+        with self.state.without_side_effects(), _uncompiled():
+            meter = run_batches(
+                self.state.bare_model,
+                self.val_loader.first(number),
+                task=self.state.task,
+                precision=self.state.precision,
+            )
+            meter.reduce(self.context)
+        return [f"val/{name}" for name in meter.names]
+
+    def fit(self) -> None:
+        """Train from `progress` to the limits of the settings or an agreed stop, and save what is left.
+
+        Raises RunError when the loss is no longer finite; passes on what a task, model or callback raises.
+        """
+        state, settings, progress = self.state, self.settings, self.progress
+        self.start_step = progress.step
+        observe_step = self._start_observers()
+        state.restore_trainable()  # callbacks may have changed it
+        if self.restore_generators is not None:
+            self.restore_generators()
+        self._throughput.read()
+        self._start_timer()
+        self._timer.set_phase(Phase.DATA)
+        for window in self._windows():
+            epoch = progress.epoch
+            loss = self.train_step(window)
+            self._throughput.samples += window.global_count
+            progress.advance(global_count=window.global_count, epoch_end=window.epoch_end)
+            self._timer.finish_step(progress.step)
+            report = StepReport(progress.step, epoch, loss, window.global_count, window.indices)
+            for observe in observe_step:
+                self.stop.handle(observe(report))
+            if progress.step - self.start_step == 1:
+                self._after_first_step()
+            if progress.step % settings.log_every_n_steps == 0:
+                self.log()
+            if window.epoch_end:
+                state.schedule.after_epoch()
+                self._timer.leave_step(Phase.LOGGING)
+                self.stop.agree()
+            if self._evaluation_due(epoch_end=window.epoch_end):
+                self.evaluate()
+            if self._save_due(epoch_end=window.epoch_end):
+                self.save()
+            if self.stop.is_requested:
+                self._handle_request()
+            self._timer.set_phase(Phase.DATA)
+        self._finish()
+
+    def train_step(self, window: Window) -> Tensor:
+        """Make one optimizer step over this rank's micro-batches; return the detached loss of the last one.
+
+        The weight of each mean loss is W times its share of the global batch: strategies average gradients over the W
+        ranks.
+        """
+        state, mark = self.state, self._timer.set_phase
+        if state.trainable.has_changed():
+            self._update_trainable()
+        if self._runs_windows:  # the strategy runs forward and backward itself
+            loss = state.strategy.run_window(
+                state.model, window, task=state.task, precision=state.precision, add=self._add_output, mark=mark
+            )
+            self._update()
+            return loss
+        scale = self.context.world_size / window.global_count
+        for position, micro in enumerate(window.micro_batches, start=1):
+            mark(Phase.FORWARD)
+            weight = micro.num_samples * scale
+            is_last = position == window.num_micro_batches
+            isolated = NO_CONTEXT if micro.num_samples else state.without_side_effects()
+            with isolated, state.strategy.accumulate(state.model, synchronise=is_last):
+                with state.precision.autocast():
+                    output = state.task.training_step(state.model, state.precision.convert_batch(micro.batch))
+                if self.progress.step == self.start_step:
+                    check_output(output, state.task, "training_step")
+                if self._overwrites_outputs:
+                    output = output._replace(loss=output.loss.clone())
+                # Multiplying by 1.0 would cost two kernels.
+                loss = output.loss if weight == 1.0 else output.loss * weight
+                mark(Phase.BACKWARD)
+                state.precision.scaler.scale(loss).backward()
+            if micro.num_samples:
+                state.meter.add(output, step=self.progress.step + 1)
+            mark(Phase.DATA)  # of the next micro-batch
+        if window.first_rank is not None:
+            state.strategy.broadcast_buffers(state.model, source=window.first_rank)
+        self._update()
+        return output.loss.detach()
+
+    def _add_output(self, output: StepOutput) -> None:
+        if self.progress.step == self.start_step:
+            check_output(output, self.state.task, "training_step")
+        self.state.meter.add(output, step=self.progress.step + 1)
+
+    def _update(self) -> None:
+        """Clip gradients, step the optimizer, drop gradients, step the schedule."""
+        state, settings = self.state, self.settings
+        self._timer.set_phase(Phase.OPTIMIZER)
+        scaler = state.precision.scaler
+        if settings.gradient_clip_val is not None or (self.progress.step + 1) % settings.log_every_n_steps == 0:
+            scaler.unscale_(state.optimizer)
+            self._grad_norm = clip_gradients(
+                state.trainable.parameters,
+                value=settings.gradient_clip_val,
+                algorithm=settings.gradient_clip_algorithm,
+                total_norm=state.strategy.total_norm,
+            )
+        self._lr = state.optimizer.param_groups[0]["lr"]
+        self._has_stepped = not self._may_skip_steps
+        scaler.step(state.optimizer)
+        scaler.update()
+        for parameter in state.trainable.parameters:  # without zero_grad's mark for the profiler, 3 % of a toy step
+            parameter.grad = None
+        state.strategy.after_update(state.model)
+        if self._has_stepped:
+            state.schedule.after_step()
+
+    def _update_trainable(self) -> None:
+        """Rebuild what depends on the trained parameters: a model or callback has changed `requires_grad`."""
+        self._timer.leave_step(Phase.BUILDING)
+        self.state.update_trainable()
+
+    def log(self) -> None:
+        """Reduce what the last steps computed over ranks and give it to the loggers; stop if a callback asks for it.
+
+        Every rank must call it; waits for the device. Raises RunError when a loss was NaN or infinite.
+        """
+        self._timer.leave_step(Phase.LOGGING)
+        state, meter = self.state, self.state.meter
+        save_is_due = self.checkpoints is not None and self.checkpoints.due_time()
+        extra = [self.stop.own_reason is not None, save_is_due, state.trainable.has_changed()]
+        times = self.slow_ranks.row(self._timer.read())
+        values, (stops, saves, changes, *times) = meter.reduce(self.context, extra=[*extra, *times])
+        if changes:  # on any rank: all take part, to detect ranks that differ
+            self._update_trainable()
+            self._timer.leave_step(Phase.LOGGING)
+        self._save_is_due = saves > 0
+        if self.settings.log_rank_losses is not RankLosses.OFF and LOSS in values:
+            self._log_rank_losses(values[LOSS])
+        if not math.isfinite(values.get(LOSS, 0.0)):
+            raise bad_loss(values[LOSS], step=meter.first_nonfinite_step(self.context), epoch=self.progress.last_epoch)
+        meter.clear()
+        self.stop.agree(stops > 0)
+        if not values:
+            return
+        values["lr"] = self._lr
+        if self._grad_norm is not None:
+            values["grad_norm"], self._grad_norm = float(self._grad_norm), None
+        values["samples_per_s"] = self._throughput.read()
+        usage = self._usage.read() if state.loggers else {}
+        self.log_values({f"train/{name}": value for name, value in values.items()} | self._compare(times) | usage)
+
+    def _compare(self, times: Sequence[float]) -> dict[str, float]:
+        """Return what to log of all ranks' times, on rank 0, and warn of a rank that is newly slow."""
+        if not self.context.is_main:
+            return {}
+        values = self.slow_ranks.note(times, step=self.progress.step)
+        if self.slow_ranks.news is not None:
+            warn(self.slow_ranks.news)
+            for each in self.state.loggers.values():
+                each.text("slow_rank", self.slow_ranks.news)
+        return values
+
+    def log_values(self, values: Mapping[str, float]) -> None:
+        """Give the loggers values of the last step done."""
+        for each in self.state.loggers.values():
+            each.metrics(values, step=self.progress.step, epoch=self.progress.last_epoch)
+
+    def read_means(self) -> dict[str, float]:
+        """Return the means over all ranks since the last call, for steps outside `fit`. Every rank must call it."""
+        values, _ = self.state.meter.reduce(self.context)
+        self.state.meter.clear()
+        return values
+
+    def evaluate(self) -> None:
+        """Validate, log, call the callbacks; stop if one asks for it. Every rank must call it."""
+        if self.val_loader is None:
+            return
+        state = self.state
+        self._timer.leave_step(Phase.EVALUATE)
+        self._flush_loggers()
+        self.context.wait_for_devices()  # so that queued steps count as training time
+        began = time.perf_counter()
+        with state.evaluation_weights():
+            state.val_metrics = state.evaluate(self.val_loader, prefix="val")
+        self._check_metrics(state.val_metrics)
+        state.val_step = self.progress.step
+        self.log_values(state.val_metrics)
+        state.schedule.after_validation(state.val_metrics)
+        report = EvalReport("val", self.progress.step, self.progress.last_epoch, state.val_metrics)
+        for observe in hooks(state.callbacks.values(), "on_validation_end"):
+            self.stop.handle(observe(report))
+        self.stop.agree()
+        self._throughput.leave_out(since=began)
+
+    def save(self) -> None:
+        """Start writing a checkpoint of this moment, between two steps. Every rank must call it.
+
+        What isn't logged yet is saved too, so logs don't depend on when checkpoints are saved.
+        Raises RunError if a loss or weight isn't finite, or replicas differ.
+        """
+        if self.checkpoints is None:
+            return
+        state, step, epoch = self.state, self.progress.step, self.progress.last_epoch
+        self._timer.leave_step(Phase.CHECKPOINT)
+        # The checkpoint must fit the parameters that are trained from here on.
+        if any_over_ranks(state.trainable.has_changed(), self.context):
+            self._update_trainable()
+            self._timer.leave_step(Phase.CHECKPOINT)
+        check_finite(state.trainable.parameters, state.meter, step=step, epoch=epoch, context=self.context)
+        began = time.perf_counter()
+        self._flush_loggers()
+        self.checkpoints.save(
+            state.state_dict(),
+            step=step,
+            epoch=epoch,
+            metrics=state.val_metrics if state.val_step == step else None,
+        )
+        self._saved_step, self._save_is_due = step, False
+        self._throughput.leave_out(since=began)
+
+    def load_state_dict(self, training: Mapping[str, Any]) -> None:
+        """Load the `training` part of a checkpoint, once the weights are there. Every rank must call it."""
+        self.state.load_state_dict(training)
+        self._saved_step = self.progress.step
+
+    def _start_observers(self) -> list[Callable[[StepReport], Stop | None]]:
+        """Call the observers' start hooks; return those to call after every step."""
+        state = self.state
+        steps_per_epoch = self.train_loader.steps_per_epoch
+        info = FitInfo(
+            model=state.bare_model,
+            start_step=self.progress.step,
+            total_steps=total_steps(self.settings, steps_per_epoch=steps_per_epoch),
+            steps_per_epoch=steps_per_epoch,
+            max_epochs=self.settings.max_epochs,
+            optimizer=state.optimizer,
+        )
+        for start in hooks(state.callbacks.values(), "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
+            start(info)
+        return hooks(state.callbacks.values(), "on_train_step_end") + hooks(state.loggers.values(), "step")
+
+    def _start_timer(self) -> None:
+        state, context = self.state, self.context
+        if context.world_size > 1:
+            devices = ", ".join(dict.fromkeys(map(str, context.devices)))
+            places = gather_to_all(f"{socket.gethostname()}, {devices}", context)
+            self.slow_ranks.start(places, step=self.progress.step)
+            self._timer.knows_waiting = state.strategy.observe_waiting(state.model, self._timer)
+        self._timer.start()
+
+    def _windows(self) -> Iterator[Window]:
+        """Yield this rank's windows from `progress` on, epoch after epoch."""
+        while not self._done():
+            for window in self.train_loader.epoch(self.progress.epoch, start=self.progress.samples):
+                yield window
+                if self._done():
+                    return
+
+    def _done(self) -> bool:
+        settings, progress = self.settings, self.progress
+        return (
+            self.stop.should_stop
+            or (settings.max_steps is not None and progress.step >= settings.max_steps)
+            or (settings.max_epochs is not None and progress.epoch >= settings.max_epochs)
+        )
+
+    def _evaluation_due(self, *, epoch_end: bool) -> bool:
+        interval, every = self.settings.val_check_interval, self.settings.check_val_every_n_epoch
+        if interval is not None:
+            return self.progress.step % interval == 0
+        return epoch_end and every is not None and (self.progress.last_epoch + 1) % every == 0
+
+    def _save_due(self, *, epoch_end: bool) -> bool:
+        if self.checkpoints is None:
+            return False
+        is_ranked = self.checkpoints.monitor is not None and self.state.val_step == self.progress.step
+        by_epoch = epoch_end and self.checkpoints.due_epoch(self.progress.last_epoch)
+        return is_ranked or by_epoch or self._save_is_due or self.checkpoints.due_step(self.progress.step)
+
+    def _handle_request(self) -> None:
+        """Stop if all ranks stop after this step, unless training ends here anyway."""
+        self.context.wait_for_devices()
+        if not self._done():
+            meets_in = steps_to_meeting(self.state.strategy, self.settings, step=self.progress.step)
+            self.stop.handle_request(self.progress.step, meets_in=meets_in)
+
+    def _finish(self) -> None:
+        """Save and log what is left, wait until it is written, and call the end hooks. Raises DiskError."""
+        if self._saved_step != self.progress.step:
+            self.save()
+        # A stopped run logs these steps once it is resumed, together with those that follow.
+        if self.progress.step > self.start_step and not self.stop.on_request:
+            self.log()
+        self._wait_for_checkpoint()
+        for end in hooks(self.state.callbacks.values(), "on_fit_end"):
+            end()
+
+    def _wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is written; if it failed, try once more. Raises DiskError on all ranks."""
+        if self.checkpoints is None:
+            return
+        self._timer.leave_step(Phase.CHECKPOINT)
+        for attempt in range(2):
+            failures = gather_to_all(self.checkpoints.wait(), self.context)
+            failure = next((text for text in failures if text is not None), None)
+            if failure is None:
+                return
+            if attempt == 0:
+                self.save()
+        raise DiskError(f"{failure} What was trained since isn't saved. Make room, then resume the run.")
+
+    def _log_rank_losses(self, mean_loss: float) -> None:
+        """Write each rank's loss to its log and, if set, all of them to the terminal. Every rank must call it."""
+        means = gather_to_all(self.state.meter.mean_loss(), self.context)
+        own = ["no samples" if loss is None else f"{loss:.6g}" for loss in means]
+        step, mean, rank = self.progress.step, f"{mean_loss:.6g} over all ranks", self.context.rank
+        logger.info("step %d: loss %s on rank %d, %s", step, own[rank], rank, mean)
+        if self.settings.log_rank_losses is RankLosses.TERMINAL and self.context.is_main:
+            each = ", ".join(f"{loss} on rank {rank}" for rank, loss in enumerate(own))
+            show(f"step {step}: loss {each}, {mean}")
+
+    def _flush_loggers(self) -> None:
+        """Make what is logged so far survive a kill."""
+        for flush in hooks(self.state.loggers.values(), "flush"):
+            flush()
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled models run eagerly: other batch sizes would cause dynamic recompilation."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing has been compiled, and importing it takes seconds
+        return NO_CONTEXT
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager

@@ -1,0 +1,83 @@
+"""What rank 0 compares before a run of ranks that started alone, and how it names who differs or is missing."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.errors import ConfigError, RunError
+from framework.launch.handshake import Fingerprint, Handshake, differences, fingerprint
+
+OURS = Fingerprint(
+    ("recipe=toy", "seed=1"), {"conf/a.yaml": "1", "recipes/b.py": "2"}, {"python": "3.11", "torch": "2"}
+)
+
+
+def changed(**parts: object) -> Fingerprint:
+    return Fingerprint(**{**{name: getattr(OURS, name) for name in ("arguments", "files", "versions")}, **parts})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "line"),
+    [
+        (changed(arguments=("recipe=toy", "seed=2")), "arguments: seed=2; rank 0 has seed=1"),
+        (changed(arguments=("recipe=toy",)), "arguments: nothing there; rank 0 has seed=1"),
+        (changed(arguments=("seed=1", "recipe=toy")), "arguments: in another order: seed=1 recipe=toy"),
+        (changed(files={"conf/a.yaml": "9", "recipes/b.py": "2"}), "conf/a.yaml isn't the same as rank 0's"),
+        (changed(files={"recipes/b.py": "2"}), "conf/a.yaml isn't there; rank 0 has it"),
+        (changed(files={**OURS.files, "conf/c.yaml": "3"}), "conf/c.yaml is there; rank 0 doesn't have it"),
+        (changed(versions={"python": "3.10", "torch": "2"}), "python 3.10; rank 0 has 3.11"),
+    ],
+)
+def test_what_differs_is_named_with_both_values(theirs, line):
+    assert differences(OURS, OURS) == []
+    assert differences(theirs, OURS) == [line]
+
+
+def test_a_fingerprint_has_every_source_of_configurations(tmp_path: Path):
+    before = fingerprint(["a=1"], working_dir=tmp_path)
+    assert any(name.endswith("trainer/default.yaml") for name in before.files)
+    assert {"python", "framework", "torch"} == before.versions.keys()
+    for file in ("conf/recipe/mine.yaml", "mine/code.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("x = 1\n")
+    after = fingerprint(["a=1", "topology.node_rank=0"], working_dir=tmp_path)
+    assert {"conf/recipe/mine.yaml", "mine/code.py"} <= after.files.keys()
+    (tmp_path / "mine/code.py").write_text("x = 2\n")
+    other = fingerprint(["a=1", "topology.node_rank=1"], working_dir=tmp_path)  # the number of a node may differ
+    assert differences(other, after) == ["mine/code.py isn't the same as rank 0's"]
+
+
+def test_ranks_that_differ_or_do_not_come_are_named_together() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = listener.getsockname()[:2]
+
+    def rank(number: int, own: Fingerprint) -> Handshake:
+        how: dict[str, Any] = {"endpoint": endpoint, "noun": "rank", "named": "the store", "port_option": "MASTER_PORT"}
+        return Handshake(own, number=number, count=4, **how)
+
+    zero, other = rank(0, OURS), changed(arguments=("recipe=toy", "seed=2"))
+    zero.open(timeout_s=30.0)
+    with ThreadPoolExecutor() as threads:
+        ranks = [rank(1, OURS), rank(2, other)]
+        answers = [threads.submit(each.follow, timeout_s=30.0) for each in ranks]
+        with pytest.raises(RunError, match=r"Rank 3 of 4 didn't come to the store within backend.init_timeout=2 s"):
+            zero.compare(timeout_s=2.0)
+        ranks.append(rank(3, other))
+        answers.append(threads.submit(ranks[-1].follow, timeout_s=30.0))
+        with pytest.raises(ConfigError) as error:
+            zero.compare(timeout_s=30.0)
+        closing = threads.submit(zero.close, error.value.exit_status)
+        assert [answer.result() for answer in answers] == [2, 2, 2]
+        for each in ranks:
+            each.close(2)
+        closing.result()
+    lines = str(error.value).splitlines()
+    assert lines[1] == f"Ranks 2–3 on {socket.gethostname()}:"
+    assert lines[2] == "  arguments: seed=2; rank 0 has seed=1"
+    assert "Rank 1" not in str(error.value)
+    assert "arguments: seed=2; rank 0 has seed=1" in str(ranks[1].refusal(2))
