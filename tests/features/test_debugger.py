@@ -38,6 +38,14 @@ def read_until(terminal: int, end: bytes, *, timeout_s: float = 60.0) -> bytes:
     return output
 
 
+def wait_until_asleep(pid: int) -> None:
+    """Wait until the main thread sleeps: a signal between a prompt and its `read` would wait for the next line."""
+    deadline = time.monotonic() + 60.0
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "S":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.exhaustive
 def test_a_debugger_gets_a_plain_terminal(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
@@ -58,6 +66,7 @@ def test_a_debugger_gets_a_plain_terminal(tmp_path: Path) -> None:
             output = read_until(terminal, PROMPT)
             os.write(terminal, b"p inputs.shape\n")
             answer = read_until(terminal, PROMPT)
+            wait_until_asleep(process.pid)
             process.send_signal(signal.SIGINT)
             interrupted = read_until(terminal, PROMPT)
             os.write(terminal, b"q\n")
