@@ -20,6 +20,7 @@ PRELOAD = (
     "framework.training.engine",
     "framework.jobs.preflight.rank",
     "rich.progress",
+    "numpy.random",
 )
 
 # Without any of these variables, this process wasn't started as a rank.

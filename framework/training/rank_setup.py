@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -21,6 +20,7 @@ from framework.checkpoint.lookup import describe_others
 from framework.checkpoint.reader import load_weights
 from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
+from framework.config.saved import load_yaml
 from framework.config.schema import Config, StreamSharing
 from framework.config.targets import check_targets
 from framework.data.batching import BatchPlan, plan_batches
@@ -77,7 +77,7 @@ def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetu
     Raises FrameworkError for a wrong request.
     """
     run_dir = RunDir(Path(arguments.run_dir))
-    requested = parse(yaml.safe_load(run_dir.config_file.read_text()))
+    requested = parse(load_yaml(run_dir.config_file))
     config = apply_fast_dev_run(requested)
     context = make_context(
         arguments.topology,

@@ -8,15 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from framework.checkpoint import find, load
 from framework.checkpoint.layout import LAST, find_damage, manifest_or_none, step_of
 from framework.checkpoint.lookup import LastUndamaged, describe_others, last_undamaged
 from framework.checkpoint.reader import load_weights
 from framework.checkpoint.replicas import own_training
 from framework.checkpoint.writer import point
-from framework.config.saved import confirm_resume
+from framework.config.saved import confirm_resume, load_yaml
 from framework.config.schema import Config
 from framework.distributed.collectives import barrier, from_first, gather_to_all
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
@@ -105,8 +103,8 @@ def _look(source: Path, faults: Mapping[Path, str | None], *, is_last: bool) -> 
 
 
 def _resume(rank: RankSetup, trainer: Trainer, source: Path) -> None:
-    saved = yaml.safe_load((source / "config.yaml").read_text())
-    now = yaml.safe_load(rank.run_dir.config_file.read_text())
+    saved = load_yaml(source / "config.yaml")
+    now = load_yaml(rank.run_dir.config_file)
     _check_optimizer_and_schedule(rank.config, saved)
     model = trainer.state.bare_model
     if is_model_sharded(model):
