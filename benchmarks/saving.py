@@ -31,7 +31,7 @@ from torch import nn
 
 from benchmarks.contest import Asked, Contest, Row, Target, Unit, compare
 from framework.checkpoint.manager import CheckpointManager
-from framework.config.schema import CheckpointConfig, Mode
+from framework.config.schema import CheckpointConfig
 from framework.config.topology import Topology
 from framework.distributed.context import Context
 from framework.training.meter import Meter, check_finite
@@ -108,7 +108,7 @@ def _settings(asynchronous: bool) -> CheckpointConfig:
         path=None,
         enabled=True,
         monitor=None,
-        mode=Mode.MIN,
+        mode="min",
         save_top_k=0,
         save_last_k=1,
         every_n_steps=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, final
+from typing import Any, final, get_args
 
 from framework.config.schema import Mode
 from framework.errors import ConfigError
@@ -29,20 +29,20 @@ class EarlyStopping:
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
     ) -> None:
-        if mode not in (known := [each.value for each in Mode]):
+        if mode not in (known := get_args(Mode)):
             raise ConfigError(f"EarlyStopping: mode={mode!r} is not known. Use one of: {', '.join(known)}.")
         for name, value in (("patience", patience), ("min_delta", min_delta)):
             if value < 0:
                 raise ConfigError(f"EarlyStopping: {name}={value} is below 0. Give 0 or more.")
         self._monitor = monitor
-        self._mode = Mode(mode)
+        self._mode = mode
         self._patience = patience
         self._min_delta = min_delta
         self._check_finite = check_finite
         self._stopping_threshold = stopping_threshold
         self._divergence_threshold = divergence_threshold
         self._wait_count = 0
-        self._best_score = math.inf if self._mode is Mode.MIN else -math.inf
+        self._best_score = math.inf if self._mode == "min" else -math.inf
 
     def on_validation_end(self, report: EvalReport) -> Stop | None:
         reason = self._reason_to_stop(report.metrics[self._monitor])
@@ -63,7 +63,7 @@ class EarlyStopping:
             return f"{metric} reached stopping_threshold={self._stopping_threshold}"
         if self._divergence_threshold is not None and self._is_better(self._divergence_threshold, than=score):
             return f"{metric} is worse than divergence_threshold={self._divergence_threshold}"
-        delta = self._min_delta if self._mode is Mode.MIN else -self._min_delta
+        delta = self._min_delta if self._mode == "min" else -self._min_delta
         if self._is_better(score + delta, than=self._best_score):
             self._best_score = score
             self._wait_count = 0
@@ -74,4 +74,4 @@ class EarlyStopping:
         return f"{self._monitor} did not improve in {self._wait_count} evaluations; the best was {self._best_score:.6g}"
 
     def _is_better(self, score: float, *, than: float) -> bool:
-        return score < than if self._mode is Mode.MIN else score > than
+        return score < than if self._mode == "min" else score > than

@@ -15,7 +15,7 @@ from framework.checkpoint.layout import BEST, LAST, Manifest, manifest_or_none, 
 from framework.checkpoint.lookup import complete_steps
 from framework.checkpoint.snapshot import Snapshots
 from framework.checkpoint.writer import check_plain, clean, point, remove, restore_symlink, write
-from framework.config.schema import CheckpointConfig, Mode
+from framework.config.schema import CheckpointConfig
 from framework.errors import DiskError
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class CheckpointManager:
 
     def _ranking(self) -> list[int]:
         """Return the steps with a finite score from best to worst; of equal scores, the earlier is better."""
-        sign = 1 if self._settings.mode is Mode.MIN else -1
+        sign = 1 if self._settings.mode == "min" else -1
         ranked = [step for step, score in self._scores.items() if math.isfinite(score)]
         return sorted(ranked, key=lambda step: (sign * self._scores[step], step))
 

@@ -3,16 +3,16 @@
 Hydra composes the YAML in `conf/`, and `framework.config.parse` turns it into these; nothing else reads a `DictConfig`.
 A user's own part (`_target_` and keywords) is a `Node`; only `framework.training.build` instantiates it.
 
-Types that the parser knows: `bool int float str`, `X | None`, `Enum`, `Duration`, `Texts`, `Node`, `dict[str, Node]`,
-dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A bound is inclusive unless `above`.
+Types that the parser knows: `bool int float str`, `X | None`, `Literal`, `Duration`, `Texts`, `Node`,
+`dict[str, Node]`, dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A bound is inclusive
+unless `above`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
-from enum import Enum
-from typing import Any, NewType
+from typing import Any, Literal, NewType
 
 Duration = NewType("Duration", float)
 """Seconds. Written as a number of seconds, `90s`, `30m`, `2h` or `1d`; above 0, at most a year."""
@@ -37,93 +37,22 @@ def auto(*, at_least: float) -> Any:
     return field(metadata={"auto": True, "bounds": {"at_least": at_least}})
 
 
-class BackendName(Enum):
-    AUTO = "auto"
-    GLOO = "gloo"
-    NCCL = "nccl"
-    MPI = "mpi"
+BackendName = Literal["auto", "gloo", "nccl", "mpi"]
+InitMethod = Literal["env", "tcp", "file"]
+Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
+"""Lightning's names."""
 
+Interval = Literal["step", "epoch"]
+Mode = Literal["min", "max"]
+LoaderKind = Literal["auto", "resident", "dataloader"]
+StreamSharing = Literal["shared", "join", "stop"]
+Part = Literal["train", "val", "test"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""The modes that capture CUDA graphs, whose outputs the next call overwrites."""
 
-class InitMethod(Enum):
-    ENV = "env"
-    TCP = "tcp"
-    FILE = "file"
-
-
-class Precision(Enum):
-    """Lightning's names."""
-
-    FP32 = "32-true"
-    BF16_MIXED = "bf16-mixed"
-    FP16_MIXED = "16-mixed"
-    BF16 = "bf16-true"
-    FP64 = "64-true"
-
-
-PRECISION_ALIASES = {
-    "16": Precision.FP16_MIXED,
-    "fp16": Precision.FP16_MIXED,
-    "bf16": Precision.BF16_MIXED,  # as in Lightning, not bf16-true
-    "fp32": Precision.FP32,
-    "fp64": Precision.FP64,
-    "double": Precision.FP64,
-}
-"""Other common names: not accepted, but answered with a suggestion."""
-
-
-class Interval(Enum):
-    STEP = "step"
-    EPOCH = "epoch"
-
-
-class Mode(Enum):
-    MIN = "min"
-    MAX = "max"
-
-
-class LoaderKind(Enum):
-    AUTO = "auto"
-    RESIDENT = "resident"
-    DATALOADER = "dataloader"
-
-
-class StreamSharing(Enum):
-    SHARED = "shared"
-    JOIN = "join"
-    STOP = "stop"
-
-
-class Part(Enum):
-    TRAIN = "train"
-    VAL = "val"
-    TEST = "test"
-
-
-class CompileMode(Enum):
-    DEFAULT = "default"
-    REDUCE_OVERHEAD = "reduce-overhead"
-    MAX_AUTOTUNE = "max-autotune"
-    MAX_AUTOTUNE_NO_CUDAGRAPHS = "max-autotune-no-cudagraphs"
-
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        """True if it captures CUDA graphs, whose outputs the next call overwrites."""
-        return self in (CompileMode.REDUCE_OVERHEAD, CompileMode.MAX_AUTOTUNE)
-
-
-class ProfilerName(Enum):
-    PYTORCH = "pytorch"
-
-
-class ClipAlgorithm(Enum):
-    NORM = "norm"
-    VALUE = "value"
-
-
-class RankLosses(Enum):
-    OFF = False
-    LOGS = True
-    TERMINAL = "terminal"
+ClipAlgorithm = Literal["norm", "value"]
+ExportFormat = Literal["state_dict", "safetensors", "onnx", "torch_export"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +61,9 @@ class DataConfig:
     batch_size: int = bounded(at_least=1)  # per process, as in PyTorch
     global_batch_size: int | None = bounded(at_least=1)  # over ranks and accumulation; wins over batch_size
     eval_batch_size: int | None = bounded(at_least=1)  # per process; default: batch_size
-    loader: LoaderKind = LoaderKind.AUTO  # resident: kept in memory as tensors; auto: what are tensors already
+    loader: LoaderKind = "auto"  # resident: kept in memory as tensors; auto: what are tensors already
     num_workers: int | None = auto(at_least=0)  # DataLoader processes per rank and part; auto: 8, or the cores left
-    stream: StreamSharing = StreamSharing.SHARED  # how processes share a part that is an IterableDataset
+    stream: StreamSharing = "shared"  # how processes share a part that is an IterableDataset
     shuffle: bool
     root: str | None  # folder of the data set's files; null if it has none
     mirrors: Texts | None  # addresses to download missing files from; null: the data set's own
@@ -171,14 +100,14 @@ class TrainerConfig:
     gradient_clip_val: float | None = bounded(above=0)
     gradient_clip_algorithm: ClipAlgorithm
     log_every_n_steps: int = bounded(at_least=1)
-    log_rank_losses: RankLosses = RankLosses.OFF  # log each rank's own mean loss; terminal: print it as well
+    log_rank_losses: bool | Literal["terminal"] = False  # log each rank's own mean loss; terminal: print it as well
     val_check_interval: int | None = bounded(at_least=1)  # optimizer steps; null: at the end of epochs
     check_val_every_n_epoch: int | None = bounded(at_least=1)  # null: not at the end of epochs
     num_sanity_val_steps: int = bounded(at_least=0, default=1)  # validation batches of each process before training
     limit_train_batches: int | float | None = bounded(above=0)  # int: batches; float in (0, 1]: that share
     limit_val_batches: int | float | None = bounded(at_least=0)
     limit_test_batches: int | float | None = bounded(at_least=0)
-    fast_dev_run: int | bool = bounded(at_least=0)  # n batches of everything, no checkpoints; true: 1
+    fast_dev_run: bool | int = bounded(at_least=0)  # n batches of everything, no checkpoints; true: 1
     overfit_batches: int | float | None = bounded(above=0)  # train and validate on the same few batches, in order
     deterministic: bool
     benchmark: bool | None  # cudnn.benchmark; null: off in deterministic mode, else on
@@ -187,7 +116,7 @@ class TrainerConfig:
     channels_last: bool = False  # store images and convolution weights as NHWC
     compile: CompileMode | None = None  # torch.compile's mode
     activation_checkpointing: str | Texts | None = None  # modules to recompute in the backward: auto, or class names
-    profiler: ProfilerName | None = None  # records some steps; `callbacks=[profiler]` says which
+    profiler: Literal["pytorch"] | None = None  # records some steps; `callbacks=[profiler]` says which
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,14 +159,9 @@ class PredictConfig:
     output: str  # a file that doesn't exist yet: .csv or .pt
 
 
-class PlanFormat(Enum):
-    TEXT = "text"
-    JSON = "json"
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    format: PlanFormat
+    format: Literal["text", "json"]
     train_samples: int | None = bounded(at_least=1)  # if the data set isn't there to be counted
 
 
@@ -285,13 +209,6 @@ class TuneConfig:
     num_training: int = bounded(at_least=20, default=100)  # optimizer steps of the range test
     # Stop at this multiple of the lowest loss; null: never.
     early_stop_threshold: float | None = bounded(above=1, default=4.0)
-
-
-class ExportFormat(Enum):
-    STATE_DICT = "state_dict"
-    SAFETENSORS = "safetensors"
-    ONNX = "onnx"
-    TORCH_EXPORT = "torch_export"
 
 
 @dataclass(frozen=True, kw_only=True)

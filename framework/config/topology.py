@@ -103,24 +103,18 @@ def _misfit(settings: TopologyConfig, *, gpus: int) -> str:
         given["min_gpus_per_process"] = least
     shown = " and ".join(f"topology.{name}={value}" for name, value in given.items() if value is not None)
     needed = (procs or 1) * (span or least)
-    below = gpus // needed * needed
     spans = [number for number in range(least, gpus + 1) if gpus % number == 0]
-    ways = [f"trainer.gpus={below} or {below + needed}" if below and procs is None else f"trainer.gpus={needed}"]
+    ways = [f"trainer.gpus={max(gpus // needed, 1) * needed}"]
     if procs is not None and span is not None:
         ways.append("leave one of the two out (auto)")
-    elif span is not None and spans:
-        ways.append(f"topology.gpus_per_process={_listed(spans)}")
+    elif spans and span is not None:
+        ways.append(f"topology.gpus_per_process={' or '.join(map(str, spans))}")
     elif spans:
-        ways.append(f"topology.procs_per_node={_listed([gpus // number for number in spans])}")
+        ways.append(f"topology.procs_per_node={' or '.join(str(gpus // number) for number in spans)}")
     if needed > gpus:
         ways.append(f"share GPUs: topology.share_gpus=true topology.gpus_per_process={span or least}")
         ways.append("the CPU: trainer.gpus=0")
     return f"trainer.gpus={gpus} can't be split into processes with {shown}.\nUse {', or '.join(ways)}."
-
-
-def _listed(numbers: list[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 _SHARDING = {"FSDP": "fsdp", "Pipeline": "pipeline"}  # strategies that shard the model: class → option
@@ -132,11 +126,10 @@ def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> N
     strategy: the name of its class, so that the command can check it without torch, before it starts any process.
     """
     if strategy == "Single" and topology.world_size > 1:
-        one = "topology.nnodes=1 " if topology.nnodes > 1 else ""
-        one += "topology.procs_per_node=1" + (f" trainer.gpus={topology.span}" if topology.gpus_per_node else "")
+        gpus = topology.span if topology.gpus_per_node else 0
         raise TopologyError(
             f"strategy=single is for one process, and there are {topology.world_size}.\n"
-            f"Use strategy=ddp (or auto), or {one}."
+            f"Use strategy=ddp (or auto), or topology.nnodes=1 topology.procs_per_node=1 trainer.gpus={gpus}."
         )
     if strategy not in _SHARDING:
         return
@@ -146,11 +139,7 @@ def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> N
             "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
         )
     if topology.gpus_per_node and backend == "gloo":
-        nccl = "backend=nccl"
-        if topology.shares_gpus:
-            own = "topology.share_gpus=false topology.procs_per_node=auto topology.gpus_per_process=auto"
-            nccl = f"a GPU for each process, {own} backend=auto"
         raise TopologyError(
             f"strategy={_SHARDING[strategy]} sends from GPU to GPU, which backend=gloo can't.\n"
-            f"Use {nccl}, or trainer.gpus=0."
+            "Use backend=nccl with a GPU for each process, or trainer.gpus=0."
         )

@@ -26,7 +26,7 @@ _log = logging.getLogger("framework")
 class LoaderOptions:
     """What `data.loader` and `data.num_workers` ask for, and how many processes share this node."""
 
-    kind: LoaderKind = LoaderKind.AUTO
+    kind: LoaderKind = "auto"
     # None: as many as suit.
     num_workers: int | None = None
     procs_on_node: int = 1
@@ -62,14 +62,14 @@ def worker_count(*, procs: int) -> int:
 
 
 def _choose(dataset: MapDataset, *, part: str, device: torch.device, options: LoaderOptions) -> LoaderChoice:
-    if options.kind is LoaderKind.DATALOADER:
+    if options.kind == "dataloader":
         return _data_loader(options, "data.loader=dataloader")
-    if options.kind is LoaderKind.AUTO and options.num_workers:
+    if options.kind == "auto" and options.num_workers:
         return _data_loader(options, f"data.num_workers={options.num_workers}")
     rows = rows_of(dataset)
     if rows is not None:
         return _resident(rows, "tensors already", device=device, options=options)
-    if options.kind is LoaderKind.RESIDENT:
+    if options.kind == "resident":
         available = available_memory()
         limit = None if available is None else available // options.procs_on_node
         return _resident(decode(dataset, part=part, limit_bytes=limit), "decoded once", device=device, options=options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -75,15 +76,15 @@ def _devices(topology: Topology, local_rank: int) -> tuple[torch.device, ...]:
 
 
 def _backend(name: BackendName, *, device: torch.device, shared: bool) -> str:
-    backend = dist.get_default_backend_for_device(device) if name is BackendName.AUTO else name.value
-    if shared and name is BackendName.AUTO:
-        backend = BackendName.GLOO.value  # nccl needs a whole GPU for each process
-    if backend == BackendName.NCCL.value and device.type == "cpu":
+    backend = dist.get_default_backend_for_device(device) if name == "auto" else name
+    if shared and name == "auto":
+        backend = "gloo"  # nccl needs a whole GPU for each process
+    if backend == "nccl" and device.type == "cpu":
         raise RequestError(
             "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"
             "Use backend.name=gloo or backend.name=auto."
         )
     if not dist.is_backend_available(backend):
-        there = ", ".join(b.value for b in BackendName if b is BackendName.AUTO or dist.is_backend_available(b.value))
+        there = ", ".join(name for name in get_args(BackendName) if name == "auto" or dist.is_backend_available(name))
         raise RequestError(f"backend.name={backend} isn't in this torch, {torch.__version__}. Use one of {there}.")
     return backend

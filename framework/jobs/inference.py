@@ -46,7 +46,7 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
                 task=precision.convert_task(build.build_task(rank.config.task)),
                 precision=precision,
                 context=rank.context,
-                prefix=part.value,
+                prefix=part,
             )
         if rank.context.is_main:
             rank.run_dir.update_run({"results": {"metrics": metrics}})
@@ -92,10 +92,10 @@ def _ready(
     datasets = build.build_datasets(config.data.datasets)
     dataset = _part(datasets, part)
     check_streams(config, datasets, rank.strategy)
-    key = f"limit_{part.value}_batches"
-    loader = make_eval_loader(rank, dataset, part=part.value)
+    key = f"limit_{part}_batches"
+    loader = make_eval_loader(rank, dataset, part=part)
     if loader is None:
-        raise DataError(f"trainer.{key}=0 leaves nothing of the {part.value} part. Set trainer.{key}=null.")
+        raise DataError(f"trainer.{key}=0 leaves nothing of the {part} part. Set trainer.{key}=null.")
     rank.link.rank_status.set_phase(Phase.MEETING)
     with process_group(context, config.backend, rendezvous=arguments.rendezvous):
         rank.link.rank_status.set_phase(Phase.BUILDING)
@@ -115,9 +115,9 @@ def _ready(
 
 def _part(datasets: Datasets, part: Part) -> Any:
     existing = [name for name, dataset in datasets._asdict().items() if dataset is not None]
-    if part.value not in existing:
-        raise DataError(f"data.datasets gives no {part.value} part. There is: {', '.join(existing)}.")
-    return getattr(datasets, part.value)
+    if part not in existing:
+        raise DataError(f"data.datasets gives no {part} part. There is: {', '.join(existing)}.")
+    return getattr(datasets, part)
 
 
 # The file of predictions

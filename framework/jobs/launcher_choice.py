@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from framework.checkpoint import find
-from framework.config.schema import BackendName, Config, InitMethod
+from framework.config.schema import BackendName, Config
 from framework.config.topology import Topology, check_strategy_fits, resolve_topology
 from framework.errors import ConfigError, RequestError, TopologyError
 from framework.jobs.request import Request
@@ -31,7 +31,7 @@ def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:
     if config.init_from is not None and config.resume is None:
         find(Path(config.init_from))
     topology = _topology(request, is_planned=is_planned)
-    backend = backend_name(config, topology).value
+    backend = backend_name(config, topology)
     module, _, strategy = config.strategy["_target_"].rpartition(".")
     if module == "framework.strategies":
         check_strategy_fits(strategy, topology, backend=backend)
@@ -41,9 +41,9 @@ def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:
 def backend_name(config: Config, topology: Topology) -> BackendName:
     """Return the backend that the ranks will use, on NVIDIA GPUs or the CPU. Raises RequestError: NCCL without GPUs."""
     name, gpus = config.backend.name, topology.gpus_per_node
-    if name is BackendName.AUTO:
-        return BackendName.NCCL if gpus and not topology.shares_gpus else BackendName.GLOO
-    if name is BackendName.NCCL and gpus == 0:
+    if name == "auto":
+        return "nccl" if gpus and not topology.shares_gpus else "gloo"
+    if name == "nccl" and gpus == 0:
         raise RequestError(
             "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"
             "Use backend.name=gloo or backend.name=auto."
@@ -97,7 +97,7 @@ def _topology(request: Request, *, is_planned: bool) -> Topology:
             raise ConfigError(
                 f"A sweep (-m) runs on one node, and topology.nnodes={topology.nnodes}. Leave -m out, or use one node."
             )
-        if config.backend.init_method is InitMethod.FILE:
+        if config.backend.init_method == "file":
             raise ConfigError(
                 f"backend.init_method=file is for ranks of one machine, and topology.nnodes={topology.nnodes}.\n"
                 "Use backend.init_method=env."

@@ -52,14 +52,14 @@ def evaluation_summary(config: Config, run_dir: RunDir, status: int) -> str:
     """Return the metrics, the checkpoint and where the logs are."""
     metrics = run_dir.read_run().get("results", {}).get("metrics", {})
     table = format_table([(name, f"{value:.4f}") for name, value in metrics.items()])
-    title = f"Evaluated {config.recipe} on {config.eval.part.value}"
+    title = f"Evaluated {config.recipe} on {config.eval.part}"
     return _summary([title, table], [], config, run_dir, status)
 
 
 def prediction_summary(config: Config, run_dir: RunDir, status: int) -> str:
     """Return where the predictions are, and of how many samples."""
     samples = run_dir.read_run().get("results", {}).get("samples", 0)
-    title = f"Predicted {samples:,} samples of {config.predict.part.value}"
+    title = f"Predicted {samples:,} samples of {config.predict.part}"
     return _summary([title], [("predictions", display_path(Path(config.predict.output)))], config, run_dir, status)
 
 

@@ -19,7 +19,7 @@ from typing import TextIO
 
 from framework.config.assets import import_from_working_dir
 from framework.config.parse import seconds_of
-from framework.config.schema import Config, InitMethod
+from framework.config.schema import Config
 from framework.config.topology import Topology, resolve_topology
 from framework.errors import (
     EXIT_INTERRUPTED,
@@ -125,9 +125,9 @@ def _check_config(config: Config, cluster: ClusterEnvironment) -> None:
         value = getattr(config.topology, key)
         if value not in allowed:
             raise TopologyError(f"topology.{key}={value}, but {started} {what}.\nLeave topology.{key} out.")
-    if config.backend.init_method is not InitMethod.ENV:
+    if config.backend.init_method != "env":
         raise ConfigError(
-            f"backend.init_method={config.backend.init_method.value} can't be used by ranks that {started}: "
+            f"backend.init_method={config.backend.init_method} can't be used by ranks that {started}: "
             "they meet at its address.\nLeave it out (env)."
         )
     if config.launcher.max_restarts:

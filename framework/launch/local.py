@@ -69,7 +69,7 @@ def launch(plan: LaunchPlan) -> Outcome:
 @contextmanager
 def node_run(setup: NodeSetup, *, fork_server: ForkServer | None, init_method: InitMethod) -> Iterator[NodeRun]:
     """Yield this node's part of a run, with nothing started yet; no process of it is left afterwards."""
-    uses_file = init_method is InitMethod.FILE
+    uses_file = init_method == "file"
     rendezvous_folder = TemporaryDirectory(prefix="framework_") if uses_file else nullcontext("")
     with (
         catching_signals() as signals,
@@ -208,7 +208,7 @@ class NodeRun:
     def _spawn_ranks(self, plan: LaunchPlan, host: str, port: int, *, listener: socket.socket | None = None) -> None:
         topology = plan.topology
         folder = self._folder / str(self._attempt)  # a rendezvous file can't be used twice
-        if plan.init_method is InitMethod.FILE:
+        if plan.init_method == "file":
             folder.mkdir()
         rendezvous = rendezvous_url(plan.init_method, host=host, port=port, folder=folder)
         for local_rank in range(topology.procs_per_node):

@@ -110,9 +110,9 @@ def rendezvous_url(method: InitMethod, *, host: str, port: int, folder: Path) ->
     torch cuts the path at `#` and `?` and undoes no quoting.
     """
     return {
-        InitMethod.ENV: "env://",
-        InitMethod.TCP: f"tcp://{host}:{port}",
-        InitMethod.FILE: f"file://{folder}/rendezvous",
+        "env": "env://",
+        "tcp": f"tcp://{host}:{port}",
+        "file": f"file://{folder}/rendezvous",
     }[method]
 
 

@@ -83,9 +83,9 @@ class DDP(SyncedBuffers):
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss with a hook that keeps errors of earlier gradients."""
-        if self._powersgd is not None and precision is Precision.FP16_MIXED:
+        if self._powersgd is not None and precision == "16-mixed":
             raise ConfigError(
-                f"trainer.precision={precision.value} scales the loss and skips a step whose gradients overflow. "
+                f"trainer.precision={precision} scales the loss and skips a step whose gradients overflow. "
                 "strategy.comm_hook=powersgd adds the errors of earlier steps to the gradients: after an overflow they "
                 "would never be finite again.\n"
                 "Use trainer.precision=bf16-mixed, or another strategy.comm_hook."

@@ -85,9 +85,9 @@ class FSDP(SyncedBuffers):
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for fp16 without a loss scaler."""
-        if torch.float16 in (self._policy.param_dtype, self._policy.reduce_dtype) and precision != Precision.FP16_MIXED:
+        if torch.float16 in (self._policy.param_dtype, self._policy.reduce_dtype) and precision != "16-mixed":
             raise ConfigError(
-                f"strategy.mp_policy: fp16 can't go with trainer.precision={precision.value}. Without a loss scaler, "
+                f"strategy.mp_policy: fp16 can't go with trainer.precision={precision}. Without a loss scaler, "
                 "small gradients become 0.\nUse bf16, or trainer.precision=16-mixed."
             )
 

@@ -79,9 +79,9 @@ class LocalSGD(AllReduce):
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss: each rank would skip other steps."""
-        if precision is Precision.FP16_MIXED and self.replicas_differ:
+        if precision == "16-mixed" and self.replicas_differ:
             raise ConfigError(
-                f"trainer.precision={precision.value} scales the loss and skips a step whose gradients overflow. "
+                f"trainer.precision={precision} scales the loss and skips a step whose gradients overflow. "
                 f"Under strategy={self.name} each process would skip steps of its own, and their learning rates would "
                 "drift apart.\nUse trainer.precision=bf16-mixed, or another strategy."
             )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch.utils.data import IterableDataset, Subset
 
 from framework.config.parse import raise_mistakes
-from framework.config.schema import Config, Interval, LoaderKind, StreamSharing, TrainerConfig
+from framework.config.schema import Config, TrainerConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.data.batching import BatchPlan, count_windows
 from framework.errors import ConfigError
@@ -98,9 +98,9 @@ def schedule_length(config: Config, per_epoch: int | None) -> int | None:
     per_epoch: optimizer steps of an epoch, None if unknown.
     """
     steps = total_steps(config.trainer, steps_per_epoch=per_epoch)
-    if config.scheduler.interval is Interval.EPOCH and per_epoch is None:
+    if config.scheduler.interval == "epoch" and per_epoch is None:
         return config.trainer.max_epochs
-    if steps is None or per_epoch is None or config.scheduler.interval is Interval.STEP:
+    if steps is None or per_epoch is None or config.scheduler.interval == "step":
         return steps
     return -(-steps // per_epoch)
 
@@ -117,9 +117,9 @@ def check_streams(config: Config, datasets: Datasets, strategy: Strategy) -> Non
     """Raise ConfigError, with all mistakes, for keys that can't go with a stream, or that need one."""
     parts = streams_of(datasets)
     mistakes = list(_stream_mistakes(config, parts, strategy))
-    if not parts and config.data.stream is not StreamSharing.SHARED:
+    if not parts and config.data.stream != "shared":
         mistakes.append(
-            f"data.stream={config.data.stream.value} says how processes share a stream, and data.datasets gives none. "
+            f"data.stream={config.data.stream} says how processes share a stream, and data.datasets gives none. "
             "Leave it out."
         )
     raise_mistakes(mistakes)
@@ -146,15 +146,15 @@ def _stream_mistakes(config: Config, parts: list[str], strategy: Strategy) -> It
             "data.shuffle=true can't go with a train part that is a stream, which has its own order. Set "
             "data.shuffle=false, and shuffle in the dataset (its set_epoch(epoch) is called)."
         )
-    if data.loader is LoaderKind.RESIDENT:
+    if data.loader == "resident":
         yield "data.loader=resident keeps a part in memory, and train is a stream of unknown length. Use auto."
     if (data.num_workers or 0) > 1:
         yield (
             f"data.num_workers={data.num_workers} can't go with a train part that is a stream: several processes would "
             "read the same samples. Use data.num_workers=1, which has one read ahead, 0, or auto."
         )
-    if data.stream is not StreamSharing.SHARED:
-        name = data.stream.value
+    if data.stream != "shared":
+        name = data.stream
         if strategy.mixes_samples:
             yield (
                 f"data.stream={name} can't go with strategy.sync_batchnorm=true: the stand-in for a process whose "

@@ -190,7 +190,7 @@ def build_trainer(
     wrapped = rank.strategy.wrap(model)
     set_group_timeouts(config.backend.init_timeout, rank.strategy.groups)
     if settings.compile is not None:
-        wrapped.compile(mode=settings.compile.value)  # in place: names of weights stay as they are
+        wrapped.compile(mode=settings.compile)  # in place: names of weights stay as they are
     # Fused optimizers take no sparse gradients, and skip a step that overflows unseen.
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     may_fuse = not precision.scaler.is_enabled() and not is_sparse
@@ -215,7 +215,7 @@ def build_trainer(
         train_loader=train_loader,
         stop=StopControl(rank.link, context=context),
         context=context,
-        compile_mode=None if settings.compile is None else settings.compile.value,
+        compile_mode=settings.compile,
     )
     seed_everything(config.seed, rank=context.rank)
     return Trainer(

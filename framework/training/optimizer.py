@@ -56,9 +56,9 @@ class Schedule:
         self._monitor = monitor
         self._total_steps = total_steps
         self._may_stretch = may_stretch
-        self._unit = "epochs" if interval is Interval.EPOCH else "steps"
-        self._each_step = scheduler if interval is Interval.STEP and self._plateau is None else None
-        self._each_epoch = scheduler if interval is Interval.EPOCH and self._plateau is None else None
+        self._unit = "epochs" if interval == "epoch" else "steps"
+        self._each_step = scheduler if interval == "step" and self._plateau is None else None
+        self._each_epoch = scheduler if interval == "epoch" and self._plateau is None else None
 
     def after_step(self) -> None:
         if self._each_step is not None:
@@ -234,7 +234,7 @@ def clip_gradients(
     Returns:
         The norm, on the first gradient's device; None if elements are clipped.
     """
-    if value is not None and algorithm is ClipAlgorithm.VALUE:
+    if value is not None and algorithm == "value":
         nn.utils.clip_grad_value_(parameters, value)
         return None
     with torch.no_grad():

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from framework.config.schema import Precision
 from framework.types import Task
 
-_AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
-_TRUE = {Precision.BF16: torch.bfloat16, Precision.FP64: torch.float64}
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_TRUE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 _Tree = TypeVar("_Tree")
 
@@ -34,7 +34,7 @@ class PrecisionPlugin:
         self.dtype = _TRUE.get(precision)
         self._device = device
         self._memory_format = torch.channels_last if channels_last else None
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision is Precision.FP16_MIXED)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "16-mixed")
         short = _AUTOCAST.get(precision)
         self._autocast: AbstractContextManager[Any] = (
             nullcontext() if short is None else torch.autocast(device.type, dtype=short)

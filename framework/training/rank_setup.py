@@ -21,7 +21,7 @@ from framework.checkpoint.reader import load_weights
 from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
 from framework.config.saved import load_yaml
-from framework.config.schema import Config, StreamSharing
+from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import EvalLoader, TrainLoader, dataset_size
@@ -136,14 +136,14 @@ def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any
             "train",
             rank.plan,
             rank.data_share.rank,
-            is_sharded=config.data.stream is not StreamSharing.SHARED,
+            is_sharded=config.data.stream != "shared",
             seed=config.seed,
             limit=limit,
             in_worker=_stream_in_worker(rank),
         ),
         device=rank.context.device,
         exchange=rank.exchange,
-        stops_first=config.data.stream is StreamSharing.STOP,
+        stops_first=config.data.stream == "stop",
         check_state=check_state if config.checkpoint.enabled else None,
     )
 
@@ -189,7 +189,7 @@ def make_eval_loader(
                 batch_size=batch_size,
                 rank=share.rank,
                 world_size=share.world_size,
-                is_sharded=data.stream is not StreamSharing.SHARED,
+                is_sharded=data.stream != "shared",
                 limit=None if limit is None else int(limit) * batch_size,
                 in_worker=_stream_in_worker(rank),
             ),

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from framework.checkpoint.manager import CheckpointManager
-from framework.config.schema import RankLosses, TrainerConfig
+from framework.config.schema import CUDA_GRAPH_MODES, TrainerConfig
 from framework.data.loader import EvalLoader
 from framework.data.stream import StreamEvalLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
@@ -86,9 +86,7 @@ class Trainer:
         self._grad_norm: Tensor | None = None
         self._lr = 0.0  # of the last step; the schedule has moved on when it is logged
         # CUDA graphs write the outputs of every step to the same memory.
-        self._overwrites_outputs = (
-            settings.compile is not None and settings.compile.uses_cuda_graphs and context.device.type == "cuda"
-        )
+        self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and context.device.type == "cuda"
         self._has_stepped = True
         self._may_skip_steps = state.precision.scaler.is_enabled()  # those whose gradients overflow
         if self._may_skip_steps:
@@ -246,7 +244,7 @@ class Trainer:
             self._update_trainable()
             self._timer.leave_step(Phase.LOGGING)
         self._save_is_due = saves > 0
-        if self.settings.log_rank_losses is not RankLosses.OFF and LOSS in values:
+        if self.settings.log_rank_losses and LOSS in values:
             self._log_rank_losses(values[LOSS])
         if not math.isfinite(values.get(LOSS, 0.0)):
             raise bad_loss(values[LOSS], step=meter.first_nonfinite_step(self.context), epoch=self.progress.last_epoch)
@@ -427,7 +425,7 @@ class Trainer:
         own = ["no samples" if loss is None else f"{loss:.6g}" for loss in means]
         step, mean, rank = self.progress.step, f"{mean_loss:.6g} over all ranks", self.context.rank
         logger.info("step %d: loss %s on rank %d, %s", step, own[rank], rank, mean)
-        if self.settings.log_rank_losses is RankLosses.TERMINAL and self.context.is_main:
+        if self.settings.log_rank_losses == "terminal" and self.context.is_main:
             each = ", ".join(f"{loss} on rank {rank}" for rank, loss in enumerate(own))
             show(f"step {step}: loss {each}, {mean}")
 

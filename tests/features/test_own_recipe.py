@@ -137,7 +137,7 @@ def test_a_package_that_hides_the_frameworks_recipes_is_named(train, folder, cap
     (folder / "recipes" / "__init__.py").touch()
     train("recipe=toy", status=2)
     printed = capsys.readouterr().err
-    assert f"recipes/toy.py can't be found, because {folder}/recipes/__init__.py hides it." in printed
+    assert f"there is no toy in recipes ({folder}/recipes/__init__.py)" in printed
 
 
 def test_a_monitor_that_is_no_metric_names_the_known_ones(train, folder, capsys):

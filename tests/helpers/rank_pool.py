@@ -117,14 +117,13 @@ def _serve(rank: int, ranks: int, store: str, calls: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from framework.config.schema import BackendName
     from framework.distributed.context import make_context
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
     topology = Topology(nnodes=1, procs_per_node=ranks, gpus_per_node=0, span=1)
-    context = make_context(topology, node_rank=0, local_rank=rank, backend_name=BackendName.GLOO)
+    context = make_context(topology, node_rank=0, local_rank=rank, backend_name="gloo")
     while True:
         try:
             content = calls.recv_bytes()

@@ -58,9 +58,9 @@ class How(NamedTuple):
     """What a step is made of beside its strategy. recomputed: classes of modules."""
 
     network: str = "conv"
-    precision: Precision = Precision.FP64
+    precision: Precision = "64-true"
     clip: float | None = 0.5
-    algorithm: ClipAlgorithm = ClipAlgorithm.NORM
+    algorithm: ClipAlgorithm = "norm"
     passes: int = 2
     size: int = 73  # samples; the last global batch of an epoch is a short one, and some ranks have none of it
     channels_last: bool = False
@@ -243,7 +243,7 @@ def _type_of(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def forward_of(how: How, param: torch.dtype | None = None) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -261,7 +261,7 @@ def forward_of(how: How, param: torch.dtype | None = None) -> Callable[[nn.Modul
 
 def clip_of(how: How) -> Callable[[list[nn.Parameter]], float]:
     def clip(parameters: list[nn.Parameter]) -> float:
-        if how.algorithm is ClipAlgorithm.NORM:
+        if how.algorithm == "norm":
             return float(nn.utils.clip_grad_norm_(parameters, how.clip or float("inf")))
         nn.utils.clip_grad_value_(parameters, how.clip or float("inf"))
         return 0.0
@@ -279,7 +279,7 @@ def expect(
     """
     how = how._replace(recomputed=(), channels_last=False)
     replicas = [how.model() for _ in range(ranks)]
-    is_scaled = how.precision is Precision.FP16_MIXED
+    is_scaled = how.precision == "16-mixed"
     steps = islice(steps_of(samples(how.size), ranks=ranks, passes=how.passes, cuts=cuts), STEPS)
     forward = forward_of(how, param)
     norms = plain_loop(replicas, steps, forward=forward, exchange=exchange, clip=clip_of(how), is_scaled=is_scaled)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework.config.schema import Interval, SchedulerConfig
+from framework.config.schema import SchedulerConfig
 from framework.config.topology import Topology
 from framework.distributed.context import Context
 from framework.errors import ConfigError, TargetError, TopologyError
@@ -172,7 +172,7 @@ def test_unexpected_exceptions_keep_their_traceback_and_context_and_say_where():
 
 
 def scheduler(schedule: dict[str, Any] | None, **how: Any) -> SchedulerConfig:
-    return SchedulerConfig(**{"schedule": schedule, "interval": Interval.STEP, "monitor": None, **how})
+    return SchedulerConfig(**{"schedule": schedule, "interval": "step", "monitor": None, **how})
 
 
 def test_total_steps_are_filled_in_unless_given():
@@ -203,7 +203,7 @@ def test_a_length_that_no_schedule_gets_is_refused(schedule, said):
 
 def test_a_scheduler_gets_the_length_of_the_run_only_if_it_takes_one():
     optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
-    settings = scheduler(node("torch.optim.lr_scheduler.StepLR", step_size=1, gamma=0.5), interval=Interval.EPOCH)
+    settings = scheduler(node("torch.optim.lr_scheduler.StepLR", step_size=1, gamma=0.5), interval="epoch")
     schedule = build_scheduler(settings, optimizer, total_steps=None)
     optimizer.step()
     schedule.after_epoch()

@@ -18,7 +18,6 @@ import pytest
 
 from framework import cli
 from framework.config.saved import save_config
-from framework.config.schema import Mode
 from framework.errors import RunError
 from framework.jobs.request import JobResult, Request
 from framework.system.run_dir import RunDir, create_run_dir
@@ -268,7 +267,7 @@ def test_own_options_come_before_the_frameworks(requests: list[Request], own: Ow
     assert cli.main(["recipe=mine", "preflight=false"]) == 0
     config = requests[0].config
     assert (config.recipe, config.seed, config.optimizer["_target_"]) == ("mine", 7, "torch.optim.Adam")
-    assert (config.checkpoint.save_top_k, config.checkpoint.mode) == (2, Mode.MAX)
+    assert (config.checkpoint.save_top_k, config.checkpoint.mode) == (2, "max")
     assert (config.preflight.enabled, config.preflight.seconds) == (False, 5.0)
     assert str(tmp_path / "own") in sys.path
 

@@ -19,7 +19,7 @@ from framework.types import MicroBatch, StepOutput
 from tests.helpers.contexts import CPU, cpu_context
 from tests.helpers.rank_pool import RankPool
 
-FP32 = PrecisionPlugin(Precision.FP32, device=CPU)
+FP32 = PrecisionPlugin("32-true", device=CPU)
 
 
 class Exact:
@@ -115,8 +115,8 @@ def test_a_step_builds_no_graph_and_every_module_is_in_eval_mode_and_then_in_its
 @pytest.mark.parametrize(
     ("precision", "batch", "output"),
     [
-        (Precision.BF16_MIXED, torch.float32, torch.bfloat16),
-        (Precision.FP64, torch.float64, torch.float64),
+        ("bf16-mixed", torch.float32, torch.bfloat16),
+        ("64-true", torch.float64, torch.float64),
     ],
 )
 def test_it_computes_in_the_precision_asked_for(precision: Precision, batch: torch.dtype, output: torch.dtype) -> None:

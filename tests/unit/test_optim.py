@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from framework.config.schema import Interval
 from framework.errors import ConfigError
 from framework.training.optimizer import (
     Schedule,
@@ -32,7 +31,7 @@ def sgd(lr: float = 1.0) -> torch.optim.SGD:
 
 
 def by_step(scheduler: Any) -> Schedule:
-    return Schedule(scheduler, interval=Interval.STEP, monitor=None)
+    return Schedule(scheduler, interval="step", monitor=None)
 
 
 def rates(schedule: Schedule, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
@@ -65,15 +64,15 @@ def test_cosine_refuses_numbers_out_of_range(wrong):
 
 def test_a_plateau_needs_a_metric_and_no_other_schedule_takes_one():
     with pytest.raises(ConfigError, match=r"set scheduler\.monitor"):
-        Schedule(ReduceLROnPlateau(sgd()), interval=Interval.EPOCH, monitor=None)
+        Schedule(ReduceLROnPlateau(sgd()), interval="epoch", monitor=None)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau only"):
-        Schedule(StepLR(sgd(), 1), interval=Interval.EPOCH, monitor="val/loss")
+        Schedule(StepLR(sgd(), 1), interval="epoch", monitor="val/loss")
 
 
 def test_another_learning_rate_keeps_what_a_plateau_made_of_the_one_before_and_0_cannot_be_scaled():
     plateau = sgd(0.1)  # which knows no base of its own
     plateau.param_groups[0]["lr"] /= 10  # it has moved
-    schedule = Schedule(ReduceLROnPlateau(plateau), interval=Interval.EPOCH, monitor="val/loss")
+    schedule = Schedule(ReduceLROnPlateau(plateau), interval="epoch", monitor="val/loss")
     schedule.set_learning_rate(plateau, 1.0, before=0.1)
     assert plateau.param_groups[0]["lr"] == pytest.approx(0.1)
     for before in (None, 0.0):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from framework.config.schema import Precision
 from framework.tasks import Supervised
 from framework.training.precision import PrecisionPlugin
 
@@ -29,15 +28,15 @@ def test_batches_keep_their_form_and_only_floats_change():
         "pair": Pair(torch.ones(2), torch.ones(2, dtype=torch.int64)),
         "list": [torch.ones(1), "name", None],
     }
-    assert PrecisionPlugin(Precision.BF16_MIXED, device=CPU).convert_batch(batch) is batch
-    changed = PrecisionPlugin(Precision.BF16, device=CPU).convert_batch(batch)
+    assert PrecisionPlugin("bf16-mixed", device=CPU).convert_batch(batch) is batch
+    changed = PrecisionPlugin("bf16-true", device=CPU).convert_batch(batch)
     assert isinstance(changed["pair"], Pair)
     assert (changed["pair"].x.dtype, changed["pair"].y.dtype) == (torch.bfloat16, torch.int64)
     assert changed["list"][0].dtype == torch.bfloat16
     assert changed["list"][1:] == ["name", None]
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_channels_last_changes_where_numbers_lie_and_not_what_they_are(own_state, precision):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))
@@ -89,5 +88,5 @@ def weighted() -> nn.Module:
     ],
 )
 def test_the_modules_of_a_task_move_to_the_device_in_the_precisions_type(task, loss):
-    assert PrecisionPlugin(Precision.FP64, device=torch.device("meta")).convert_task(task) is task
+    assert PrecisionPlugin("64-true", device=torch.device("meta")).convert_task(task) is task
     assert (loss(task).weight.device.type, loss(task).weight.dtype) == ("meta", torch.float64)

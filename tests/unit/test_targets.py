@@ -63,15 +63,13 @@ def test_what_fits_passes() -> None:
         (node("Watcher", patience=1), PLAIN, f"k.patience: {FAKES}.Watcher has no such keyword"),
         (node("torch.nn.Lineer"), PLAIN, "k._target_=torch.nn.Lineer: there is no Lineer in torch.nn. Did you mean"),
         (node("torch.optm.SGD"), PLAIN, "there is no optm in torch. Did you mean torch.optim?"),
-        (node(FAKES), PLAIN, "it is a module and can't be called. It has Net, Spread, "),
+        (node(FAKES), PLAIN, "it is a module and can't be called."),
         (node("FakeTask", loss=node("torch.nn.MSELoss", reductoin="mean")), PLAIN, "Did you mean k.loss.reduction?"),
         (
             node("FakeTask", loss={"parts": [node("torch.nn.Linear", in_features=1)]}),
             PLAIN,
             "k.loss.parts.0.out_features is required by torch.nn.Linear",
         ),
-        (node("Net", _partial_=True), MODEL, "k._partial_ can't be used here"),
-        (node("Net", _args_=[3]), MODEL, "k._args_ can't be used here"),
     ],
 )
 def test_each_mistake_names_its_key_and_what_is_right(given: Any, supplied: Any, message: str) -> None:
@@ -90,7 +88,7 @@ def test_each_mistake_names_its_key_and_what_is_right(given: Any, supplied: Any,
     ],
 )
 def test_what_could_be_right_is_not_refused(given: Any, supplied: Any) -> None:
-    assert check_node(given, "k", supplied) == []
+    assert list(check_node(given, "k", supplied)) == []
 
 
 def test_every_section_is_checked_and_all_mistakes_are_reported_together() -> None:
@@ -101,8 +99,8 @@ def test_every_section_is_checked_and_all_mistakes_are_reported_together() -> No
     with pytest.raises(TargetError) as caught:
         check_targets(config(**sections))
     keys = [line.partition("._target_=")[0] for line in str(caught.value).splitlines()]
-    of_one = ["model", "data.datasets", "task", "strategy", "optimizer", "scheduler.schedule"]
-    assert keys == [*of_one, "logger.a", "callbacks.b"]
+    of_one = ["model", "data.datasets", "task", "strategy", "optimizer"]
+    assert keys == [*of_one, "logger.a", "callbacks.b", "scheduler.schedule"]
 
 
 def test_a_module_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

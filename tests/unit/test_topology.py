@@ -28,7 +28,7 @@ def asked(
 
 
 SHARE = r"topology\.share_gpus=true topology\.gpus_per_process=(\d+)"
-NUMBERS = r"(\d+(?:, \d+)*(?: or \d+)?)"
+NUMBERS = r"(\d+(?: or \d+)*)"
 
 
 @given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 4), gpus=st.integers(0, 24))
@@ -95,16 +95,16 @@ def test_ranks_are_numbered_node_by_node(nnodes, procs, gpus):
             (3, None, 1),
             False,
             8,
-            ["trainer.gpus=8 can't", "with topology.procs_per_node=3.\nUse trainer.gpus=3, "],
+            ["trainer.gpus=8 can't", "with topology.procs_per_node=3.\nUse trainer.gpus=6, "],
         ),
-        ((3, None, 1), False, 8, ["or topology.procs_per_node=8, 4, 2 or 1."]),
-        ((3, None, 2), False, 8, ["Use trainer.gpus=6, or topology.procs_per_node=4, 2 or 1."]),
-        ((None, 3, 1), False, 8, ["gpus_per_process=3.\nUse trainer.gpus=6 or 9, or topology.gpus_per_process=1, 2, "]),
+        ((3, None, 1), False, 8, ["or topology.procs_per_node=8 or 4 or 2 or 1."]),
+        ((3, None, 2), False, 8, ["Use trainer.gpus=6, or topology.procs_per_node=4 or 2 or 1."]),
+        ((None, 3, 1), False, 8, ["gpus_per_process=3.\nUse trainer.gpus=6, or topology.gpus_per_process=1 or 2 or "]),
         ((2, 3, 1), False, 8, ["Use trainer.gpus=6, or leave one of the two out (auto)."]),
         ((None, 1, 2), False, 8, ["topology.gpus_per_process=1 is less than the model needs"]),
         ((8, None, 2), False, 8, ["procs_per_node=8 and topology.min_gpus_per_process=2.\nUse trainer.gpus=16, or "]),
-        ((8, None, 2), False, 8, ["or topology.procs_per_node=4, 2 or 1, or share GPUs: ", "trainer.gpus=0"]),
-        ((None, None, 2), False, 5, ["Use trainer.gpus=4 or 6, or topology.procs_per_node=1."]),
+        ((8, None, 2), False, 8, ["or topology.procs_per_node=4 or 2 or 1, or share GPUs: ", "trainer.gpus=0"]),
+        ((None, None, 2), False, 5, ["Use trainer.gpus=4, or topology.procs_per_node=1."]),
         ((2, None, 1), True, 8, ["share_gpus=true needs topology.gpus_per_process: say how many of the 8 GPUs"]),
         ((2, 3, 1), True, 8, ["uses 6 of trainer.gpus=8", "Use trainer.gpus=6, or topology.procs_per_node=3 or more."]),
     ],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from framework.config.schema import ClipAlgorithm, Interval, Precision
+from framework.config.schema import Interval
 from framework.data.sampler import GlobalOrder
 from framework.errors import RunError, TargetError
 from framework.jobs.inference import columns_of
@@ -97,9 +97,9 @@ class PlainLoop:
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-                if scheduler and interval is Interval.STEP:
+                if scheduler and interval == "step":
                     scheduler.step()
-            if scheduler and interval is Interval.EPOCH:
+            if scheduler and interval == "epoch":
                 scheduler.step()
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(math.inf)
@@ -117,7 +117,7 @@ def impatient(optimizer: Optimizer) -> ReduceLROnPlateau:
     return ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
 
 
-VALUE = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": ClipAlgorithm.VALUE}
+VALUE = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
 
 
 def by_norm(parameters: Any) -> None:
@@ -128,7 +128,7 @@ def by_value(parameters: Any) -> None:
     nn.utils.clip_grad_value_(parameters, 0.1)
 
 
-STEP, EPOCH = {"interval": Interval.STEP}, {"interval": Interval.EPOCH}
+STEP, EPOCH = {"interval": "step"}, {"interval": "epoch"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "3 batches": ({"accumulate_grad_batches": 3}, {}, {"accumulate": 3}),
@@ -137,11 +137,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "by step": ({}, {"scheduler": halved, **STEP}, {"schedule": halved, **STEP}),
     "by epoch": ({}, {"scheduler": halved, **EPOCH}, {"schedule": halved, **EPOCH}),
     "plateau": ({}, {"scheduler": impatient, "monitor": "val/loss", "val": samples(7)}, {"schedule": impatient}),
-    "bf16-mixed": ({}, {"precision": Precision.BF16_MIXED}, {"autocast": torch.bfloat16}),
-    "64-true": ({}, {"precision": Precision.FP64}, {"dtype": torch.float64}),
+    "bf16-mixed": ({}, {"precision": "bf16-mixed"}, {"autocast": torch.bfloat16}),
+    "64-true": ({}, {"precision": "64-true"}, {"dtype": torch.float64}),
     "16-mixed": (
         {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
-        {"precision": Precision.FP16_MIXED},
+        {"precision": "16-mixed"},
         {"autocast": torch.float16, "accumulate": 2, "clip": by_norm},
     ),
 }
@@ -174,10 +174,10 @@ def test_a_schedule_stands_still_in_the_steps_that_a_scaler_leaves_out() -> None
         return optimizer
 
     trainer = make_trainer(
-        precision=Precision.FP16_MIXED,
+        precision="16-mixed",
         optimizer=counted,
         scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (step + 1)),
-        interval=Interval.STEP,
+        interval="step",
     )
     trainer.fit()
     assert 0 < len(steps) < trainer.progress.step  # the first scale is too large
@@ -428,7 +428,7 @@ def test_nothing_waits_for_the_device_between_logs(monkeypatch: pytest.MonkeyPat
         settings(log_every_n_steps=5, max_steps=10, max_epochs=9, **changes),
         optimizer=lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
         scheduler=halved,
-        interval=Interval.STEP,
+        interval="step",
         callbacks={"recorder": Recorder()},
         loggers={"numbers": Numbers()},
     )

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from framework.checkpoint import find, load, read_manifest
 from framework.checkpoint.manager import CheckpointManager
-from framework.config.schema import Interval
 from framework.distributed.seed import restore_generator_states
 from framework.errors import DiskError
 from framework.training.trainer import Trainer
@@ -223,7 +222,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
             task=Distilled() if optimizer is Adam else None,
             optimizer=lambda parameters: optimizer(parameters, **rates),
             scheduler=lambda opt: StepLR(opt, step_size=4, gamma=0.7),
-            interval=Interval.STEP,
+            interval="step",
             loggers={"numbers": numbers},
             checkpoints=manager(folder),
         )

@@ -6,7 +6,7 @@ shows them are in `framework/jobs/collectives/demo.py`; it is printed, and writt
 
 from __future__ import annotations
 
-from framework.config.schema import BackendName, Config
+from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import ConfigError
 from framework.jobs.launcher_choice import checked_topology
@@ -30,7 +30,7 @@ def check(request: Request) -> Topology:
     """Return the topology. Raises FrameworkError for any mistake that can be found before anything starts."""
     topology = checked_topology(request)
     has_own_gpus = topology.gpus_per_node > 0 and not topology.shares_gpus
-    if BackendName.NCCL.value in (request.config.collectives.backends or ()) and not has_own_gpus:
+    if "nccl" in (request.config.collectives.backends or ()) and not has_own_gpus:
         raise ConfigError(
             "collectives.backends names nccl, which needs a GPU for each process, and these processes "
             f"{'share theirs' if topology.shares_gpus else 'have none'}.\nUse collectives.backends=[gloo]."

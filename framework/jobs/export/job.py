@@ -17,14 +17,14 @@ from framework.system.formatting import format_facts
 from framework.system.versions import installed_versions
 
 _SUFFIXES = {
-    ExportFormat.STATE_DICT: ".pt",
-    ExportFormat.SAFETENSORS: ".safetensors",
-    ExportFormat.ONNX: ".onnx",
-    ExportFormat.TORCH_EXPORT: ".pt2",
+    "state_dict": ".pt",
+    "safetensors": ".safetensors",
+    "onnx": ".onnx",
+    "torch_export": ".pt2",
 }
 _PACKAGES: Mapping[ExportFormat, tuple[str, ...]] = {
-    ExportFormat.SAFETENSORS: ("safetensors",),
-    ExportFormat.ONNX: ("onnx", "onnxscript"),
+    "safetensors": ("safetensors",),
+    "onnx": ("onnx", "onnxscript"),
 }
 _KEY = "export.output"
 
@@ -40,7 +40,7 @@ def main(request: Request) -> JobResult:
             timeout_s=config.backend.init_timeout,
             purpose="export the model",
         )
-    print(f"Exported {facts['model']} of {config.recipe} after step {facts['step']:,} as {config.export.format.value}")
+    print(f"Exported {facts['model']} of {config.recipe} after step {facts['step']:,} as {config.export.format}")
     checkpoint = ("checkpoint", display_path(Path(str(config.checkpoint.path))))
     file = ("file", f"{display_path(output)}, {output.stat().st_size:,} bytes")
     print(format_facts([checkpoint, *facts["facts"], file]), flush=True)
@@ -54,7 +54,7 @@ def check(request: Request) -> Path:
     missing = [name for name, version in versions.items() if version == "not installed"]
     if missing:
         raise ConfigError(
-            f"export.format={config.export.format.value} needs {' and '.join(missing)}, which isn't installed: "
+            f"export.format={config.export.format} needs {' and '.join(missing)}, which isn't installed: "
             f"pip install {' '.join(missing)}"
         )
     if request.sub_run is not None:

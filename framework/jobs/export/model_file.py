@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset
 from framework.checkpoint import find, load, read_manifest
 from framework.checkpoint.reader import load_weights
 from framework.config.parse import parse
-from framework.config.schema import Config, ExportFormat
+from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.config.topology import Topology
 from framework.data.fetch import BatchRequest, fetch_for
@@ -90,10 +90,10 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
     check_targets(config)
     source = _source(config, span=arguments["span"])
     write = {
-        ExportFormat.STATE_DICT: _state_dict,
-        ExportFormat.SAFETENSORS: _safetensors,
-        ExportFormat.ONNX: _graph,
-        ExportFormat.TORCH_EXPORT: _graph,
+        "state_dict": _state_dict,
+        "safetensors": _safetensors,
+        "onnx": _graph,
+        "torch_export": _graph,
     }[config.export.format]
     return {"step": source.step, "model": source.name, "facts": write(source, path)}
 
@@ -205,7 +205,7 @@ def _graph(source: Source, path: Path) -> Facts:
             "Change the model there, or use export.format=state_dict or safetensors."
         ) from error
     inputs = [("input", f"{name}: {text}") for name, text in _inputs(program, num_samples=sizes[0]).items()]
-    if config.export.format is ExportFormat.TORCH_EXPORT:
+    if config.export.format == "torch_export":
         torch.export.save(program, path, extra_files=dict(source.metadata))
         again = torch.export.load(path).module()
         return [*inputs, _compare(source, calls, lambda call: call.outputs(again), by="torch.export")]
@@ -290,7 +290,7 @@ def _compare(
             check_close(expected, run_file(call))
         except Exception as error:  # also whatever runs the file may raise
             raise RunError(
-                f"The {source.config.export.format.value} file of {source.name}, run by {by} with a batch of "
+                f"The {source.config.export.format} file of {source.name}, run by {by} with a batch of "
                 f"{call.num_samples} samples, is not the same as the model; it was removed.\n"
                 f"{describe_error(error, lines=4)}\nA model that draws random numbers in eval mode can't be the same."
             ) from error

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.parse import parse
-from framework.config.schema import Config, Precision
+from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.data.batching import plan_batches
 from framework.errors import ConfigError, TopologyError
@@ -92,7 +92,7 @@ def main(request: Request) -> JobResult:
     answer = {
         "recipe": config.recipe,
         "global_batch_size": size,
-        "precision": config.trainer.precision.value,
+        "precision": config.trainer.precision,
         **found,
     }
     write_atomically(folder / "parity.json", json.dumps(answer, indent=2) + "\n")
@@ -181,6 +181,6 @@ def training(request: Request, setup: Setup, *, sub_run: SubRun, moves: bool) ->
 def _coarsest(config: Config) -> str:
     """Return the precision that decides rounding: the trainer's, unless the strategy computes in a coarser one."""
     policy = config.strategy.get("mp_policy") or {}
-    short = {"bf16": Precision.BF16_MIXED, "fp16": Precision.FP16_MIXED}
+    short = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
     found = [short[name] for name in policy.values() if name in short] if isinstance(policy, Mapping) else []
-    return (found[0] if found else config.trainer.precision).value
+    return found[0] if found else config.trainer.precision

@@ -43,7 +43,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from framework.config.schema import PlanFormat
 from framework.config.topology import Topology
 from framework.errors import ConfigError
 from framework.jobs.launcher_choice import backend_name, checked_topology, chosen_launcher, commands, environment
@@ -61,7 +60,7 @@ def main(request: Request) -> JobResult:
     """Print the plan. Raises FrameworkError for what training as asked would refuse."""
     topology = check(request)
     plan = make_plan(request, topology)
-    is_json = request.config.plan.format is PlanFormat.JSON
+    is_json = request.config.plan.format == "json"
     print(json.dumps(plan, indent=2) if is_json else render(plan, topology), flush=True)
     return JobResult(0)
 
@@ -76,7 +75,7 @@ def check(request: Request) -> Topology:
 def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
     """Return the object described above. A child of the fork server computes what needs torch."""
     config = request.config
-    backend = backend_name(config, topology).value
+    backend = backend_name(config, topology)
     facts = call_in_child(
         request.fork_server,
         "framework.jobs.plan.estimate:answer",
@@ -95,7 +94,7 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
         },
         "backend": {
             "name": backend,
-            "init_method": config.backend.init_method.value,
+            "init_method": config.backend.init_method,
             "init_timeout_s": config.backend.init_timeout,
             "timeout_s": config.backend.timeout,
         },

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from framework.config import assets
 from framework.config.parse import known_keys, parse, spelled_out
-from framework.config.schema import BackendName, Interval, Precision, RankLosses
 from framework.config.suggest import nearest, nearest_key
 from framework.errors import ConfigError
 from tests.unit.config.raw import raw_config
@@ -26,12 +25,13 @@ def mistake(changes: dict[str, Any], *, without: tuple[str, ...] = ()) -> str:
 
 def test_values_become_types() -> None:
     config = parse(raw_config())
-    assert config.backend.name is BackendName.AUTO
-    assert config.trainer.precision is Precision.FP32
-    assert config.scheduler.interval is Interval.EPOCH
+    assert config.backend.name == "auto"
+    assert config.trainer.precision == "32-true"
+    assert config.scheduler.interval == "epoch"
     assert config.trainer.gpus is config.topology.gpus_per_process is None
     assert (config.backend.init_timeout, config.backend.timeout, config.launcher.late_after) == (300.0, 600.0, 10.0)
     assert config.model == {"_target_": "recipes.some.Model", "width": 8}
+    assert parse(raw_config({"logger.jsonl": None})).logger == {}
     with pytest.raises(FrozenInstanceError):
         config.seed = 1  # type: ignore[misc]
 
@@ -42,8 +42,8 @@ def test_values_become_types() -> None:
         ("trainer.gradient_clip_val", 1, 1.0),
         ("trainer.limit_train_batches", 1, 1),
         ("trainer.fast_dev_run", True, True),
-        ("trainer.log_rank_losses", True, RankLosses.LOGS),
-        ("trainer.log_rank_losses", "terminal", RankLosses.TERMINAL),
+        ("trainer.log_rank_losses", True, True),
+        ("trainer.log_rank_losses", "terminal", "terminal"),
         ("checkpoint.save_top_k", -1, -1),
         ("seed", 2**32 - 1, 2**32 - 1),
         ("backend.timeout", 0.5, 0.5),
@@ -94,7 +94,7 @@ def test_values_that_are_taken(key: str, value: object, result: object) -> None:
         ("scheduler.schedule", {}, "scheduler.schedule has no `_target_`"),
         ("model.width", "???", "model.width has no value. Set model.width=VALUE"),
         ("trainer.gpus", "???", "trainer.gpus has no value. It must be a whole number at least 0, or auto"),
-        ("logger.jsonl", None, "logger.jsonl=null: must be a mapping with `_target_`. Remove it with ~logger.jsonl."),
+        ("logger.jsonl", 1, "logger.jsonl=1: must be a mapping with `_target_`."),
         ("callbacks", [], "callbacks=[]: must be a mapping from names to mappings"),
         # Keys that there aren't get the nearest of the whole tree, or the list.
         ("trainer.gpsu", 2, "trainer.gpsu=2: there is no such key. Did you mean trainer.gpus?"),
@@ -133,12 +133,10 @@ def test_only_keys_with_a_default_may_be_left_out() -> None:
             parse(raw_config({}, without=(key,)))
 
 
-def test_all_mistakes_are_listed_up_to_a_limit() -> None:
+def test_all_mistakes_are_listed() -> None:
     lines = mistake({"seed": -1, "trainer.gpsu": 1, "backend.name": "x"}, without=("job",)).splitlines()
     assert lines[0] == "The configuration has 4 mistakes:"
     assert [line[:4] for line in lines[1:]] == ["  - "] * 4
-    many = mistake({f"zz{number}": 1 for number in range(50)}).splitlines()
-    assert (many[-1], len(many)) == ("  … and 30 more", 22)
     assert len(mistake({"seed": "x" * 1000})) < 200
 
 

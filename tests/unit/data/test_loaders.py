@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from framework import TensorSamples
-from framework.config.schema import LoaderKind
 from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.loader_choice import LoaderOptions as Options
@@ -33,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("own_state")
 SIZE = 200
 X, LABEL = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(0)), torch.arange(SIZE)
 TENSORS = TensorDataset(X, LABEL)
-IN_PROCESS, WORKERS = Options(LoaderKind.DATALOADER, 0), Options(LoaderKind.DATALOADER, 1)
-RESIDENT = Options(LoaderKind.RESIDENT)
+IN_PROCESS, WORKERS = Options("dataloader", 0), Options("dataloader", 1)
+RESIDENT = Options("resident")
 
 
 class Made(Dataset[Any]):

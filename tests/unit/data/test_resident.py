@@ -24,7 +24,8 @@ from framework.errors import DataError
 from framework.system.hardware import available_memory
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-RESIDENT, DATALOADER = LoaderKind.RESIDENT, LoaderKind.DATALOADER
+RESIDENT: LoaderKind = "resident"
+DATALOADER: LoaderKind = "dataloader"
 X, LABEL = torch.arange(40.0).view(10, 4), torch.arange(10)
 TENSORS = TensorDataset(torch.zeros(10, 100))
 JOINED: Any = ConcatDataset([TENSORS, TENSORS])

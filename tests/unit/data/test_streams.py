@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
-from framework.config.schema import Config, LoaderKind, StreamSharing
+from framework.config.schema import Config
 from framework.data.batching import BatchPlan
 from framework.data.stream import first_batch
 from framework.distributed.context import Context
@@ -429,7 +429,7 @@ class Staged(Strategy):
 
 
 STREAM, BESIDE = Datasets(Parts([3]), val=samples(4)), Datasets(samples(4), val=Parts([3]))
-JOIN = {"stream": StreamSharing.JOIN}
+JOIN = {"stream": "join"}
 
 
 def config(*, job: str = "train", **changes: Any) -> Config:
@@ -444,7 +444,7 @@ def config(*, job: str = "train", **changes: Any) -> Config:
     ("changes", "datasets", "strategy", "said"),
     [
         ({"shuffle": True}, STREAM, Strategy(), "data.shuffle=true can't go with a train part that is a stream"),
-        ({"loader": LoaderKind.RESIDENT}, STREAM, Strategy(), "data.loader=resident keeps a part in memory"),
+        ({"loader": "resident"}, STREAM, Strategy(), "data.loader=resident keeps a part in memory"),
         ({"num_workers": 2}, STREAM, Strategy(), "data.num_workers=2 can't go with a train part that is a stream"),
         ({"limit_train_batches": 0.5}, STREAM, Strategy(), "trainer.limit_train_batches=0.5 is a share of the train"),
         ({"limit_val_batches": 0.5}, BESIDE, Strategy(), "trainer.limit_val_batches=0.5 is a share of the val"),
@@ -454,7 +454,7 @@ def config(*, job: str = "train", **changes: Any) -> Config:
         (JOIN, STREAM, Staged(), "data.stream=join can't go with strategy=pipeline"),
         (JOIN, Datasets(samples(4)), Strategy(), "and data.datasets gives none"),
         ({"limit_train_batches": 3, "limit_val_batches": 0.5, "num_workers": 1}, STREAM, Mixing(), None),
-        ({"shuffle": True, "num_workers": 8, "loader": LoaderKind.RESIDENT}, BESIDE, Strategy(), None),
+        ({"shuffle": True, "num_workers": 8, "loader": "resident"}, BESIDE, Strategy(), None),
     ],
 )
 def test_what_a_stream_cannot_give_is_refused(changes, datasets, strategy, said) -> None:

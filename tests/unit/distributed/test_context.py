@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from framework.config.schema import BackendName
 from framework.config.topology import Topology
 from framework.distributed.context import make_context
 from framework.errors import RequestError, TopologyError
-
-AUTO, GLOO = BackendName.AUTO, BackendName.GLOO
 
 
 @pytest.fixture
@@ -23,11 +20,32 @@ def four_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("topology", "place", "name", "rank", "devices", "backend"),
     [
-        (Topology(nnodes=1, procs_per_node=2, gpus_per_node=0, span=2), (0, 1), AUTO, 1, ["cpu", "cpu"], "gloo"),
-        (Topology(nnodes=3, procs_per_node=2, gpus_per_node=4, span=2), (2, 1), AUTO, 5, ["cuda:2", "cuda:3"], "nccl"),
-        (Topology(nnodes=3, procs_per_node=2, gpus_per_node=4, span=2), (0, 0), GLOO, 0, ["cuda:0", "cuda:1"], "gloo"),
+        (Topology(nnodes=1, procs_per_node=2, gpus_per_node=0, span=2), (0, 1), "auto", 1, ["cpu", "cpu"], "gloo"),
+        (
+            Topology(nnodes=3, procs_per_node=2, gpus_per_node=4, span=2),
+            (2, 1),
+            "auto",
+            5,
+            ["cuda:2", "cuda:3"],
+            "nccl",
+        ),
+        (
+            Topology(nnodes=3, procs_per_node=2, gpus_per_node=4, span=2),
+            (0, 0),
+            "gloo",
+            0,
+            ["cuda:0", "cuda:1"],
+            "gloo",
+        ),
         # Shared GPUs wrap around.
-        (Topology(nnodes=1, procs_per_node=3, gpus_per_node=4, span=2), (0, 2), AUTO, 2, ["cuda:0", "cuda:1"], "gloo"),
+        (
+            Topology(nnodes=1, procs_per_node=3, gpus_per_node=4, span=2),
+            (0, 2),
+            "auto",
+            2,
+            ["cuda:0", "cuda:1"],
+            "gloo",
+        ),
     ],
 )
 def test_a_rank_owns_its_span_of_devices_and_auto_is_what_suits_them(topology, place, name, rank, devices, backend):
@@ -41,9 +59,9 @@ def test_a_rank_owns_its_span_of_devices_and_auto_is_what_suits_them(topology, p
 def test_what_torch_or_the_machine_lacks_is_refused(monkeypatch, four_gpus):
     place = {"node_rank": 0, "local_rank": 0}
     with pytest.raises(RequestError, match=r"Use backend\.name=gloo or backend\.name=auto"):
-        make_context(Topology(1, 1, 0, 1), backend_name=BackendName.NCCL, **place)
+        make_context(Topology(1, 1, 0, 1), backend_name="nccl", **place)
     with pytest.raises(TopologyError, match=r"trainer\.gpus=8, but torch .* sees 4"):
-        make_context(Topology(1, 8, 8, 1), backend_name=AUTO, **place)
+        make_context(Topology(1, 8, 8, 1), backend_name="auto", **place)
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "gloo")
     with pytest.raises(RequestError, match=r"backend\.name=mpi isn't in this .*Use one of auto, gloo\."):
-        make_context(Topology(1, 1, 0, 1), backend_name=BackendName.MPI, **place)
+        make_context(Topology(1, 1, 0, 1), backend_name="mpi", **place)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.config.schema import BackendConfig, BackendName, Duration, InitMethod
+from framework.config.schema import BackendConfig, Duration
 from framework.config.topology import Topology
 from framework.distributed.context import Context
 from framework.distributed.process_group import backends, duplicate_group, group_timeout, new_subgroup, process_group
@@ -17,8 +17,8 @@ from tests.helpers.contexts import CPU, cpu_context
 
 def backend(*, init_timeout_s: float = 20.0) -> BackendConfig:
     return BackendConfig(
-        name=BackendName.GLOO,
-        init_method=InitMethod.ENV,
+        name="gloo",
+        init_method="env",
         init_timeout=Duration(init_timeout_s),
         timeout=Duration(20.0),
     )

@@ -100,4 +100,4 @@ def test_only_a_plan_needs_no_gpus_and_no_endpoint(monkeypatch: pytest.MonkeyPat
     ids=["GPUs", "CPU", "shared GPUs"],
 )
 def test_the_backend_that_auto_becomes(topology: Topology, name: str) -> None:
-    assert backend_name(parse(raw_config()), topology).value == name
+    assert backend_name(parse(raw_config()), topology) == name

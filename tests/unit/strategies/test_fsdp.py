@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from framework.config.schema import Precision
 from framework.config.topology import Topology
 from framework.distributed.context import Context
 from framework.distributed.process_group import group_timeout, set_timeout
@@ -169,7 +168,7 @@ class Overflows(nn.Sequential):
 
 def overflow_once(context: Context, strategy: str) -> tuple[list[bool], float]:
     """Give whether each step after the first moved the weights, and the scale of the loss, which begins too high."""
-    how, watch = How(precision=Precision.FP16_MIXED, passes=1), WeightsOfSteps()
+    how, watch = How(precision="16-mixed", passes=1), WeightsOfSteps()
     torch.manual_seed(0)
     made = STRATEGIES[strategy](context=context)
     trainer = trainer_of(context, made, how, steps=4, model=Overflows(), callbacks={"watch": watch})

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.distributed.sharded import has_output, is_model_sharded, num_parameters
 from framework.errors import TargetError
@@ -141,7 +140,7 @@ def refusal_of(context: Context, task: Any) -> str:
             model,
             Window(micros, 2, 4, epoch_end=False),
             task=task,
-            precision=PrecisionPlugin(Precision.FP32, device=CPU),
+            precision=PrecisionPlugin("32-true", device=CPU),
             add=ignore,
             mark=ignore,
         )
