@@ -19,17 +19,15 @@ from framework.data.loader import EvalLoader
 from framework.data.stream import StreamEvalLoader
 from framework.distributed.collectives import gather_to_first
 from framework.distributed.process_group import process_group
-from framework.errors import ConfigError, DataError, TargetError
+from framework.errors import ConfigError, DataError
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import Phase
 from framework.system.files import atomic_output
-from framework.tasks.supervised import describe
 from framework.training import build
 from framework.training.data_settings import check_streams, streams_of
 from framework.training.evaluation import evaluate
 from framework.training.precision import PrecisionPlugin
 from framework.training.rank_setup import RankSetup, load_model, make_eval_loader, setup_rank
-from framework.types import Datasets
 
 Columns = dict[str, Tensor]
 """Name → values of some samples: shape (n,) or (n, k) or more, on the CPU."""
@@ -90,12 +88,14 @@ def _ready(
     """Yield the model with its weights, this rank's loader and the precision, inside the process group."""
     config, context = rank.config, rank.context
     datasets = build.build_datasets(config.data.datasets)
-    dataset = _part(datasets, part)
     check_streams(config, datasets, rank.strategy)
-    key = f"limit_{part}_batches"
-    loader = make_eval_loader(rank, dataset, part=part)
+    loader = make_eval_loader(rank, getattr(datasets, part), part=part)
     if loader is None:
-        raise DataError(f"trainer.{key}=0 leaves nothing of the {part} part. Set trainer.{key}=null.")
+        there = ", ".join(name for name, dataset in datasets._asdict().items() if dataset is not None)
+        raise DataError(
+            f"Nothing to evaluate: data.datasets gives no {part} part, or trainer.limit_{part}_batches=0. "
+            f"There is: {there}."
+        )
     rank.link.rank_status.set_phase(Phase.MEETING)
     with process_group(context, config.backend, rendezvous=arguments.rendezvous):
         rank.link.rank_status.set_phase(Phase.BUILDING)
@@ -113,33 +113,18 @@ def _ready(
             loader.close()
 
 
-def _part(datasets: Datasets, part: Part) -> Any:
-    existing = [name for name, dataset in datasets._asdict().items() if dataset is not None]
-    if part not in existing:
-        raise DataError(f"data.datasets gives no {part} part. There is: {', '.join(existing)}.")
-    return getattr(datasets, part)
-
-
 # The file of predictions
 
 
 def columns_of(prediction: Tensor | Mapping[str, Tensor], *, num_samples: int) -> Columns:
-    """Return what a task's `predict_step` returned for a batch as columns.
-
-    Raises TargetError if it isn't a tensor or a dict, ConfigError if it hasn't one row for each sample.
-    """
-    if not isinstance(prediction, (Tensor, Mapping)):
-        raise TargetError(
-            f"The task's predict_step returned {describe(prediction)}. It must return a tensor, or a dict of tensors, "
-            "whose first dimension is the sample."
-        )
-    named: dict[str, Any] = {"output": prediction} if isinstance(prediction, Tensor) else dict(prediction)
+    """Return what a task's `predict_step` returned as columns. Raises ConfigError for all but a row for each sample."""
+    named: dict[str, Any] = dict(prediction) if isinstance(prediction, Mapping) else {"output": prediction}
     for name, values in named.items():
         if not isinstance(values, Tensor) or values.ndim == 0 or len(values) != num_samples:
             seen = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise ConfigError(
                 f"The task's predict_step returned {name!r} as {seen} for a batch of {num_samples} samples.\n"
-                "It must return tensors whose first dimension is the sample."
+                "It must return a tensor, or a dict of tensors, whose first dimension is the sample."
             )
     return {name: values.detach().cpu() for name, values in named.items()}
 
@@ -178,22 +163,17 @@ def _interleaved(shares: Sequence[Columns], turns: int) -> Iterator[Columns]:
 
 
 def _write_csv(columns: Columns, path: Path) -> None:
-    flat = dict(_flattened(columns))
-    # Nine digits give the same float32 back.
-    texts = [
-        [f"{value:.9g}" if isinstance(value, float) else value for value in values.tolist()] for values in flat.values()
-    ]
+    """Write a column for each number of a sample: `output` of shape (n, 3) is `output_0`, `output_1`, `output_2`."""
+    names, cells = ["index"], []
+    for name, values in columns.items():
+        flat = values[:, None].flatten(start_dim=1)
+        names += [name] if values.ndim == 1 else [f"{name}_{i}" for i in range(flat.shape[1])]
+        cells += [list(map(_number, column)) for column in flat.T.tolist()]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        if flat:
-            writer.writerow(["index", *flat])
-        writer.writerows([index, *row] for index, row in enumerate(zip(*texts, strict=True)))
+        writer.writerow(names)
+        writer.writerows([index, *row] for index, row in enumerate(zip(*cells, strict=True)))
 
 
-def _flattened(columns: Columns) -> Iterator[tuple[str, Tensor]]:
-    """Yield a column for each number of a sample: `output` of shape (n, 3) is `output_0`, `output_1`, `output_2`."""
-    for name, values in columns.items():
-        if values.ndim == 1:
-            yield name, values
-        else:
-            yield from ((f"{name}_{i}", column) for i, column in enumerate(values.flatten(start_dim=1).unbind(dim=1)))
+def _number(value: Any) -> Any:
+    return f"{value:.9g}" if isinstance(value, float) else value  # nine digits give the same float32 back

@@ -110,33 +110,25 @@ def _topology(request: Request, *, is_planned: bool) -> Topology:
 
 def commands(request: Request, topology: Topology) -> dict[str, list[str]]:
     """Return the words of each equivalent command. `framework` and `torchrun` are typed on every node."""
-    config = request.config
+    config, procs = request.config, topology.procs_per_node
     endpoint = config.topology.rdzv_endpoint or _ENDPOINT
-    several = topology.nnodes > 1
     run = [text for text in request.overrides if not _is_of(text, _OWN_KEYS)]
     launching = [text for text in request.overrides if _is_of(text, _LAUNCHING) and config.launcher.name != "adopted"]
-    quoted = f"'{endpoint}'" if "[" in endpoint else endpoint  # Hydra would take an IPv6 address for a list
-    own_rendezvous = ["topology.node_rank=NODE", f"topology.rdzv_endpoint={quoted}"] if several else []
-    rendezvous = [f"--nnodes={topology.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-    restarts = [f"--max-restarts={config.launcher.max_restarts}"] if config.launcher.max_restarts else []
-    gpus = [f"--gpus-per-node={topology.gpus_per_node}"] if topology.gpus_per_node else []
-    procs = topology.procs_per_node
+    framework = ["python", "-m", "framework", *run, *launching]
+    torchrun = ["torchrun", "--standalone", f"--nproc-per-node={procs}"]
+    srun = ["srun", f"--nodes={topology.nnodes}", f"--ntasks-per-node={procs}"]
+    if topology.nnodes > 1:
+        quoted = f"'{endpoint}'" if "[" in endpoint else endpoint  # Hydra would take an IPv6 address for a list
+        framework += ["topology.node_rank=NODE", f"topology.rdzv_endpoint={quoted}"]
+        torchrun[1:2] = [f"--nnodes={topology.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    if config.launcher.max_restarts:
+        torchrun.append(f"--max-restarts={config.launcher.max_restarts}")
+    if topology.gpus_per_node:
+        srun.append(f"--gpus-per-node={topology.gpus_per_node}")
     return {
-        "framework": ["python", "-m", "framework", *run, *launching, *own_rendezvous],
-        "torchrun": [
-            "torchrun",
-            *(rendezvous if several else ["--standalone"]),
-            f"--nproc-per-node={procs}",
-            *restarts,
-            *("-m", "framework", *run),
-        ],
-        "srun": [
-            "srun",
-            f"--nodes={topology.nnodes}",
-            f"--ntasks-per-node={procs}",
-            *gpus,
-            *("python", "-m", "framework", *run),
-        ],
+        "framework": framework,
+        "torchrun": [*torchrun, "-m", "framework", *run],
+        "srun": [*srun, "python", "-m", "framework", *run],
     }
 
 

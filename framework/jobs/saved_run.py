@@ -98,14 +98,11 @@ def _described(found: RunDir | None, folder: Path) -> str:
     if found is None:
         return f"no unfinished run in {display_path(folder)}; a new one begins"
     run = found.read_run()
-    process = run.get("process", {})
-    how = run["status"]
+    how, process = run["status"], run.get("process", {})
     if how == "running":
         how = f"crashed or still running as process {process.get('pid')} on {process.get('host')}"
-    # By sizes; rank 0 reads the files, and may use an earlier checkpoint.
-    steps = complete_steps(found.checkpoints)
-    checkpoint = f"checkpoint of step {max(steps)}" if steps else "no checkpoint yet"
-    return f"{display_path(found.path)} ({how}; {checkpoint})"
+    steps = complete_steps(found.checkpoints)  # by sizes; rank 0 reads the files, and may use an earlier checkpoint
+    return f"{display_path(found.path)} ({how}; {f'checkpoint of step {max(steps)}' if steps else 'no checkpoint yet'})"
 
 
 def names_a_run(override: str) -> bool:

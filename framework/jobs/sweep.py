@@ -20,8 +20,6 @@ from framework.jobs.summary import display_path, tensorboard_command
 from framework.system.formatting import format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
 
-_NO_SCORE = "–"
-
 
 def run_sweep(requests: Sequence[Request]) -> int:
     """Check all jobs, then run each, also after one has failed; return 1 if any failed, else 0.
@@ -56,31 +54,10 @@ def _sub_run(request: Request) -> SubRun:
 @dataclass(frozen=True)
 class _EndedJob:
     request: Request
-    result: JobResult
-    seconds: float
-
-    @property
-    def number(self) -> str:
-        return str(_sub_run(self.request).number)
-
-    @property
-    def status(self) -> str:
-        status = self.result.status
-        return {0: "finished", EXIT_STOPPED: "stopped"}.get(status, f"FAILED ({status})")
-
-    @property
-    def score(self) -> str:
-        return _NO_SCORE if self.result.score is None else f"{self.result.score:.4f}"
-
-    def line(self, label: str) -> str:
-        parts = [f"[{self.number}] {label}", self.status, self.score, f"{self.seconds:.1f} s"]
-        run_dir = self.result.run_dir
-        if self.result.status == EXIT_STOPPED and run_dir is not None:
-            parts.append(resume_argument(display_path(run_dir.path)))
-        elif self.result.status != 0 and run_dir is not None:
-            log = run_dir.rank_log(0)
-            parts.append(f"log: {display_path(log if log.exists() else run_dir.path)}")
-        return "  ".join(part for part in parts if part != _NO_SCORE)
+    status: int
+    # For the table: number; how it ended, score, seconds.
+    number: str
+    cells: tuple[str, str, str]
 
 
 @final
@@ -95,20 +72,27 @@ class Sweep:
 
         KeyboardInterrupt is passed on, and raised after a job that was stopped on request, which ends the sweep.
         """
-        start, status, run_dir = time.perf_counter(), EXIT_RUN_FAILED, RunDir(_sub_run(request).path)
+        start, run_dir, number = time.perf_counter(), RunDir(_sub_run(request).path), str(_sub_run(request).number)
         try:
             result: JobResult = importlib.import_module(f"framework.jobs.{request.config.job}").main(request)
-        except Exception as error:
-            if isinstance(error, FrameworkError):
-                status = error.exit_status
-                print(error, file=sys.stderr, flush=True)
-            else:
-                traceback.print_exc()
-            result = JobResult(status, run_dir if run_dir.path.is_dir() else None)
-        ended = _EndedJob(request, result, seconds=time.perf_counter() - start)
-        self._ended.append(ended)
-        print(ended.line(label), flush=True)
-        if result.status == EXIT_STOPPED:
+        except FrameworkError as error:
+            print(error, file=sys.stderr, flush=True)
+            result = JobResult(error.exit_status)
+        except Exception:
+            traceback.print_exc()
+            result = JobResult(EXIT_RUN_FAILED)
+        status, score = result.status, "–" if result.score is None else f"{result.score:.4f}"
+        how = {0: "finished", EXIT_STOPPED: "stopped"}.get(status, f"FAILED ({status})")
+        cells = (how, score, f"{time.perf_counter() - start:.1f}")
+        self._ended.append(_EndedJob(request, status, number, cells))
+        where = ""
+        if status == EXIT_STOPPED:
+            where = resume_argument(display_path(run_dir.path))
+        elif status != 0 and run_dir.path.is_dir():
+            log = run_dir.rank_log(0)
+            where = f"log: {display_path(log if log.exists() else run_dir.path)}"
+        print("  ".join([f"[{number}] {label}", *cells[:2], f"{cells[2]} s", where]).rstrip(), flush=True)
+        if status == EXIT_STOPPED:
             raise KeyboardInterrupt
         return result
 
@@ -117,8 +101,12 @@ class Sweep:
         ended = self._ended
         if not ended:
             return EXIT_RUN_FAILED
-        print(f"\n{_table(ended)}")
-        failed = [job.number for job in ended if job.result.status not in (0, EXIT_STOPPED)]
+        monitors = {job.request.config.checkpoint.monitor or "" for job in ended}
+        best = f"best {monitors.pop()}".rstrip() if len(monitors) == 1 else "best"
+        labels = distinguishing([job.request.overrides for job in ended])
+        rows = [(job.number, label, *job.cells) for job, label in zip(ended, labels, strict=True)]
+        print(f"\n{textwrap.dedent(format_table([('job', 'overrides', 'status', best, 's'), *rows]))}")
+        failed = [job.number for job in ended if job.status not in (0, EXIT_STOPPED)]
         if failed:
             print(f"\n{len(failed)} of {len(ended)} jobs failed: {', '.join(failed)}")
         folder = _sub_run(ended[0].request).folder
@@ -133,15 +121,3 @@ def distinguishing(overrides: Sequence[Sequence[str]]) -> list[str]:
     """Return for each job the overrides that not all jobs have, as one text."""
     common = set.intersection(*(set(each) for each in overrides)) if len(overrides) > 1 else set()
     return [" ".join(text for text in each if text not in common) for each in overrides]
-
-
-def _table(ended: Sequence[_EndedJob]) -> str:
-    monitors = {job.request.config.checkpoint.monitor for job in ended}
-    best = " ".join(["best", *filter(None, monitors)]) if len(monitors) == 1 else "best"
-    labels = distinguishing([job.request.overrides for job in ended])
-    rows = [("job", "overrides", "status", best, "s")]
-    rows += [
-        (job.number, label, job.status, job.score, f"{job.seconds:.1f}")
-        for job, label in zip(ended, labels, strict=True)
-    ]
-    return textwrap.dedent(format_table(rows))

@@ -226,7 +226,7 @@ PATH = ("checkpoint.path={run}",)
         (("job=predict", "recipe=toy"), "needs weights: checkpoint.path="),
         (("job=predict", "predict.output=some.txt", *PATH), "must end with .csv or .pt"),
         (("job=predict", "predict.output=there.pt", *PATH), "there.pt exists already"),
-        (("job=eval", "+data.datasets.test_fraction=0", *PATH), "gives no test part. There is: train, val"),
+        (("job=eval", "+data.datasets.test_fraction=0", *PATH), "gives no test part"),
         (("job=predict", "task._target_=own.Mute", "~task.loss", "~task.metrics", *PATH), "Mute has none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -114,7 +114,7 @@ def masked(text: str) -> list[str]:
         ("docs/collectives.md", "Who each rank is", [_COLLECTIVES]),
         ("docs/collectives.md", "reduce_scatter", [_COLLECTIVES]),
         ("docs/collectives.md", "  rank 0: isend", [_COLLECTIVES]),
-        ("docs/collectives.md", "  rank 0: ← 2", [_COLLECTIVES]),
+        ("docs/collectives.md", "  rank 0: partners", [_COLLECTIVES]),
         (
             "docs/export.md",
             "Exported ConvNet",

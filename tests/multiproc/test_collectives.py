@@ -33,10 +33,9 @@ def after(shown: dict[str, list[list[str]]], name: str) -> list[list[float]]:
 def assert_right(found: dict[str, list[list[str]]], procs: int) -> None:
     """Rank r gives 10r, 10r + 1, …"""
     ranks = range(procs)
-    who = found["Who each rank is"]
-    processes, variables = who[:procs], who[procs:]
-    assert [row[0] for row in processes] == [row[1] for row in variables] == [str(rank) for rank in ranks]
-    assert len({row[5] for row in processes}) == procs  # pids
+    who = found["Who each rank is, and what it reads from its environment (–: not set)"]
+    assert [row[0] for row in who] == [row[4] for row in who] == [str(rank) for rank in ranks]
+    assert len({row[2] for row in who}) == procs  # pids
     assert after(found, "barrier") == [[rank + 1] for rank in ranks]
     last = procs - 1 if procs % 2 else procs  # who has no partner
     assert after(found, "ping_pong") == [[10.0 if rank < last else 0.0] for rank in ranks]

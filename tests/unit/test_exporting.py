@@ -195,7 +195,7 @@ def test_a_graph_takes_batches_of_any_size(export, format_):
     model = Tied()
     path, said = export(model, format_)
     assert said["input"] == ["x: float32 [batch, 10]"]
-    assert " for batches of 8 and 9: " in said["compared"][0]
+    assert " for batches of 8 and 9" in said["compared"][0]
     for size in (1, 2, 33):
         x = torch.randn(size, 10)
         torch.testing.assert_close(computed(path, x), model(x).detach())
@@ -207,7 +207,7 @@ def test_a_graph_of_one_size_takes_that_of_the_evaluation(export, format_):
     fixed = ("export.dynamic_batch=false", "data.eval_batch_size=8")
     path, said = export(model, format_, *fixed)
     assert said["input"] == ["x: float32 [8, 10]"]
-    assert " for a batch of 8: " in said["compared"][0]
+    assert " for batches of 8" in said["compared"][0]
     x = torch.randn(8, 10)
     torch.testing.assert_close(computed(path, x), model(x).detach())
 
@@ -253,7 +253,7 @@ def test_the_first_call_is_the_example_and_metadata_is_in_the_file(export):
 def test_without_onnxruntime_the_reference_runs_the_file(export, monkeypatch):
     monkeypatch.setattr("framework.jobs.export.model_file.find_spec", lambda _: None)
     path, said = export(ToyModel(), "onnx")
-    assert "by onnx.reference " in said["compared"][0]
+    assert "by onnx.reference" in said["compared"][0]
     found = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
     assert (found["recipe"], found["step"], found["torch_version"]) == ("toy", "7", torch.__version__)
 

@@ -31,6 +31,7 @@ OTHER = {"class": torch.tensor([0]), "probability": torch.tensor([1.0])}
         (torch.zeros(4, 2), "'output' as shape (4, 2) for a batch of 3 samples"),
         ({"good": torch.zeros(3), "bad": torch.zeros(1, 3)}, "'bad' as shape (1, 3)"),
         ({"names": ["a", "b", "c"]}, "'names' as list"),
+        (0.5, "'output' as float"),
     ],
 )
 def test_predictions_need_a_row_for_each_sample(prediction: Any, said: str) -> None:

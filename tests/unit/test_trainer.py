@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from framework.config.schema import Interval
 from framework.data.sampler import GlobalOrder
 from framework.errors import RunError, TargetError
-from framework.jobs.inference import columns_of
 from framework.training import step_times
 from framework.training import trainer as trainer_module
 from framework.training.trainer import Trainer
@@ -336,9 +335,6 @@ def test_a_loss_without_a_gradient_and_a_wrong_prediction_are_refused() -> None:
     trainer = make_trainer(task=type("Cut", (Squares,), {"training_step": lambda *_: detached})())
     with pytest.raises(TargetError, match=r"^Cut\.training_step returned a loss that doesn't depend on a trained"):
         trainer.fit()
-    wrong: Any = 0.5
-    with pytest.raises(TargetError, match=r"predict_step returned a float\. It must return a tensor, or a dict of"):
-        columns_of(wrong, num_samples=4)
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from textwrap import fill, indent, shorten
-from typing import NamedTuple
+from textwrap import fill
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from framework.distributed import collectives
-from framework.distributed.butterfly import MEAN, Swap, butterfly_all_reduce, inner_ranks, rounds
-from framework.distributed.collectives import gather_to_first
+from framework.distributed.butterfly import MEAN, butterfly_all_reduce, inner_ranks, rounds
 from framework.distributed.process_group import process_group, set_timeout
-from framework.jobs.preflight.machine import device_name
+from framework.jobs.collectives.job import PAGE
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_log import logger
 from framework.monitoring.rank_status import COUNTED_GROUP, Phase
@@ -32,19 +31,17 @@ from framework.system.formatting import format_seconds, format_table
 from framework.system.run_dir import write_atomically
 from framework.training.rank_setup import RankSetup, setup_rank
 
-PAGE = "collectives.txt"
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = ("LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _MATMUL_SIDE = 256
 _COLUMNS = 100  # of the terminal
-
-Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Comm:
     """This rank's groups over one backend."""
 
+    backend: str
     rank: int
     world_size: int
     # For collectives.
@@ -54,7 +51,7 @@ class Comm:
     p2p: dist.ProcessGroup
     # Of the backend's tensors.
     device: torch.device
-    delay_s: float
+    delay_s: float = 0.0
     # Lines to show below the tensors.
     notes: list[str] = field(default_factory=list)
 
@@ -70,9 +67,9 @@ class Comm:
         begin = base * self.rank
         return torch.arange(begin, begin + count, dtype=torch.float64, device=self.device)
 
-    def note(self, text: str, seconds: float) -> None:
-        """Add a line to what is shown of this rank."""
-        self.notes.append(f"{text} {format_seconds(seconds)}")
+    def note(self, text: str, began: float) -> None:
+        """Add a line with the time since `began`."""
+        self.notes.append(f"{text} {format_seconds(time.perf_counter() - began)}")
 
 
 Shown = Iterator[Tensor]
@@ -103,7 +100,7 @@ def ping_pong(comm: Comm) -> Shown:
             tensor += 1
             dist.send(tensor, partner, group=comm.p2p)
     if partner is not None:
-        comm.note("a round trip took", (time.perf_counter() - began) / 10)
+        comm.note("ten round trips took", began)
     yield tensor
 
 
@@ -132,19 +129,19 @@ def isend_irecv(comm: Comm) -> Shown:
     if partner is not None and comm.rank % 2 == 0:
         time.sleep(comm.delay_s)
         work = dist.isend(tensor, partner, group=comm.p2p)
-        comm.note("isend returned after", time.perf_counter() - began)
+        comm.note("isend returned after", began)
     elif partner is not None:
         work = dist.irecv(tensor, partner, group=comm.p2p)
-        comm.note("irecv returned after", time.perf_counter() - began)
+        comm.note("irecv returned after", began)
         matmuls = 0
         while time.perf_counter() - began < comm.delay_s:
             float((matrix @ matrix)[0, 0])  # waits for the device
             matmuls += 1
-        comm.note(f"{matmuls:,} matmuls of {_MATMUL_SIDE}×{_MATMUL_SIDE} took", comm.delay_s)
+        comm.note(f"{matmuls:,} matmuls of {_MATMUL_SIDE}×{_MATMUL_SIDE} took", began)
     waiting = time.perf_counter()
     if work is not None:
         work.wait()
-        comm.note("wait() took", time.perf_counter() - waiting)
+        comm.note("wait() took", waiting)
     yield tensor
 
 
@@ -177,9 +174,8 @@ def all_gather(comm: Comm) -> Shown:
 def butterfly(comm: Comm) -> Shown:
     """The mean, by sends and receives alone, as with strategy=butterfly: halves, quarters, … and back."""
     tensor = comm.numbered(inner_ranks(comm.world_size))  # one value for each part
-    way = list(rounds(comm.rank, comm.world_size))
-    back = [swap and Swap(swap.partner, swap.kept, swap.sent) for swap in reversed(way)]
-    comm.notes.extend(", ".join(map(_partner, swaps)) for swaps in (way, back))
+    partners = ["–" if swap is None else str(swap.partner) for swap in rounds(comm.rank, comm.world_size)]
+    comm.notes.append(f"partners {', '.join(partners + partners[::-1])}")
     yield tensor
     butterfly_all_reduce(tensor, op=MEAN, group=comm.p2p)
     yield tensor
@@ -214,55 +210,51 @@ def collectives_rank(arguments: RankArguments, link: MonitorLink) -> None:
         with process_group(context, config.backend, rendezvous=arguments.rendezvous):
             set_timeout(config.backend.timeout, context)
             link.rank_status.set_phase(Phase.COLLECTIVES)
-            names = config.collectives.backends or (context.backend,)
-            comms = {name: _connect(name, rank) for name in names}
+            comms = [_connect(name, rank) for name in config.collectives.backends or (context.backend,)]
             exchanges = (barrier, *(_OF_TWO if context.world_size > 1 else ()), *_OF_ANY)
-            shown = [{name: _show(exchange, name, comm) for name, comm in comms.items()} for exchange in exchanges]
-            gathered = gather_to_first((_identity(rank), shown), context)
+            page = [_who(rank)]
+            for exchange in exchanges:
+                page += [_show(exchange, comm, rank) for comm in comms]
             link.rank_status.set_phase(Phase.CLOSING)
-            if gathered is not None:
-                page = [_who([identity for identity, _ in gathered])]
-                for number, exchange in enumerate(exchanges):
-                    by_backend = {name: [seen[number][name] for _, seen in gathered] for name in comms}
-                    page.append(_block(exchange, by_backend))
+            if context.is_main:
                 write_atomically(rank.run_dir.path / PAGE, "\n\n\n".join(page) + "\n")
             collectives.barrier(context)  # no rank leaves while another still needs it
 
 
 def _connect(backend: str, rank: RankSetup) -> Comm:
     """Make the groups of one backend. Every rank must call it."""
-    context, config = rank.context, rank.config
-    timeout = timedelta(seconds=config.backend.timeout)
+    context, timeout = rank.context, timedelta(seconds=rank.config.backend.timeout)
     group = dist.new_group(backend=backend, timeout=timeout, group_desc=COUNTED_GROUP)
     p2p = dist.new_group(backend=backend, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     assert isinstance(p2p, dist.ProcessGroup)
     device = torch.device("cpu") if backend == dist.Backend.GLOO else context.device
-    for each in (group, p2p):
-        dist.barrier(group=each)  # NCCL connects only now
-    return Comm(context.rank, context.world_size, group, p2p, device, config.collectives.delay)
+    dist.barrier(group=p2p)  # NCCL connects only now; sends and receives need all ranks to have connected
+    return Comm(backend, context.rank, context.world_size, group, p2p, device)
 
 
-class Seen(NamedTuple):
-    """What one rank shows of an exchange."""
+def _show(exchange: Callable[[Comm], Shown], comm: Comm, rank: RankSetup) -> str:
+    """Run one exchange twice, since the first run opens connections; return what the second showed on every rank.
 
-    device: torch.device
-    before: Tensor
-    after: Tensor
-    seconds: float
-    notes: list[str]
+    That is what the exchange does, its code, a table with a row for each rank, and the ranks' notes.
+    """
+    logger.info("%s over %s", exchange.__name__, comm.backend)
+    _run(exchange, comm)
+    comm = replace(comm, delay_s=rank.config.collectives.delay, notes=[])
+    before, after, seconds = _run(exchange, comm)
+    titles = ("rank", "before", "after", comm.backend)
+    row = (str(comm.rank), _values(before), _values(after), format_seconds(seconds))
+    logger.info("%s", ", ".join((*row, *comm.notes)))
+    shown = collectives.gather_to_all((row, comm.notes), rank.context)
+    table = format_table([titles, *(own for own, _ in shown)])
+    notes = "\n".join(f"  rank {number}: {'; '.join(own)}" for number, (_, own) in enumerate(shown) if own)
+    about = fill(inspect.getdoc(exchange) or "", _COLUMNS, initial_indent="  ", subsequent_indent="  ")
+    code = re.split(r"    yield .*\n", inspect.getsource(exchange))[1].rstrip()
+    return "\n\n".join(filter(None, (f"{exchange.__name__}\n{about}", code, table, notes)))
 
 
-def _show(exchange: Callable[[Comm], Shown], backend: str, comm: Comm) -> Seen:
-    """Run one exchange twice, since the first run opens connections; return what the second showed on this rank."""
-    logger.info("%s over %s", exchange.__name__, backend)
-    _run_once(exchange, replace(comm, delay_s=0.0, notes=[]))
-    seen = _run_once(exchange, replace(comm, notes=[]))
-    logger.info("%s", seen)
-    return seen
-
-
-def _run_once(exchange: Callable[[Comm], Shown], comm: Comm) -> Seen:
+def _run(exchange: Callable[[Comm], Shown], comm: Comm) -> tuple[Tensor, Tensor, float]:
+    """Return the tensors before and after, and the seconds between."""
     steps = exchange(comm)
     before = next(steps).to("cpu", copy=True)
     dist.barrier(group=comm.group)
@@ -270,7 +262,7 @@ def _run_once(exchange: Callable[[Comm], Shown], comm: Comm) -> Seen:
     began = time.perf_counter()
     after = next(steps)
     _wait_for(comm.device)
-    return Seen(comm.device, before, after.cpu(), time.perf_counter() - began, comm.notes)
+    return before, after.cpu(), time.perf_counter() - began
 
 
 def _wait_for(device: torch.device) -> None:
@@ -278,69 +270,18 @@ def _wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _partner(swap: Swap | None) -> str:
-    """Return which rank a rank sends to and which values (→), which it receives from (←), or both (↔)."""
-    if swap is None:
-        return "–"
-    (begin, end), receives = swap.sent, swap.kept[0] < swap.kept[1]
-    if begin == end:
-        return f"← {swap.partner}"
-    return f"{'↔' if receives else '→'} {swap.partner} [{begin}:{end}]"
-
-
 # The page
 
 
-def _identity(rank: RankSetup) -> tuple[Row, Row]:
-    """Return this rank's row of each table of `_who`."""
-    context = rank.context
-    numbers = map(str, (context.rank, context.local_rank, context.world_size))
-    devices = ", ".join(f"{device} {device_name(device)['name']}" for device in dict.fromkeys(context.devices))
-    place = (f"{context.node_rank} {socket.gethostname()}", str(os.getpid()), shorten(devices, 34, placeholder="…"))
-    variables = (str(context.rank), *(os.environ.get(name, "–") for name in VARIABLES))
-    return (*numbers, context.backend, *place), variables
-
-
-def _who(identities: Sequence[tuple[Row, Row]]) -> str:
-    processes, variables = zip(*identities, strict=True)
-    titles = ("rank", "local rank", "world size", "backend", "node", "pid", "devices")
-    read = "  and what it reads from its environment (–: not set)"
-    tables = format_table([titles, *processes]), format_table([("rank", *VARIABLES), *variables])
-    return "\n\n".join(["Who each rank is", tables[0], read, tables[1]])
-
-
-def _block(exchange: Callable[[Comm], Shown], by_backend: Mapping[str, Sequence[Seen]]) -> str:
-    """Return what an exchange does, its code, a table with a row for each rank, and the ranks' notes."""
-    shown = next(iter(by_backend.values()))
-    first = shown[0]
-    before = f"before: {_shape(first.before)} {str(first.before.dtype).removeprefix('torch.')} on {first.device.type}"
-    rows: list[Row] = [("rank", before, f"after: {_shape(first.after)}", *by_backend)]
-    for number, seen in enumerate(shown):
-        times = (format_seconds(ranks[number].seconds) for ranks in by_backend.values())
-        rows.append((str(number), _values(seen.before), _values(seen.after), *times))
-    notes = [
-        f"  rank {number}{f' over {backend}' if len(by_backend) > 1 else ''}: {'; '.join(seen.notes)}"
-        for backend, ranks in by_backend.items()
-        for number, seen in enumerate(ranks)
-        if seen.notes
-    ]
-    about = fill(inspect.getdoc(exchange) or "", _COLUMNS, initial_indent="  ", subsequent_indent="  ")
-    parts = [f"{exchange.__name__}\n{about}", indent(_code(exchange), "    "), format_table(rows), "\n".join(notes)]
-    return "\n\n".join(filter(None, parts))
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"({', '.join(map(str, tensor.shape))})"
+def _who(rank: RankSetup) -> str:
+    """Return a table with a row for each rank: where it is, and its environment variables."""
+    place = [socket.gethostname(), str(os.getpid()), ", ".join(map(str, rank.context.devices))]
+    own = [str(rank.context.rank), *place, *(os.environ.get(name, "–") for name in VARIABLES)]
+    rows = [["rank", "host", "pid", "devices", *VARIABLES], *collectives.gather_to_all(own, rank.context)]
+    return f"Who each rank is, and what it reads from its environment (–: not set)\n\n{format_table(rows)}"
 
 
 def _values(tensor: Tensor) -> str:
     """Return `[0, 1, 2, 3]`; of more than eight values, the first ones and the last."""
     texts = [f"{value:.6g}" for value in tensor.tolist()]
     return f"[{', '.join(texts if len(texts) <= 8 else [*texts[:6], '…', texts[-1]])}]"
-
-
-def _code(exchange: Callable[[Comm], Shown]) -> str:
-    """Return the lines between "before" and "after"."""
-    lines = inspect.getsource(exchange).splitlines()
-    before, after = (number for number, line in enumerate(lines) if line.startswith("    yield "))
-    return "\n".join(line[4:] for line in lines[before + 1 : after])

@@ -17,7 +17,7 @@ from framework.system.formatting import format_facts
 from framework.system.run_dir import RunDir
 
 _ENTRY = "framework.jobs.collectives.demo:collectives_rank"
-_PAGE = "collectives.txt"  # the same as in `demo`, which imports torch
+PAGE = "collectives.txt"  # in the run directory
 
 
 def main(request: Request) -> JobResult:
@@ -39,7 +39,7 @@ def check(request: Request) -> Topology:
 
 
 def _closing(_config: Config, run_dir: RunDir, status: int) -> str:
-    path, page = display_path(run_dir.path), run_dir.path / _PAGE
+    path = display_path(run_dir.path)
     if status != 0:
         return format_facts([("logs", f"{path}/logs")])
-    return f"\n{page.read_text()}\n\n  {path}/{_PAGE}"
+    return f"\n{(run_dir.path / PAGE).read_text()}\n\n  {path}/{PAGE}"

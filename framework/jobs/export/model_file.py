@@ -31,11 +31,10 @@ from framework.data.fetch import BatchRequest, fetch_for
 from framework.data.loader import dataset_size
 from framework.data.stream import first_batch
 from framework.distributed.context import Context
-from framework.errors import ConfigError, RunError, TargetError, describe_error, raised_at
+from framework.errors import ConfigError, FrameworkError, RunError, TargetError, describe_error, raised_at
 from framework.system.versions import installed_versions
 from framework.training import build
 from framework.training.precision import PrecisionPlugin
-from framework.training.sizes import tensor_bytes
 
 Facts = list[tuple[str, str]]
 """What is printed about a file: names and texts."""
@@ -53,7 +52,6 @@ _CPU = torch.device("cpu")
 _BATCH = "batch"  # the name of the dynamic dimension
 _SMALL_BATCH = 8
 _LINES = 2  # of torch's message; the rest is advice on debugging torch
-_ONNX_LIMIT_BYTES = 2000 << 20  # protobuf's is 2 GiB, for weights and graph
 _OPSET_WITH_BFLOAT16 = 22  # of convolutions, for instance; torch's default is older
 
 
@@ -85,8 +83,6 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
         FrameworkError: the checkpoint doesn't fit, the model can't be exported, or the file differs from the model.
     """
     config, path = parse(arguments["config"]), Path(arguments["path"])
-    if config.trainer.num_threads is not None:
-        torch.set_num_threads(config.trainer.num_threads)
     check_targets(config)
     source = _source(config, span=arguments["span"])
     write = {
@@ -151,30 +147,23 @@ def _counted(state: Mapping[str, Any]) -> Facts:
 # Graphs
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a model's call with a batch of `num_samples`, in the order of its signature."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a model's call, in the order of its signature."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    num_samples: int
 
-    def tensors(self) -> list[Tensor]:
-        return _tensors((self.args, self.kwargs))
-
-    def outputs(self, function: Callable[..., Any]) -> list[Tensor]:
-        """Return the tensors that `function` returns for copies of the arguments, in order."""
-        args, kwargs = _copied(self.args, self.kwargs)
-        with torch.no_grad():
-            return _tensors(function(*args, **kwargs))
+def _outputs(function: Callable[..., Any], call: Call) -> list[Tensor]:
+    """Return the tensors that `function` returns for copies of the arguments, in order."""
+    args, kwargs = _copied(call)
+    with torch.no_grad():
+        return _tensors(function(*args, **kwargs))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    copy: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, torch.clone, (args, kwargs))
+def _copied(call: Call) -> Call:
+    copy: Call = tree_map_only(Tensor, torch.clone, call)
     return copy
 
 
@@ -193,27 +182,31 @@ def _graph(source: Source, path: Path) -> Facts:
             "For batches of any size, use x.shape[0]: len(x) is a fixed number in a graph. With "
             "export.dynamic_batch=false the file takes batches of data.eval_batch_size samples only.\n"
         )
+    write = _torch_export if config.export.format == "torch_export" else _onnx
     try:
         calls = [_first_call(source, num_samples=size) for size in sizes]
         program = _traced(source.model, calls)
-    except ConfigError:
+        names = _dynamic_dimensions(program, num_samples=sizes[0])
+        by, run = write(source, program, path, names)
+    except FrameworkError:
         raise
     except Exception as error:  # torch's own, of many classes, or of the user's code
         raise TargetError(
             f"{source.name} can't be exported with batches of {' and '.join(map(str, sizes))} samples: "
-            f"{describe_error(error, lines=_LINES)}\n{raised_at(error)}\n{dynamic}"
+            f"{describe_error(error.__cause__ or error, lines=_LINES)}\n{raised_at(error)}\n{dynamic}"
             "Change the model there, or use export.format=state_dict or safetensors."
         ) from error
-    inputs = [("input", f"{name}: {text}") for name, text in _inputs(program, num_samples=sizes[0]).items()]
-    if config.export.format == "torch_export":
-        torch.export.save(program, path, extra_files=dict(source.metadata))
-        again = torch.export.load(path).module()
-        return [*inputs, _compare(source, calls, lambda call: call.outputs(again), by="torch.export")]
-    model = _onnx_model(source, program, num_samples=sizes[0])
-    path.write_bytes(model.SerializeToString())
-    by, run = _load_onnx(path)
-    compared = _compare(source, calls, lambda call: list(run(*call.tensors())), by=by)
-    return [*inputs, ("opset", str(model.opset_import[0].version)), compared]
+    for call, size in zip(calls, sizes, strict=True):
+        try:
+            check_close(_outputs(source.model, call), run(call))
+        except Exception as error:  # also whatever runs the file may raise
+            raise RunError(
+                f"The {config.export.format} file of {source.name}, run by {by} with a batch of "
+                f"{size} samples, is not the same as the model; it was removed.\n"
+                f"{describe_error(error, lines=4)}\nA model that draws random numbers in eval mode can't be the same."
+            ) from error
+    compared = f"with the model, by {by}, for batches of {' and '.join(map(str, sizes))}"
+    return [*_inputs(program, names), ("compared", compared)]
 
 
 def _first_call(source: Source, *, num_samples: int) -> Call:
@@ -232,10 +225,10 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
         batch = fetch_for(dataset, part=part, seed=0)(BatchRequest(indices, epoch=0))
     precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
     precision.convert_task(task)
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    seen: list[Call] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(_copied(args, kwargs))  # before the model writes to them
+        seen.append(_copied((args, kwargs)))  # before the model writes to them
 
     with source.model.register_forward_pre_hook(note, with_kwargs=True), torch.no_grad():
         task.validation_step(source.model, precision.convert_batch(batch))
@@ -244,8 +237,9 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
             f"{type(task).__name__}.validation_step doesn't call model(...), so the model can't be traced.\n"
             "Use export.format=state_dict or safetensors."
         )
-    bound = inspect.signature(source.model.forward).bind(*seen[0][0], **seen[0][1])
-    return Call(bound.args, bound.kwargs, num_samples)
+    args, kwargs = seen[0]
+    bound = inspect.signature(source.model.forward).bind(*args, **kwargs)
+    return bound.args, bound.kwargs
 
 
 def _traced(model: nn.Module, calls: list[Call]) -> ExportedProgram:
@@ -253,24 +247,9 @@ def _traced(model: nn.Module, calls: list[Call]) -> ExportedProgram:
     first, *others = calls
     sizes = AdditionalInputs()
     for call in others:
-        sizes.add(call.args, call.kwargs)
+        sizes.add(*call)
     with torch.no_grad():
-        return torch.export.export(model, first.args, first.kwargs, dynamic_shapes=sizes if others else None)
-
-
-def _inputs(program: ExportedProgram, *, num_samples: int) -> dict[str, str]:
-    """Return the graph's tensor inputs in order: name → type and shape, such as `float32 [batch, 10]`."""
-    names = _dynamic_dimensions(program, num_samples=num_samples)
-    return {
-        name: f"{str(value.dtype).removeprefix('torch.')} [{', '.join(names.get(str(n), str(n)) for n in value.shape)}]"
-        for name, value in _input_tensors(program).items()
-    }
-
-
-def _dynamic_dimensions(program: ExportedProgram, *, num_samples: int) -> dict[str, str]:
-    """Return what to call dynamic dimensions: torch's own name, such as `s77` → `batch` if it is as large."""
-    sizes: Iterator[Any] = (size for value in _input_tensors(program).values() for size in value.shape)
-    return {str(size): _BATCH for size in sizes if not isinstance(size, int) and size.node.hint == num_samples}
+        return torch.export.export(model, *first, dynamic_shapes=sizes if others else None)
 
 
 def _input_tensors(program: ExportedProgram) -> dict[str, Tensor]:
@@ -279,25 +258,19 @@ def _input_tensors(program: ExportedProgram) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _compare(
-    source: Source, calls: Sequence[Call], run_file: Callable[[Call], list[Tensor]], *, by: str
-) -> tuple[str, str]:
-    """Run the file and the model on every call. Raises RunError if the outputs differ by more than TOLERANCES."""
-    dtypes: dict[torch.dtype, None] = {}
-    for call in calls:
-        try:
-            expected = call.outputs(source.model)
-            check_close(expected, run_file(call))
-        except Exception as error:  # also whatever runs the file may raise
-            raise RunError(
-                f"The {source.config.export.format} file of {source.name}, run by {by} with a batch of "
-                f"{call.num_samples} samples, is not the same as the model; it was removed.\n"
-                f"{describe_error(error, lines=4)}\nA model that draws random numbers in eval mode can't be the same."
-            ) from error
-        dtypes.update(dict.fromkeys(tensor.dtype for tensor in expected))
-    sizes = " and ".join(str(call.num_samples) for call in calls)
-    batches = f"{'batches' if len(calls) > 1 else 'a batch'} of {sizes}"
-    return "compared", f"with the model, by {by}, for {batches}: {', '.join(map(_tolerance_text, dtypes))}"
+def _dynamic_dimensions(program: ExportedProgram, *, num_samples: int) -> dict[str, str]:
+    """Return what to call dynamic dimensions: torch's own name, such as `s77` → `batch` if it is as large."""
+    sizes: Iterator[Any] = (size for value in _input_tensors(program).values() for size in value.shape)
+    return {str(size): _BATCH for size in sizes if not isinstance(size, int) and size.node.hint == num_samples}
+
+
+def _inputs(program: ExportedProgram, names: Mapping[str, str]) -> Facts:
+    """Return a fact for each tensor input in order: `NAME: float32 [batch, 10]`."""
+    facts = []
+    for name, value in _input_tensors(program).items():
+        shape = ", ".join(names.get(str(size), str(size)) for size in value.shape)
+        facts.append(("input", f"{name}: {str(value.dtype).removeprefix('torch.')} [{shape}]"))
+    return facts
 
 
 def check_close(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
@@ -308,60 +281,50 @@ def check_close(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         raise AssertionError(f"The model returns {len(expected)} tensors, the file {len(found)}.")
     for position, (wanted, given) in enumerate(zip(expected, found, strict=True)):
         share = TOLERANCES.get(wanted.dtype, 0.0)
-        values = wanted[wanted.isfinite()].abs() if share else wanted[:0]
+        largest = float(wanted[wanted.isfinite()].abs().amax()) if share and wanted.isfinite().any() else 0.0
         torch.testing.assert_close(
             given,
             wanted,
             rtol=0.0,
-            atol=share * float(values.max()) if values.numel() else 0.0,
+            atol=share * largest,
             equal_nan=True,
             check_device=False,
             msg=partial("Output {}: {}".format, position),
         )
 
 
-def _tolerance_text(dtype: torch.dtype) -> str:
-    name, share = str(dtype).removeprefix("torch."), TOLERANCES.get(dtype)
-    return f"{name} equal" if share is None else f"{name} within {share:.0e} of the largest value"
+# The files
 
 
-# ONNX
+Ran = tuple[str, Callable[[Call], list[Tensor]]]
+"""The name of what runs a file that was written, and a function that calls the file."""
 
 
-def _onnx_model(source: Source, program: ExportedProgram, *, num_samples: int) -> Any:
-    """Return the program as an `onnx.ModelProto` with its weights. Raises TargetError for what ONNX can't express."""
-    tensors = program.state_dict.values()
-    size_bytes = tensor_bytes(tensors)
-    if size_bytes > _ONNX_LIMIT_BYTES:
-        raise ConfigError(
-            f"The weights of {source.name} are {size_bytes:,} bytes, and one ONNX file holds less than 2 GiB.\n"
-            "Use export.format=torch_export or safetensors."
-        )
-    opset = _OPSET_WITH_BFLOAT16 if torch.bfloat16 in {tensor.dtype for tensor in tensors} else None
-    try:
-        exported = torch.onnx.export(program, dynamo=True, verbose=False, opset_version=opset)
-    except Exception as error:  # torch's own, of many classes
-        raise TargetError(
-            f"torch.onnx can't turn {source.name} into ONNX: {describe_error(error.__cause__ or error)}\n"
-            "Change the model there, or use another export.format: torch_export, safetensors or state_dict."
-        ) from error
+def _torch_export(source: Source, program: ExportedProgram, path: Path, _: Mapping[str, str]) -> Ran:
+    torch.export.save(program, path, extra_files=dict(source.metadata))
+    again = torch.export.load(path).module()
+    return "torch.export", partial(_outputs, again)
+
+
+def _onnx(source: Source, program: ExportedProgram, path: Path, names: Mapping[str, str]) -> Ran:
+    """Write an ONNX file. names: of dynamic dimensions."""
+    dtypes = {tensor.dtype for tensor in program.state_dict.values()}
+    opset = _OPSET_WITH_BFLOAT16 if torch.bfloat16 in dtypes else None
+    exported = torch.onnx.export(program, dynamo=True, verbose=False, opset_version=opset)
     assert exported is not None
     model = exported.model_proto
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for dimension in value.type.tensor_type.shape.dim:
-            for symbol, readable in _dynamic_dimensions(program, num_samples=num_samples).items():
-                if dimension.dim_param:
-                    dimension.dim_param = re.sub(rf"\b{re.escape(symbol)}\b", readable, dimension.dim_param)
+            if dimension.dim_param:  # such as s77 or 2*s77
+                dimension.dim_param = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), dimension.dim_param)
     for key, text in source.metadata.items():
         model.metadata_props.add(key=key, value=text)
-    return model
+    path.write_bytes(model.SerializeToString())
+    return _load_onnx(path)
 
 
-def _load_onnx(path: Path) -> tuple[str, Callable[..., Any]]:
-    """Return the name of what runs the file, and a function of its inputs.
-
-    That is onnxruntime, or onnx.reference if onnxruntime is missing or has no kernel for an operation on the CPU.
-    """
+def _load_onnx(path: Path) -> Ran:
+    """Return onnxruntime, or onnx.reference if onnxruntime is missing or has no kernel for an operation on the CPU."""
     import onnx_ir
 
     program = torch.onnx.ONNXProgram(onnx_ir.load(path), None)
@@ -374,5 +337,5 @@ def _load_onnx(path: Path) -> tuple[str, Callable[..., Any]]:
             program.initialize_inference_session(
                 partial(onnxruntime.InferenceSession, providers=["CPUExecutionProvider"])
             )
-            return f"onnxruntime {installed_versions(['onnxruntime'])['onnxruntime']}", program
-    return f"onnx.reference {installed_versions(['onnx'])['onnx']}", program.call_reference
+            return f"onnxruntime {onnxruntime.__version__}", lambda call: list(program(*_tensors(call)))
+    return "onnx.reference", lambda call: list(program.call_reference(*_tensors(call)))

@@ -1,7 +1,6 @@
 """`job=parity`: does training give the same weights with one process and with several? If not, what differs first?
 
-Start with `job`, which runs three trainings; `recording` is the callback that records them, `comparison` compares,
-`report` prints.
+Start with `job`, which runs three trainings; `recording` is the callback that records them, `comparison` compares.
 """
 
 from framework.jobs.parity.job import check, main

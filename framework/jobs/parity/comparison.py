@@ -1,12 +1,14 @@
 """Where three trainings differ by more than rounding: with one process, with moved weights, and with several.
 
 `answer` runs in a process that has torch, for `job`, which has none. It compares step by step, up to the first step
-that differs, and guesses why.
+that differs, guesses why, and says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,12 +19,16 @@ import torch
 from torch import Tensor
 
 from framework.jobs.parity.recording import POWERS, StepTrace, Trace, trace_file
+from framework.system.formatting import format_count, format_table
 
 LAYERS, GRADIENTS, WEIGHTS, BUFFERS = "layers", "gradients", "weights", "buffers"
 _FACTOR = 4.0  # times what moved weights change is allowed
 # Times what its gradient may be off by, a weight may be, too: an optimizer may enlarge small gradients.
 _WEIGHTS_PER_GRADIENT = 8.0
+_MAX_NAMES = 3
+_WIDTH = 110
 _UNSURE = 0.5  # if so much is allowed, the value is nothing but rounding
+_SHARPER = "Compare in trainer.precision=32-true, or in 64-true on the CPU."
 
 
 @dataclass(frozen=True)
@@ -46,28 +52,25 @@ class Difference:
 
 
 Step = Mapping[str, Sequence[Difference]]  # by part; layers in the order of the forward
-Compared = tuple[str, Sequence[Tensor | None]]  # a tensor's name, and what it is in `one`, `moved` and `many`
+Compared = tuple[str, Sequence[Tensor | None]]  # a tensor's name, and what it is in `one`, `moved` and each of `many`
 
 
 def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare the records of the runs `one`, `moved` and `many`, with `processes`; see `job` for the keys."""
+    """Compare the records of the runs `one`, `moved` and `many`, with `processes`.
+
+    Return the `answer`, whose keys `job` describes, and the `text` to print.
+    """
     processes: int = arguments["processes"]
     one, moved = (_load(arguments[side], rank=0) for side in ("one", "moved"))
     many = [_load(arguments["many"], rank=rank) for rank in range(processes)]
-    steps: list[Step] = []
-    first_difference: dict[str, Any] | None = None
-    off = ((name, tensor_difference(tensor, many[0].weights.get(name))) for name, tensor in one.weights.items())
-    if changed := [Difference(name, amount, one.floor, 0.0) for name, amount in off if amount > one.floor]:
-        guess = Guess("start", names=[each.name for each in changed])
-        first_difference = {"step": 0, "layer": None, "parts": {WEIGHTS: _counted(changed)}, **guess._asdict()}
+    comparison, steps = Comparison(one.floor), list[Step]()
+    first_difference = _differing_start(one, many[0])
     for single, perturbed, *ranks in zip(one.steps, moved.steps, *(trace.steps for trace in many), strict=False):
-        if first_difference:
-            break
-        step = compare_step(single, perturbed, ranks, floor=one.floor, before=steps)
-        steps.append(step)
-        first_difference = _first_difference(len(steps), step, single, ranks, floor=one.floor)
+        if first_difference is None:
+            steps.append(comparison.compare_step(single, perturbed, ranks))
+            first_difference = _first_difference(len(steps), steps[-1], single, ranks, floor=one.floor)
     sure = {each.name for step in steps for each in step[GRADIENTS] if each.is_sure}
-    return {
+    found = {
         "same": first_difference is None and bool(sure),
         "processes": processes,
         "steps": len(steps),
@@ -77,6 +80,7 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "unsure": [each.name for each in (steps[0][GRADIENTS] if steps else ()) if each.name not in sure],
         "first_difference": first_difference,
     }
+    return {"answer": found, "text": render(found)}
 
 
 def _load(folder: str, *, rank: int) -> Trace:
@@ -88,75 +92,62 @@ def _load(folder: str, *, rank: int) -> Trace:
 def _summary(part: str, steps: Sequence[Step]) -> dict[str, Any]:
     """Return how many are compared, and the one closest to its limit or beyond it most, with its step."""
     every = [(each, number) for number, step in enumerate(steps, start=1) for each in step[part]]
-    sure = [(each, number) for each, number in every if each.is_sure] or every
-    if not sure:
+    if not every:
         return {"compared": 0, "greatest": None}
-    worst, number = max(sure, key=lambda pair: pair[0].difference / pair[0].allowed)
+    worst, number = max(every, key=lambda pair: (pair[0].is_sure, pair[0].difference / pair[0].allowed))
     return {"compared": len({each.name for each, _ in every}), "greatest": {**asdict(worst), "step": number}}
-
-
-def _counted(found: Sequence[Difference]) -> dict[str, Any]:
-    return {"number": len(found), "first": asdict(found[0])}
 
 
 # One step
 
 
-def compare_step(
-    one: StepTrace, moved: StepTrace, many: Sequence[StepTrace], *, floor: float, before: Sequence[Step]
-) -> Step:
-    """many: of all ranks, in order. before: the earlier steps."""
+class Comparison:
+    """Compares steps in their order, since rounding that was measured applies from then on."""
 
-    def compare(part: str, compared: Sequence[Compared], extra: Mapping[str, float] | None = None) -> list[Difference]:
+    def __init__(self, floor: float) -> None:
+        self._floor = floor
+        self._rounding = defaultdict[tuple[str, str], float](float)
+        self._gradients_allowed = defaultdict[str, float](float)
+
+    def compare_step(self, one: StepTrace, moved: StepTrace, many: Sequence[StepTrace]) -> Step:
+        """many: of all ranks, in order."""
+        step = {LAYERS: self._compare(LAYERS, list(_layers(one, moved, many)))}
+        # If a strategy doesn't share buffers, the first rank's are saved and evaluated.
+        for part, ranks in ((GRADIENTS, many), (WEIGHTS, many), (BUFFERS, many[:1])):
+            sides = [getattr(trace, part) for trace in (one, moved, *ranks)]
+            names = dict.fromkeys(chain(*sides))
+            step[part] = self._compare(part, [(name, [side.get(name) for side in sides]) for name in names])
+        return step
+
+    def _compare(self, part: str, compared: Sequence[Compared]) -> list[Difference]:
         rounding = [tensor_difference(single, perturbed) for _, (single, perturbed, *_) in compared]
-        usual, earlier = median(rounding or [0.0]), _largest(before, part, "rounding")
+        usual = median(rounding or [0.0])
         found = []
         for (name, (single, _, *ranks)), now in zip(compared, rounding, strict=True):
-            measured = max(now, earlier.get(name, 0.0))
-            allowed = floor + _FACTOR * max(measured, usual) + (extra or {}).get(name, 0.0)
+            measured = self._rounding[part, name] = max(now, self._rounding[part, name])
+            allowed = self._floor + _FACTOR * max(measured, usual)
+            if part == GRADIENTS:
+                self._gradients_allowed[name] = max(allowed, self._gradients_allowed[name])
+            elif part == WEIGHTS:
+                allowed += _WEIGHTS_PER_GRADIENT * self._gradients_allowed[name]
             amounts = [tensor_difference(single, other) for other in ranks]
             found.append(Difference(name, max(amounts), allowed, measured, amounts.index(max(amounts))))
         return found
 
-    def named(part: str, ranks: Sequence[StepTrace]) -> list[Compared]:
-        sides = [getattr(trace, part) for trace in (one, moved, *ranks)]
-        return [(name, [side.get(name) for side in sides]) for name in dict.fromkeys(chain(*sides))]
 
-    step = {LAYERS: compare(LAYERS, _layers(one, moved, many)), GRADIENTS: compare(GRADIENTS, named(GRADIENTS, many))}
-    allowed = _largest([*before, step], GRADIENTS, "allowed")
-    extra = {name: _WEIGHTS_PER_GRADIENT * amount for name, amount in allowed.items()}
-    step[WEIGHTS] = compare(WEIGHTS, named(WEIGHTS, many), extra)
-    # If a strategy doesn't share buffers, the first rank's are saved and evaluated.
-    step[BUFFERS] = compare(BUFFERS, named(BUFFERS, many[:1]))
-    return step
-
-
-def _largest(steps: Sequence[Step], part: str, field: str) -> dict[str, float]:
-    """Return for each name the largest value of a field in these steps."""
-    largest: dict[str, float] = {}
-    for each in (each for step in steps for each in step[part]):
-        largest[each.name] = max(largest.get(each.name, 0.0), getattr(each, field))
-    return largest
-
-
-def _layers(one: StepTrace, moved: StepTrace, many: Sequence[StepTrace]) -> list[Compared]:
-    """Return what passes through modules in the order of the forward, as long as all took the same path."""
+def _layers(one: StepTrace, moved: StepTrace, many: Sequence[StepTrace]) -> Iterator[Compared]:
+    """Yield what passes through modules in the order of the forward, as long as all took the same path."""
     ranks = [trace for trace in many if trace.num_samples]  # a rank may have no sample of a short batch
-    found: list[Compared] = []
     for first, second, *others in zip(one.events, moved.events, *(trace.events for trace in ranks), strict=False):
-        if any((event.kind, event.module) != (first.kind, first.module) for event in (second, *others)):
-            break
-        together = sum((event.moments for event in others), torch.zeros(()))
-        sides = (first.moments, second.moments, together)
-        found.append((first.module, [_roots(moments / one.num_samples) for moments in sides]))
-    return found
+        if any(event.place != first.place for event in (second, *others)):
+            return
+        together = torch.stack([event.moments for event in others]).sum(dim=0)
+        yield first.module, [_roots(each / one.num_samples) for each in (first.moments, second.moments, together)]
 
 
 def _roots(moments: Tensor) -> Tensor:
     """Return the moments in the unit of the values."""
-    return torch.stack(
-        [moments[0], *(moment ** (1 / power) for moment, power in zip(moments[1:], POWERS, strict=True))]
-    )
+    return moments ** torch.tensor([1.0, *(1 / power for power in POWERS)])
 
 
 def tensor_difference(one: Tensor | None, other: Tensor | None) -> float:
@@ -170,7 +161,7 @@ def tensor_difference(one: Tensor | None, other: Tensor | None) -> float:
 
 
 class Guess(NamedTuple):
-    """What is probably wrong: a key of `report.CAUSES`, and what its text needs."""
+    """What is probably wrong: a key of `CAUSES`, and what its text needs."""
 
     reason: str
     module: str | None = None  # None if it is about none
@@ -178,46 +169,48 @@ class Guess(NamedTuple):
     names: Sequence[str] = ()  # parameters or buffers
 
 
+def _differing_start(one: Trace, many: Trace) -> dict[str, Any] | None:
+    """Return the initial weights that differ; None if all are the same."""
+    every = [
+        Difference(name, tensor_difference(each, many.weights.get(name)), one.floor, 0.0)
+        for name, each in one.weights.items()
+    ]
+    found = [each for each in every if each.is_too_large]
+    if not found:
+        return None
+    guess = Guess("start", names=[each.name for each in found])
+    return {"step": 0, "layer": None, "parts": _counted({WEIGHTS: found}), "shares": [], **guess._asdict()}
+
+
 def _first_difference(
     number: int, step: Step, one: StepTrace, many: Sequence[StepTrace], *, floor: float
 ) -> dict[str, Any] | None:
     """Return what differs in a step, and the guess; None if gradients, weights and buffers are the same."""
-    differing = {
-        part: found for part, every in step.items() if (found := [each for each in every if each.is_too_large])
-    }
-    parts = {part: found for part, found in differing.items() if part != LAYERS}
-    if not parts:
+    found = {part: [each for each in every if each.is_too_large] for part, every in step.items()}
+    layers = found.pop(LAYERS)
+    if not any(found.values()):
         return None
     layer = None
-    if LAYERS in differing:
-        place = step[LAYERS].index(differing[LAYERS][0])
+    if layers:
+        place = step[LAYERS].index(layers[0])
         event, before = one.events[place], one.events[place - 1] if place else None
         layer = {
-            **asdict(differing[LAYERS][0]),
+            **asdict(layers[0]),
             **{key: getattr(event, key) for key in ("kind", "type", "inside")},
             "before": before and (before.module or before.type),
             "drew": any(trace.events[place].drew for trace in (one, *many) if trace.num_samples),
         }
-    # With many samples in each process, the moments of what a BatchNorm returns hide what its statistics show.
-    statistics = {each.name.rpartition(".")[0] for each in parts.get(BUFFERS, ())}
-    norms = [event.module for event in one.events if event.type.startswith("BatchNorm") and event.module in statistics]
-    if layer is not None:
-        guess = _cause_in_layer(layer)
-    elif norms:
-        guess = Guess("batch_norm", norms[0])
-    elif GRADIENTS in parts:
-        guess = _cause_of_gradients(step[GRADIENTS], one, many, floor=floor)
-    else:
-        part, found = next(iter(parts.items()))
-        reason = "buffers" if part == BUFFERS else "replicas" if all(each.rank for each in found) else "optimizer"
-        guess = Guess(reason, names=[each.name for each in found])
     return {
         "step": number,
         "layer": layer,
-        "parts": {part: _counted(found) for part, found in parts.items()},
+        "parts": _counted(found),
         "shares": [trace.num_samples for trace in many],
-        **guess._asdict(),
+        **(_cause_in_layer(layer) if layer else _cause_elsewhere(step, found, one, many, floor=floor))._asdict(),
     }
+
+
+def _counted(parts: Mapping[str, Sequence[Difference]]) -> dict[str, Any]:
+    return {part: {"number": len(found), "first": asdict(found[0])} for part, found in parts.items() if found}
 
 
 def _cause_in_layer(layer: Mapping[str, Any]) -> Guess:
@@ -231,16 +224,27 @@ def _cause_in_layer(layer: Mapping[str, Any]) -> Guess:
     return Guess("batch_norm" if is_batch_norm else "mixing", module)
 
 
-def _cause_of_gradients(
-    compared: Sequence[Difference], one: StepTrace, many: Sequence[StepTrace], *, floor: float
+def _cause_elsewhere(
+    step: Step, found: Mapping[str, Sequence[Difference]], one: StepTrace, many: Sequence[StepTrace], *, floor: float
 ) -> Guess:
-    """Every module returned the same."""
-    found = [each for each in compared if each.is_too_large]
-    names = [each.name for each in found]
-    if all(each.rank > 0 for each in found):
+    """Return the cause if every module returned the same. found: what differs."""
+    # With many samples in each process, the moments of what a BatchNorm returns hide what its statistics show.
+    statistics = {each.name.rpartition(".")[0] for each in found[BUFFERS]}
+    for event in one.events:
+        if event.type.startswith("BatchNorm") and event.module in statistics:
+            return Guess("batch_norm", event.module)
+    part = next(part for part in (GRADIENTS, WEIGHTS, BUFFERS) if found[part])
+    names = [each.name for each in found[part]]
+    if part == BUFFERS:
+        return Guess("buffers", names=names)
+    if all(each.rank > 0 for each in found[part]):
         return Guess("replicas", names=names)
+    if part == WEIGHTS:
+        return Guess("optimizer", names=names)
     given = {name for name, gradient in one.gradients.items() if gradient.any()}
-    sure = [each for each in compared if each.is_sure and each.name in given]
+    sure = [each for each in step[GRADIENTS] if each.is_sure and each.name in given]
+    if not sure:
+        return Guess("loss")
     if not all(each.is_too_large for each in sure):
         return Guess("backward", names=names)
     factor, rest = common_factor(one.gradients, many[0].gradients)
@@ -249,8 +253,125 @@ def _cause_of_gradients(
 
 def common_factor(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tuple[float, float]:
     """Return the factor that brings the tensors of `one` closest to those of `other`, and the difference then."""
-    names = one.keys() & other.keys()
-    ones, others = (torch.cat([side[name] for name in names]) for side in (one, other))
-    size = float(ones.square().sum())
-    factor = float((ones * others).sum()) / size if size else 0.0
+    ones = torch.cat(list(one.values()))
+    others = torch.cat([other.get(name, torch.zeros_like(tensor)) for name, tensor in one.items()])
+    factor = float(ones.dot(others) / ones.square().sum())
     return factor, tensor_difference(ones * factor, others)
+
+
+# What is printed
+
+CAUSES: Mapping[str, str] = {
+    "start": "{names} isn't the same in two trainings with one seed. Making the model draws numbers that don't depend "
+    "on `seed` (an unseeded generator, the time), or that depend on the rank.",
+    "input": "The model's input isn't the same for the same sample. The dataset returns something else each time (only "
+    "the generators of Python, NumPy and torch are seeded), or the task computes it from all samples of its process.",
+    "random": "{module} draws random numbers, other ones in each process. If they are meant (noise, augmentation, "
+    "torch.nn.functional.dropout), nothing is wrong; set them to 0 to compare the rest.",
+    "batch_norm": "In training, {module} takes mean and variance over the samples of its own process, {shares} of "
+    "{total}. If these are many, accept it. Else share the statistics over processes, on GPUs: strategy=ddp "
+    "strategy.sync_batchnorm=true. Or use torch.nn.GroupNorm or torch.nn.LayerNorm.",
+    "mixing": "The output of {module} for a sample depends on the other samples of its process: a mean, norm or rank "
+    "over the batch, pairs of samples, padding to the longest. Gather the samples of all processes for it "
+    "(torch.distributed.nn.functional.all_gather keeps gradients), or accept it.",
+    "factor": "All gradients are {factor:.4g} times those of one process; they reach the optimizer as the mean over "
+    "processes. The loss (StepOutput.loss) should be the mean over the samples of its batch (reduction='mean').",
+    "loss": "Every layer is the same, and gradients aren't. The loss isn't a mean over the samples of its batch (class "
+    "weights, ignore_index, pairs of samples), or it draws random numbers. Use such a mean, gather what the loss needs "
+    "over processes, or accept it.",
+    "backward": "Every layer and the gradients of other parameters are the same; {names} isn't: only some samples use "
+    "it, or it is used outside of the model's forward, has a hook or an autograd.Function that depends on the batch, "
+    "or a second loss that isn't a mean over samples.",
+    "replicas": "Only the first process has the weights and gradients of one process ({names}). The strategy doesn't "
+    "average gradients, or the optimizer draws random numbers or depends on the rank.",
+    "optimizer": "All gradients are the same, and what the optimizer makes of them isn't: {names}. It depends on the "
+    "number of processes (a learning rate that is scaled by it), or draws random numbers.",
+    "buffers": "Gradients and weights are the same; {names} isn't. It is computed from the samples of a process, and "
+    "the first process's is saved. Reduce it over processes, if it matters.",
+}
+
+
+def render(answer: Mapping[str, Any]) -> str:
+    """Return the table and the verdict."""
+    lines = ["", _table(answer), ""]
+    if answer["dropouts"]:
+        lines.append(f"Dropout was switched off in {format_count(answer['dropouts'], 'module')}.")
+    if answer["unsure"]:
+        number = format_count(len(answer["unsure"]), "parameter")
+        names = _listed(answer["unsure"])
+        lines.append(f"{number} can't be compared, since rounding is as large as the gradient: {names}")
+    lines += [""] if lines[-1] else []
+    if answer["first_difference"] is not None:
+        return "\n".join([*lines, *_difference(answer, answer["first_difference"])])
+    model, steps = answer["model"], format_count(answer["steps"], "step")
+    worst = answer["parts"]["weights"]["greatest"]
+    are_weights_sure = worst is not None and worst["allowed"] < _UNSURE
+    if answer["same"]:
+        what = "weights" if are_weights_sure else "gradients"
+        processes = answer["processes"]
+        lines.append(
+            f"The same: {model} gets the same {what} from 1 process and from {processes} in {steps}, but for rounding."
+        )
+        if not are_weights_sure:
+            lines.append(f"The weights can't be compared: rounding is as large as their changes. {_SHARPER}")
+    else:
+        lines.append(
+            "Nothing can be compared: rounding is as large as the gradients, or no step was made (a loss "
+            f"scaler skips\nthe first ones). {_SHARPER}"
+        )
+    return "\n".join(lines)
+
+
+def _table(answer: Mapping[str, Any]) -> str:
+    rows: list[tuple[str, ...]] = [("", "compared", "off by", "allowed", "rounding", "where")]
+    for part, found in answer["parts"].items():
+        row: tuple[str, ...] = (part, str(found["compared"]))
+        if (worst := found["greatest"]) is not None:
+            off, allowed, rounding = (_number(worst[key]) for key in ("difference", "allowed", "rounding"))
+            row += (off, allowed, rounding, f"{worst['name'] or answer['model']}, step {worst['step']}")
+        rows.append(row)
+    return format_table(rows)
+
+
+def _difference(answer: Mapping[str, Any], first_difference: Mapping[str, Any]) -> Iterator[str]:
+    step, layer = first_difference["step"], first_difference["layer"]
+    yield f"Not the same: {answer['model']} differs {f'in step {step}' if step else 'before the first step'}."
+    rows = [] if layer is None else [("first", _layer(layer))]
+    for part, found in first_difference["parts"].items():
+        of = f" of {answer['parts'][part]['compared']}" if step else ""
+        rows.append((part, f"{found['number']}{of} differ; first {found['first']['name']}, {_off(found['first'])}"))
+    yield format_table(rows)
+    shares = first_difference["shares"]
+    text = CAUSES[first_difference["reason"]].format(
+        # Random numbers that no module draws are drawn by the task.
+        module="The task" if first_difference["module"] is None else first_difference["module"] or answer["model"],
+        names=_listed(first_difference["names"]),
+        factor=first_difference["factor"],
+        shares=" or ".join(map(str, sorted(set(shares)))),
+        total=sum(shares),
+    )
+    yield "\nProbably:"
+    yield textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _layer(layer: Mapping[str, Any]) -> str:
+    """Return where in the forward a layer differs, and by how much."""
+    where = f"the {layer['kind']} of " + (f"{layer['name']} ({layer['type']})" if layer["name"] else layer["type"])
+    if layer["kind"] == "input" and layer["inside"] is not None:
+        where += f", made in the forward of {layer['inside'] or 'the model'}"
+        where += f" after {layer['before']}" if layer["before"] else ""
+    return f"{where}: {_off(layer)}"
+
+
+def _off(found: Mapping[str, Any]) -> str:
+    where = f" on rank {found['rank']}" if found["rank"] else ""
+    return f"{_number(found['difference'])} off{where} ({_number(found['allowed'])} allowed)"
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}" if value < 0.01 else f"{value:.2g}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

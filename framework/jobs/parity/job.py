@@ -15,7 +15,7 @@ with these keys:
     first_difference
                    null, or of the first step that differs: step (0: the start), layer (the first in the forward),
                    parts (how many differ, the first of them), shares (samples of each process), reason (see
-                   `report.CAUSES`), module, factor, names
+                   `comparison.CAUSES`), module, factor, names
 
 Exit status 0: the same; 1: not the same, or a training failed; 2: can't be compared. No torch here.
 """
@@ -36,7 +36,6 @@ from framework.config.topology import Topology
 from framework.data.batching import plan_batches
 from framework.errors import ConfigError, TopologyError
 from framework.jobs.launcher_choice import checked_topology
-from framework.jobs.parity.report import render
 from framework.jobs.request import JobResult, Request, SubRun
 from framework.jobs.run_ranks import Messages, run
 from framework.jobs.summary import display_path, job_interrupted, training_summary
@@ -93,10 +92,10 @@ def main(request: Request) -> JobResult:
         "recipe": config.recipe,
         "global_batch_size": size,
         "precision": config.trainer.precision,
-        **found,
+        **found["answer"],
     }
     write_atomically(folder / "parity.json", json.dumps(answer, indent=2) + "\n")
-    print(f"{render(answer)}\n\n  {display_path(folder / 'parity.json')}", flush=True)
+    print(f"{found['text']}\n\n  {display_path(folder / 'parity.json')}", flush=True)
     return JobResult(0 if answer["same"] else 1)
 
 
@@ -137,9 +136,7 @@ def check_setup(request: Request) -> Setup:
     if topology.gpus_per_node and not config.topology.share_gpus and needed > count_gpus():
         raise TopologyError(
             f"{processes} processes of {topology.span} GPU(s) each need {needed} GPUs; there are {count_gpus()}.\n"
-            "Use fewer (parity.processes); let them share "
-            f"(topology.share_gpus=true topology.gpus_per_process={topology.span} backend=gloo);\n"
-            "or compare on the CPU: trainer.gpus=0"
+            "Use fewer (parity.processes), topology.share_gpus=true, or the CPU: trainer.gpus=0"
         )
     return Setup(processes, size, topology)
 

@@ -8,9 +8,8 @@ each bucket is summed (count sketch: Charikar, Chen and Farach-Colton, 2002).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -30,21 +29,16 @@ _BUCKETS = 1024
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far two trainings may differ by rounding alone; docs/parity.md explains the numbers."""
+def tolerance(precision: str, dtypes: Iterable[torch.dtype]) -> tuple[float, float]:
+    """Return how far two trainings may always differ, and how far to move weights to measure how rounding carries.
 
-    floor: float  # what is always allowed
-    moved_by: float  # how far to move weights to measure rounding: farther than rounding does
-
-    @classmethod
-    def of(cls, precision: str, dtypes: Sequence[torch.dtype]) -> Tolerance:
-        """Return that of the coarsest of these formats and of `precision`."""
-        formats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-        formats += [_AUTOCAST[precision]] if precision in _AUTOCAST else []
-        unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)  # the largest relative error of one rounding
-        # With 16 bits, sums are in float32.
-        return cls(4 * unit, unit) if unit > 2.0**-16 else cls(128 * unit, 64 * unit)
+    That is for the coarsest of these formats and of `precision`; docs/parity.md explains the numbers.
+    """
+    formats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    formats += [_AUTOCAST[precision]] if precision in _AUTOCAST else []
+    unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)  # the largest relative error of one rounding
+    # With 16 bits, sums are in float32.
+    return (4 * unit, unit) if unit > 2.0**-16 else (128 * unit, 64 * unit)
 
 
 @dataclass(frozen=True)
@@ -57,6 +51,10 @@ class Event:
     inside: str | None  # the module whose forward calls it; None for the model itself
     drew: bool  # random numbers were drawn since the event before
     moments: Tensor  # see `moments`; of a step, times its samples
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.kind, self.module
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Trace:
 
     weights: Mapping[str, Tensor]  # before the first step
     model: str  # its class
-    floor: float  # see Tolerance
+    floor: float  # see `tolerance`
     dropouts: int  # modules in which dropout was switched off
     steps: list[StepTrace]
 
@@ -88,7 +86,7 @@ def trace_file(folder: Path, *, rank: int) -> Path:
 
 @final
 class Recording:
-    """Writes this rank's Trace after each of `steps` optimizer steps, then stops the training.
+    """Writes this rank's Trace of `steps` optimizer steps, after which it stops the training.
 
     Dropout and TF32 are switched off. The random generators are compared, never used.
 
@@ -102,7 +100,7 @@ class Recording:
     def __init__(
         self, *, run_dir: RunDir, context: Context, steps: int, precision: str, moves_weights: bool = False
     ) -> None:
-        self._context = context
+        self._devices = context.devices
         self._file = trace_file(run_dir.path, rank=context.rank)
         self._steps = steps
         self._precision = precision
@@ -114,13 +112,12 @@ class Recording:
     def on_fit_start(self, info: FitInfo) -> None:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         self._model = model = info.model
-        tolerance = Tolerance.of(self._precision, [parameter.dtype for parameter in model.parameters()])
+        floor, moved_by = tolerance(self._precision, [parameter.dtype for parameter in model.parameters()])
         dropouts = switch_off_dropout(model)
         if self._moves_weights:
-            move_weights(model, by=tolerance.moved_by)
-        self._trace = Trace(self._weights(), type(model).__name__, tolerance.floor, dropouts, steps=[])
-        self._save()
-        self._drawn = fingerprint(self._context.devices)
+            move_weights(model, by=moved_by)
+        self._trace = Trace(_sketches(model.named_parameters()), type(model).__name__, floor, dropouts, steps=[])
+        self._drawn = fingerprint(self._devices)
         # Hooks are functions, not bound methods: a copy of the model copies its hooks and what they are bound to.
         info.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
         for name, module in model.named_modules():
@@ -128,30 +125,25 @@ class Recording:
 
     def on_train_step_end(self, report: StepReport) -> Stop | None:
         sizes = [micro.num_samples for micro in report.indices]
+        weights = _sketches(self._model.named_parameters())
         step = StepTrace(
             num_samples=sum(sizes),
             events=step_events(self._events, sizes),
             gradients=self._gradients,
-            weights={name: sketch - self._trace.weights[name] for name, sketch in self._weights().items()},
-            buffers={name: sketch(full_tensor(buffer)) for name, buffer in self._model.named_buffers()},
+            weights={name: moved - self._trace.weights[name] for name, moved in weights.items()},
+            buffers=_sketches(self._model.named_buffers()),
         )
         self._events, self._gradients = [], {}
         self._trace.steps.append(step)
-        self._save()
         return Stop(f"parity.steps={self._steps} compared") if len(self._trace.steps) >= self._steps else None
 
-    def _save(self) -> None:
+    def on_fit_end(self) -> None:
         self._file.parent.mkdir(exist_ok=True)
         torch.save(self._trace, self._file)
 
-    def _weights(self) -> dict[str, Tensor]:
-        """Return sketches of the weights. Every rank must call it."""
-        return {name: sketch(full_tensor(parameter)) for name, parameter in self._model.named_parameters()}
-
     def _record_gradients(self) -> None:
-        """Record the gradients before the optimizer's step. Every rank must call it."""
         given = ((name, parameter.grad) for name, parameter in self._model.named_parameters())
-        self._gradients = {name: sketch(full_tensor(grad)) for name, grad in given if grad is not None}
+        self._gradients = _sketches((name, grad) for name, grad in given if grad is not None)
 
     def _watch(self, name: str, module: nn.Module) -> None:
         """Record every forward of the module."""
@@ -171,16 +163,9 @@ class Recording:
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
         if not tensors or not self._model.training:
             return
-        before, self._drawn = self._drawn, fingerprint(self._context.devices)
-        event = partial(
-            Event,
-            kind=kind,
-            module=name,
-            type=type(module).__name__,
-            inside=self._open[-1] if self._open else None,
-            drew=before != self._drawn,
-        )
-        self._events += [event(moments=moments(tensor)) for tensor in tensors]
+        before, self._drawn = self._drawn, fingerprint(self._devices)
+        inside, drew = self._open[-1] if self._open else None, before != self._drawn
+        self._events += [Event(kind, name, type(module).__name__, inside, drew, moments(each)) for each in tensors]
 
 
 def step_events(recorded: Sequence[Event], sizes: Sequence[int]) -> list[Event]:
@@ -188,9 +173,10 @@ def step_events(recorded: Sequence[Event], sizes: Sequence[int]) -> list[Event]:
 
     A micro-batch of size 0 is a stand-in, whose values are left out.
     """
-    length, rest = divmod(len(recorded), max(1, len(sizes)))
-    micro = [recorded[number * length : (number + 1) * length] for number in range(len(sizes))]
-    if rest or len({tuple((event.kind, event.module) for event in part) for part in micro}) > 1:
+    length = len(recorded) // len(sizes)
+    micro = [recorded[begin : begin + length] for begin in range(0, len(recorded), length or 1)]
+    paths = [[event.place for event in part] for part in micro]
+    if any(path != paths[0] for path in paths):
         return []
     return [
         replace(
@@ -221,9 +207,7 @@ def move_weights(model: nn.Module, *, by: float) -> None:
         own = local_tensor(parameter)
         if own.is_floating_point() or own.is_complex():
             signs = torch.randint(2, own.shape, generator=generator) * 2 - 1
-            # The weights' own format may have no number so near to 1.
-            factors = (1 + by * signs.double()).to(torch.float64 if by < 2.0**-24 else torch.float32)
-            own.mul_(factors.to(own.device))
+            own.mul_((1 + by * signs.double()).to(own.device))  # the weights' format may have no number so near to 1
 
 
 def moments(tensor: Tensor) -> Tensor:
@@ -241,9 +225,13 @@ def sketch(tensor: Tensor) -> Tensor:
     return nn.functional.pad(values * signs, (0, -len(values) % _BUCKETS)).reshape(-1, _BUCKETS).sum(dim=0)
 
 
+def _sketches(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return sketches by name. Every rank must call it."""
+    return {name: sketch(full_tensor(tensor)) for name, tensor in tensors}
+
+
 def _exact(tensor: Tensor) -> Tensor:
     """Return all values in one dimension and in float64, where nearly equal ones still differ; 0 for NaN and Inf."""
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
-    values = values.cpu() if values.device.type == "mps" else values  # which has no float64
     return values.flatten().to(torch.float64, copy=True).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -39,7 +39,7 @@ from framework.training.data_settings import (
 )
 from framework.training.precision import PrecisionPlugin
 from framework.training.rank_setup import plan_training
-from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
+from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes
 from framework.types import Datasets, hooks
 
 _META = torch.device("meta")
@@ -133,14 +133,13 @@ def _data(
 
 
 def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[str, Any]:
-    """Return the optimizer steps. Without data, the total is known only if `max_steps` alone limits the run."""
-    settings = config.trainer
-    limits = {"max_epochs": settings.max_epochs, "max_steps": settings.max_steps}
-    if datasets is None:
-        return {"per_epoch": None, "total": settings.max_steps if settings.max_epochs is None else None, **limits}
-    size = None if isinstance(datasets.train, IterableDataset) else len(datasets.train)
-    per_epoch = steps_per_epoch(settings, plan, size=size)
-    return {"per_epoch": per_epoch, "total": total_steps(settings, steps_per_epoch=per_epoch), **limits}
+    """Return the optimizer steps. If those of an epoch are unknown, the total is `max_steps`."""
+    settings, per_epoch = config.trainer, None
+    if datasets is not None:
+        size = None if isinstance(datasets.train, IterableDataset) else len(datasets.train)
+        per_epoch = steps_per_epoch(settings, plan, size=size)
+    total = total_steps(settings, steps_per_epoch=per_epoch)
+    return {"per_epoch": per_epoch, "total": total, "max_epochs": settings.max_epochs, "max_steps": settings.max_steps}
 
 
 # Model, optimizer, checkpoint
@@ -154,25 +153,21 @@ def _sizes(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build.build_optimizer(config.optimizer, model.parameters())
     build.build_scheduler(config.scheduler, optimizer, schedule_steps)
-    parameters, gradients, buffers = map(tensor_bytes, (model.parameters(), trainable, model.buffers()))
+    parameters, gradients, buffers = map(_bytes, (model.parameters(), trainable, model.buffers()))
+    state_sizes = None
     try:
         state_sizes = optimizer_state_bytes(lambda some: build.build_optimizer(config.optimizer, some), trainable)
-        optimizer_bytes: int | None = sum(state_sizes)
     except Exception as error:  # maybe the user's own optimizer: the other sizes are still known
-        optimizer_bytes = None
         notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
     world, sharding, shards = context.world_size, strategy.sharding, strategy.sharding.ranks
     stages = 1 if strategy.num_stages is None else shards  # a stage exchanges gradients only with its copies
-    gathered = _bytes_as(model.parameters(), sharding.param_dtype)
-    reduced = -(-_bytes_as(trainable, sharding.reduce_dtype) // stages) if world > stages else 0
-    traffic = _traffic(
-        shards // stages, world // stages, reduced=reduced, gathered=gathered, every=strategy.exchanges_every
-    )
+    gathered = _bytes(model.parameters(), sharding.param_dtype)
+    reduced = -(-_bytes(trainable, sharding.reduce_dtype) // stages) if world > stages else 0
     if strategy.num_stages is not None:
         split_into_stages(model, strategy.num_stages)  # raises FrameworkError for a model that can't be split
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)  # raises FrameworkError, too
     checkpoint = None
-    if optimizer_bytes is not None and config.checkpoint.enabled:
+    if state_sizes is not None and config.checkpoint.enabled:
         checkpoint = checkpoint_bytes(model, state_sizes, world_size=world, averages=averages, strategy=strategy)
     return {
         "model": {
@@ -184,25 +179,25 @@ def _sizes(
             "parameters": -(-parameters // shards),
             "gradients": -(-gradients // shards),
             "buckets": reduced if strategy.copies_gradients else 0,
-            "optimizer": None if optimizer_bytes is None else -(-optimizer_bytes // shards),
+            "optimizer": None if state_sizes is None else -(-sum(state_sizes) // shards),
             "buffers": buffers,
             "averages": averages * (parameters + buffers),
             "anchors": strategy.weight_copies * gradients,
             "errors": strategy.gradients_kept * gradients,
         },
-        "traffic": traffic,
+        "traffic": _traffic(strategy, shards // stages, world // stages, reduced=reduced, gathered=gathered),
         "optimizer": config.optimizer["_target_"].rpartition(".")[2],
         "checkpoint": checkpoint,
     }
 
 
-def _traffic(ranks: int, world: int, *, reduced: int, gathered: int, every: int) -> dict[str, int]:
+def _traffic(strategy: Strategy, ranks: int, world: int, *, reduced: int, gathered: int) -> dict[str, int]:
     """Return the bytes of one step. ranks: over how many each copy of the model is sharded.
 
-    Within a copy, gradients go around the ring once and weights twice; between copies, gradient shards go twice.
-    every: steps from one exchange of weights, as large as the gradients, to the next.
+    Within a copy, gradients go around the ring once and weights twice; between copies, gradient shards go twice. An
+    exchange of weights instead is as large as one of gradients.
     """
-    copies = world // ranks
+    copies, every = world // ranks, strategy.exchanges_every
     within = (ranks - 1) * (reduced + 2 * gathered) // ranks
     between = 2 * (copies - 1) * (reduced // ranks) // copies
     return {"reduced": reduced // every, "ring_per_rank": (within + between) // every}
@@ -212,8 +207,8 @@ def _count(tensors: Iterable[Tensor]) -> int:
     return sum(each.numel() for each in tensors)
 
 
-def _bytes_as(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> int:
-    return tensor_bytes(tensors) if dtype is None else _count(tensors) * dtype.itemsize
+def _bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
+    return sum(each.numel() * (dtype or each.dtype).itemsize for each in tensors)
 
 
 def _build_model(config: Config, context: Context, *, num_stages: int | None) -> nn.Module:

@@ -111,18 +111,43 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
 
 def render(plan: Mapping[str, Any], topology: Topology) -> str:
     """Return the page for what `make_plan` returned."""
+    batch, steps, model = plan["batch"], plan["steps"], plan["model"]
+    backend, environment, run_commands = plan["backend"], plan["environment"], plan["commands"]
+    number = batch["accumulate_grad_batches"] * batch["num_microbatches"]
+    passes = f" in {number} passes of {_range(batch['per_forward'])}" if number > 1 else ""
+    limits = [f"trainer.{name}={steps[name]}" for name in ("max_epochs", "max_steps") if steps[name] is not None]
+    per_epoch, total = ("unknown" if steps[key] is None else f"{steps[key]:,}" for key in ("per_epoch", "total"))
+    set_up, collective = (format_duration(backend[key]) for key in ("init_timeout_s", "timeout_s"))
+    limit = f"set-up within {set_up}, then {collective} a collective"
     facts = [
-        *_launch(plan, topology),
-        *_steps(plan),
-        *_sizes(plan),
+        ("launcher", plan["launcher"]),
+        ("backend", f"{backend['name']}, init_method={backend['init_method']}; {limit}"),
+        ("strategy", f"{plan['strategy']}, {_replicas(topology, plan['shards'])}"),
+        ("samples", _samples(plan["data"])),
+        ("batch", f"{_range(batch['per_rank'])} on each rank{passes}, {batch['global']:,} global"),
+        ("steps", f"{per_epoch} an epoch, {total} in all ({', '.join(limits)})"),
+        ("model", f"{model['name']}, {model['parameters']:,} parameters, {model['trainable']:,} trainable"),
+        ("on each rank", _memory(plan)),
+        ("reduced a step", _traffic(plan)),
+        (
+            "checkpoint",
+            "none, or of unknown size" if plan["checkpoint"] is None else f"about {format_bytes(plan['checkpoint'])}",
+        ),
         ("run directory", plan["run_dir"]),
-        *_environment(plan["environment"], world_size=topology.world_size),
+        ("environment", _words(environment["common"])),
+        ("of rank 0", _words(environment["first_rank"])),
+        (f"of rank {topology.world_size - 1}", _words(environment["last_rank"])),
     ]
+    where = (
+        ""
+        if topology.nnodes == 1
+        else f" (the first two on each node, whose number is NODE: 0 to {topology.nnodes - 1})"
+    )
     sections = [
         f"Plan of {plan['recipe']}: {_arithmetic(topology)}",
         rank_table(topology),
-        format_table(facts, width=_WIDTH),
-        _commands(plan["commands"], nodes=topology.nnodes),
+        format_table([(name, text) for name, text in facts if text], width=_WIDTH),
+        "\n".join([f"Start it with one of{where}", *(f"  {shlex.join(words)}" for words in run_commands.values())]),
         *(f"Note: {note}" for note in plan["notes"]),
     ]
     return "\n\n".join(sections)
@@ -136,8 +161,7 @@ def rank_table(topology: Topology) -> str:
         if rank == world - half and world > _MAX_RANKS:
             rows.append(("…",) * 4)
         node, local = divmod(rank, topology.procs_per_node)
-        cpu = "CPU" if topology.span == 1 else f"{topology.span} × CPU"
-        devices = ", ".join(map(str, topology.device_indices(local))) or cpu
+        devices = ", ".join(map(str, topology.device_indices(local))) or ", ".join(["CPU"] * topology.span)
         rows.append((str(rank), str(node), str(local), devices))
     return format_table(rows)
 
@@ -152,47 +176,18 @@ def _arithmetic(topology: Topology) -> str:
     return f"{nodes}; {format_count(topology.gpus_per_node, 'GPU')} a node{shared}, {topology.span} for each rank"
 
 
-def _launch(plan: Mapping[str, Any], topology: Topology) -> Rows:
-    backend = plan["backend"]
-    set_up, collective = (format_duration(backend[key]) for key in ("init_timeout_s", "timeout_s"))
-    limits = f"set-up within {set_up}, then {collective} a collective"
-    return [
-        ("launcher", plan["launcher"]),
-        ("backend", f"{backend['name']}, init_method={backend['init_method']}; {limits}"),
-        ("strategy", f"{plan['strategy']}, {_copies(topology, plan['shards'])}"),
-    ]
+def _replicas(topology: Topology, shards: int) -> str:
+    replicas = format_count(topology.world_size // shards, "replica")
+    sharded = f", each sharded over {shards:,} ranks" if shards > 1 else ""
+    return replicas + sharded + (f", each on {topology.span} devices" if topology.span > 1 else "")
 
 
-def _copies(topology: Topology, shards: int) -> str:
-    if shards > 1:
-        copies = format_count(topology.world_size // shards, "copy of the model", "copies of the model")
-        return f"{copies}, each sharded over {shards:,} ranks"
-    if topology.span == 1:
-        return format_count(topology.world_size, "single-device replica")
-    replicas = format_count(topology.world_size, "model-parallel replica")
-    return f"{replicas}: the model places itself on the {topology.span} devices of its rank"
-
-
-def _steps(plan: Mapping[str, Any]) -> Rows:
-    batch, data, steps = plan["batch"], plan["data"], plan["steps"]
-    number = batch["accumulate_grad_batches"] * batch["num_microbatches"]
-    passes = f" in {number} passes of {_range(batch['per_forward'])}" if number > 1 else ""
-    samples = "unknown, the data isn't here"
-    if data["source"] is not None:
-        known = [
-            f"a stream {purpose}" if part in data["streams"] else f"{data[part]:,} {purpose}"
-            for part, purpose in (("train", "to train with"), ("val", "to validate"), ("test", "to test"))
-            if part in data["streams"] or data[part] is not None
-        ]
-        samples = ", ".join(known) + (" (plan.train_samples)" if data["source"] != "data" else "")
-    per_epoch = "unknown" if steps["per_epoch"] is None else f"{steps['per_epoch']:,}"
-    total = "" if steps["total"] is None else f", {steps['total']:,} in all"
-    limits = [f"trainer.{name}={steps[name]}" for name in ("max_epochs", "max_steps") if steps[name] is not None]
-    return [
-        ("samples", samples),
-        ("batch", f"{_range(batch['per_rank'])} on each rank{passes}, {batch['global']:,} global"),
-        ("steps", f"{per_epoch} an epoch{total} ({', '.join(limits)})"),
-    ]
+def _samples(data: Mapping[str, Any]) -> str:
+    if data["source"] is None:
+        return "unknown, the data isn't here"
+    known = [f"{part} {data[part]:,}" for part in ("train", "val", "test") if data[part] is not None]
+    known += [f"{part} is a stream" for part in data["streams"]]
+    return ", ".join(known) + (" (plan.train_samples)" if data["source"] != "data" else "")
 
 
 def _range(bounds: Mapping[str, int]) -> str:
@@ -200,42 +195,22 @@ def _range(bounds: Mapping[str, int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} or {most:,}"
 
 
-def _sizes(plan: Mapping[str, Any]) -> Rows:
-    model, memory, traffic, checkpoint = (plan[key] for key in ("model", "memory", "traffic", "checkpoint"))
-    trainable = "all trainable" if model["trainable"] == model["parameters"] else f"{model['trainable']:,} trainable"
-    is_known = memory["optimizer"] is not None
-    names = {"optimizer": f"optimizer ({plan['optimizer']})"}
-    shown = [
-        f"{names.get(name, name)} {'unknown' if size is None else format_bytes(size)}"
-        for name, size in memory.items()
-        if size != 0
+def _memory(plan: Mapping[str, Any]) -> str:
+    memory: Mapping[str, int | None] = plan["memory"]
+    parts = [
+        f"{name} {'unknown' if size is None else format_bytes(size)}" for name, size in memory.items() if size != 0
     ]
+    least = "at least " if None in memory.values() else ""
     together = format_bytes(sum(size or 0 for size in memory.values()))
-    reduced = "nothing"
-    if traffic["reduced"]:
-        every = plan["exchanges_every"]
-        what = "gradients" if every == 1 else f"weights, exchanged every {every} steps"
-        ring = format_bytes(traffic["ring_per_rank"])
-        reduced = f"{format_bytes(traffic['reduced'])} of {what}; in a ring each rank sends and receives {ring}"
-    saved = "none is saved" if is_known else "of unknown size"
-    return [
-        ("model", f"{model['name']}, {model['parameters']:,} parameters, {trainable}"),
-        ("on each rank", f"{'' if is_known else 'at least '}{together} = {' + '.join(shown)}; activations besides"),
-        ("reduced a step", reduced),
-        ("checkpoint", saved if checkpoint is None else f"about {format_bytes(checkpoint)}"),
-    ]
+    return f"{least}{together} = {' + '.join(parts)}; activations besides"
 
 
-def _environment(found: Mapping[str, Mapping[str, str]], *, world_size: int) -> Rows:
-    titles = {"common": "environment", "first_rank": "of rank 0", "last_rank": f"of rank {world_size - 1}"}
-    return [
-        (title, " ".join(f"{name}={value}" for name, value in found[key].items()))
-        for key, title in titles.items()
-        if found[key]  # launcher=in_place sets none
-    ]
+def _traffic(plan: Mapping[str, Any]) -> str:
+    reduced, ring = (format_bytes(plan["traffic"][key]) for key in ("reduced", "ring_per_rank"))
+    every = plan["exchanges_every"]
+    what = "gradients" if every == 1 else f"weights, exchanged every {every} steps"
+    return f"{reduced} of {what}; in a ring each rank sends and receives {ring}"
 
 
-def _commands(found: Mapping[str, list[str]], *, nodes: int) -> str:
-    each, number = ("", "") if nodes == 1 else (" on each node", f", with its number (0 to {nodes - 1}) for NODE")
-    titles = {"framework": f"Start it{each}{number}", "torchrun": f"or with torchrun{each}", "srun": "or with SLURM"}
-    return "\n".join(f"{title}\n  {shlex.join(found[name])}" for name, title in titles.items())
+def _words(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variables.items())

@@ -10,7 +10,7 @@ import pytest
 from framework.config.parse import parse
 from framework.errors import ConfigError, TopologyError
 from framework.jobs.parity import job as parity
-from framework.jobs.parity.report import CAUSES, render
+from framework.jobs.parity.comparison import CAUSES, render
 from framework.jobs.request import Request, SubRun
 from framework.launch.environment import detect
 from framework.launch.handshake import AdoptedRanks

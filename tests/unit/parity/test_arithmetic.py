@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.jobs.parity.comparison import tensor_difference
-from framework.jobs.parity.recording import Tolerance, moments, move_weights, sketch, switch_off_dropout
+from framework.jobs.parity.recording import moments, move_weights, sketch, switch_off_dropout, tolerance
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -30,8 +30,8 @@ def test_what_is_allowed_is_more_than_rounding_and_far_less_than_all() -> None:
         ("bf16-true", [torch.bfloat16], 2.0**-8),
         ("16-mixed", [torch.float32], 2.0**-11),
     ):
-        tolerance = Tolerance.of(precision, dtypes)
-        assert unit <= tolerance.moved_by < tolerance.floor < 0.02
+        floor, moved_by = tolerance(precision, dtypes)
+        assert unit <= moved_by < floor < 0.02
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_weights_are_moved_by_rounding_and_no_generator_moves(dtype: torch.dtype
         model.weight.fill_(value)
     again, before = copy.deepcopy(model), torch.get_rng_state()
     for each in (model, again):
-        move_weights(each, by=Tolerance.of("32-true", [dtype]).moved_by)
+        move_weights(each, by=tolerance("32-true", [dtype])[1])
     assert torch.equal(torch.get_rng_state(), before)
     assert set((model.weight.detach().double() - value).flatten().tolist()) == {step, -step}
     assert torch.equal(model.weight, again.weight)
