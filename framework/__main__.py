@@ -52,7 +52,9 @@ def main() -> int:
 
 
 def _command() -> int:
-    arguments = sys.argv[1:]
+    from framework.launch.environment import without_secret
+
+    arguments = sys.argv[1:] = without_secret(sys.argv[1:], os.environ)
     try:
         if _MAY_BE_A_RANK & os.environ.keys():
             status = _adopted(arguments)

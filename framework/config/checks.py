@@ -77,6 +77,11 @@ def _processes(config: Config) -> Iterator[str]:
             f"topology.rdzv_endpoint={topology.rdzv_endpoint}: must be HOST:PORT, a name or address of node 0 and a "
             "port from 1 to 65535 that is free there, such as node0:29400."
         )
+    if topology.rdzv_secret is not None:
+        yield (
+            "topology.rdzv_secret is set in a file, so the run would save it in plain text. Set the environment "
+            "variable FRAMEWORK_RDZV_SECRET instead, or type it as topology.rdzv_secret=SECRET."
+        )
     if restarts > 0 and launcher not in ("auto", "elastic"):
         yield (
             f"launcher.max_restarts={restarts}: launcher={launcher} doesn't restart after a failure. "

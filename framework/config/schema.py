@@ -86,6 +86,7 @@ class TopologyConfig:
     min_gpus_per_process: int = bounded(at_least=1)  # what the model needs; the default of gpus_per_process
     share_gpus: bool  # processes may share GPUs; needs gpus_per_process, and not nccl
     rdzv_endpoint: str | None  # HOST:PORT of node 0, where nodes meet; null on one node
+    rdzv_secret: str | None = None  # always null: `launch.environment.without_secret` takes it from the command
 
 
 @dataclass(frozen=True, kw_only=True)

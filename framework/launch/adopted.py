@@ -193,7 +193,7 @@ def _run(cluster: ClusterEnvironment, spec: RunSpec, *, terminal: TextIO) -> Out
     topology, attempt = spec.topology, cluster.attempt
     os.environ.update(network_environment(cluster.host, nnodes=topology.nnodes))
     os.environ.update(
-        rank_environment(topology, rank=cluster.rank, host=cluster.host, port=cluster.port, attempt=attempt)
+        rank_environment(topology, rank=cluster.rank, host=cluster.store_host, port=cluster.port, attempt=attempt)
     )
     rank = RankArguments(spec.run_dir, topology, rank=cluster.rank, rendezvous="env://", attempt=attempt)
     open_store = partial(open_run_store, attempt)

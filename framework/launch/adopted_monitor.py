@@ -20,7 +20,7 @@ from typing import Any, TextIO, final
 
 from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED
 from framework.launch.plan import Outcome, RankArguments
-from framework.launch.store import RunStore
+from framework.launch.store import RunStore, UnverifiedError
 from framework.monitoring.node_exchange import DeadlineExecutor, NodeExchange, StoreGoneError
 from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankStatus
@@ -139,7 +139,11 @@ class AdoptedMonitor:
 
     def _run(self) -> None:
         while not self._ended.wait(_LOOK_EVERY_S):
-            self._look()
+            try:
+                self._look()
+            except UnverifiedError as error:
+                self._say(str(error))
+                os._exit(error.exit_status)
 
     def _look(self) -> None:
         exchange, monitor = self._exchange, self._monitor

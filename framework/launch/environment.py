@@ -9,11 +9,16 @@ interactive shell has one that SLURM reserves, and `srun --pty bash` has SLURM_P
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from framework.errors import TopologyError
 
+LOOPBACK = "127.0.0.1"
+SECRET = "FRAMEWORK_RDZV_SECRET"
+"""The variable with the secret of a run on several nodes."""
+
+_SECRET_KEY = "topology.rdzv_secret"
 _RESERVED_STEPS = 0xFFFFFFF0  # step numbers from here on are SLURM's: batch script, interactive shell, ...
 _FIRST_PORT, _PORTS = 15_000, 15_000  # below what Linux gives to outgoing connections
 
@@ -45,6 +50,11 @@ class ClusterEnvironment:
         return self.rank // self.procs_per_node
 
     @property
+    def store_host(self) -> str:
+        """Where ranks connect to the store: on one node rank 0 hosts it on loopback, whatever `host` is."""
+        return LOOPBACK if self.nnodes == 1 and not self.agent_store else self.host
+
+    @property
     def prints_for_node(self) -> bool:
         """True if this rank prints the errors that all ranks of its node have.
 
@@ -63,6 +73,18 @@ def typed_value(arguments: Sequence[str], key: str) -> str | None:
     """Return the last `key=VALUE` of a command that isn't composed yet; None if there is none or it is null."""
     typed = [text.partition("=")[2] for text in arguments if text.partition("=")[0] == key]
     return typed[-1] if typed and typed[-1] not in ("", "null") else None
+
+
+def without_secret(arguments: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
+    """Return the arguments of a command without its secret, which is moved to the environment.
+
+    So it is in no configuration that is saved, printed or sent; ranks inherit the variable.
+    """
+    kept = [text for text in arguments if text.partition("=")[0].lstrip("+") != _SECRET_KEY]
+    if len(kept) < len(arguments):
+        typed = [text.partition("=")[2] for text in arguments if text not in kept][-1]
+        environ[SECRET] = "" if typed == "null" else typed.strip("'\"")
+    return kept
 
 
 def detect(environ: Mapping[str, str], *, endpoint: str | None = None) -> ClusterEnvironment | None:
@@ -176,7 +198,7 @@ def _slurm_endpoint(environ: Mapping[str, str], endpoint: str | None, *, nnodes:
     typed_host, typed_port = (None, None) if endpoint is None else split_endpoint(endpoint)
     host = environ.get("MASTER_ADDR") or typed_host
     if host is None:
-        host = "127.0.0.1" if nnodes == 1 else first_host(_text(environ, "SLURM_STEP_NODELIST"))
+        host = LOOPBACK if nnodes == 1 else first_host(_text(environ, "SLURM_STEP_NODELIST"))
     if environ.get("MASTER_PORT"):
         return host, _number(environ, "MASTER_PORT")
     if typed_port is not None:

@@ -15,6 +15,7 @@ all the same answer: what to run, or an exit status.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import os
@@ -23,7 +24,7 @@ import shlex
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,8 +35,8 @@ from framework.config.assets import config_dir, user_config_dir
 from framework.config.saved import resume_argument
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError, TopologyError
-from framework.launch.environment import ClusterEnvironment
-from framework.launch.store import PROBE_S, STORE_TIMEOUT_S, RunStore, await_listener, connect, host_store, listen
+from framework.launch.environment import SECRET, ClusterEnvironment
+from framework.launch.store import PROBE_S, RunStore, UnverifiedError, await_listener, connect, host_store, listen
 from framework.monitoring.node_exchange import DeadlineExecutor, StoreGoneError
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import list_ranks
@@ -155,6 +156,9 @@ class Handshake:
         self._noun, self._named = noun, named
         self._self, self._zero = f"{noun.capitalize()} {number}", f"{noun.capitalize()} 0"
         self._other_port = f"Set {port_option} to a free port of that machine, the same for every {noun}."
+        self._other_secret = (
+            f"its secret isn't {noun} 0's: set {SECRET}, or type topology.rdzv_secret, the same for every {noun}"
+        )
         self._is_host = number == 0 and not hosted_elsewhere
         self._store: Store | None = None
         self._differences: list[str] = []
@@ -163,7 +167,7 @@ class Handshake:
     def open(self, *, timeout_s: float) -> Store:
         """Return the store: host it, or connect once its host listens. Raises RunError, TopologyError."""
         if self._store is None:
-            self._store = self._host(timeout_s) if self._is_host else self._reach(timeout_s)
+            self._store = self._host() if self._is_host else self._reach(timeout_s)
             self._keys = RunStore(self._store, attempt=self._attempt)
             if self._number == 0:  # also for those that come again later
                 self._keys.set("handshake/fingerprint", asdict(self._own))
@@ -187,10 +191,9 @@ class Handshake:
                 # Before the comparison, wait for those that haven't come yet, too. After a failure some never leave.
                 has_failed = self._is_compared and status not in (0, EXIT_STOPPED)
                 others = range(1, self._count)
-                missing = _missing(self._keys, "here", others) if self._is_compared else []
-                awaited = [number for number in others if number not in missing]
+                awaited = [number for number in others if not self._is_compared or self._statement(number)]
                 limit_s = _CLOSE_TIMEOUT_AFTER_FAILURE_S if has_failed else _CLOSE_TIMEOUT_S
-                _await(self._keys, "left", awaited, timeout_s=limit_s)
+                _await(self._has_left, awaited, timeout_s=limit_s)
 
     # Number 0
 
@@ -202,10 +205,10 @@ class Handshake:
         """
         self.open(timeout_s=timeout_s)
         self._is_compared = True
-        self._await_all(self._keys, "here", range(1, self._count), timeout_s=timeout_s)
+        self._await_all(self._statement, range(1, self._count), timeout_s=timeout_s)
         differing: dict[tuple[str, ...], list[tuple[int, str]]] = {}
         for number in range(1, self._count):
-            said = self._keys.get(f"handshake/here/{number}")
+            said = self._statement(number)
             if said["differences"]:
                 differing.setdefault(tuple(said["differences"]), []).append((number, said["host"]))
         if differing:
@@ -268,19 +271,33 @@ class Handshake:
                 before.set("alarm", {"node": self._number, "cause": f"{self._self} was restarted"})
         if number > max_restarts:
             raise RunError("A node was restarted, and no restart was left: launcher.max_restarts allows for more.")
-        self._present = RunStore(store, attempt=number)
-        self._present.set(f"handshake/met/{self._number}", True)
-        self._await_all(self._present, "met", range(self._count), timeout_s=timeout_s)
-        self._present.set("handshake/all_met", True)
+        self._present = present = RunStore(store, attempt=number)
+        present.set(f"handshake/met/{self._number}", True)
+        self._await_all(lambda other: present.get(f"handshake/met/{other}"), range(self._count), timeout_s=timeout_s)
+        present.set("handshake/all_met", True)
         return number
 
     def all_done(self) -> bool:
         """Report that this one has done its work in the attempt; return True if all have."""
         self._present.set(f"handshake/done/{self._number}", True)
-        return not _missing(self._present, "done", range(self._count))
+        return all(self._present.get(f"handshake/done/{number}") for number in range(self._count))
 
-    def _await_all(self, keys: RunStore, name: str, numbers: Iterable[int], *, timeout_s: float) -> None:
-        missing = _await(keys, name, numbers, timeout_s=timeout_s)
+    def _statement(self, number: int) -> dict[str, Any] | None:
+        """Return what another number wrote when it came; of one with another secret only that."""
+        try:
+            statement: dict[str, Any] | None = self._keys.get(f"handshake/here/{number}")
+            return statement
+        except UnverifiedError:
+            return {"host": "an unknown host", "differences": [self._other_secret]}
+
+    def _has_left(self, number: int) -> bool:
+        try:
+            return bool(self._keys.get(f"handshake/left/{number}"))
+        except UnverifiedError:  # it has been refused, and needs nothing more
+            return True
+
+    def _await_all(self, has_come: Callable[[int], Any], numbers: Iterable[int], *, timeout_s: float) -> None:
+        missing = _await(has_come, numbers, timeout_s=timeout_s)
         if missing:
             raise RunError(
                 f"{list_ranks(missing, noun=self._noun).capitalize()} of {self._count} didn't come to {self._named} "
@@ -288,22 +305,19 @@ class Handshake:
                 "Check that they were started with this same command and can reach this machine."
             )
 
-    def _host(self, timeout_s: float) -> Store:
+    def _host(self) -> Store:
         host, port = self._endpoint
         try:
-            listener = listen(host, port)
+            return host_store(listen(host, port), host)
         except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise TopologyError(
+                    f"{self._zero} doesn't reach itself at {self._named}.\n"
+                    f"Name {self._noun} 0 by an address that is its own, as the other {self._noun}s know it."
+                ) from error
             raise RunError(
                 f"{self._zero} can't host the store of the run at {self._named}: {os.strerror(error.errno or 0)}.\n"
                 f"{self._other_port}"
-            ) from error
-        importlib.import_module("torch.distributed")  # takes seconds, which aren't the store's
-        try:  # if something else listens at that address, torch may wait for its answer forever
-            return DeadlineExecutor()(partial(host_store, listener, host), timeout_s=min(STORE_TIMEOUT_S, timeout_s))
-        except StoreGoneError as error:
-            raise TopologyError(
-                f"{self._zero} doesn't reach itself at {self._named}.\n"
-                f"Name {self._noun} 0 by an address that is its own, as the other {self._noun}s know it."
             ) from error
 
     def _reach(self, timeout_s: float) -> Store:
@@ -327,12 +341,14 @@ class Handshake:
 
     def _compare_and_receive(self, deadline: float) -> RunSpec | int:
         self._keys.set(f"handshake/left/{self._number}", False)  # true if an earlier process of this number has left
-        shown = Fingerprint.from_plain(
-            self._keys.wait_for("handshake/fingerprint", timeout_s=deadline - time.monotonic())
-        )
-        self._differences = differences(self._own, shown, noun=self._noun)
-        here = {"host": socket.gethostname(), "differences": self._differences}
-        self._keys.set(f"handshake/here/{self._number}", here)
+        own_host = socket.gethostname()
+        try:
+            shown = self._keys.wait_for("handshake/fingerprint", timeout_s=deadline - time.monotonic())
+            self._differences = differences(self._own, Fingerprint.from_plain(shown), noun=self._noun)
+        except UnverifiedError:  # nor could the answer be verified
+            self._keys.set(f"handshake/here/{self._number}", None)
+            raise self._refusal({(self._other_secret,): [(self._number, own_host)]}) from None
+        self._keys.set(f"handshake/here/{self._number}", {"host": own_host, "differences": self._differences})
         answer = self._keys.wait_for("handshake/answer", timeout_s=deadline - time.monotonic())
         if "spec" in answer and not self._differences:
             return RunSpec.from_plain(answer["spec"])
@@ -351,15 +367,10 @@ class Handshake:
         return ConfigError("\n".join(lines))
 
 
-def _missing(keys: RunStore, name: str, numbers: Iterable[int]) -> list[int]:
-    """Return the numbers that haven't set the key of this name."""
-    return [number for number in numbers if not keys.get(f"handshake/{name}/{number}")]
-
-
-def _await(keys: RunStore, name: str, numbers: Iterable[int], *, timeout_s: float) -> list[int]:
-    """Wait until each of the numbers has set the key of this name; return those that haven't after that time."""
+def _await(is_done: Callable[[int], Any], numbers: Iterable[int], *, timeout_s: float) -> list[int]:
+    """Wait until `is_done` holds for each of the numbers; return those for which it doesn't after that time."""
     deadline = time.monotonic() + timeout_s
-    while (numbers := _missing(keys, name, numbers)) and time.monotonic() < deadline:
+    while (numbers := [number for number in numbers if not is_done(number)]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return list(numbers)
 
@@ -414,7 +425,7 @@ def adopted_handshake(cluster: ClusterEnvironment, arguments: Sequence[str]) -> 
         fingerprint(arguments, working_dir=Path.cwd()),
         number=cluster.rank,
         count=cluster.world_size,
-        endpoint=(cluster.host, cluster.port),
+        endpoint=(cluster.store_host, cluster.port),
         noun="rank",
         named=f"{cluster.host}:{cluster.port}",
         port_option="--master-port" if cluster.starter == "torchrun" else "MASTER_PORT",

@@ -10,10 +10,16 @@ alarm                 {node, cause}: the attempt has failed, so every node's mon
 statement/NODE        what the node's monitor knows of its ranks
 report                the failure report made of the statements
 taken/NODE            this node has the report, so that the host of the store may leave
+
+Torch's store has no authentication: whoever reaches its port can read and write it. So each value carries an HMAC of
+its key and itself, made with the run's secret, and a value that doesn't verify is refused. Counters can't carry one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import ipaddress
 import json
 import os
 import socket
@@ -21,34 +27,54 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
+from framework.errors import RunError
+from framework.launch.environment import LOOPBACK, SECRET
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-LOOPBACK = "127.0.0.1"
 PROBE_S = 1.0
 STORE_TIMEOUT_S = 10.0
 
-_LOOPBACKS = (LOOPBACK, "localhost", "::1")
+_DIGEST_CHARS = 2 * hashlib.sha256().digest_size
 _BACKLOG = 4096
 _POLL_S = 0.05
 _LONG_POLL_S = 0.5
+
+
+class UnverifiedError(RunError):
+    """A value in the run's store wasn't written by a process that has this run's secret."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"{key} in the run's store was refused: it wasn't written with this run's secret.\n"
+            f"Set {SECRET}, or type topology.rdzv_secret, the same on every node, and use no port of another run."
+        )
 
 
 @final
 class RunStore:
     """The keys of one attempt; those of other attempts aren't seen.
 
-    Every call is a round trip and raises torch's DistError, a RuntimeError, if the store is gone.
+    Every call is a round trip and raises torch's DistError, a RuntimeError, if the store is gone. What reads a value
+    raises UnverifiedError if it wasn't written with the secret of this process.
     """
 
     def __init__(self, store: Store, *, attempt: int = 0) -> None:
         self._store = store
         self._prefix = f"framework/{attempt}"
+        self._secret = os.environ.get(SECRET, "").encode()
 
     def get(self, key: str) -> Any:
         """Return the value, or None."""
-        key = f"{self._prefix}/{key}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        full_key = f"{self._prefix}/{key}"
+        if not self._store.check([full_key]):
+            return None
+        value = self._store.get(full_key)
+        content = value[_DIGEST_CHARS:]
+        if not hmac.compare_digest(value, self._signed(full_key, content)):
+            raise UnverifiedError(key)
+        return json.loads(content)
 
     def wait_for(self, key: str, *, timeout_s: float) -> Any:
         """Return the value once there is one. Raises TimeoutError."""
@@ -64,7 +90,7 @@ class RunStore:
     def set(self, key: str, value: Any) -> None:
         """Set the value; other processes see it on return, even if this one ends then."""
         key = f"{self._prefix}/{key}"
-        self._store.set(key, json.dumps(value))
+        self._store.set(key, self._signed(key, json.dumps(value).encode()).decode())
         self._store.check([key])  # `set` alone doesn't wait for the store to have read it
 
     def add(self, key: str, amount: int) -> int:
@@ -75,6 +101,10 @@ class RunStore:
         """Ask all ranks to stop together; the first request counts."""
         if self.get("stop/signal") is None:
             self.set("stop/signal", signal_number)
+
+    def _signed(self, key: str, content: bytes) -> bytes:
+        digest = hmac.new(self._secret, f"{key} ".encode() + content, hashlib.sha256)
+        return digest.hexdigest().encode() + content
 
 
 def connect(host: str, port: int, *, timeout_s: float) -> Store:
@@ -93,16 +123,18 @@ def open_run_store(attempt: int) -> RunStore:
     return RunStore(connect(address, port, timeout_s=STORE_TIMEOUT_S), attempt=attempt)
 
 
-def listen(host: str | None, port: int) -> socket.socket:
-    """Return a listening socket: on loopback for None or one of its addresses, otherwise on all addresses.
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the address `host` of this machine, and on no other. Port 0 takes a free one.
 
-    Port 0 takes a free one. Raises OSError if the port is taken.
+    It listens on all addresses if `host` is a name that leads to loopback here, as a machine's own name does on Debian:
+    nothing says by which address the other nodes know it. Raises OSError if the port is taken or the address is
+    another machine's.
     """
-    if host is None or host in _LOOPBACKS:
-        return socket.create_server((LOOPBACK, port), backlog=_BACKLOG)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    return socket.create_server(("", port), backlog=_BACKLOG)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # with both, all clients try IPv4
+    if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and host not in (address[0], "localhost"):
+        address = ("", port)
+    return socket.create_server(address, family=family, backlog=_BACKLOG)
 
 
 def await_listener(host: str, port: int, *, timeout_s: float) -> str | None:

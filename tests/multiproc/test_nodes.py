@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ START_S = 120.0  # two hosts share few cores
 TIMEOUT_S = 6.0
 REPORT_S = 60.0
 PAUSE_S = 0.05
+OUTPUT: dict[str, Any] = {"check": True, "capture_output": True, "text": True}
 LONG = (
     "recipe=trouble",
     "trainer.max_steps=100000",
@@ -41,8 +43,10 @@ def hosts() -> Iterator[list[Host]]:
 
 
 @contextmanager
-def started_on_all(hosts: list[Host], *overrides: str, cwd: Path) -> Iterator[list[Started]]:
-    """The command on every host as its node, with the same overrides."""
+def started_on_all(
+    hosts: list[Host], *overrides: str, cwd: Path, secrets: Sequence[str | None] = (None, None)
+) -> Iterator[list[Started]]:
+    """The command on every host as its node, with the same overrides. secrets: of each, in the environment."""
     same = ("trainer.gpus=0", "topology=multi_node", f"topology.nnodes={len(hosts)}", "topology.procs_per_node=2")
     with ExitStack() as stack:
         yield [
@@ -53,9 +57,10 @@ def started_on_all(hosts: list[Host], *overrides: str, cwd: Path) -> Iterator[li
                     f"topology.rdzv_endpoint={hosts[0].address}:29400",
                     *overrides,
                     cwd=cwd,
+                    env={} if secret is None else {"FRAMEWORK_RDZV_SECRET": secret},
                 )
             )
-            for node, host in enumerate(hosts)
+            for node, (host, secret) in enumerate(zip(hosts, secrets, strict=True))
         ]
 
 
@@ -87,6 +92,44 @@ def test_two_hosts_give_the_result_of_one_machine(
     )
     assert sorted(file.name for file in (run_dir / "logs").glob("rank_*.log")) == [f"rank_{r}.log" for r in range(4)]
     assert results.run_file(run_dir)["status"] == "finished"
+
+
+def test_hosts_with_one_secret_run_together_and_it_is_written_nowhere(hosts: list[Host], tmp_path: Path) -> None:
+    secret = "n0t-t0-be-seen"
+    typed = f"topology.rdzv_secret={secret}"
+    overrides = ("recipe=toy", "trainer.max_epochs=1", typed)
+    with started_on_all(hosts, *overrides, cwd=tmp_path, secrets=(None, "typed ones count")) as all_started:
+        all_started[0].wait_for_output("Training toy", timeout=START_S)
+        for started in all_started:
+            assert started.wait(timeout=START_S) == 0, started.printed()
+            assert secret not in started.printed()
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert any(file.name == "config.yaml" for file in files)
+    assert [file for file in files if secret.encode() in file.read_bytes()] == []
+
+
+@pytest.mark.parametrize("secrets", [("one", "other"), ("one", None), (None, "other")])
+def test_a_host_with_another_secret_is_refused_by_name(
+    hosts: list[Host], tmp_path: Path, secrets: tuple[str | None, str | None]
+) -> None:
+    with started_on_all(hosts, "recipe=toy", cwd=tmp_path, secrets=secrets) as all_started:
+        for started, host in zip(all_started, ("an unknown host", "host2"), strict=True):
+            assert started.wait(timeout=START_S) == 2, started.printed()
+            assert f"Node 1 on {host}:\n  its secret isn't node 0's: set FRAMEWORK_RDZV_SECRET" in started.stderr()
+            started.assert_all_gone()
+    assert not list(tmp_path.glob("outputs/*/*"))
+
+
+def test_the_store_listens_on_one_address(hosts: list[Host], tmp_path: Path) -> None:
+    with started_on_all(hosts[:1], "recipe=toy", "topology.nnodes=2", cwd=tmp_path, secrets=(None,)) as (started,):
+        started.wait_for_output("Waiting for 1 more of 2 nodes", timeout=START_S)
+        listening: list[str] = []
+        deadline = time.monotonic() + START_S
+        while not listening:
+            assert time.monotonic() < deadline, started.printed()
+            shown = subprocess.run(["ip", "netns", "exec", hosts[0].namespace, "ss", "-ltnH"], **OUTPUT).stdout
+            listening = [line.split()[3] for line in shown.splitlines()]
+        assert listening == [f"{hosts[0].address}:29400"]
 
 
 @pytest.mark.parametrize("cut_node", [0, 1])

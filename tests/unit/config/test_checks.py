@@ -45,6 +45,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"data.loader": "resident", "data.num_workers": 2}, "data.num_workers=2 can't go with data.loader=resident"),
         ({"job": "plan", "topology.nnodes": 3, "topology.node_rank": 3}, "must be less than topology.nnodes=3."),
         ({"topology.rdzv_endpoint": "node0"}, "topology.rdzv_endpoint=node0: must be HOST:PORT"),
+        ({"topology.rdzv_secret": "hidden"}, "topology.rdzv_secret is set in a file"),
         ({"topology.rdzv_endpoint": "node0:65536"}, "a port from 1 to 65535"),
         (
             {"topology.share_gpus": True, "topology.gpus_per_process": 1, "backend.name": "nccl"},

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from framework.errors import TopologyError
 from framework.launch.environment import (
+    SECRET,
     ClusterEnvironment,
     ReportedByRankZeroError,
     chooses_own_ranks,
@@ -16,6 +17,7 @@ from framework.launch.environment import (
     split_endpoint,
     tasks_per_node,
     typed_value,
+    without_secret,
 )
 
 TORCHRUN = {
@@ -54,6 +56,29 @@ def found(environ: dict[str, str], **options: str) -> ClusterEnvironment:
     cluster = detect(environ, **options)
     assert cluster is not None
     return cluster
+
+
+@pytest.mark.parametrize(
+    ("typed", "before", "secret"),
+    [
+        ([], {}, None),
+        ([], {SECRET: "a"}, "a"),
+        (["topology.rdzv_secret=b"], {SECRET: "a"}, "b"),
+        (["+topology.rdzv_secret=b", "topology.rdzv_secret='c d'"], {}, "c d"),
+        (["topology.rdzv_secret=null"], {SECRET: "a"}, ""),
+    ],
+)
+def test_a_typed_secret_is_moved_to_the_environment(typed: list[str], before: dict[str, str], secret: str | None):
+    environ = dict(before)
+    assert without_secret(["recipe=toy", *typed, "seed=1"], environ) == ["recipe=toy", "seed=1"]
+    assert environ.get(SECRET) == secret
+
+
+def test_ranks_of_one_node_meet_on_loopback():
+    by_hand = {**without(TORCHRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"), "RANK": "1"}
+    by_hand |= {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    assert found(by_hand).store_host == "127.0.0.1"
+    assert found(TORCHRUN).store_host == "node0"
 
 
 @pytest.mark.parametrize("under", [{}, {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from framework.errors import ConfigError, RunError
+from framework.launch.environment import SECRET
 from framework.launch.handshake import Fingerprint, Handshake, differences, fingerprint
 
 OURS = Fingerprint(
@@ -50,6 +51,22 @@ def test_a_fingerprint_has_every_source_of_configurations(tmp_path: Path):
     (tmp_path / "mine/code.py").write_text("x = 2\n")
     other = fingerprint(["a=1", "topology.node_rank=1"], working_dir=tmp_path)  # the number of a node may differ
     assert differences(other, after) == ["mine/code.py isn't the same as rank 0's"]
+
+
+def test_a_rank_with_another_secret_is_named_and_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = listener.getsockname()[:2]
+    how: dict[str, Any] = {"endpoint": endpoint, "noun": "node", "named": "the store", "port_option": "a port"}
+    zero, other = (Handshake(OURS, number=number, count=2, **how) for number in range(2))
+    monkeypatch.setenv(SECRET, "one")
+    zero.open(timeout_s=30.0)
+    monkeypatch.setenv(SECRET, "other")
+    with pytest.raises(ConfigError, match=f"its secret isn't node 0's: set {SECRET}"):
+        other.follow(timeout_s=30.0)
+    with pytest.raises(ConfigError, match=f"Node 1 on an unknown host:\n  its secret isn't node 0's: set {SECRET}"):
+        zero.compare(timeout_s=30.0)
+    other.close(2)
+    zero.close(2)
 
 
 def test_ranks_that_differ_or_do_not_come_are_named_together() -> None:
