@@ -11,8 +11,8 @@ from framework.config.topology import Topology, check_strategy_fits, resolve_top
 from framework.errors import ConfigError, RequestError, TopologyError
 from framework.jobs.request import Request
 from framework.launch.adopted import adopted_topology
+from framework.launch.environment import LOOPBACK
 from framework.launch.plan import rank_environment
-from framework.launch.store import LOOPBACK
 from framework.system.hardware import count_gpus, resolve_gpus
 
 _ENDPOINT = "HOST:29400"

@@ -282,11 +282,10 @@ class Handshake:
         self._present.set(f"handshake/done/{self._number}", True)
         return all(self._present.get(f"handshake/done/{number}") for number in range(self._count))
 
-    def _statement(self, number: int) -> dict[str, Any] | None:
-        """Return what another number wrote when it came; of one with another secret only that."""
+    def _statement(self, number: int) -> Any:
+        """Return what another number wrote when it came, or None; of one with another secret only that."""
         try:
-            statement: dict[str, Any] | None = self._keys.get(f"handshake/here/{number}")
-            return statement
+            return self._keys.get(f"handshake/here/{number}")
         except UnverifiedError:
             return {"host": "an unknown host", "differences": [self._other_secret]}
 

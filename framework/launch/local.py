@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from framework.config.schema import InitMethod
 from framework.errors import EXIT_STOPPED, LaunchError
+from framework.launch.environment import LOOPBACK
 from framework.launch.fork_server import Child, ForkServer, Message, running_fork_server
 from framework.launch.interfaces import network_environment
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, rank_environment, rendezvous_url
 from framework.launch.stopping import shown_signal
-from framework.launch.store import LOOPBACK, RunStore, listen
+from framework.launch.store import RunStore, listen
 from framework.launch.worker import LEAVE_S
 from framework.monitoring.failure import FailureKind
 from framework.monitoring.node_exchange import NodeExchange, StoreGoneError

@@ -63,7 +63,7 @@ class RunStore:
     def __init__(self, store: Store, *, attempt: int = 0) -> None:
         self._store = store
         self._prefix = f"framework/{attempt}"
-        self._secret = os.environ.get(SECRET, "").encode()
+        self._secret = os.fsencode(os.environ.get(SECRET, ""))
 
     def get(self, key: str) -> Any:
         """Return the value, or None."""
