@@ -1,4 +1,4 @@
-"""An all-reduce made of sends and receives between pairs of ranks: a butterfly.
+"""An all-reduce, of the mean, made of sends and receives between pairs of ranks: a butterfly.
 
 The ranks swap halves of what they hold, then halves of that half, with partners at half the distance each time, until
 each has the sum of one part (reduce-scatter by recursive halving). Then they swap the finished parts in reverse order
@@ -22,6 +22,7 @@ Operations, International Conference on Computational Science 2004. There the ra
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -29,8 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.distributed.process_group import group_timeout
-
-SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 class Swap(NamedTuple):
@@ -75,10 +74,8 @@ def rounds(rank: int, num_ranks: int) -> Iterator[Swap | None]:
 
 
 @torch.no_grad()
-def butterfly_all_reduce(
-    tensor: Tensor, *, op: dist.ReduceOp.RedOpType = SUM, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Replace `tensor` by the sum (or MEAN) of the ranks' tensors and return it: the same bits on every rank.
+def butterfly_all_reduce_mean(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
+    """Replace `tensor` by the mean of the ranks' tensors: the same bits on every rank.
 
     It may have any shape and strides, be on any device the backend supports, and hold floating or complex numbers.
     Every rank must call it, in the same order as other collectives. It takes memory for half a tensor, for a whole one
@@ -89,17 +86,8 @@ def butterfly_all_reduce(
         group: Another group than the default one, also of all ranks.
     """
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    contiguous = values.contiguous()
     # Gloo sends only from the CPU, although it reduces on GPUs.
-    is_staged = contiguous.device.type != "cpu" and dist.get_backend(group) == dist.Backend.GLOO
-    flat = (contiguous.cpu() if is_staged else contiguous).view(-1)
-    _reduce(flat, is_mean=op == MEAN, group=group)
-    if flat.data_ptr() != values.data_ptr():
-        values.copy_(flat.view(values.shape))
-    return tensor
-
-
-def _reduce(flat: Tensor, *, is_mean: bool, group: dist.ProcessGroup | None) -> None:
+    flat = (values.cpu() if dist.get_backend(group) == dist.Backend.GLOO else values).contiguous().view(-1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     inner = inner_ranks(world_size)
 
@@ -108,20 +96,18 @@ def _reduce(flat: Tensor, *, is_mean: bool, group: dist.ProcessGroup | None) -> 
         first, end = (number * flat.numel() // inner for number in ends)
         return flat[first:end]
 
-    # A sum of many may exceed the range of this type when the mean doesn't.
-    divides_first = is_mean and flat.dtype is torch.float16
-    if divides_first:
-        flat.div_(world_size)
     swaps = [swap for swap in rounds(rank, world_size) if swap is not None]
     for swap in swaps:
         kept = parts(swap.kept)
         received = torch.empty_like(kept)
         _exchange(swap.partner, sent=parts(swap.sent), received=received, group=group)
         kept.add_(received)
-    if is_mean and not divides_first and rank < inner:
+    if rank < inner:
         parts((rank, rank + 1)).div_(world_size)
     for swap in reversed(swaps):
         _exchange(swap.partner, sent=parts(swap.kept), received=parts(swap.sent), group=group)
+    if flat.data_ptr() != values.data_ptr():
+        values.copy_(flat.view(values.shape))
 
 
 def _exchange(partner: int, *, sent: Tensor, received: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -135,7 +121,4 @@ def _exchange(partner: int, *, sent: Tensor, received: Tensor, group: dist.Proce
     # Gloo's sends and receives keep the time-out that the group was made with, even if it was changed.
     timeout = group_timeout(group) if dist.get_backend(group) == dist.Backend.GLOO else None
     for work in dist.batch_isend_irecv(operations) if operations else ():
-        if timeout is None:
-            work.wait()
-        else:
-            work.wait(timeout)
+        work.wait(timeout or timedelta())  # 0: that of the group

@@ -9,20 +9,18 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.distributed.butterfly import MEAN, butterfly_all_reduce
+from framework.distributed.butterfly import butterfly_all_reduce_mean
 from framework.distributed.context import Context
 from framework.distributed.process_group import duplicate_group
 from framework.strategies.averaging import (
     MB,
-    Bucket,
     SyncedBuffers,
-    average,
+    average_gradients,
     begin_all_reduce_mean,
     broadcast_model,
-    gradient_buckets,
 )
 from framework.strategies.base import NO_CONTEXT
-from framework.strategies.parameters import check_same_change, trained
+from framework.strategies.parameters import check_dense, check_same_change, trained
 from framework.types import Waiting
 
 
@@ -46,7 +44,7 @@ class AllReduce(SyncedBuffers):
         super().__init__(context, broadcast_buffers=broadcast_buffers)
         self._is_alone = context.world_size == 1
         self._cap_bytes = bucket_cap_mb * MB
-        self._buckets: list[Bucket] = []
+        self._trained: dict[str, nn.Parameter] = {}
 
     def begin_mean(self, values: Tensor) -> dist.Work | None:
         """Start to replace `values` by their mean over ranks; return what to wait for, or None if it is done."""
@@ -57,40 +55,42 @@ class AllReduce(SyncedBuffers):
 
         Raises ConfigError if no parameter is trained, and for an embedding with sparse gradients.
         """
-        self._make_buckets(model)
+        self._use(model)
         if not self._is_alone:
             broadcast_model(model)
-            self._has_buffers = any(True for _ in model.buffers())
         return model
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
         """Return the same module; from here on, gradients of the parameters that are trained now are averaged."""
         check_same_change(changed, self._context)
-        self._make_buckets(model)
+        self._use(model)
         return model
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         """Exchange gradients at the exit, if `synchronise` and without an error; else they add up on each rank."""
         self._begin_forward(model, synchronise=synchronise)
-        return self._exchange_at_exit() if synchronise and not self._is_alone else NO_CONTEXT
+        return self._exchange_at_exit() if synchronise and self._exchanges_gradients() else NO_CONTEXT
 
     def observe_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
         """Report each exchange as waiting: what a rank computes for it is little, and the same on all."""
         self._waiting = waiting
         return True
 
-    def _make_buckets(self, model: nn.Module) -> None:
-        if self._is_alone:
-            trained(model, strategy=self.name)
-        else:
-            self._buckets = gradient_buckets(model, strategy=self.name, cap_bytes=self._cap_bytes)
+    def _use(self, model: nn.Module) -> None:
+        """Note the parameters to train, and check them."""
+        self._trained = trained(model, strategy=self.name)
+        if self._exchanges_gradients():
+            check_dense(model, strategy=self.name)
+
+    def _exchanges_gradients(self) -> bool:
+        return not self._is_alone
 
     @contextmanager
     def _exchange_at_exit(self) -> Iterator[None]:
         yield
         if self._waiting is not None:
             self._waiting.begin_waiting()
-        average(self._buckets, self.begin_mean)
+        average_gradients(self._trained.values(), cap_bytes=self._cap_bytes, begin_mean=self.begin_mean)
 
 
 @final
@@ -104,9 +104,8 @@ class Butterfly(AllReduce):
 
     name = "butterfly"
 
-    def begin_mean(self, values: Tensor) -> dist.Work | None:
-        butterfly_all_reduce(values, op=MEAN, group=self.groups[0])
-        return None
+    def begin_mean(self, values: Tensor) -> None:
+        butterfly_all_reduce_mean(values, group=self.groups[0])
 
     def wrap(self, model: nn.Module) -> nn.Module:
         super().wrap(model)

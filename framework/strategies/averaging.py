@@ -1,4 +1,4 @@
-"""Average gradients in flat buckets, and broadcast parameters and buffers: shared by the strategies.
+"""Average gradients in flat tensors, and broadcast parameters and buffers: shared by the strategies.
 
 Tensors are exchanged in a few flat ones: a small collective costs about a millisecond over gloo, however small.
 """
@@ -6,9 +6,9 @@ Tensors are exchanged in a few flat ones: a small collective costs about a milli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.strategies.base import Strategy
-from framework.strategies.parameters import check_dense, trained
 from framework.types import Waiting
 
 MB = 1 << 20
@@ -41,72 +40,6 @@ def group_by_dtype(tensors: Iterable[Tensor], *, cap_bytes: float = math.inf) ->
         yield group
 
 
-@final
-class Bucket:
-    """The gradients of some parameters, of one type and device, in one flat tensor with the same layout on all ranks.
-
-    Behind the gradients is a flag for each, which is 0 after the reduction if no rank has that gradient. So the ranks
-    agree on it without another collective, and only a rank that lacks one reads flags, which waits for the device.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = list(parameters)
-        sizes = [parameter.numel() for parameter in self.parameters]
-        first = self.parameters[0]
-        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        *parts, self._flags = self.flat.split([*sizes, len(sizes)])
-        self._views = [
-            part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
-            for part, parameter in zip(parts, self.parameters, strict=True)
-        ]
-        self._missing: list[int] = []
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        """Move the gradients into the flat tensor, zeros for those this rank lacks. Raises RuntimeError if sparse."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        views = [view for view, gradient in zip(self._views, gradients, strict=True) if gradient is not None]
-        self._missing = [number for number, gradient in enumerate(gradients) if gradient is None]
-        self._flags.fill_(1.0)
-        for number in self._missing:
-            self._views[number].zero_()
-            self._flags[number] = 0.0
-        if views:
-            torch._foreach_copy_(views, [gradient for gradient in gradients if gradient is not None])
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is not None:
-                parameter.grad = view
-
-    def set_missing_gradients(self) -> None:
-        """After the reduction, set the gradients that only other ranks had."""
-        flags = self._flags.tolist() if self._missing else []
-        for number in self._missing:
-            if flags[number] != 0:
-                self.parameters[number].grad = self._views[number]
-
-
-def gradient_buckets(model: nn.Module, *, strategy: str, cap_bytes: float) -> list[Bucket]:
-    """Return buckets for the trained parameters. Raises ConfigError if there are none, and for sparse gradients."""
-    parameters = trained(model, strategy=strategy)
-    check_dense(model, strategy=strategy)
-    return [Bucket(group) for group in group_by_dtype(parameters, cap_bytes=cap_bytes)]
-
-
-def average(buckets: Iterable[Bucket], begin_mean: Callable[[Tensor], dist.Work | None]) -> None:
-    """Replace every gradient by the mean over ranks; the next bucket is filled while one is exchanged.
-
-    begin_mean: Starts to replace a flat tensor by its mean over ranks; returns what to wait for, or None if it is done.
-    """
-    started = []
-    for bucket in buckets:
-        bucket.fill()
-        started.append((bucket, begin_mean(bucket.flat)))
-    for bucket, work in started:
-        if work is not None:
-            work.wait()
-        bucket.set_missing_gradients()
-
-
 def begin_all_reduce_mean(values: Tensor, *, group: dist.ProcessGroup | None = None) -> dist.Work | None:
     """Start to replace `values` by their mean over the ranks of `group` (None: of the run)."""
     # Divided first, as DDP does: a sum over many ranks may exceed the range of a 16-bit type.
@@ -115,13 +48,48 @@ def begin_all_reduce_mean(values: Tensor, *, group: dist.ProcessGroup | None = N
 
 
 @torch.no_grad()
+def average_gradients(
+    parameters: Iterable[Tensor],
+    *,
+    cap_bytes: float,
+    begin_mean: Callable[[Tensor], dist.Work | None] = begin_all_reduce_mean,
+) -> None:
+    """Replace dense gradients by their means over ranks, in flat tensors of at most `cap_bytes`.
+
+    A gradient that some ranks lack counts as zeros there; one that all lack stays None. Behind the gradients of a flat
+    tensor is a flag for each. So only a rank that lacks one reads flags, which waits for the device.
+
+    begin_mean: Starts to replace a flat tensor by its mean; returns what to wait for, or None if it is done.
+    """
+    exchanges = []
+    for group in group_by_dtype(parameters, cap_bytes=cap_bytes):
+        missing = [number for number, parameter in enumerate(group) if parameter.grad is None]
+        flags = torch.ones(len(group), dtype=group[0].dtype, device=group[0].device)
+        for number in missing:
+            group[number].grad = torch.zeros_like(group[number])
+            flags[number] = 0
+        gradients = [parameter.grad for parameter in group if parameter.grad is not None]
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), flags])
+        exchanges.append((group, gradients, missing, flat, begin_mean(flat)))
+    for group, gradients, missing, flat, work in exchanges:
+        if work is not None:
+            work.wait()
+        *means, flags = flat.split([*(gradient.numel() for gradient in gradients), len(group)])
+        torch._foreach_copy_(gradients, [mean.view_as(each) for mean, each in zip(means, gradients, strict=True)])
+        has_gradient = flags.tolist() if missing else []
+        for number in missing:
+            if has_gradient[number] == 0:
+                group[number].grad = None
+
+
+@torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None, source: int = 0) -> None:
     """Give all ranks of `group` (None: of the run) rank `source`'s values, in place. Every rank of it must call it."""
     for each in group_by_dtype(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in each])
         dist.broadcast(flat, group=group, group_src=source)
-        for tensor, part in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        parts = zip(flat.split([tensor.numel() for tensor in each]), each, strict=True)
+        torch._foreach_copy_(each, [part.view_as(tensor) for part, tensor in parts])
 
 
 def broadcast_model(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
@@ -141,7 +109,6 @@ class SyncedBuffers(Strategy):
         self._context = context
         self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
         self.buffers_differ = not broadcast_buffers and context.world_size > 1
-        self._has_buffers = True
         self._begins_step = True  # the next forward is the first of a step
         self._waiting: Waiting | None = None
 
@@ -171,13 +138,15 @@ class SyncedBuffers(Strategy):
 
     def _begin_forward(self, model: nn.Module, *, synchronise: bool) -> None:
         """Give all ranks rank 0's buffers if this is the first forward of a step."""
-        if self._begins_step and self._broadcasts_buffers and self._has_buffers:
+        if self._begins_step and self._broadcasts_buffers:
             self._broadcast(model)
         self._begins_step = synchronise
 
     def _broadcast(self, model: nn.Module, *, source: int = 0) -> None:
-        with self._reported_as_waiting():
-            broadcast(self.unwrap(model).buffers(), source=source)  # listed each time: a model may replace them
+        buffers = list(self.unwrap(model).buffers())  # listed each time: a model may replace them
+        if buffers:
+            with self._reported_as_waiting():
+                broadcast(buffers, source=source)
 
     @contextmanager
     def _reported_as_waiting(self) -> Iterator[None]:

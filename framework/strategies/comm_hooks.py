@@ -109,24 +109,15 @@ class PowerSGD:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore it. On another number of ranks each begins with the mean of the errors, so that their sum stays.
-
-        With other options or buckets only the count of steps and the generator are restored.
-        """
+        """Restore it. With other options, buckets or ranks, only the count of steps and the generator are restored."""
         state, context = self._state, self._context
         state.iter = saved["iter"]
         keys, *position = saved["rng"]
         state.rng.set_state(("MT19937", keys.numpy().astype("uint32"), *position))
-        if saved["fits"] != self._fits:
-            return
-        for name, matrices in zip(_MATRICES, saved["memories"], strict=True):
-            setattr(state, name, _copied(matrices, context.device))
-        errors = saved["errors"]
-        if len(errors) == context.world_size:
-            own = errors[context.rank]
-        else:
-            own = {index: torch.stack([each[index] for each in errors]).mean(dim=0) for index in errors[0]}
-        state.error_dict = _copied(own, context.device)
+        if saved["fits"] == self._fits and len(saved["errors"]) == context.world_size:
+            for name, matrices in zip(_MATRICES, saved["memories"], strict=True):
+                setattr(state, name, _copied(matrices, context.device))
+            state.error_dict = _copied(saved["errors"][context.rank], context.device)
 
 
 def _copied(tensors: Mapping[int, Tensor], device: torch.device | str) -> dict[int, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.errors import ConfigError
-from framework.strategies.averaging import SyncedBuffers
+from framework.strategies.averaging import SyncedBuffers, broadcast
 from framework.strategies.comm_hooks import HOOKS, POWERSGD, PowerSGD, parse_comm_hook
 from framework.strategies.parameters import check_dense, check_one_device, check_same_change, trained
 from framework.types import Waiting
@@ -66,8 +66,10 @@ class DDP(SyncedBuffers):
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
-            **_buffer_option(broadcast_buffers),
         }
+        # Buffers are broadcast by `accumulate`. Newer versions of torch deprecate the second name.
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        self._options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
         # After how many exchanges DDP rebuilds its buckets: never if it looks for unused parameters; with a static
         # graph the first exchange only counts gradients, and the second notes their order.
         self._rebuilt_after = 2 if static_graph else int(not find_unused_parameters)
@@ -99,6 +101,8 @@ class DDP(SyncedBuffers):
         """
         if self._syncs_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if self._context.world_size > 1:
+            broadcast(model.buffers())
         return self._wrapped(model)
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
@@ -107,7 +111,6 @@ class DDP(SyncedBuffers):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        vars(model).pop("_sync_buffers", None)  # it refers to `model`: that cycle would keep the old buckets alive
         # No synchronisation: weights are equal already, and buffers may be each rank's own.
         wrapped = self._wrapped(self.unwrap(model), init_sync=False)
         if self._waiting is not None:
@@ -141,6 +144,7 @@ class DDP(SyncedBuffers):
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> Iterator[None]:
         """Exchange gradients in the backward if `synchronise`. Raises ConfigError if some were missing before."""
         assert isinstance(model, DistributedDataParallel)
+        self._begin_forward(model, synchronise=synchronise)
         # Torch records a static graph in the first backward, which must exchange gradients.
         exchanges = synchronise or (self._options["static_graph"] and not self._exchanges)
         if exchanges:
@@ -157,7 +161,7 @@ class DDP(SyncedBuffers):
             self._waiting.waiting_unknown()
 
     def observe_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
-        """Report waiting from when all of this rank's gradients are there, and for rank 0's buffers before a forward.
+        """Report waiting from when all of this rank's gradients are there, and for buffers.
 
         If a backward leaves the model's last parameter without a gradient, the former is unknown; that is reported at
         once, since the step may be the last of those that are counted together.
@@ -170,14 +174,6 @@ class DDP(SyncedBuffers):
         self._waiting = waiting
         last = [parameter for parameter in model.module.parameters() if parameter.requires_grad][-1]
         self._handles.append(last.register_post_accumulate_grad_hook(self._report_when_backward_ends))
-        if self._broadcasts_buffers and any(True for _ in model.buffers()):
-            sync_buffers: Callable[[], None] = model._sync_buffers
-
-            def reported() -> None:
-                with self._reported_as_waiting():
-                    sync_buffers()
-
-            vars(model)["_sync_buffers"] = reported
         return True
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -283,15 +279,3 @@ def _check_sync_batchnorm(context: Context) -> None:
             "Use strategy.sync_batchnorm=false, or normalise each sample by itself, as torch.nn.GroupNorm does."
         )
     check_one_device(context, option="strategy.sync_batchnorm=true")
-
-
-def _buffer_option(broadcast: bool) -> dict[str, bool]:
-    """Return DDP's keyword for `broadcast_buffers`, nothing for its default, true.
-
-    Newer versions of torch deprecate that name for `forward_sync_buffers`, whose false still makes buffers equal at
-    the start.
-    """
-    if broadcast:
-        return {}
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

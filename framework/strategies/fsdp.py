@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -80,7 +80,6 @@ class FSDP(SyncedBuffers):
             reduce_dtype=self._policy.reduce_dtype,
         )
         self.shard_index = context.rank % self._degree
-        self._wrapped: list[nn.Module] = []  # children before their parents
         self._synchronises = True
 
     def check_precision(self, precision: Precision) -> None:
@@ -100,12 +99,11 @@ class FSDP(SyncedBuffers):
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # as it is gathered, also with trainer.channels_last
         check_dense(model, strategy="fsdp")
-        self._wrapped = self._modules_to_wrap(model)
-        dtypes = _dtypes(self._wrapped)
+        modules = self._modules_to_wrap(model)
         if self._context.world_size > 1:
             broadcast_model(model)  # as DDP does: ranks begin with the same weights, even if the model draws others
-        mesh = self._make_mesh()
-        for module, dtype in dtypes.items():
+        mesh, dtype = self._make_mesh(), next((each.dtype for each in model.parameters()), None)
+        for module in modules:
             fully_shard(
                 module,
                 mesh=mesh,
@@ -117,9 +115,8 @@ class FSDP(SyncedBuffers):
         return model
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
-        """Return the same module: FSDP reads `requires_grad` in every step. Raises ConfigError as `wrap` does."""
+        """Return the same module: FSDP reads `requires_grad` in every step."""
         check_same_change(changed, self._context)
-        check_dense(model, strategy="fsdp")
         return model
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
@@ -134,31 +131,27 @@ class FSDP(SyncedBuffers):
     def _modules_to_wrap(self, model: nn.Module) -> list[nn.Module]:
         """Return them, children before their parents, the model itself last."""
         if self._classes is None:
-            found = list(_by_size(model, self._min_num_params))
+            chosen = set(_by_size(model, self._min_num_params))
         else:
-            found = by_class(model, self._classes, key="strategy.wrap")
-        # Statistics need a policy of their own if they are of another type than what is computed in.
-        dtype = self._policy.param_dtype
-        norms = [
-            each for each in model.modules() if dtype and _has_statistics(each) and each.running_mean.dtype != dtype
-        ]
-        chosen = {*found, *norms} - {model}
+            chosen = set(by_class(model, self._classes, key="strategy.wrap"))
+        if self._policy.param_dtype is not None:
+            chosen.update(filter(_has_statistics, model.modules()))  # they have a policy of their own
+        chosen.discard(model)
         return [*(module for module in reversed(list(model.modules())) if module in chosen), model]
 
     def _make_mesh(self) -> DeviceMesh:
         """Return the mesh of all ranks; with several copies its first dimension is that of the copies."""
         context, degree = self._context, self._degree
-        world, default_group = context.world_size, dist.distributed_c10d._get_default_group()
         # Given explicitly: torch would take a GPU if there is one, even for a run on the CPU.
         kind = context.device.type
         # Groups of our own: those that init_device_mesh makes have torch's time-out, half an hour.
-        if degree == world:
+        if degree == context.world_size:
+            default_group = dist.distributed_c10d._get_default_group()
             mesh = DeviceMesh.from_group(default_group, kind, mesh_dim_names=("shard",))
         else:
-            ranks = torch.arange(world).view(-1, degree)
-            replicate = default_group if degree == 1 else new_subgroup(ranks.T.tolist(), context)
-            shard = new_subgroup(ranks.tolist(), context)
-            mesh = DeviceMesh.from_group([replicate, shard], kind, ranks, mesh_dim_names=("replicate", "shard"))
+            ranks = torch.arange(context.world_size).view(-1, degree)
+            groups = [new_subgroup(each.tolist(), context) for each in (ranks.T, ranks)]
+            mesh = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))
         self.groups = mesh.get_all_groups()
         return mesh
 
@@ -215,19 +208,6 @@ def _count_uses(model: nn.Module) -> Counter[int]:
     return Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
 
 
-def _dtypes(wrapped: Sequence[nn.Module]) -> dict[nn.Module, torch.dtype]:
-    """Return the type of the weights gathered with each module; if it has none to itself, of those in it."""
-    taken: set[int] = set()
-    dtypes = {}
-    for module in wrapped:
-        own = [each for each in module.parameters() if id(each) not in taken]
-        taken.update(map(id, own))
-        trained = (each for each in own if each.requires_grad)
-        floats = (each for each in chain(module.parameters(), module.buffers()) if each.is_floating_point())
-        dtypes[module] = next((each.dtype for each in chain(trained, floats)), torch.float32)
-    return dtypes
-
-
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
     """Free gathered weights after a forward without a backward; the model's own would stay, in place of its shards."""
     if not torch.is_grad_enabled():
@@ -254,22 +234,19 @@ def _parse_policy(given: Any) -> MixedPrecisionPolicy:
 
 
 def _policy_of(
-    module: nn.Module, policy: MixedPrecisionPolicy, *, dtype: torch.dtype, is_model: bool
+    module: nn.Module, policy: MixedPrecisionPolicy, *, dtype: torch.dtype | None, is_model: bool
 ) -> MixedPrecisionPolicy:
-    """Return the policy of a module with weights of `dtype`.
+    """Return the policy of a module. The model returns its weights' `dtype`, in which a loss is computed.
 
-    The whole model returns that type, so that a loss is computed in it. Modules with statistics compute in their
-    type, and return the short one.
+    Modules with statistics take short inputs, but keep their weights as they are: they must be of the same type.
     """
-    if policy.param_dtype is None or policy.param_dtype == dtype:
-        return MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype)
+    if policy.param_dtype in (None, dtype):
+        return policy
     # Given explicitly, since versions of torch differ in their default.
     reduce_dtype = policy.reduce_dtype or dtype
     if _has_statistics(module):
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=policy.param_dtype)
-    return MixedPrecisionPolicy(
-        param_dtype=policy.param_dtype, reduce_dtype=reduce_dtype, output_dtype=dtype if is_model else None
-    )
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    return replace(policy, reduce_dtype=reduce_dtype, output_dtype=dtype if is_model else None)
 
 
 def _has_statistics(module: nn.Module) -> bool:

@@ -13,15 +13,15 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim.sgd import sgd
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
-from framework.errors import CheckpointError, ConfigError
+from framework.errors import ConfigError
 from framework.strategies.allreduce import AllReduce
-from framework.strategies.averaging import Bucket, average, broadcast, group_by_dtype
+from framework.strategies.averaging import average_gradients, broadcast
 from framework.strategies.base import NO_CONTEXT
-from framework.strategies.parameters import check_same_change, trained
+from framework.strategies.parameters import check_same_change
 
 
 @final
@@ -65,17 +65,16 @@ class LocalSGD(AllReduce):
             raise ConfigError(f"strategy.every_n_steps={every_n_steps} must be 1 or more: steps between two averages.")
         super().__init__(context=context, broadcast_buffers=broadcast_buffers, bucket_cap_mb=bucket_cap_mb)
         self._every, self._warmup = every_n_steps, warmup_steps
-        self._outer_options: dict[str, Any] = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
-        self._changes_nothing = self._is_alone and outer_lr == 1 and outer_momentum == 0
-        self._outer: SGD | None = None  # steps the anchors; None until ranks step by themselves
-        self._weights: dict[str, nn.Parameter] = {}  # the trained ones
-        self._anchors: list[Tensor] = []  # in the order of the weights
+        self._outer: dict[str, Any] = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
+        # In the order of the trained parameters.
+        self._anchors: dict[str, Tensor] = {}  # empty until ranks step by themselves
+        self._momentum: dict[str, Tensor] = {}  # of the outer SGD, empty if it has none
         self._steps = 0
         self._source = 0  # the rank whose buffers are broadcast with the next average
         self.replicas_differ = not self._is_alone
         self.exchanges_every = every_n_steps
         self.copies_gradients = warmup_steps > 0
-        self.weight_copies = 0 if self._changes_nothing else 1 + (outer_momentum > 0)
+        self.weight_copies = 1 + (outer_momentum > 0)
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss: each rank would skip other steps."""
@@ -98,29 +97,26 @@ class LocalSGD(AllReduce):
         Weights that stay trained keep their outer momentum.
         """
         check_same_change(changed, self._context)
-        if self._outer is not None:
+        if self._anchors:
             self._average(model)
-        momentum = self._momentum()
-        self._make_buckets(model)
-        if self._outer is not None:
-            self._set_anchors(momentum)
+        self._use(model)
+        if self._anchors:
+            self._set_anchors()
         return model
 
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         """Exchange gradients in a warm-up; else leave each rank its own."""
         if self._steps < self._warmup:
             return super().accumulate(model, synchronise=synchronise)
-        if self._outer is None and not self._changes_nothing:
-            self._set_anchors({})
+        if not self._anchors:
+            self._set_anchors()
         return NO_CONTEXT
 
     def after_update(self, model: nn.Module) -> None:
         """Count the step, and average the weights if it is time. Every rank must call it."""
         self._steps += 1
         past = self._steps - self._warmup
-        if past == 0:
-            self._buckets = []  # their memory isn't needed any more
-        elif past > 0 and past % self._every == 0 and self._outer is not None:
+        if past > 0 and past % self._every == 0:
             self._average(model)
 
     def broadcast_buffers(self, model: nn.Module, *, source: int) -> None:
@@ -140,13 +136,12 @@ class LocalSGD(AllReduce):
         The weights may be averages over steps: their mean is the average of the mean. Takes memory for a copy of the
         trained weights and the buffers. Every rank must call it.
         """
-        weights: list[Tensor] = list(self._weights.values()) if self._outer is not None and not self._is_alone else []
+        weights: list[Tensor] = list(self._trained.values()) if self._anchors else []
         buffers = list(model.buffers()) if self._broadcasts_buffers else []
         own = [each.detach().clone() for each in (*weights, *buffers)]
         with torch.no_grad():
-            if self._outer is not None and weights:
-                torch._foreach_copy_(weights, torch._foreach_sub(self._anchors, self._outer_gradients()))
-                self._outer.zero_grad()
+            if weights:
+                torch._foreach_copy_(weights, torch._foreach_sub(list(self._anchors.values()), self._outer_gradients()))
             broadcast(buffers, source=self._source)
         try:
             yield
@@ -160,76 +155,47 @@ class LocalSGD(AllReduce):
 
         Each rank's own weights aren't part of it: because of `replicas_differ` they are saved as well.
         """
-        return {
-            "steps": self._steps,
-            "anchor": dict(zip(self._weights, self._anchors, strict=False)),
-            "momentum": self._momentum(),
-        } | ({"buffers_of": self._source} if self._source else {})
+        return {"steps": self._steps, "anchor": dict(self._anchors), "momentum": dict(self._momentum)}
 
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Restore it, on any number of ranks; without a state the count of steps starts from 0.
-
-        Raises CheckpointError if it is of other weights.
-        """
+        """Restore it, on any number of ranks; without a state the count of steps starts from 0."""
         self._steps = state.get("steps", 0)
-        source = state.get("buffers_of", 0)
-        self._source = source if source < self._context.world_size else 0
-        if self._steps >= self._warmup:
-            self._buckets = []
-        anchors = state.get("anchor", {})
-        if anchors and anchors.keys() != self._weights.keys():
-            raise CheckpointError(
-                f"The checkpoint's state of strategy={self.name} is of other weights: "
-                f"{', '.join(sorted(anchors.keys() ^ self._weights.keys()))} are only in one.\n"
-                "Resume with requires_grad as it was, or start a new run from these weights with init_from."
-            )
-        if anchors and not self._changes_nothing:
-            self._set_anchors(state.get("momentum", {}))
-            for name, anchor in zip(self._weights, self._anchors, strict=True):
-                anchor.copy_(anchors[name])
+        if state.get("anchor"):
+            self._set_anchors()
+            for own, key in ((self._anchors, "anchor"), (self._momentum, "momentum")):
+                for name in own.keys() & state[key].keys():
+                    own[name].copy_(state[key][name])
 
-    def _make_buckets(self, model: nn.Module) -> None:
-        self._weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        if self._steps < self._warmup:
-            super()._make_buckets(model)
-        else:
-            trained(model, strategy=self.name)
+    def _exchanges_gradients(self) -> bool:
+        return super()._exchanges_gradients() and self._steps < self._warmup
 
-    def _set_anchors(self, momentum: Mapping[str, Tensor]) -> None:
-        """Take the weights, which are equal on all ranks now, as anchors. momentum: by the weights' names."""
-        self._anchors = [weight.detach().clone() for weight in self._weights.values()]
-        self._outer = SGD(self._anchors, **self._outer_options)
-        if self._outer_options["momentum"]:
-            for name, anchor in zip(self._weights, self._anchors, strict=True):
-                if name in momentum:
-                    self._outer.state[anchor]["momentum_buffer"] = momentum[name].to(anchor.device, copy=True)
-
-    def _momentum(self) -> dict[str, Tensor]:
-        """Return the outer momentum by the weights' names, empty before the first average."""
-        states: Mapping[Any, Any] = {} if self._outer is None else self._outer.state
-        return {
-            name: states[anchor]["momentum_buffer"]
-            for name, anchor in zip(self._weights, self._anchors, strict=False)
-            if "momentum_buffer" in states.get(anchor, {})
-        }
+    def _set_anchors(self) -> None:
+        """Take the weights, which are equal on all ranks now, as anchors."""
+        self._anchors = {name: weight.detach().clone() for name, weight in self._trained.items()}
+        if self._outer["momentum"]:
+            self._momentum = {
+                name: self._momentum.get(name, torch.zeros_like(each)) for name, each in self._anchors.items()
+            }
 
     @torch.no_grad()
     def _average(self, model: nn.Module) -> None:
-        assert self._outer is not None
+        anchors = list(self._anchors.values())
+        momentum: list[Tensor | None] = [self._momentum.get(name) for name in self._anchors]
         with self._reported_as_waiting():
-            self._outer_gradients()
-            self._outer.step()
-            self._outer.zero_grad()
-            torch._foreach_copy_(list(self._weights.values()), self._anchors)
+            gradients = self._outer_gradients()
+            sgd(anchors, gradients, momentum, **self._outer, weight_decay=0.0, dampening=0.0, maximize=False)
+            torch._foreach_copy_(list(self._trained.values()), anchors)
             if self._broadcasts_buffers:
                 broadcast(model.buffers(), source=self._source)
 
     def _outer_gradients(self) -> list[Tensor]:
-        """Set and return each anchor's gradient: the anchor minus the mean of the ranks' weights."""
-        for anchor, weight in zip(self._anchors, self._weights.values(), strict=True):
+        """Return each anchor minus the mean of the ranks' weights."""
+        anchors, weights = self._anchors.values(), self._trained.values()
+        for anchor, weight in zip(anchors, weights, strict=True):
             anchor.grad = anchor - weight
         if not self._is_alone:
-            groups = group_by_dtype(self._anchors, cap_bytes=self._cap_bytes)
-            # Made one by one: a bucket replaces the gradients that it takes in.
-            average((Bucket(group) for group in groups), self.begin_mean)
-        return [anchor.grad for anchor in self._anchors if anchor.grad is not None]
+            average_gradients(anchors, cap_bytes=self._cap_bytes, begin_mean=self.begin_mean)
+        gradients = [anchor.grad for anchor in anchors if anchor.grad is not None]
+        for anchor in anchors:
+            anchor.grad = None
+        return gradients

@@ -18,9 +18,9 @@ _requires_grad = operator.attrgetter("requires_grad")
 _WAY_OUT = "Set requires_grad on every rank, after the same step; it must not depend on the rank or on its samples."
 
 
-def trained(model: nn.Module, *, strategy: str) -> list[nn.Parameter]:
-    """Return the parameters that require a gradient. Raises ConfigError if there are none."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def trained(model: nn.Module, *, strategy: str) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, by name. Raises ConfigError if there are none."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not parameters:
         raise ConfigError(
             f"strategy={strategy} has nothing to average: no parameter of {type(model).__name__} requires a gradient.\n"

@@ -16,18 +16,10 @@ from framework.distributed.process_group import new_subgroup
 from framework.distributed.sharded import set_layout
 from framework.errors import ConfigError, TopologyError
 from framework.monitoring.rank_status import Phase
-from framework.strategies.averaging import (
-    MB,
-    Bucket,
-    average,
-    begin_all_reduce_mean,
-    broadcast,
-    broadcast_model,
-    gradient_buckets,
-)
+from framework.strategies.averaging import MB, average_gradients, begin_all_reduce_mean, broadcast, broadcast_model
 from framework.strategies.base import Sharding, Strategy
 from framework.strategies.parameters import check_dense, check_same_change
-from framework.strategies.pipeline_schedule import ScheduleKind, WindowRunner
+from framework.strategies.pipeline_schedule import SCHEDULES, WindowRunner
 from framework.strategies.pipeline_stages import LocalStages, drop_other_stages, split_into_stages, stage_layout
 from framework.types import Batch, DataShare, MicroBatch, NumberFormats, StepOutput, Task, Window
 
@@ -65,16 +57,15 @@ class Pipeline(Strategy):
         *,
         context: Context,
         num_stages: int | None = None,
-        schedule: str = ScheduleKind.ONE_F_ONE_B.value,
+        schedule: str = "1f1b",
         stages_per_rank: int | None = None,
         num_microbatches: int | None = None,
         bucket_cap_mb: float = 25,
     ) -> None:
         check_strategy_fits("Pipeline", context.topology, backend=context.backend)
-        self._kind = _parse_kind(schedule)
-        per_rank = _stages_per_rank(stages_per_rank, self._kind)
-        self.num_stages: int = per_rank * context.world_size if num_stages is None else num_stages
-        self._ranks = _ranks_per_pipeline(self.num_stages, per_rank=per_rank, context=context)
+        self._schedule = schedule
+        self.num_stages: int
+        self.num_stages, self._ranks = _size_of(schedule, num_stages, stages_per_rank, context)
         copies = max(context.world_size // self._ranks, 1)
         self._microbatches = _MICROBATCHES_PER_RANK * self._ranks if num_microbatches is None else num_microbatches
         if self._microbatches < 1:
@@ -86,7 +77,6 @@ class Pipeline(Strategy):
         self.copies_gradients = copies > 1
         self.sharding = Sharding(self._ranks if context.world_size > 1 else 1)
         self._cap_bytes = bucket_cap_mb * MB
-        self._buckets: list[Bucket] = []
         self._copies_group: dist.ProcessGroup | None = None  # ranks with the same stages
         self._pipeline_group: dist.ProcessGroup | None = None
         self._local: LocalStages | None = None
@@ -123,11 +113,10 @@ class Pipeline(Strategy):
             self._copies_group = new_subgroup([range(begin, begin + copies) for begin in begins], context)
             self.groups = [self._pipeline_group, self._copies_group]
             broadcast_model(model, group=self._copies_group)
-            self._make_buckets(model)
         self._local = LocalStages(
             model, local, num_stages=self.num_stages, group=self._pipeline_group, device=context.device
         )
-        self._runner = WindowRunner(self._local, self._kind)
+        self._runner = WindowRunner(self._local, self._schedule)
         model.forward = self._local.forward
         model.compile = self._local.compile  # type: ignore[method-assign]
         return model
@@ -146,7 +135,6 @@ class Pipeline(Strategy):
                 )
         if self._copies_group is not None:
             check_same_change(changed, self._context, group=self._copies_group)
-            self._make_buckets(model)
         return model
 
     def before_evaluation(self, model: nn.Module) -> None:
@@ -182,7 +170,10 @@ class Pipeline(Strategy):
             return output.loss if weight == 1.0 else output.loss * weight
 
         self._runner.run(micro_batches, number=number, task=task, precision=precision, weighted_loss=weighted_loss)
-        average(self._buckets, partial(begin_all_reduce_mean, group=self._copies_group))
+        if self._copies_group is not None:
+            trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+            begin_mean = partial(begin_all_reduce_mean, group=self._copies_group)
+            average_gradients(trained, cap_bytes=self._cap_bytes, begin_mean=begin_mean)
         return self._loss_of_last_stage(loss)
 
     @torch.no_grad()
@@ -192,9 +183,6 @@ class Pipeline(Strategy):
         square = norm.to(device=self._context.device, dtype=dtype).square()
         dist.all_reduce(square, group=self._pipeline_group)
         return square.sqrt().to(norm.dtype)
-
-    def _make_buckets(self, model: nn.Module) -> None:
-        self._buckets = gradient_buckets(model, strategy="pipeline", cap_bytes=self._cap_bytes)
 
     def _share_buffers(self, model: nn.Module) -> None:
         if self._copies_group is not None:
@@ -209,41 +197,26 @@ class Pipeline(Strategy):
         return value if loss is None else loss
 
 
-def _parse_kind(name: str) -> ScheduleKind:
-    try:
-        return ScheduleKind(name)
-    except ValueError:
+def _size_of(schedule: str, num_stages: int | None, stages_per_rank: int | None, context: Context) -> tuple[int, int]:
+    """Return the numbers of stages and of ranks of a pipeline. A single process is never refused: it may evaluate."""
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"strategy.schedule={schedule}: must be one of {', '.join(SCHEDULES)}.")
+    has_several, world = schedule == "interleaved", context.world_size
+    per_rank = (2 if has_several else 1) if stages_per_rank is None else stages_per_rank
+    if per_rank < 1 or (per_rank > 1) is not has_several:
         raise ConfigError(
-            f"strategy.schedule={name}: must be one of {', '.join(each.value for each in ScheduleKind)}."
-        ) from None
-
-
-def _stages_per_rank(given: int | None, kind: ScheduleKind) -> int:
-    several = kind is ScheduleKind.INTERLEAVED
-    number = (2 if several else 1) if given is None else given
-    if number < 1 or (number > 1) is not several:
-        raise ConfigError(
-            f"strategy.stages_per_rank={number}: schedule=interleaved has 2 or more stages on each rank, the others 1."
+            f"strategy.stages_per_rank={per_rank}: schedule=interleaved has 2 or more stages on each rank, the others "
+            "1."
         )
-    return number
-
-
-def _ranks_per_pipeline(num_stages: int, *, per_rank: int, context: Context) -> int:
-    """Return how many ranks make one pipeline. A single process is never refused: it may only evaluate."""
-    ranks, rest = divmod(num_stages, per_rank)
+    stages = per_rank * world if num_stages is None else num_stages
+    ranks, rest = divmod(stages, per_rank)
     if ranks < 1 or rest:
-        raise ConfigError(f"strategy.num_stages={num_stages} isn't a multiple of strategy.stages_per_rank={per_rank}.")
-    if context.world_size == 1:
-        return ranks
-    if ranks == 1:
-        raise ConfigError(
-            f"strategy.num_stages={num_stages} puts the whole model on one process. Use strategy=ddp for that, or more "
-            "stages."
-        )
-    if context.world_size % ranks:
-        gpus = f" trainer.gpus={ranks}" if context.topology.gpus_per_node else ""
+        raise ConfigError(f"strategy.num_stages={stages} isn't a multiple of strategy.stages_per_rank={per_rank}.")
+    if world > 1 and (ranks == 1 or world % ranks):
+        needed = max(ranks, 2)
+        gpus = f" trainer.gpus={needed}" if context.topology.gpus_per_node else ""
         raise TopologyError(
-            f"strategy.num_stages={num_stages} takes {ranks} processes for one pipeline, and {context.world_size} "
-            f"aren't a multiple of that.\nUse topology.procs_per_node={ranks}{gpus}, or other stages."
+            f"strategy.num_stages={stages} makes pipelines of {ranks} processes, and {world} processes need pipelines "
+            f"of 2 or more that divide them.\nUse topology.procs_per_node={needed}{gpus}, or other stages."
         )
-    return ranks
+    return stages, ranks

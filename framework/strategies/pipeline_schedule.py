@@ -7,7 +7,6 @@ stand-in for the model that records the inputs and stops, and on the last stage'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
 from functools import lru_cache
 from typing import Any, NoReturn, final
 
@@ -24,16 +23,10 @@ WeightedLoss = Callable[[Callable[[Batch], StepOutput], MicroBatch], Tensor]
 """Returns the weighted loss of a micro-batch, given what computes the task's output."""
 
 
-class ScheduleKind(Enum):
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved"
-
-
-_SCHEDULES: dict[ScheduleKind, Any] = {
-    ScheduleKind.GPIPE: ScheduleGPipe,
-    ScheduleKind.ONE_F_ONE_B: Schedule1F1B,
-    ScheduleKind.INTERLEAVED: ScheduleInterleaved1F1B,
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
 }
 
 
@@ -46,9 +39,9 @@ class WindowRunner:
     in BatchNorm's statistics.
     """
 
-    def __init__(self, local: LocalStages, kind: ScheduleKind) -> None:
+    def __init__(self, local: LocalStages, schedule: str) -> None:
         self._local = local
-        self._kind = kind
+        self._kind = SCHEDULES[schedule]
         # Of full windows, and of the short one that ends an epoch.
         self._schedule = lru_cache(maxsize=2)(self._make_schedule)
         self._loss: Callable[[Any, Tensor], Tensor] | None = None
@@ -79,7 +72,7 @@ class WindowRunner:
             real = _first_rows(output, real_rows[index])
             if not real_rows[index]:
                 return sum((each.sum() for each in as_tuple(real)), torch.zeros((), device=self._local.device))
-            model = _ModelStandIn(_returning_once(real))
+            model: Any = _ModelStandIn(_returning_once(real))
             with precision.autocast():
                 return weighted_loss(lambda batch: task.training_step(model, batch), micro_batches[index])
 
@@ -102,7 +95,8 @@ class WindowRunner:
         before = fingerprint([self._local.device])
         try:
             with precision.autocast():
-                task.training_step(_ModelStandIn(_record_inputs), batch)
+                model: Any = _ModelStandIn(_record_inputs)
+                task.training_step(model, batch)
         except _Recorded as recorded:
             inputs = check_inputs(recorded.inputs)
         else:
@@ -136,8 +130,8 @@ class WindowRunner:
                     group=self._local.group,
                 )
             )
-        schedule = _SCHEDULES[self._kind](
-            placed if self._kind is ScheduleKind.INTERLEAVED else placed[0],
+        schedule = self._kind(
+            placed if self._kind is ScheduleInterleaved1F1B else placed[0],
             n_microbatches=number,
             loss_fn=self._current_loss,
             scale_grads=False,
@@ -196,24 +190,22 @@ class _Recorded(BaseException):
 
 
 @final
-class _ModelStandIn(nn.Module):
+class _ModelStandIn:
     """Takes the model's place while a task computes. It can be called; anything else is an error."""
 
+    training = True
+
     def __init__(self, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.forward = forward
+        self._forward = forward
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self._forward(*inputs, **named)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TargetError(
             f"The task asks the model for `{name}`. With strategy=pipeline no rank has the whole model, and a task can "
             "only call it."
         )
-
-    def parameters(self, recurse: bool = True) -> NoReturn:
-        self.__getattr__("parameters")
-
-    def named_parameters(self, *_: Any, **__: Any) -> NoReturn:
-        self.__getattr__("named_parameters")
 
 
 def _record_inputs(*inputs: Any, **named: Any) -> NoReturn:

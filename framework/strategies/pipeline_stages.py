@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -121,23 +123,21 @@ def _split_evenly(children: Sequence[nn.Module], number: int) -> list[Sequence[n
             f"A torch.nn.Sequential with {sum(trains)} trained modules can't be cut into {number} stages. Use at most "
             f"strategy.num_stages={sum(trains)}, or modules of smaller parts."
         )
-    count = len(children)
     before = [0, *itertools.accumulate(sizes)]
-    trained = [0, *itertools.accumulate(map(int, trains))]
-    # best[end]: the size of the largest stage and the ends of all, if the first `end` children make that many stages.
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}
-    for _ in range(number):
-        better: dict[int, tuple[int, list[int]]] = {}
-        for end in range(1, count + 1):
-            ways = [
-                (max(largest, before[end] - before[begin]), [*ends, end])
-                for begin, (largest, ends) in best.items()
-                if begin < end and trained[end] > trained[begin]
-            ]
-            if ways:
-                better[end] = min(ways)
-        best = better
-    return [children[begin:end] for begin, end in itertools.pairwise(best[count][1])]
+
+    @functools.cache
+    def best(end: int, number: int) -> tuple[float, tuple[int, ...]]:
+        """Return the size of the largest of `number` runs of the first `end` children, and where each ends."""
+        if number == 0:
+            return (0 if end == 0 else math.inf), ()
+        ways = (
+            (max(best(begin, number - 1)[0], before[end] - before[begin]), (*best(begin, number - 1)[1], end))
+            for begin in range(end)
+            if any(trains[begin:end])
+        )
+        return min(ways, default=(math.inf, ()))
+
+    return [children[begin:end] for begin, end in itertools.pairwise((0, *best(len(children), number)[1]))]
 
 
 # The stages of one rank

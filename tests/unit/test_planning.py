@@ -50,7 +50,7 @@ HALVES = dict.fromkeys(QUARTERS, 1 / 2)
         (("strategy=ddp", "strategy.comm_hook={powersgd:{use_error_feedback:false}}"), 4, {}, (1, 3 / 2), 2),
         (("strategy=ddp", "strategy.comm_hook=bf16"), 4, {}, (1, 3 / 2), 2),
         # A checkpoint has each process's weights and state, the mean, and what the next exchange compares with.
-        (("strategy=local_sgd",), 1, {}, (0, 0), 2),
+        (("strategy=local_sgd",), 1, {"anchors": 1}, (0, 0), 3),
         (
             ("strategy=local_sgd", "strategy.every_n_steps=3", "strategy.warmup_steps=1"),
             *(4, {"anchors": 1, "buckets": 1}, (1 / 3, 1 / 2), 10),

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.distributed import collectives
-from framework.distributed.butterfly import MEAN, butterfly_all_reduce, inner_ranks, rounds
+from framework.distributed.butterfly import butterfly_all_reduce_mean, inner_ranks, rounds
 from framework.distributed.process_group import process_group, set_timeout
 from framework.jobs.collectives.job import PAGE
 from framework.launch.plan import MonitorLink, RankArguments
@@ -177,7 +177,7 @@ def butterfly(comm: Comm) -> Shown:
     partners = ["–" if swap is None else str(swap.partner) for swap in rounds(comm.rank, comm.world_size)]
     comm.notes.append(f"partners {', '.join(partners + partners[::-1])}")
     yield tensor
-    butterfly_all_reduce(tensor, op=MEAN, group=comm.p2p)
+    butterfly_all_reduce_mean(tensor, group=comm.p2p)
     yield tensor
 
 

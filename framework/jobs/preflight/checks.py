@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.distributed.butterfly import MEAN, butterfly_all_reduce
+from framework.distributed.butterfly import butterfly_all_reduce_mean
 from framework.distributed.collectives import barrier
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_gloo_group
@@ -274,7 +274,7 @@ def make_call(name: str, peers: Peers, count: int) -> tuple[Callable[[], object]
         case _:  # butterfly
             # Divided on the CPU, as gloo's values are: a GPU's quotient may differ in the last bit.
             mean = (total.cpu() / world_size).to(context.device)
-            return partial(butterfly_all_reduce, own, op=MEAN, group=peers.group), own, mean
+            return partial(butterfly_all_reduce_mean, own, group=peers.group), own, mean
 
 
 def _ring(peers: Peers, count: int) -> tuple[Callable[[], object], Tensor, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.distributed.butterfly import butterfly_all_reduce
+from framework.distributed.butterfly import butterfly_all_reduce_mean
 from framework.distributed.collectives import (
     SideChannel,
     any_over_ranks,
@@ -89,7 +89,7 @@ def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def butterfly(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    butterfly_all_reduce(values, group=group)
+    butterfly_all_reduce_mean(values, group=group)
 
 
 def wait_alone(context: Context, call: Callable[[torch.Tensor, dist.ProcessGroup], None], *, older: bool) -> str:

@@ -66,8 +66,8 @@ def powersgd(**options: Any) -> Make:
             for degree in (3, 0, "some")
         ),
         (partial(Pipeline, schedule="zb"), FOUR, ConfigError, r"schedule=zb: must be one of gpipe, 1f1b, interleaved"),
-        (partial(Pipeline, num_stages=3), FOUR, TopologyError, r"takes 3 processes .* and 4 aren't a multiple"),
-        (partial(Pipeline, num_stages=1), FOUR, ConfigError, r"num_stages=1 puts the whole model on one process"),
+        (partial(Pipeline, num_stages=3), FOUR, TopologyError, r"pipelines of 3 processes, and 4 processes need"),
+        (partial(Pipeline, num_stages=1), FOUR, TopologyError, r"num_stages=1 makes pipelines of 1 processes"),
         (partial(Pipeline, num_stages=5, schedule="interleaved"), FOUR, ConfigError, r"of strategy\.stages_per_rank=2"),
         (partial(Pipeline, stages_per_rank=2), FOUR, ConfigError, "the others 1"),
         (partial(Pipeline, stages_per_rank=1, schedule="interleaved"), FOUR, ConfigError, r"has 2 or more stages"),
