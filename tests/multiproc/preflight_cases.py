@@ -22,6 +22,7 @@ def faulty(*, context: Context) -> DDP:
         setattr(metadata, "version", lambda name: "1.0" if name == "torch" else version(name))  # noqa: B010
     if context.rank == 2:
         _replace("send", before=lambda values, *_: values[-1].add_(0.5) if values.numel() > 3 else None)
+        _replace("batch_isend_irecv", before=lambda messages: messages[0].tensor[-1].add_(0.5))
     return DDP(context=context)
 
 

@@ -23,10 +23,19 @@ WITHIN, BETWEEN = "within nodes", "between nodes"
 STANDS_OUT = 2.0
 """Times slower than the median from which a link or a device stands out."""
 
-_MB, _GB, _GFLOP = 1e6, 1e9, 1e9
 _NONE = "–"
 _MAX_FAILURES, _MAX_RANKS, _MAX_DEVICE_CHARS = 10, 32, 32
 _TINY_BYTES = 1024  # bandwidths of smaller buffers say nothing
+_LIMITS = {
+    "max_clock_offset": ("clocks", "s"),
+    "min_matmul": ("matmul", "GFLOP/s"),
+    "max_latency": ("latency", "s"),
+    "min_link_bandwidth": ("link bandwidth", "MB/s"),
+    "min_bus_bandwidth": ("bus bandwidth", "MB/s"),
+    "min_free_disk": ("free_disk", "GB"),
+    "min_shm": ("shm", "GB"),
+}
+"""Key → the name of the check, and the unit."""
 
 
 def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any]:
@@ -37,11 +46,14 @@ def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any
     ranks = found["ranks"]
     failures = [_failure(each["check"], f"{ranks[each['rank']]['name']}: {each['text']}") for each in found["faults"]]
     failures += _differences(ranks)
-    for check, key, value, unit, text in _measured(found):
-        limit, is_max = getattr(settings, key), key.startswith("max")
-        if limit is not None and (value is None or (value > limit if is_max else value < limit)):
-            allowed = f"preflight.{key} allows {limit:,.10g} {unit} at {'most' if is_max else 'least'}"
-            failures.append(_failure(check, f"{text}; {allowed}", value=value, limit=limit))
+    for key, where, value in _measured(found):
+        limit, (check, unit) = getattr(settings, key), _LIMITS[key]
+        allowed = "at most" if key.startswith("max") else "at least"
+        if limit is None or (value is not None and (value <= limit if allowed == "at most" else value >= limit)):
+            continue
+        shown = "unknown" if value is None else f"{value:,.4g} {unit}"
+        text = f"{where}: {shown}; preflight.{key} allows {limit:,.10g} {unit} {allowed}"
+        failures.append(_failure(check, text, value=value, limit=limit))
     devices = [{"rank": rank["rank"], **one} for rank in ranks for one in rank["matmul"]]
     return {
         "passed": not failures,
@@ -59,51 +71,36 @@ def _failure(check: str, text: str, *, value: Any = None, limit: Any = None) -> 
 def _differences(ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Compare the versions of all ranks with rank 0's, and the data root of all nodes."""
     for name in sorted({name for rank in ranks for name in rank["versions"]}):
-        by_version: dict[str, list[str]] = {}
-        for rank in ranks:
-            by_version.setdefault(rank["versions"].get(name, "none"), []).append(str(rank["rank"]))
-        first, *others = by_version
-        for version in others:
-            where = f"rank{'s' if len(by_version[version]) > 1 else ''} {', '.join(by_version[version])}"
-            yield _failure("versions", f"{name} is {version} on {where}, and {first} on rank 0")
+        versions = [rank["versions"].get(name, "none") for rank in ranks]
+        for version in sorted(set(versions) - {versions[0]}):
+            where = ", ".join(str(rank) for rank, own in enumerate(versions) if own == version)
+            yield _failure("versions", f"{name} is {version} on rank {where}, and {versions[0]} on rank 0")
     roots = [(rank, rank["data_root"]) for rank in _first_of_nodes(ranks) if rank["data_root"] is not None]
-    all_missing = all(root["state"] == "missing" for _, root in roots)
-    for rank, root in roots:
-        if root["state"] != "there" and not all_missing:
-            elsewhere = " and there on another node" if root["state"] == "missing" else ""
-            text = f"data.root={root['path']} is {root['state']} on {_node(rank)}{elsewhere}"
-            yield _failure("data root", text, value=root["state"])
+    if any(root["state"] != "missing" for _, root in roots):  # missing everywhere, it may yet be downloaded
+        for rank, root in roots:
+            if root["state"] != "there":
+                text = f"data.root={root['path']} is {root['state']} on {_node(rank)}"
+                yield _failure("data root", text, value=root["state"])
 
 
-def _measured(found: Mapping[str, Any]) -> Iterator[tuple[str, str, float | None, str, str]]:
-    """Yield what limits hold for: the check, the limit's key, the value in its unit, the unit, and a text."""
+def _measured(found: Mapping[str, Any]) -> Iterator[tuple[str, str, float | None]]:
+    """Yield what limits hold for: the limit's key, what was measured, and the value in the limit's unit."""
     ranks = found["ranks"]
     for rank in ranks:
-        name, clock = rank["name"], rank["clock"]
-        off_s, side = abs(clock["ahead_s"]), "ahead of" if clock["ahead_s"] > 0 else "behind"
-        text = f"the clock of {name} is {format_seconds(off_s)} {side} rank 0's"
-        yield "clocks", "max_clock_offset", off_s - clock["error_s"], "s", text
+        clock = rank["clock"]
+        yield "max_clock_offset", rank["name"], abs(clock["ahead_s"]) - clock["error_s"]
         for one in rank["matmul"]:
-            text = f"{one['device']} of {name} does {format_flops(one['flops_per_s'])}"
-            yield "matmul", "min_matmul", one["flops_per_s"] / _GFLOP, "GFLOP/s", text
+            yield "min_matmul", f"{rank['name']} on {one['device']}", one["flops_per_s"] / 1e9
     for link in found["links"]:
-        one, other = (ranks[number]["name"] for number in link["ranks"])
-        text = f"the way between {one} and {other} takes {format_seconds(link['latency_s'])}"
-        yield "latency", "max_latency", link["latency_s"], "s", text
-        text = f"the link between {one} and {other} carries {format_rate(link['bytes_per_s'])}"
-        yield "link bandwidth", "min_link_bandwidth", link["bytes_per_s"] / _MB, "MB/s", text
-    points = (point for check in found["checks"] if check["name"] == "all_reduce" for point in check["points"])
-    best = max((point["bus_bytes_per_s"] for point in points), default=None)
-    if best is not None:
-        text = f"the bus bandwidth of all_reduce is {format_rate(best)}"
-        yield "bus bandwidth", "min_bus_bandwidth", best / _MB, "MB/s", text
-    for name, where in (("free_disk", "for the run directory"), ("free_shm", "in /dev/shm")):
-        check = name if name == "free_disk" else "shm"
+        yield "max_latency", _link(link, ranks), link["latency_s"]
+        yield "min_link_bandwidth", _link(link, ranks), link["bytes_per_s"] / 1e6
+    for check in found["checks"]:
+        if check["name"] == "all_reduce" and check["points"]:
+            best = max(point["bus_bytes_per_s"] for point in check["points"])
+            yield "min_bus_bandwidth", "all_reduce", best / 1e6
+    for key, fact in (("min_free_disk", "free_disk_bytes"), ("min_shm", "free_shm_bytes")):
         for rank in _first_of_nodes(ranks):
-            free = rank[f"{name}_bytes"]
-            known = "an unknown amount is" if free is None else f"{format_binary_bytes(free)} are"
-            text = f"{known} free {where} of {_node(rank)}"
-            yield check, f"min_{check}", None if free is None else free / _GB, "GB", text
+            yield key, _node(rank), None if rank[fact] is None else rank[fact] / 1e9
 
 
 def _notes(found: Mapping[str, Any], settings: PreflightConfig) -> Iterator[str]:
@@ -120,6 +117,10 @@ def _first_of_nodes(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 def _node(rank: Mapping[str, Any]) -> str:
     return f"node {rank['node']}, {rank['host']}"
+
+
+def _link(link: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> str:
+    return " – ".join(ranks[number]["name"] for number in link["ranks"])
 
 
 def _of_kind(kind: str, links: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -156,11 +157,8 @@ def slowest_lines(result: Mapping[str, Any]) -> list[str]:
     ranks, link, device = result["ranks"], result["slowest_link"], result["slowest_device"]
     lines = []
     if link is not None:
-        one, other = (ranks[number]["name"] for number in link["ranks"])
-        speed, others = format_rate(link["bytes_per_s"]), _of_kind(link["kind"], result["links"])
-        where = "" if len(others) == len(result["links"]) else f" {link['kind']}"
-        compared = f"the only one{where}" if len(others) == 1 else _times_slower(link, f"the median link{where}")
-        lines.append(f"slowest link: {one} – {other}: {speed}, {compared}")
+        speed, compared = format_rate(link["bytes_per_s"]), _times_slower(link, f"the median {link['kind']}")
+        lines.append(f"slowest link: {_link(link, ranks)}: {speed}, {compared}")
     if sum(len(rank["matmul"]) for rank in ranks) > 1:
         rank, speed = ranks[device["rank"]]["name"], format_flops(device["flops_per_s"])
         lines.append(f"slowest rank: {rank} on {device['device']}: {speed}, {_times_slower(device, 'the median')}")

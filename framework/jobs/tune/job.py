@@ -20,11 +20,11 @@ Exit status 0: everything was found; 1: it wasn't, or a step failed.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from framework.config.saved import key_of
+from framework.config.saved import key_of, merge_overrides
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import ConfigError
@@ -102,22 +102,8 @@ def _findings(found: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 def command(request: Request, topology: Topology, found: Mapping[str, Any]) -> str:
     """Return the user's command as a training with what was found, behind torchrun or srun if they started this one."""
-    kinds = commands(replace(request, overrides=_merged(request.overrides, found)), topology)
+    special = {key_of(text) for text in request.overrides if text.startswith(("+", "~"))}
+    new = [f"{'++' if key in special else ''}{key}={value}" for key, value in found.items()]
+    kinds = commands(replace(request, overrides=tuple(merge_overrides(request.overrides, new))), topology)
     starter = "" if request.adopted_ranks is None else request.adopted_ranks.cluster.starter
-    words = kinds.get(starter, kinds["framework"])
-    if starter and starter not in kinds:  # such as Kubernetes: each process runs this command
-        words = kinds["srun"][kinds["srun"].index("python") :]
-    return shlex.join(words)
-
-
-def _merged(typed: Sequence[str], found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the overrides with what was found, which replaces those of the same keys.
-
-    A key of `found` that the configuration doesn't have begins with `+`.
-    """
-    keys = {key.lstrip("+"): key for key in found}
-    texts = [text for text in typed if key_of(text) not in keys]
-    for name, key in keys.items():
-        before = next((text for text in typed if key_of(text) == name and "=" in text), key)
-        texts.append(f"{before.partition('=')[0]}={found[key]}")
-    return tuple(texts)
+    return shlex.join(kinds.get(starter, kinds["framework"]))

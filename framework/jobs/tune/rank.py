@@ -9,19 +9,18 @@ import gc
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from framework.config.schema import Config
 from framework.config.targets import takes
-from framework.data.batching import BatchPlan
-from framework.data.loader import TrainLoader, dataset_size
+from framework.data.loader import TrainLoader
 from framework.distributed.collectives import barrier
 from framework.distributed.process_group import process_group
 from framework.errors import ConfigError, DataError, RunError, describe_error
-from framework.jobs.tune.batch_size import BatchSizing, find_batch_size, is_out_of_memory, train_steps
-from framework.jobs.tune.lr_range import Curve, plot, range_test, suggest
+from framework.jobs.tune.batch_size import BatchSizing, find_batch_size, full_steps, is_out_of_memory, train_steps
+from framework.jobs.tune.lr_range import assess, plot, range_test
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import Phase
 from framework.system.run_dir import write_atomically
@@ -41,52 +40,56 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """
     with setup_rank(arguments, link) as given, ExitStack() as stack:
         rank = replace(given, config=_tuned_config(given))
-        config = rank.config
+        config, context = rank.config, rank.context
         datasets = build.build_datasets(config.data.datasets)
         if "train" in streams_of(datasets):
             raise DataError(
                 "job=tune repeats batches, which a stream (IterableDataset) can't.\n"
                 "Tune with some of its samples in a list, which is a map-style dataset."
             )
-        dataset: Any = datasets.train
-        sizing = BatchSizing(
-            rank.data_share.world_size,
-            config.trainer.accumulate_grad_batches,
-            config.data.global_batch_size,
-            dataset_size(dataset, part="train"),
-        )
-        loader = map_train_loader(rank, dataset)
+        train: Any = datasets.train
+        loader = map_train_loader(rank, train)
         stack.callback(loader.close)
         link.rank_status.set_phase(Phase.MEETING)
         with_cpu = rank.strategy.exchanges_on_cpu
-        stack.enter_context(
-            process_group(rank.context, config.backend, rendezvous=arguments.rendezvous, with_cpu=with_cpu)
-        )
+        stack.enter_context(process_group(context, config.backend, rendezvous=arguments.rendezvous, with_cpu=with_cpu))
         link.rank_status.set_phase(Phase.BUILDING)
         found: dict[str, Any] = {
             "recipe": config.recipe,
-            "processes": rank.context.world_size,
+            "processes": context.world_size,
             "batch_size": None,
             "lr": None,
             "overrides": {},
         }
         plan = rank.plan
         if config.tune.find_batch_size:
-            callbacks = build.build_callbacks(given.config.callbacks, context=rank.context, run_dir=rank.run_dir)
+            callbacks = build.build_callbacks(given.config.callbacks, context=context, run_dir=rank.run_dir)
             averages = len(hooks(callbacks.values(), "evaluation_weights"))
+            sizing = BatchSizing(
+                rank.data_share.world_size,
+                config.trainer.accumulate_grad_batches,
+                config.data.global_batch_size,
+                samples=loader.size,
+            )
             size, batch = find_batch_size(rank, loader, sizing, averages=averages)
             plan = sizing.plan(size)
-            samples, passes = sizing.largest_step(plan)
-            found["batch_size"] = {**batch, "global_batch_size": samples, "accumulate_grad_batches": passes}
-            found["overrides"] = sizing.overrides(size)
+            sizes = {
+                "global_batch_size": plan.global_batch_size,
+                "accumulate_grad_batches": plan.micro_batches,
+            }
+            found |= {"batch_size": {**batch, **sizes}, "overrides": sizing.overrides(size)}
             _write(rank, found)
         gc.collect()  # of the trials' model
-        loader = loader.replanned(plan, limit=sizing.full_steps(plan))
-        curve = _train_together(rank, loader, plan, found["batch_size"])
-        if curve is not None:
-            _report_curve(rank, plan, curve, found)
+        found["lr"] = _train_together(rank, full_steps(loader, plan), found["batch_size"])
+        if found["lr"] is not None:
+            if (suggestion := found["lr"]["suggestion"]) is not None:
+                key = "optimizer.lr" if "lr" in config.optimizer else "++optimizer.lr"
+                found["overrides"][key] = float(f"{suggestion['lr']:.2g}")
+            _write(rank, found)
+            if context.is_main:
+                _plot(rank, found["lr"])
         link.rank_status.set_phase(Phase.CLOSING)
-        barrier(rank.context)
+        barrier(context)
 
 
 def _tuned_config(rank: RankSetup) -> Config:
@@ -123,58 +126,42 @@ def _write(rank: RankSetup, found: dict[str, Any]) -> None:
         rank.run_dir.update_run({"results": {"overrides": found["overrides"]}})
 
 
-def _train_together(
-    rank: RankSetup, loader: TrainLoader, plan: BatchPlan, batch: Mapping[str, Any] | None
-) -> Curve | None:
-    """Train with all ranks: the range test, or a few steps without one.
+def _train_together(rank: RankSetup, loader: TrainLoader, batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Train with all ranks: the range test, of which tune.json's `lr` is returned, or a few steps without one.
 
     Raises RunError if the batch that was found doesn't fit though each rank by itself had room for it.
     """
-    config, curve, finish_step = rank.config, None, rank.link.rank_status.finish_step
+    config, settings, finish_step = rank.config, rank.config.tune, rank.link.rank_status.finish_step
+    samples = loader.global_batch_size
     try:
         trainer = build_trainer(rank, loader, None)
         if config.init_from is not None:
             load_model(rank, trainer.state.bare_model, Path(config.init_from))
-        if config.tune.find_lr:
-            if rank.context.is_main:
-                print(
-                    f"Learning rates from {config.tune.min_lr:g} to {config.tune.max_lr:g}, one for each of "
-                    f"{config.tune.num_training} steps of {plan.global_batch_size:,} samples",
-                    flush=True,
-                )
-            curve = range_test(trainer, config.tune, on_step=finish_step)
-        else:
-            for step, _ in enumerate(train_steps(trainer, loader, config.tune.steps_per_trial), start=1):
+        if not settings.find_lr:
+            for step, _ in enumerate(train_steps(trainer, loader, settings.steps_per_trial), start=1):
                 finish_step(step)
+            return None
+        if rank.context.is_main:
+            print(
+                f"Learning rates from {settings.min_lr:g} to {settings.max_lr:g}, one for each of "
+                f"{settings.num_training} steps of {samples:,} samples",
+                flush=True,
+            )
+        losses = range_test(trainer, settings, on_step=finish_step)
+        return {"global_batch_size": samples, **assess(losses, threshold=settings.early_stop_threshold)}
     except Exception as error:
         if batch is None or not is_out_of_memory(error):
             raise
         raise RunError(
             f"Batches of {batch['batch_size']} fit each process by itself, and not with the exchange of all: "
-            f"{describe_error(error)}\nLeave more room than tune.margin={config.tune.margin:g}, or set "
+            f"{describe_error(error)}\nLeave more room than tune.margin={settings.margin:g}, or set "
             f"tune.max_batch_size below {batch['batch_size']}."
         ) from error
-    return curve
 
 
-def _report_curve(rank: RankSetup, plan: BatchPlan, curve: Curve, found: dict[str, Any]) -> None:
-    """Write the range test to `found` and tune.json, and plot it."""
-    config, suggestion = rank.config, suggest(curve.points)
-    found["lr"] = {
-        "global_batch_size": plan.global_batch_size,
-        "stopped": curve.stopped,
-        "suggestion": None if suggestion is None else asdict(suggestion),
-        "points": [asdict(point) for point in curve.points],
-    }
-    if suggestion is not None:
-        # A key that nothing has set yet has to be added.
-        key = "optimizer.lr" if "lr" in config.optimizer else "+optimizer.lr"
-        found["overrides"][key] = float(f"{suggestion.lr:.2g}")
-    _write(rank, found)
-    if not rank.context.is_main:
-        return
+def _plot(rank: RankSetup, lr: Mapping[str, Any]) -> None:
     try:
-        title = f"{config.recipe}: {plan.global_batch_size:,} samples per step"
-        write_atomically(rank.run_dir.path / PLOT, plot(curve.points, suggestion, title=title))
+        title = f"{rank.config.recipe}: {lr['global_batch_size']:,} samples per step"
+        write_atomically(rank.run_dir.path / PLOT, plot(lr, title=title))
     except ModuleNotFoundError:
         print(f"No {PLOT}: it needs `pip install framework[plot]`", flush=True)

@@ -27,9 +27,9 @@ def given_command(typed: list[str], found: dict[str, Any], *, starter: str | Non
     [
         ("recipe=toy", {"data.batch_size": 64}, "recipe=toy data.batch_size=64"),
         ("optimizer.lr=1 seed=2", {"optimizer.lr": 0.5}, "seed=2 optimizer.lr=0.5"),
-        ("+optimizer.lr=1", {"optimizer.lr": 0.5}, "+optimizer.lr=0.5"),
-        ("optimizer=mine", {"+optimizer.lr": 0.5}, "optimizer=mine +optimizer.lr=0.5"),
-        ("~optimizer.lr", {"+optimizer.lr": 1e-05}, "+optimizer.lr=1e-05"),
+        ("+optimizer.lr=1", {"optimizer.lr": 0.5}, "++optimizer.lr=0.5"),
+        ("optimizer=mine", {"++optimizer.lr": 0.5}, "optimizer=mine ++optimizer.lr=0.5"),
+        ("~optimizer.lr", {"++optimizer.lr": 1e-05}, "++optimizer.lr=1e-05"),
         ("data.batch_size=1 data.batch_size=2", {"data.batch_size": 8}, "data.batch_size=8"),
     ],
 )
@@ -37,13 +37,9 @@ def test_what_was_found_takes_the_place_of_what_was_typed(typed: str, found: dic
     assert given_command(typed.split(), found) == f"python -m framework {expected}"
 
 
-@pytest.mark.parametrize(
-    ("starter", "expected"),
-    [
-        ("torchrun", "torchrun --standalone --nproc-per-node=2 -m framework recipe=toy optimizer.lr=0.5"),
-        ("Kubernetes", "python -m framework recipe=toy optimizer.lr=0.5"),
-    ],
-)
-def test_the_command_is_for_what_started_this_one(starter: str, expected: str) -> None:
-    typed = ["recipe=toy", "launcher=local", "optimizer.lr=3"]
-    assert given_command(typed, {"optimizer.lr": 0.5}, starter=starter) == expected
+def test_the_command_is_for_what_started_this_one() -> None:
+    typed, expected = (
+        ["recipe=toy", "optimizer.lr=3"],
+        "torchrun --standalone --nproc-per-node=2 -m framework recipe=toy",
+    )
+    assert given_command(typed, {"optimizer.lr": 0.5}, starter="torchrun") == f"{expected} optimizer.lr=0.5"

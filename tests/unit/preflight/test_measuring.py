@@ -13,16 +13,16 @@ import torch
 
 from framework.config.topology import Topology
 from framework.distributed.context import Context
-from framework.jobs.preflight.checks import (
+from framework.jobs.preflight.machine import data_root
+from framework.jobs.preflight.rank import (
     Peers,
+    clock_offsets,
     connect_peers,
     link_rounds,
     measure_links,
     sent_values,
     time_barriers,
 )
-from framework.jobs.preflight.machine import data_root
-from framework.jobs.preflight.rank import clock_offsets
 from tests.helpers.rank_pool import RankPool
 
 CPU = torch.device("cpu")

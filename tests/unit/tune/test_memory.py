@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from framework.errors import RunError
-from framework.jobs.tune.batch_size import DeviceMemory, HostMemory, is_out_of_memory, reserved_bytes
+from framework.jobs.tune.batch_size import DeviceMemory, HostMemory, is_out_of_memory
 
 MIB = 1 << 20
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CUDA = torch.device("cuda", 0)
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -63,31 +62,21 @@ def test_the_hosts_room_is_shared_by_the_processes_of_a_node(tmp_path: Path) -> 
     assert memory.peak_bytes() == 200 * 1024
 
 
-def test_a_gpus_allocator_is_held_to_its_part_and_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device of 1000 bytes, of which 700 are free and this process has 100."""
-    state = {"fraction": 1.0, "peak": 60}
-    module = SimpleNamespace(
-        mem_get_info=lambda _: (700, 1000),
-        memory_reserved=lambda _: 100,
-        memory_allocated=lambda _: 60,
-        max_memory_allocated=lambda _: state["peak"],
-        reset_peak_memory_stats=lambda _: state.update(peak=60),
-        set_per_process_memory_fraction=lambda share, _: state.update(fraction=share),
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+def test_a_gpus_free_memory_is_shared_by_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with 700 bytes free, of which this process has 60 already."""
+    state = {"peak": 60}
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(mem_get_info=None))
+    for name, fake in {
+        "get_memory_info": lambda _: (700, 1000),
+        "memory_allocated": lambda _: 60,
+        "max_memory_allocated": lambda _: state["peak"],
+        "reset_peak_memory_stats": lambda _: state.update(peak=60),
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, fake)
     memory = DeviceMemory([CUDA, CUDA], sharing=2, margin=0.1)
     assert memory.room_bytes == 315  # of 700 without a tenth, for two
-    assert state["fraction"] == pytest.approx(0.415)  # and what it has already
     state["peak"] = 260
     assert memory.peak_bytes() == 200
-    memory.remove_limit()
-    assert state["fraction"] == 1.0
-
-
-def test_a_trial_leaves_room_for_the_strategys_gradients_and_for_averages() -> None:
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
-    model[0].bias.requires_grad_(False)
-    gradients, rest = 4 * (15 + 10), 4 * 5 + 4 * 10 + 8  # the rest: a bias that isn't trained, and buffers
-    assert reserved_bytes(model, gradients=2, models=0) == {CPU: 2 * gradients}
-    assert reserved_bytes(model, gradients=1, models=1) == {CPU: 2 * gradients + rest}
+    memory.clear()
+    assert memory.peak_bytes() == 0
