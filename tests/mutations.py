@@ -491,8 +491,8 @@ CONFIG = [
         name="validation-at-the-last-step-is-refused",
         caught_by="tests/unit/config/test_checks.py::test_combinations_that_are_accepted",
         file="framework/config/checks.py",
-        old="trainer.max_steps is not None and interval > trainer.max_steps:",
-        new="trainer.max_steps is not None and interval >= trainer.max_steps:",
+        old="last is not None and every > last:",
+        new="last is not None and every >= last:",
         what="trainer.val_check_interval equal to trainer.max_steps is refused, though it validates at the end.",
     ),
     Mutation(
