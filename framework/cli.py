@@ -7,18 +7,15 @@ No torch here, and none of Hydra's frames or settings around a job.
 from __future__ import annotations
 
 import importlib
-import logging
 import platform
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hydra import initialize_config_dir
+from hydra import compose, initialize_config_dir
 
 # Hydra offers its flags and its splitting of sweeps nowhere else; its version is pinned.
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -48,13 +45,11 @@ from framework.system.versions import installed_versions
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
-    from framework.jobs.request import JobResult, Request, SubRun
+    from framework.jobs.request import JobResult, Request
     from framework.launch.fork_server import ForkServer
     from framework.launch.handshake import AdoptedRanks
 
 _MULTIRUN = "hydra.mode=MULTIRUN"
-# As in our config.yaml, which the user's own may replace.
-_QUIET = ("hydra.sweep.subdir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
 def main(
@@ -105,18 +100,6 @@ def _own_answer(arguments: Sequence[str]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Composition:
-    """What Hydra composed for one run, resolved."""
-
-    raw: dict[str, Any]
-    overrides: tuple[str, ...]
-    choices: Mapping[str, str]
-    sub_run: SubRun | None
-    # Searched for options, in this order.
-    folders: tuple[Path, ...]
-
-
 class _Command:
     """One command: its arguments, and what is composed, checked and run for them."""
 
@@ -133,69 +116,72 @@ class _Command:
         if self._flags.config_dir is not None:
             self._typed.append(f"hydra.searchpath=[file://{Path(self._flags.config_dir).absolute()}]")
         self._is_sweep = self._flags.multirun or _MULTIRUN in self._typed
+        self._sweep_name = new_name()
         self._fork_server, self._adopted_ranks = fork_server, adopted_ranks
         self._base = BaseConfig(None, without_typed=None, typed=())
 
     def run(self) -> int:
         """Compose, parse and check the configuration of every job, then run them; return the exit status."""
         import_from_working_dir()
-        overrides = self._find_base()
-        with self._hydra(overrides, is_sweep=self._is_sweep) as hydra:
-            if self._show(hydra, overrides):
-                return 0
-            if self._is_sweep:
-                overrides = [*overrides, _MULTIRUN]
-            mode = RunMode.MULTIRUN if self._is_sweep else RunMode.RUN
-            config = hydra.compose_config(self._config_name, overrides, run_mode=mode)
-            is_sweep = config.hydra.mode is RunMode.MULTIRUN
-            if is_sweep:
-                self._check_sweep(config)
-                if not str(config.hydra.sweeper._target_).endswith(".BasicSweeper"):
-                    return self._run_sweeper(hydra, overrides)
-            # All are composed and checked before the first one runs.
-            compositions = list(_compose_grid(hydra, config)) if is_sweep else [_composition(config)]
-        requests = [self._request(each) for each in compositions]
-        if is_sweep:
-            from framework.jobs.sweep import run_sweep
-
-            return run_sweep(requests)
-        result: JobResult = importlib.import_module(f"framework.jobs.{requests[0].config.job}").main(requests[0])
-        return result.status
-
-    @contextmanager
-    def _hydra(self, overrides: Sequence[str], *, is_sweep: bool) -> Iterator[Hydra]:
-        """Initialize Hydra. An exception that is about the configuration becomes a ConfigError that explains it."""
         Plugins.instance().register(UserConfigFirst)
         folder = config_dir() if self._flags.config_path is None else Path(self._flags.config_path).absolute()
         with initialize_config_dir(str(folder), job_name="framework", version_base="1.3"):
-            hydra = GlobalHydra.instance().hydra
-            assert hydra is not None
-            try:
-                yield hydra
-            except (FrameworkError, BrokenPipeError):  # a broken pipe says nothing about the configuration
-                raise
-            except Exception as error:
-                from framework.config.explain import explain
+            overrides = self._find_base()
+            with self._explained(overrides) as hydra:
+                if self._show(hydra, overrides):
+                    return 0
+                parsed = OverridesParser.create(hydra.config_loader).parse_overrides(overrides)
+                fixed = [str(each.input_line) for each in parsed if not (self._is_sweep and each.is_sweep_override())]
+                config = self._compose(fixed)
+                is_sweep = self._is_sweep or config.hydra.mode is RunMode.MULTIRUN
+                if is_sweep:
+                    self._check_sweep(config.hydra)
+                    if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+                        return self._run_sweeper(hydra, overrides, outputs=config.path.outputs)
+                    compositions = [_resolved(self._compose(job)) for job in _grid(overrides, config.hydra)]
+                else:
+                    compositions = [_resolved(config)]
+        # All are composed and checked before the first one runs.
+        if is_sweep:
+            from framework.jobs.sweep import run_sweep
 
-                explain(error, loader=hydra.config_loader, typed=overrides, is_sweep=is_sweep)
-                raise
+            return run_sweep([self._request(*each, number=number) for number, each in enumerate(compositions)])
+        request = self._request(*compositions[0])
+        result: JobResult = importlib.import_module(f"framework.jobs.{request.config.job}").main(request)
+        return result.status
+
+    @contextmanager
+    def _explained(self, overrides: Sequence[str]) -> Iterator[Hydra]:
+        """Have an exception that is about the configuration become a ConfigError that explains it."""
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            yield hydra
+        except Exception as error:
+            from framework.config.explain import explain
+
+            explain(error, loader=hydra.config_loader, typed=overrides, is_sweep=self._is_sweep)
+            raise
+
+    def _compose(self, overrides: Sequence[str]) -> DictConfig:
+        return compose(self._config_name, list(overrides), return_hydra_config=True)
+
+    def _compose_raw(self, overrides: Sequence[str]) -> Mapping[str, Any]:
+        with self._explained(overrides):
+            return _resolved(self._compose(overrides))[0]
 
     def _find_base(self) -> list[str]:
         """Find the saved run that the command starts from, if any; return the overrides to compose."""
-        typed = find_auto_run(self._typed, compose=lambda texts: self._compose_run(texts).raw, swept=self._is_sweep)
+        typed = find_auto_run(self._typed, compose=self._compose_raw, swept=self._is_sweep)
         saved = saved_run(typed)
         without_typed = None
         if saved is not None:
             try:
-                without_typed = self._compose_run(overrides_to_compose([], saved)).raw
+                without_typed = self._compose_raw(overrides_to_compose([], saved))
             except ConfigError as error:
                 raise not_composable(saved, error) from error
         self._base = BaseConfig(saved, without_typed=without_typed, typed=tuple(typed))
         return overrides_to_compose(typed, saved)
-
-    def _compose_run(self, overrides: Sequence[str]) -> _Composition:
-        with self._hydra(overrides, is_sweep=False) as hydra:
-            return _composition(hydra.compose_config(self._config_name, list(overrides), run_mode=RunMode.RUN))
 
     def _show(self, hydra: Hydra, overrides: list[str]) -> bool:
         """Print what `--help`, `--cfg` or `--info` asks for; return False if there is no such flag."""
@@ -216,65 +202,57 @@ class _Command:
             return False
         return True
 
-    def _check_sweep(self, config: DictConfig) -> None:
+    def _check_sweep(self, settings: DictConfig) -> None:
         if self._adopted_ranks is not None:
             starter = self._adopted_ranks.cluster.starter
             raise ConfigError(
                 f"-m makes several runs, and {starter} has started these processes for one.\n"
                 "Leave -m out, or type launcher=local and start the command once."
             )
-        if not str(config.hydra.launcher._target_).endswith(".BasicLauncher"):  # others pickle jobs
+        if not settings.launcher._target_.endswith(".BasicLauncher"):  # others pickle jobs
             raise ConfigError(
-                f"hydra/launcher={config.hydra.runtime.choices['hydra/launcher']} can't be used: a sweep runs its jobs "
+                f"hydra/launcher={settings.runtime.choices['hydra/launcher']} can't be used: a sweep runs its jobs "
                 "one after another. Use hydra/launcher=basic; to run jobs at the same time, start a command for each."
             )
 
-    def _run_sweeper(self, hydra: Hydra, overrides: list[str]) -> int:
+    def _run_sweeper(self, hydra: Hydra, overrides: list[str], *, outputs: str) -> int:
         """Run the jobs as a sweeper such as Optuna's chooses them, by their results; return the exit status."""
         from framework.jobs.sweep import Sweep
 
-        sweep, sweep_name = Sweep(), new_name()
+        sweep = Sweep()
 
         def run_job(config: DictConfig) -> float | None:
-            request = self._request(_composition(config, sweep_name=sweep_name))
+            request = self._request(*_resolved(config), number=HydraConfig.get().job.num)
             label = " ".join(request.overrides)
             result = sweep.run(request, label=label)
             if result.status != 0:
                 raise RunError(f"The job {label} failed with exit status {result.status}.")
             return result.score
 
-        with TemporaryDirectory() as scratch:  # the sweeper may write files before there is a job
-            try:
-                with _plugins_logged(Path(scratch, "sweep.log")):
-                    quiet = [*overrides, *_QUIET, f"hydra.sweep.dir={scratch}"]
-                    hydra.multirun(self._config_name, run_job, quiet, with_log_configuration=False)
-            finally:
-                status = sweep.close(sweeper_files=list(Path(scratch).iterdir()))
+        folder = f"hydra.sweep.dir='{Path(outputs, 'multirun', self._sweep_name)}'"  # for the sweeper's own files
+        try:
+            hydra.multirun(self._config_name, run_job, [*overrides, _MULTIRUN, folder], with_log_configuration=False)
+        finally:
+            status = sweep.close()
         return status
 
-    def _request(self, composition: _Composition) -> Request:
+    def _request(self, composed: Mapping[str, Any], overrides: Sequence[str], *, number: int | None = None) -> Request:
+        """Return what a job is handed. number: of the job in a sweep."""
         from framework.config.checks import check
         from framework.config.parse import parse
-        from framework.jobs.request import Request
+        from framework.jobs.request import Request, SubRun
 
-        sub_run, parent_run = composition.sub_run, self._base.parent_run
-        raw = self._base.configuration(composition.raw, swept=sub_run is not None)
-        try:
-            config = parse(raw)
-        except ConfigError:
-            from framework.config.explain import raise_misplaced
-
-            raise_misplaced(composition.choices, composition.folders)
-            raise
+        raw = self._base.configuration(composed, swept=number is not None)
+        config = parse(raw)
         check(config)
-        arguments = self._arguments
-        overrides = tuple(text for text in composition.overrides if not names_a_run(text))
-        if sub_run is not None:
+        overrides = tuple(text for text in overrides if not names_a_run(text))
+        arguments, parent_run, sub_run = self._arguments, self._base.parent_run, None
+        if number is not None:
             not_flags = {*self._flags.overrides, "-m", "--multirun"}
             flags = [text for text in arguments if text not in not_flags]
             arguments = [*flags, *filter(names_a_run, self._base.typed), *overrides]
-            if parent_run is not None:
-                sub_run = replace(sub_run, folder=parent_run / config.job / sub_run.folder.name)
+            folder = Path(config.path.outputs, "multirun") if parent_run is None else parent_run / config.job
+            sub_run = SubRun(folder / self._sweep_name, number)
         return Request(
             config=config,
             raw=raw,
@@ -300,9 +278,6 @@ def _parse_flags(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
     return parser.parse_intermixed_args(sorted(arguments, key=lambda text: text.startswith("-") or "=" not in text))
 
 
-# Composing
-
-
 class UserConfigFirst(SearchPathPlugin):
     """Hydra looks in the folder `conf` of the working directory before the framework's own."""
 
@@ -312,51 +287,22 @@ class UserConfigFirst(SearchPathPlugin):
             search_path.prepend(provider="user", path=f"file://{folder}", anchor="main")
 
 
-def _compose_grid(hydra: Hydra, config: DictConfig) -> Iterator[_Composition]:
-    """Compose each job of a sweep over all combinations of values. config: what was composed for the whole sweep."""
-    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    loader, sweep_name = hydra.config_loader, new_name()
-    parsed = OverridesParser.create(loader).parse_overrides([*params, *typed])
-    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    for number, overrides in enumerate(jobs):
-        job = loader.load_sweep_config(config, list(overrides))
-        with open_dict(job):
-            job.hydra.job.num = job.hydra.job.id = number
-        yield _composition(job, sweep_name=sweep_name)
+def _grid(overrides: Sequence[str], settings: DictConfig) -> Iterator[list[str]]:
+    """Yield the overrides of each job of a sweep over all combinations of values."""
+    params = [f"{key}={value}" for key, value in (settings.sweeper.params or {}).items()]
+    parsed = OverridesParser.create().parse_overrides([*params, *overrides])
+    own = [str(each.input_line) for each in parsed if each.is_hydra_override()]
+    task = [each for each in parsed if not each.is_hydra_override()]
+    (jobs,) = BasicSweeper.split_arguments(task, max_batch_size=None)
+    for number, job in enumerate(jobs):
+        yield [*own, f"hydra.job.num={number}", *job]
 
 
-def _composition(config: DictConfig, *, sweep_name: str | None = None) -> _Composition:
-    """Return the resolved, plain values of what Hydra composed. sweep_name: set for a job of a sweep."""
-    from framework.jobs.request import SubRun
-
+def _resolved(config: DictConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the resolved, plain values of what Hydra composed, and its overrides."""
     if "hydra" in config:  # a sweeper passes its jobs without it, after Hydra has set it
         HydraConfig.instance().set_config(config)
         with open_dict(config):
             del config["hydra"]
     raw: Any = OmegaConf.to_container(config, resolve=True)
-    settings = HydraConfig.get()
-    chosen = settings.runtime.choices.items()
-    choices = {group: option for group, option in chosen if option is not None and not group.startswith("hydra/")}
-    sub_run = None
-    if sweep_name is not None:
-        sub_run = SubRun(Path(raw["path"]["outputs"], "multirun", sweep_name), number=settings.job.num)
-    folders = tuple(Path(source.path) for source in settings.runtime.config_sources if source.schema == "file")
-    overrides = tuple(settings.overrides.task)
-    return _Composition(raw=raw, overrides=overrides, choices=choices, sub_run=sub_run, folders=folders)
-
-
-@contextmanager
-def _plugins_logged(file: Path) -> Iterator[None]:
-    """Write what Hydra's plugins log, such as a sweeper's best job, to `file`."""
-    logger = logging.getLogger("hydra_plugins")
-    handler, level = logging.FileHandler(file, delay=True), logger.level
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-        handler.close()
+    return raw, tuple(HydraConfig.get().overrides.task)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from framework.errors import ConfigError
@@ -31,12 +30,6 @@ def user_config_dir(working_dir: Path) -> Path | None:
     """Return the user's own `conf` in `working_dir`, whose files take precedence; None if there is none."""
     place = working_dir / "conf"
     return place.resolve() if place.is_dir() and not place.samefile(config_dir()) else None
-
-
-def option_file(group: str, option: str, *, folders: Sequence[Path]) -> Path | None:
-    """Return the file of a group's option, from the first of `folders` that has one."""
-    files = (folder / group / f"{option}.yaml" for folder in folders)
-    return next((file for file in files if file.is_file()), None)
 
 
 def import_from_working_dir() -> None:

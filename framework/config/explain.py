@@ -6,10 +6,8 @@ of them are right, the mistake is in a file, and the error that was raised is sh
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,13 +15,11 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.plugins.config_source import ConfigSource
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from framework.config.assets import option_file
-from framework.config.parse import raise_mistakes, show, walk
+from framework.config.parse import PACKAGE_LINE, raise_mistakes, walk
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
@@ -39,7 +35,7 @@ def explain(error: Exception, *, loader: ConfigLoader, typed: Sequence[str], is_
         typed: the overrides that were composed.
         is_sweep: True with -m, which allows several values for a key.
     """
-    if not isinstance(error, _COMPOSING):
+    if not isinstance(error, _COMPOSING) or isinstance(error, BrokenPipeError):
         return
     overrides: list[Override] = []
     mistakes: list[str] = []
@@ -48,36 +44,11 @@ def explain(error: Exception, *, loader: ConfigLoader, typed: Sequence[str], is_
             overrides.append(OverridesParser.create().parse_override(text))
         except HydraException:
             mistakes.append(_unreadable(text))
-    # If the right overrides alone can't be composed either, the mistake is in a file, and `error` names it.
+    # If the right choices alone can't be composed either, the mistake is in a file, and `error` names it.
     with suppress(*_COMPOSING):
-        mistakes += _typed_mistakes(overrides, loader, is_sweep=is_sweep)
+        mistakes.extend(_typed_mistakes(overrides, loader, is_sweep=is_sweep))
     raise_mistakes(mistakes)
     raise ConfigError(_shortened(error)) from error
-
-
-def raise_misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> None:
-    """Raise ConfigError if the package line of a chosen option's file puts its keys in the wrong place.
-
-    choices: group → option. folders: searched for options, in this order.
-    """
-    raise_mistakes(list(_misplaced(choices, folders)))
-
-
-def _misplaced(choices: Mapping[str, str], folders: Sequence[Path]) -> Iterator[str]:
-    for group, option in choices.items():
-        file = option_file(group, option, folders=folders)
-        if file is None:
-            continue
-        text = file.read_text(encoding="utf-8")
-        package = ConfigSource._get_header_dict(text).get("package")
-        if group == "recipe":
-            if package != "_global_":
-                yield (
-                    f"{file}: the first line must be `# @package _global_`, so that its keys are those of the "
-                    f"whole configuration and not put below `{group}`."
-                )
-        elif package not in (None, "_group_", group) and re.search("^_target_:", text, flags=re.MULTILINE):
-            yield f"{file}: remove the line `# @package {package}`, so that its keys are put below `{group}`."
 
 
 def _unreadable(text: str) -> str:
@@ -89,73 +60,44 @@ def _unreadable(text: str) -> str:
     return f"{text}: this value can't be read. Text with special characters needs two kinds of quotes: {key}=\"'…'\""
 
 
-def _typed_mistakes(overrides: Sequence[Override], loader: Any, *, is_sweep: bool) -> list[str]:
+def _typed_mistakes(overrides: Sequence[Override], loader: Any, *, is_sweep: bool) -> Iterator[str]:
     groups = {group: loader.get_group_options(group) for group in loader.list_groups("") if group != _HYDRA}
-    ours = [each for each in overrides if not each.key_or_group.startswith(_HYDRA)]
-    mistakes = [] if is_sweep else [_several_values(each) for each in ours if each.is_sweep_override()]
-    chosen: list[str] = []
-    for each in ours:
-        if _is_choice(each, groups):
-            wrong = list(_choice_mistakes(each, loader, groups))
-            mistakes += wrong
-            if not wrong and each.input_line and not each.is_sweep_override():
-                chosen.append(each.input_line)
-    # These files can make composing fail, and any further mistakes follow from them.
-    named = dict(text.split("=", 1) for text in chosen)
-    folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
-    if misplaced := list(_misplaced(named, folders)):
-        return [*mistakes, *misplaced]
-    raw: Any = OmegaConf.to_container(loader.load_configuration("config", chosen, RunMode.RUN), resolve=False)
-    for each in ours:
-        if not _is_choice(each, groups):
-            mistakes += _key_mistakes(each, raw, groups=groups)
-    return mistakes
+    right: list[str] = []  # choices to compose, so that the keys are known
+    keys: list[Override] = []
+    for each in overrides:
+        text, group, is_swept = str(each.input_line), each.key_or_group, each.is_sweep_override()
+        if is_swept and not is_sweep:
+            yield f"{text}: several values start several runs, which needs -m. Give one value or a list, or add -m."
+        if group.startswith(_HYDRA):
+            continue
+        if group not in groups or (not is_swept and isinstance(each.value(), dict)):
+            keys.append(each)
+            continue
+        wrong = [option for option in _options(each) if not loader.repository.config_exists(f"{group}/{option}")]
+        for option in wrong:
+            guess = nearest(option, groups[group])
+            hint = did_you_mean(guess and f"{group}={guess}")
+            yield f"{group}={option}: {group} has no such option.{hint}\n    Options: {', '.join(groups[group])}"
+        if not wrong and not is_swept:
+            right.append(text)
+    raw: Any = OmegaConf.to_container(loader.load_configuration("config", right, RunMode.RUN), resolve=False)
+    for each in keys:
+        yield from _key_mistakes(each, raw, groups=groups)
 
 
-def _several_values(override: Override) -> str:
-    text = str(override.input_line)
-    key, _, value = text.partition("=")
-    is_plain = override.is_choice_sweep() and not value.startswith("choice")
-    as_list = f", or a list with {key}=[{value}]" if is_plain else ""
-    return f"{text}: several values start several runs, which needs -m. Give one value{as_list}, or add -m."
-
-
-def _is_choice(override: Override, groups: Mapping[str, Any]) -> bool:
-    is_mapping = not override.is_sweep_override() and isinstance(override.value(), dict)
-    return override.key_or_group in groups and not is_mapping
-
-
-def _choice_mistakes(override: Override, loader: Any, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    group, text = override.key_or_group, str(override.input_line)
-    if override.package is not None:
-        yield f"{text}: a group can't be moved to another package. Remove @{override.package}."
-    elif override.is_add() or override.is_force_add():
-        yield f"{text}: {group} always has an option. Write {text.lstrip('+')}."
-    elif override.is_delete():
-        none = f" Choose {group}=none instead." if "none" in groups[group] else ""
-        yield f"{text}: the group {group} can't be left out.{none}"
-    else:
-        if override.is_sweep_override():
-            options: Any = override.sweep_string_iterator() if override.is_choice_sweep() else ()
-        else:
-            options = value if isinstance(value := override.value(), list) else [value]
-        for option in options:
-            if not loader.repository.config_exists(f"{group}/{option}"):
-                shown = "" if option is None else option
-                guess = nearest(str(shown), groups[group])
-                yield (
-                    f"{group}={shown}: {group} has no such option.{did_you_mean(guess and f'{group}={guess}')}\n"
-                    f"    Options: {', '.join(groups[group])}"
-                )
+def _options(override: Override) -> list[str]:
+    """Return the options of a group that an override chooses."""
+    if override.is_sweep_override():
+        return list(override.sweep_string_iterator()) if override.is_choice_sweep() else []
+    value = override.value()
+    return ["" if each is None else str(each) for each in (value if isinstance(value, list) else [value])]
 
 
 def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
     key, text, there = override.key_or_group, str(override.input_line), dict(walk(raw))
     section, _, below = key.partition(".")
     part, is_below_part, _ = below.partition(".")
-    if override.is_add() and key in there and not isinstance(override.value(), (dict, list)):
-        yield f"{text}: {key} exists already. Write {text.removeprefix('+')}."
-    elif key in there or override.is_add() or override.is_force_add():
+    if key in there or override.is_add() or override.is_force_add():
         value = None if override.is_sweep_override() else override.value()
         for name, inner in value.items() if isinstance(value, dict) else ():  # such as trainer={gpu:1}
             if f"{key}.{name}" not in there:
@@ -163,9 +105,7 @@ def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping
     elif part in groups.get(section, ()) and is_below_part and f"{section}.{part}" not in there:
         one = f"{section}.{part} isn't chosen. Choose it with {section}={part}"
         yield f"{text}: {one}, or several with {section}=[…,{part}]."
-    elif not isinstance(there.get(section, {}), dict):
-        yield f"{text}: a file sets {section}={show(there[section])}, which has no keys. Write a mapping there."
-    else:
+    elif isinstance(there.get(section, {}), dict):
         yield _unknown(key, text, [*there, *groups], is_deletion=override.is_delete())
 
 
@@ -191,7 +131,8 @@ def _shortened(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
     cause = f" ({_first_line(error.__cause__)})" if isinstance(error.__cause__, OmegaConfBaseException) else ""
-    return f"The configuration can't be composed: {_first_line(error) or type(error).__name__}{cause}"
+    hint = f" {PACKAGE_LINE}" if "@recipe." in str(error) else ""
+    return f"The configuration can't be composed: {_first_line(error) or type(error).__name__}{cause}{hint}"
 
 
 def _missing_file(name: str, options: Sequence[str]) -> str:

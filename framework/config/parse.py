@@ -18,6 +18,8 @@ from framework.config.schema import Config, Duration, Node, Texts
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
+PACKAGE_LINE = "The first line of a recipe's file must be `# @package _global_`."
+
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_DURATION_S = 365 * 86400  # beyond it the clocks of torch and the system overflow
 _MAX_SHOWN = 60  # characters of a wrong value
@@ -193,6 +195,9 @@ class _Reader:
         return result
 
     def _report_unknown(self, key: str, value: Any, *, among: Iterable[str], within: str) -> None:
+        if key == "_target_":
+            self._wrong(f"{key}={show(value)}: below no key. Remove `# @package _global_` from the file that sets it.")
+            return
         guess = nearest_key(key, known_keys(self._raw))
         shown = key if isinstance(value, Mapping) else f"{key}={show(value)}"
         keys = "" if guess else f" {within or 'The configuration'} has {', '.join(among)}."
@@ -250,6 +255,8 @@ def _hint(field: _Field, value: Any, *, key: str) -> str:
         return f" Write {key}={int(value)}."
     if Texts in field.kinds and isinstance(value, str) and value.strip():
         return f" Write {key}=[{value}]."
+    if field.name == "recipe" and isinstance(value, Mapping):
+        return f" {PACKAGE_LINE}"
     if str in field.kinds and isinstance(value, (int, float)):
         return f" Quote it: {key}=\"'{value}'\"."
     return ""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import sys
 import textwrap
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 from framework.config.saved import resume_argument
@@ -96,8 +94,8 @@ class Sweep:
             raise KeyboardInterrupt
         return result
 
-    def close(self, *, sweeper_files: Sequence[Path] = ()) -> int:
-        """Print the table and return the exit status. What a sweeper has written is moved to the sweep's folder."""
+    def close(self) -> int:
+        """Print the table and return the exit status."""
         ended = self._ended
         if not ended:
             return EXIT_RUN_FAILED
@@ -111,9 +109,7 @@ class Sweep:
             print(f"\n{len(failed)} of {len(ended)} jobs failed: {', '.join(failed)}")
         folder = _sub_run(ended[0].request).folder
         if folder.is_dir():  # there is none if every job was refused
-            files = sorted(shutil.move(file, folder) for file in sweeper_files)
-            facts = [("sweeper", display_path(Path(file))) for file in files]
-            print(f"\n{format_facts([*facts, ('curves', tensorboard_command(folder))])}", flush=True)
+            print(f"\n{format_facts([('curves', tensorboard_command(folder))])}", flush=True)
         return EXIT_RUN_FAILED if failed else 0
 
 
