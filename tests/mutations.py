@@ -242,8 +242,8 @@ DATA = [
         name="every-epoch-with-the-same-augmentation",
         caught_by="tests/unit/data/test_loaders.py::test_random_transforms_depend_on_seed_epoch_and_index_alone",
         file="framework/data/fetch.py",
-        old='seed_generators(mix(seed, "sample", request.epoch, index))',
-        new='seed_generators(mix(seed, "sample", index))',
+        old='seed_generators(mix(self._seed, "sample", epoch, index))',
+        new='seed_generators(mix(self._seed, "sample", index))',
         what="Random transforms of a dataset do the same to a sample in every epoch.",
     ),
     Mutation(

@@ -1,7 +1,7 @@
 """Split a global batch over the ranks, then over the micro-batches of each rank.
 
 Pure arithmetic on positions, the same on every rank, so that nothing has to be exchanged. The numbers depend on which
-samples one optimizer step takes, not on which rank computes them.
+samples one optimizer step takes, not on which rank computes them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ def plan_batches(
         return BatchPlan(batch_size * world_size * accumulate, accumulate * cuts, world_size)
     passes = world_size * accumulate * cuts
     if global_batch_size < passes:
-        factors, fewer = f"{world_size} processes × trainer.accumulate_grad_batches={accumulate}", "processes"
-        if cuts > 1:
-            factors = factors.replace("processes", "copies of the model") + f" × strategy.num_microbatches={cuts}"
-            fewer = "micro-batches, copies"
+        factors = f"{world_size} {'processes' if cuts == 1 else 'copies of the model'}"
+        factors += f" × trainer.accumulate_grad_batches={accumulate}"
+        factors += "" if cuts == 1 else f" × strategy.num_microbatches={cuts}"
         raise ConfigError(
             f"data.global_batch_size={global_batch_size} is less than one sample for each of the {passes} forward "
             f"passes of a step ({factors}).\n"
-            f"Use data.global_batch_size={passes} or more, or fewer {fewer} or accumulation steps."
+            f"Use data.global_batch_size={passes} or more, or lower one of these."
         )
     return BatchPlan(global_batch_size, accumulate * cuts, world_size)
 
@@ -68,14 +67,8 @@ def micro_batches(plan: BatchPlan, *, global_count: int, rank: int) -> list[rang
     most = -(-global_count // plan.world_size)
     number = -(-most * plan.micro_batches // plan.largest_share)
     mine = share(global_count, rank=rank, world_size=plan.world_size)
-    return [
-        mine[part.start : part.stop] for part in (share(len(mine), rank=i, world_size=number) for i in range(number))
-    ]
-
-
-def count_windows(num_samples: int, *, global_batch_size: int) -> int:
-    """Return the optimizer steps that `num_samples` take; the last, short global batch is kept."""
-    return -(-num_samples // global_batch_size)
+    ranges = (share(len(mine), rank=i, world_size=number) for i in range(number))
+    return [mine[each.start : each.stop] for each in ranges]
 
 
 def own_micro_batches(plan: BatchPlan, *, count: int, rank: int) -> list[range]:
@@ -86,3 +79,8 @@ def own_micro_batches(plan: BatchPlan, *, count: int, rank: int) -> list[range]:
     full = len(share(plan.global_batch_size, rank=rank, world_size=plan.world_size))
     number = -(-count * plan.micro_batches // full)
     return [share(count, rank=i, world_size=number) for i in range(number)]
+
+
+def count_windows(num_samples: int, *, global_batch_size: int) -> int:
+    """Return the optimizer steps that `num_samples` take; the last, short global batch is kept."""
+    return -(-num_samples // global_batch_size)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import tee
 from typing import Any, final
 
@@ -11,54 +13,118 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from framework.data.batching import BatchPlan
-from framework.data.fetch import BatchRequest, Workers, fetch_for
-from framework.data.loader_choice import LoaderOptions, choose_loader
+from framework.config.schema import LoaderKind
+from framework.data.batching import BatchPlan, count_windows, share
+from framework.data.fetch import BatchDataset, BatchRequest, ItemLoader
 from framework.data.prefetch import pins_memory, prefetch
-from framework.data.resident_loader import NOT_TAKEN, ResidentRows, WindowGatherer
-from framework.data.sampler import (
-    GlobalOrder,
-    epoch_indices,
-    epoch_length,
-    evaluation_indices,
-    windows,
-    windows_per_epoch,
-)
+from framework.data.resident import ResidentBatches, WindowGatherer, decode
+from framework.data.sampler import GlobalOrder, epoch_indices, epoch_length, windows
+from framework.data.tensor_samples import rows_of
 from framework.errors import DataError
+from framework.system.formatting import format_bytes
+from framework.system.hardware import available_memory, threads_per_process
 from framework.types import Batch, MapDataset, MicroBatch, MicroIndices, Window
+
+MAX_WORKERS = 8
+DEVICE_SHARE = 0.25
+"""Of the device's free memory, for all data together: model and activations need the rest."""
+
+_log = logging.getLogger("framework")
+
+
+# How data is loaded
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """What `data.loader` and `data.num_workers` ask for, and how many processes share this node."""
+
+    kind: LoaderKind = "auto"
+    # None: as many as suit.
+    num_workers: int | None = None
+    procs_on_node: int = 1
+    procs_on_device: int = 1
+    # Processes that share this one's cores; None: all of the node.
+    procs_on_cores: int | None = None
+    # Log the choice, which one rank does for all.
+    logs: bool = False
+
 
 IN_THIS_PROCESS = LoaderOptions(num_workers=0)
 """Without loader processes: tensors are kept in memory, other data is loaded sample by sample."""
 
 
 @final
-class BatchSource:
-    """Batches of a dataset on the device: of tensors in memory, or loaded in this process or by workers."""
+class LoadedBatches:
+    """Batches that torch's DataLoader loads in this process or by workers, and that are copied ahead to a device."""
 
-    def __init__(
-        self, dataset: MapDataset, *, part: str, seed: int, device: torch.device, options: LoaderOptions
-    ) -> None:
+    def __init__(self, dataset: MapDataset, *, split: str, seed: int, device: torch.device, num_workers: int) -> None:
         self._device = device
-        self._workers: Workers | None = None
-        self.rows: ResidentRows | None = None
-        choice = choose_loader(dataset, part=part, device=device, options=options)
-        if choice.rows is not None:
-            self.rows = ResidentRows(choice.rows, device=device, seed=seed)
-            return
-        self._fetch = fetch_for(dataset, part=part, seed=seed)
-        if choice.num_workers > 0:
-            self._workers = Workers(self._fetch, num_workers=choice.num_workers, pin_memory=pins_memory(device))
+        self.num_workers = num_workers
+        batches = BatchDataset(dataset, split=split, seed=seed)
+        self._loader = ItemLoader(batches, num_workers=num_workers, pin_memory=pins_memory(device))
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
-        """Yield the batches asked for, in order. Without workers each is loaded when it is taken, or one ahead."""
-        if self.rows is not None:
-            return self.rows.batches(requests)
-        loaded = map(self._fetch, requests) if self._workers is None else self._workers.batches(requests)
-        return prefetch(loaded, self._device)
+        """Yield the batches asked for, in order."""
+        # As plain numbers: a tensor would reach a worker through shared memory, and a thread that serves it.
+        keys = ((request.indices.tolist(), request.epoch) for request in requests)
+        return prefetch(self._loader.items(keys), self._device)
 
     def close(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
+        """End the worker processes; may be called again."""
+        self._loader.close()
+
+
+def batch_source(
+    dataset: MapDataset, *, split: str, seed: int, device: torch.device, options: LoaderOptions
+) -> ResidentBatches | LoadedBatches:
+    """Choose how a dataset is loaded: kept in memory as tensors, or by torch's DataLoader.
+
+    Each rank may choose for itself: the numbers are the same either way. Raises DataError if data that must be resident
+    can't be; RunError if the dataset raises.
+    """
+    source: ResidentBatches | LoadedBatches
+    wants_workers = options.kind == "auto" and bool(options.num_workers)
+    rows = None if options.kind == "dataloader" or wants_workers else rows_of(dataset)
+    if rows is None and options.kind == "resident":
+        available = available_memory()
+        limit = None if available is None else available // options.procs_on_node
+        rows = decode(dataset, split=split, limit_bytes=limit)
+    if rows is None:
+        number = options.num_workers
+        if number is None:
+            number = worker_count(procs=options.procs_on_cores or options.procs_on_node)
+        source = LoadedBatches(dataset, split=split, seed=seed, device=device, num_workers=number)
+        how = f"loaded by {number} worker process(es)" if number else "loaded in this process"
+    else:
+        if rows.device == device or rows.size_bytes <= device_limit(device, procs=options.procs_on_device):
+            rows = rows.to(device)
+        source = ResidentBatches(rows, device=device, seed=seed)
+        how = f"resident in the memory of {rows.device} ({format_bytes(rows.size_bytes)})"
+    if options.logs:
+        _log.info("data: %s is %s", split, how)
+    return source
+
+
+def worker_count(*, procs: int) -> int:
+    """Return the loader processes for one of `procs` on the same cores: its share minus one, at most 8."""
+    return min(MAX_WORKERS, threads_per_process(procs) - 1)
+
+
+def device_limit(device: torch.device, *, procs: int) -> int:
+    """Return the bytes that one of `procs` processes may still keep on an accelerator; 0 if it doesn't say, as `mps`.
+
+    Call it before there is a model: what this process has on the device then is data, and counts.
+    """
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return 0
+    free_bytes, _ = module.mem_get_info(device)
+    share_bytes = int((free_bytes + module.memory_reserved(device)) * DEVICE_SHARE) // procs
+    return max(0, share_bytes - int(module.memory_allocated(device)))
+
+
+# The loaders
 
 
 @final
@@ -80,34 +146,34 @@ class TrainLoader:
         options: LoaderOptions = IN_THIS_PROCESS,
         limit: int | None = None,
     ) -> None:
-        size = dataset_size(dataset, part="train")
-        if size != order.size:
-            raise ValueError(f"The order is of {order.size} samples, the dataset has {size}.")
-        check_one_sample_each(size, plan)
-        self._order, self._plan, self._rank, self._limit = order, plan, rank, limit
-        taken = epoch_length(order, plan, limit=limit)
-        if not order.shuffle and taken < size:  # the same in every epoch: others needn't be kept in memory
-            dataset = Subset(dataset, range(taken))  # type: ignore[arg-type]
-        self._source = BatchSource(dataset, part="train", seed=order.seed, device=device, options=options)
-        rows = self._source.rows
-        self._gatherer = None if rows is None else WindowGatherer(rows, plan, rank=rank)
-
-    def __len__(self) -> int:
-        """Return the number of windows of a whole epoch."""
-        return windows_per_epoch(self._order, self._plan, limit=self._limit)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return len(self)
-
-    @property
-    def size(self) -> int:
+        self.size = dataset_size(dataset, split="train")
         """Samples of the whole dataset, regardless of `limit`."""
-        return self._order.size
+        if self.size != order.size:
+            raise ValueError(f"The order is of {order.size} samples, the dataset has {self.size}.")
+        check_one_sample_each(self.size, plan)
+        self._order, self._rank = order, rank
+        taken = epoch_length(order, plan, limit=limit)
+        if not order.shuffle and taken < self.size:  # the same in every epoch: others needn't be kept in memory
+            dataset = Subset(dataset, range(taken))  # type: ignore[arg-type]
+        self._source = batch_source(dataset, split="train", seed=order.seed, device=device, options=options)
+        self._set_plan(plan, limit)
 
-    @property
-    def global_batch_size(self) -> int:
-        return self._plan.global_batch_size
+    def _set_plan(self, plan: BatchPlan, limit: int | None) -> None:
+        self._plan, self._limit = plan, limit
+        self.global_batch_size = plan.global_batch_size
+        taken = epoch_length(self._order, plan, limit=limit)
+        self.steps_per_epoch = count_windows(taken, global_batch_size=plan.global_batch_size)
+        resident = self._source if isinstance(self._source, ResidentBatches) else None
+        self._gatherer = None if resident is None else WindowGatherer(resident, plan, rank=self._rank)
+
+    def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> TrainLoader:
+        """Return a loader of the same data with another plan and limit. For a loader without a limit of its own.
+
+        Use one of the two at a time; closing either closes both.
+        """
+        other = copy.copy(self)
+        other._set_plan(plan, limit)
+        return other
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """Yield the windows of `epoch` from sample `start` of its order on; samples before it are not loaded.
@@ -116,42 +182,30 @@ class TrainLoader:
         Raises DataError if `start` isn't inside the epoch, RunError if a sample can't be loaded.
         """
         indices = epoch_indices(self._order, self._plan, epoch=epoch, start=start, limit=self._limit)
-        if self._gatherer is None or self._gatherer.windows_at_once == 0:
-            yield from self._loaded(indices, epoch=epoch)
-            return
-        whole = len(indices) - len(indices) % self._plan.global_batch_size
-        yield from self._gatherer.windows(indices[:whole], epoch=epoch, ends_epoch=whole == len(indices))
-        yield from self._loaded(indices[whole:], epoch=epoch)
+        gathered = 0
+        if self._gatherer is not None and self._gatherer.windows_at_once > 0:
+            gathered = len(indices) - len(indices) % self.global_batch_size
+            yield from self._gatherer.windows(indices[:gathered], epoch=epoch, ends_epoch=gathered == len(indices))
+        yield from self._loaded(indices[gathered:], epoch=epoch)
+
+    def _loaded(self, indices: Tensor, *, epoch: int) -> Iterator[Window]:
+        """Yield windows whose batches are loaded one by one."""
+        # Requests run ahead of the window that is yielded.
+        given, asked = tee(windows(indices, self._plan, rank=self._rank))
+        requests = (BatchRequest(micro.indices, epoch) for window in asked for micro in window.micro_batches)
+        batches = self._source.batches(requests)
+        for window in given:
+            # Loads nothing before it is asked to.
+            micro_batches = (MicroBatch(next(batches), micro.num_samples) for micro in window.micro_batches)
+            number = len(window.micro_batches)
+            yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
+            assert next(micro_batches, None) is None, "a window's micro-batches were not all taken"
 
     def state_dict(self) -> None:
         """Return nothing: the number of samples taken is all the state."""
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, samples: int) -> None:
         """Nothing to load."""
-
-    def _loaded(self, indices: Tensor, *, epoch: int) -> Iterator[Window]:
-        """Yield windows whose batches are loaded one by one."""
-        # Requests run ahead of the window that is yielded.
-        shown, asked = tee(windows(indices, self._plan, rank=self._rank))
-        requests = (BatchRequest(micro.indices, epoch) for window in asked for micro in window.micro_batches)
-        batches = self._source.batches(requests)
-        for window in shown:
-            # Loads nothing before it is asked to.
-            micro_batches = (MicroBatch(next(batches), micro.num_samples) for micro in window.micro_batches)
-            number = len(window.micro_batches)
-            yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
-            assert next(micro_batches, None) is None, NOT_TAKEN
-
-    def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> TrainLoader:
-        """Return a loader of the same data with another plan and limit. For a loader without a limit of its own.
-
-        Use one of the two at a time; closing either closes both.
-        """
-        other = copy.copy(self)
-        other._plan, other._limit = plan, limit
-        rows = self._source.rows
-        other._gatherer = None if rows is None else WindowGatherer(rows, plan, rank=self._rank)
-        return other
 
     def close(self) -> None:
         """End the loader's worker processes; may be called again."""
@@ -160,10 +214,10 @@ class TrainLoader:
 
 @final
 class EvalLoader:
-    """This rank's share of a whole part: over all ranks every sample exactly once, in the dataset's order.
+    """This rank's share of a whole dataset: over all ranks every sample exactly once, in the dataset's order.
 
     Ranks may have different numbers of batches, or none; if `is_even`, those with fewer get stand-ins of no samples.
-    Random transforms draw the same in every evaluation. part: `val` or `test`, for messages. Raises DataError if the
+    Random transforms draw the same in every evaluation. split: `val` or `test`, for messages. Raises DataError if the
     dataset is empty.
     """
 
@@ -171,7 +225,7 @@ class EvalLoader:
         self,
         dataset: MapDataset,
         *,
-        part: str,
+        split: str,
         batch_size: int,
         rank: int,
         world_size: int,
@@ -179,26 +233,21 @@ class EvalLoader:
         options: LoaderOptions = IN_THIS_PROCESS,
         is_even: bool = False,
     ) -> None:
-        size = dataset_size(dataset, part=part)
-        indices = evaluation_indices(size, rank=rank, world_size=world_size)
-        # Splitting nothing would give one empty piece.
-        pieces = torch.split(indices, batch_size) if len(indices) else ()
-        self._batches = [MicroIndices(piece, len(piece)) for piece in pieces]
+        size = dataset_size(dataset, split=split)
+        mine = share(size, rank=rank, world_size=world_size)
+        batches = (mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size))
+        self._batches = [MicroIndices(torch.arange(each.start, each.stop), len(each)) for each in batches]
         if is_even:
-            most = -(-len(evaluation_indices(size, rank=0, world_size=world_size)) // batch_size)
+            most = -(-len(share(size, rank=0, world_size=world_size)) // batch_size)
             # Any sample of it will do: its results are left out.
-            self._batches += [MicroIndices(torch.zeros(1, dtype=torch.int64), 0)] * (most - len(pieces))
-        self._source = BatchSource(dataset, part=part, seed=0, device=device, options=options)
-
-    def __len__(self) -> int:
-        """Return the number of batches of this rank, with stand-ins."""
-        return len(self._batches)
+            self._batches += [MicroIndices(torch.zeros(1, dtype=torch.int64), 0)] * (most - len(self._batches))
+        self._source = batch_source(dataset, split=split, seed=0, device=device, options=options)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return self.first(len(self._batches))
+        return self.first(None)
 
-    def first(self, number: int) -> Iterator[MicroBatch]:
-        """Return this rank's first `number` batches, or all if it has fewer."""
+    def first(self, number: int | None) -> Iterator[MicroBatch]:
+        """Yield this rank's first `number` batches, or all if it has fewer or `number` is None."""
         batches = self._batches[:number]
         requests = (BatchRequest(micro.indices, epoch=0) for micro in batches)
         for micro, batch in zip(batches, self._source.batches(requests), strict=True):
@@ -209,11 +258,11 @@ class EvalLoader:
         self._source.close()
 
 
-def dataset_size(dataset: MapDataset, *, part: str) -> int:
+def dataset_size(dataset: MapDataset, *, split: str) -> int:
     """Return the number of samples. Raises DataError if there are none."""
     size = len(dataset)
     if size == 0:
-        raise DataError(f"The {part} dataset is empty. Look at the keywords of data.datasets.")
+        raise DataError(f"The {split} dataset is empty. Look at the keywords of data.datasets.")
     return size
 
 

@@ -1,4 +1,4 @@
-"""One global order of the samples per epoch, and this rank's part of every global batch of it.
+"""One global order of the samples per epoch, and each rank's micro-batches of every global batch of it.
 
 The order depends on the seed and the epoch alone, never on ranks: runs with the same global batch size see the same
 batches on any number of processes, and a run may resume in the middle of an epoch with another number of them.
@@ -13,18 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from framework.data.batching import BatchPlan, count_windows, micro_batches, share
+from framework.data.batching import BatchPlan, micro_batches
 from framework.distributed.seed import mix
 from framework.errors import DataError
 from framework.types import MicroIndices
-
-
-class WindowIndices(NamedTuple):
-    """One rank's part of one global batch, as indices of the dataset; see `framework.types.Window`."""
-
-    micro_batches: tuple[MicroIndices, ...]
-    global_count: int
-    epoch_end: bool
 
 
 @dataclass(frozen=True)
@@ -64,33 +56,21 @@ def epoch_indices(
     return order.indices(epoch)[start:end]
 
 
+class WindowIndices(NamedTuple):
+    """One rank's part of one global batch, as indices of the dataset; see `framework.types.Window`."""
+
+    micro_batches: tuple[MicroIndices, ...]
+    global_count: int
+    epoch_end: bool
+
+
 def windows(indices: Tensor, plan: BatchPlan, *, rank: int) -> Iterator[WindowIndices]:
     """Yield this rank's part of each global batch of what an epoch consumes; the last, short one is kept."""
     full = micro_batches(plan, global_count=plan.global_batch_size, rank=rank)
-    end = len(indices)
-    for begin in range(0, end, plan.global_batch_size):
-        count = min(plan.global_batch_size, end - begin)
-        parts = full if count == plan.global_batch_size else micro_batches(plan, global_count=count, rank=rank)
-        yield WindowIndices(_take(indices, parts, begin=begin), count, begin + count == end)
-
-
-def windows_per_epoch(order: GlobalOrder, plan: BatchPlan, *, limit: int | None = None) -> int:
-    """Return the optimizer steps of a whole epoch."""
-    return count_windows(epoch_length(order, plan, limit=limit), global_batch_size=plan.global_batch_size)
-
-
-def evaluation_indices(size: int, *, rank: int, world_size: int) -> Tensor:
-    """Return the indices that `rank` evaluates: over all ranks every one of `size` exactly once, without padding."""
-    mine = share(size, rank=rank, world_size=world_size)
-    return torch.arange(mine.start, mine.stop)
-
-
-def _take(indices: Tensor, parts: list[range], *, begin: int) -> tuple[MicroIndices, ...]:
-    """Return the indices of each part of the global batch that begins at `begin`."""
-    # Any sample of it will do as a stand-in: its loss is multiplied by 0.
-    return tuple(
-        MicroIndices(indices[begin + part.start : begin + part.stop], len(part))
-        if part
-        else MicroIndices(indices[begin : begin + 1], 0)
-        for part in parts
-    )
+    for begin in range(0, len(indices), plan.global_batch_size):
+        batch = indices[begin : begin + plan.global_batch_size]
+        count = len(batch)
+        ranges = full if count == plan.global_batch_size else micro_batches(plan, global_count=count, rank=rank)
+        # Any sample of it will do as a stand-in: its loss is multiplied by 0.
+        micro = (MicroIndices(batch[each.start : each.stop] if each else batch[:1], len(each)) for each in ranges)
+        yield WindowIndices(tuple(micro), count, begin + count == len(indices))

@@ -4,7 +4,7 @@
 reads the samples, in this process or in a worker, with generators seeded by (seed, epoch, position in the stream): what
 the dataset draws depends on neither the number of ranks nor earlier interruptions.
 
-All ranks have the same windows, though each may read a stream of its own. The ranks exchange how many samples each has
+All ranks have the same windows, though each may read a shard of its own. The ranks exchange how many samples each has
 for a window two windows ahead, beside the computation. So before a window's first forward every rank knows its number
 of micro-batches and of samples, and if it is the epoch's last. A rank that has fewer micro-batches takes stand-ins of
 weight 0, and joins the others in every forward and backward.
@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import Dataset, IterableDataset
 
-from framework.data.batching import BatchPlan, micro_batches, own_micro_batches, share
-from framework.data.fetch import collate, failed_sample, read_ahead
+from framework.data.batching import BatchPlan, count_windows, micro_batches, own_micro_batches, share
+from framework.data.fetch import ItemLoader, collate, failed_sample
 from framework.data.prefetch import SideStream, pins_memory, prefetch
 from framework.distributed.collectives import SideChannel, Table
 from framework.distributed.seed import mix, preserved_generators, seed_generators
@@ -34,7 +33,6 @@ from framework.errors import CheckpointError, DataError
 from framework.types import Batch, MicroBatch, MicroIndices, Waiting, Window
 
 _BLOCK = 256  # samples skipped at once
-_END = object()
 _TOLERANCE = 1e-4
 """How much the sum of a sample's floats may differ between processors, as a share of it."""
 
@@ -50,23 +48,12 @@ class StreamPosition(NamedTuple):
     has_ended: bool = False
 
 
-@final
-class _InitialState:
-    """The state of a dataset before it was first read in this process.
-
-    A dataset that keeps its position would continue there after an epoch that was cut short.
-    """
-
-    def __init__(self) -> None:
-        self.state: Any = None
-        self.in_epoch = False
-
-
 @dataclass(frozen=True)
 class StreamPlan:
-    """How a rank reads a part: samples of its own, or those of every rank, of which it keeps its share."""
+    """How a rank reads a split: a shard of its own, or the samples of every rank, of which it keeps its share."""
 
-    part: str
+    # `train`, `val` or `test`, for messages.
+    split: str
     batches: BatchPlan
     rank: int = 0
     is_sharded: bool = False
@@ -75,7 +62,6 @@ class StreamPlan:
     limit: int | None = None
     # Read ahead in a process of its own.
     in_worker: bool = False
-    initial: _InitialState = field(default_factory=_InitialState, compare=False, repr=False)
 
     @property
     def source(self) -> int:
@@ -93,89 +79,19 @@ class StreamPlan:
         )
         return windows * of_window + of_rest
 
-    def split(self, count: int, *, source: int) -> list[range]:
+    def micro_batches(self, count: int, *, source: int) -> list[range]:
         """Return the positions of each micro-batch in the `count` samples that `source` has for a window."""
         if self.is_sharded:
             return own_micro_batches(self.batches, count=count, rank=source)
         return micro_batches(self.batches, global_count=count, rank=self.rank)
 
 
-def evaluation_plan(part: str, *, batch_size: int, rank: int, world_size: int, **options: Any) -> StreamPlan:
+def evaluation_plan(split: str, *, batch_size: int, rank: int, world_size: int, **options: Any) -> StreamPlan:
     """Plan one batch for each rank at a time."""
-    return StreamPlan(part, BatchPlan(batch_size * world_size, 1, world_size), rank, **options)
+    return StreamPlan(split, BatchPlan(batch_size * world_size, 1, world_size), rank, **options)
 
 
 # Reading
-
-
-@final
-class StreamReader:
-    """The samples of a dataset from a position on. Generators of the caller are restored.
-
-    Raises RunError that names the sample if the dataset raises, DataError if it ends before the position.
-    """
-
-    def __init__(self, dataset: IterableDataset[Any], start: StreamPosition, plan: StreamPlan) -> None:
-        self._dataset, self._start, self._part, self._initial = dataset, start, plan.part, plan.initial
-        self._key = (plan.seed, "stream", start.epoch, plan.source)
-        self._iterator: Iterator[Any] | None = None
-        self._has_ended = start.has_ended
-        self.position = start.samples if start.state is not None or start.has_ended else 0
-        """How many samples of the epoch were read."""
-
-    def take(self, number: int) -> list[Any]:
-        """Return the next samples; fewer if the stream ends."""
-        taken: list[Any] = []
-        with preserved_generators():
-            while len(taken) < number and not self._has_ended:
-                seed_generators(mix(*self._key, self.position))
-                if self._iterator is None:
-                    self._iterator = self._open()
-                try:
-                    sample = next(self._iterator, _END)
-                except Exception as error:
-                    name = f"Sample {self.position} of the {self._part} stream, in epoch {self._start.epoch},"
-                    raise failed_sample(name, error) from error
-                if sample is _END:
-                    self._has_ended, self._initial.in_epoch = True, False
-                else:
-                    taken.append(sample)
-                    self.position += 1
-        return taken
-
-    def skip_to_start(self) -> None:
-        """Skip what was taken before."""
-        while self.position < self._start.samples:
-            if not self.take(min(_BLOCK, self._start.samples - self.position)):
-                raise DataError(
-                    f"Training can't continue at sample {self._start.samples} of the {self._part} stream: in epoch "
-                    f"{self._start.epoch} it has only {self.position}.\n"
-                    "It must give the same samples as when the checkpoint was made."
-                )
-
-    def state(self) -> Any:
-        """Return a copy of the dataset's state here; None if it has none."""
-        return copy.deepcopy(self._dataset.state_dict()) if has_state(self._dataset) else None  # type: ignore[attr-defined]
-
-    def _open(self) -> Iterator[Any]:
-        initial = self._initial
-        if initial.state is None:
-            initial.state = self.state()
-        set_epoch = getattr(self._dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(self._start.epoch)
-        state = self._start.state
-        if state is None and initial.in_epoch:
-            state = copy.deepcopy(initial.state)
-        if state is not None:
-            self._dataset.load_state_dict(state)  # type: ignore[attr-defined]
-        initial.in_epoch = True
-        return iter(self._dataset)
-
-
-def has_state(dataset: IterableDataset[Any]) -> bool:
-    """Return True if the dataset can save its position and continue from there."""
-    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class _WindowSamples(NamedTuple):
@@ -187,31 +103,98 @@ class _WindowSamples(NamedTuple):
     positions: tuple[range, ...]
     # Samples read.
     size: int
-    # The position after them, and the dataset's state there.
-    end: int
-    state: Any
+    # The position after them.
+    end: StreamPosition
     # Of the first sample, see `_digest`.
     digest: tuple[float, float]
 
 
-def _read_windows(
-    dataset: IterableDataset[Any], start: StreamPosition, plan: StreamPlan
-) -> Generator[_WindowSamples, None, None]:
-    """Yield what a rank reads of an epoch, window by window, until its stream ends."""
-    reader = StreamReader(dataset, start, plan)
-    at_once = plan.own_samples(plan.batches.global_batch_size)
-    end = None if plan.limit is None else plan.own_samples(plan.limit)
-    reader.skip_to_start()
-    while samples := reader.take(at_once if end is None else min(at_once, end - reader.position)):
-        begin, count = reader.position - len(samples), len(samples)
-        micro, positions = [], []
-        for kept in plan.split(count, source=plan.source):
-            used = kept or range(1)  # any sample will do as a stand-in: its loss is multiplied by 0
-            positions.append(range(begin + used.start, begin + used.stop))
-            name = f"Samples {positions[-1].start} to {positions[-1].stop - 1} of the {plan.part} stream"
-            micro.append(MicroBatch(collate([samples[i] for i in used], name=name), len(kept)))
-        digest = _digest(samples[0])
-        yield _WindowSamples(tuple(micro), tuple(positions), count, reader.position, reader.state(), digest)
+@final
+class StreamReader(Dataset["_WindowSamples | None"]):
+    """Reads a dataset window by window, in this process or a worker. Generators of the caller are restored.
+
+    Raises RunError that names the sample if the dataset raises, DataError if it ends before where it should start.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], plan: StreamPlan) -> None:
+        self._dataset, self._plan = dataset, plan
+        self._windows: Iterator[_WindowSamples] = iter(())
+        # The dataset's state before it was first read. It may keep its position after an epoch that was cut short.
+        self._initial: Any = None
+        self._start = StreamPosition(0)
+        self._iterator: Iterator[Any] | None = None
+        self._has_ended = False
+        self._position = 0
+
+    def __getitem__(self, start: StreamPosition | None) -> _WindowSamples | None:
+        """Return the first window after `start`, or the next one for None; None if there are no more."""
+        if start is not None:
+            self._windows = self._read(start)
+        return next(self._windows, None)
+
+    def _read(self, start: StreamPosition) -> Iterator[_WindowSamples]:
+        plan, self._start, self._iterator, self._has_ended = self._plan, start, None, start.has_ended
+        self._position = start.samples if start.state is not None or start.has_ended else 0
+        while self._position < start.samples:
+            if not self._take(min(_BLOCK, start.samples - self._position)):
+                raise DataError(
+                    f"Training can't continue at sample {start.samples} of the {plan.split} stream: in epoch "
+                    f"{start.epoch} it has only {self._position}.\n"
+                    "It must give the same samples as when the checkpoint was made."
+                )
+        at_once = plan.own_samples(plan.batches.global_batch_size)
+        limit = None if plan.limit is None else plan.own_samples(plan.limit)
+        while samples := self._take(at_once if limit is None else min(at_once, limit - self._position)):
+            begin = self._position - len(samples)
+            micro, positions = [], []
+            for kept in plan.micro_batches(len(samples), source=plan.source):
+                used = kept or range(1)  # any sample will do as a stand-in: its loss is multiplied by 0
+                positions.append(range(begin + used.start, begin + used.stop))
+                name = f"Samples {positions[-1].start} to {positions[-1].stop - 1} of the {plan.split} stream"
+                micro.append(MicroBatch(collate([samples[i] for i in used], name=name), len(kept)))
+            end = StreamPosition(start.epoch, self._position, self._state())
+            yield _WindowSamples(tuple(micro), tuple(positions), len(samples), end, _digest(samples[0]))
+
+    def _take(self, number: int) -> list[Any]:
+        """Return the next samples; fewer if the stream ends."""
+        plan, epoch = self._plan, self._start.epoch
+        taken: list[Any] = []
+        with preserved_generators():
+            while len(taken) < number and not self._has_ended:
+                seed_generators(mix(plan.seed, "stream", epoch, plan.source, self._position))
+                if self._iterator is None:
+                    self._iterator = self._begin_epoch()
+                try:
+                    taken.append(next(self._iterator))
+                    self._position += 1
+                except StopIteration:
+                    self._has_ended = True
+                except Exception as error:
+                    name = f"Sample {self._position} of the {plan.split} stream, in epoch {epoch},"
+                    raise failed_sample(name, error) from error
+        return taken
+
+    def _begin_epoch(self) -> Iterator[Any]:
+        state = self._start.state
+        if self._initial is None:
+            self._initial = self._state()
+        elif state is None:
+            state = copy.deepcopy(self._initial)
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(self._start.epoch)
+        if state is not None:
+            self._dataset.load_state_dict(state)  # type: ignore[attr-defined]
+        return iter(self._dataset)
+
+    def _state(self) -> Any:
+        """Return a copy of the dataset's state; None if it has none."""
+        return copy.deepcopy(self._dataset.state_dict()) if has_state(self._dataset) else None  # type: ignore[attr-defined]
+
+
+def has_state(dataset: IterableDataset[Any]) -> bool:
+    """Return True if the dataset can save its position and continue from there."""
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _digest(sample: Any) -> tuple[float, float]:
@@ -231,19 +214,23 @@ def _digest(sample: Any) -> tuple[float, float]:
     return float(exact), float_sum
 
 
-def first_batch(dataset: IterableDataset[Any], *, number: int, part: str) -> Batch:
+def first_batch(dataset: IterableDataset[Any], *, number: int, split: str) -> Batch:
     """Return a batch of the first samples, repeated if there are fewer. Raises DataError for an empty stream."""
-    samples = StreamReader(dataset, StreamPosition(0), StreamPlan(part, BatchPlan(number, 1, 1))).take(number)
-    if not samples:
-        raise _no_samples(part, epoch=0)
-    name = f"The first {number} samples of the {part} stream"
-    return collate([samples[position % len(samples)] for position in range(number)], name=name)
+    window = StreamReader(dataset, StreamPlan(split, BatchPlan(number, 1, 1)))[StreamPosition(0)]
+    if window is None:
+        raise _no_samples(split, epoch=0)
+    rows = torch.arange(number) % window.size
+    return tree_map_only(Tensor, lambda column: column[rows], window.micro_batches[0].batch)
 
 
-def _no_samples(part: str, *, epoch: int) -> DataError:
+def _no_samples(split: str, *, epoch: int, shards: Sequence[int] = ()) -> DataError:
+    where = f" for shard {', '.join(map(str, shards))}" if shards else ""
+    stop = (
+        "\nWith data.stream=stop every process needs one: use data.stream=join, or fewer processes." if shards else ""
+    )
     return DataError(
-        f"The {part} stream gives no sample in epoch {epoch}. Look at the keywords of data.datasets; iter() of the "
-        "dataset must restart in every epoch."
+        f"The {split} stream gives no sample in epoch {epoch}{where}. Look at the keywords of data.datasets; iter() of "
+        f"the dataset must restart in every epoch.{stop}"
     )
 
 
@@ -283,6 +270,9 @@ class StreamLoader:
         check_state: Raises for a state of the dataset that can't be saved; None if none is to be.
     """
 
+    size = None
+    """Unknown: a stream has no length."""
+
     def __init__(
         self,
         dataset: IterableDataset[Any],
@@ -293,8 +283,9 @@ class StreamLoader:
         stops_first: bool = False,
         check_state: Callable[[Any], object] | None = None,
     ) -> None:
-        self._running: Generator[_WindowSamples, None, None] | None = None
-        self._dataset = _shard(dataset, plan) if plan.is_sharded else dataset
+        dataset = _shard(dataset, plan) if plan.is_sharded else dataset
+        self._reader = ItemLoader(StreamReader(dataset, plan), num_workers=int(plan.in_worker))
+        self._loads_state = has_state(dataset)
         self._plan, self._exchange = plan, exchange
         self._stops_first, self._check_state = stops_first, check_state
         self._device = device
@@ -303,19 +294,10 @@ class StreamLoader:
         self._resumed: StreamPosition | None = None
         self._position = StreamPosition(0)  # after the window that was yielded last
         self._waiting: Waiting | None = None
-
-    @property
-    def size(self) -> None:
-        """Unknown: a stream has no length."""
-
-    @property
-    def steps_per_epoch(self) -> int | None:
+        self.global_batch_size = plan.batches.global_batch_size
+        limited = None if plan.limit is None else count_windows(plan.limit, global_batch_size=self.global_batch_size)
+        self.steps_per_epoch = limited
         """At most; None if unknown."""
-        return None if self._plan.limit is None else -(-self._plan.limit // self.global_batch_size)
-
-    @property
-    def global_batch_size(self) -> int:
-        return self._plan.batches.global_batch_size
 
     def observe_waiting(self, waiting: Waiting) -> None:
         """Report to `waiting` when this rank waits for others."""
@@ -328,20 +310,25 @@ class StreamLoader:
         DataError if there is no sample, or if ranks that should read the same don't; RunError if a sample can't be
         read; and what `check_state` raises.
         """
-        position = self._start_of(epoch, start)
-        self._position = position
-        read = self._read(position)
+        self._position = position = self._start_of(epoch, start)
+        read = self._reader.items(chain([position], repeat(None)))
         first, following = self._begin(read), self._begin(read)
         here = self._agree(*first, epoch=epoch)
-        if here.is_over or (start and here.samples is None and not position.has_ended):
-            raise self._nothing_at(epoch, start, here.counts)
+        if start and (here.is_over or (here.samples is None and not position.has_ended)):
+            raise DataError(
+                f"Training can't continue at sample {start} of the {self._plan.split} stream: in epoch {epoch} a "
+                "process finds no more.\nIt must give the same samples as when the checkpoint was made."
+            )
+        if here.is_over:
+            empty = [source for source, count in here.counts.items() if count == 0]
+            raise _no_samples(self._plan.split, epoch=epoch, shards=empty if any(here.counts.values()) else ())
         if here.samples is not None and self._check_state is not None:
-            self._check_state(here.samples.state)  # now, and not hours later, when it is to be saved
+            self._check_state(here.samples.end.state)  # now, and not hours later, when it is to be saved
         while not here.is_over:
             after = self._begin(read)
             ahead, following = self._agree(*following, epoch=epoch), after
             if here.samples is not None:
-                self._position = StreamPosition(epoch, here.samples.end, here.samples.state)
+                self._position = here.samples.end
             self._position = self._position._replace(has_ended=ahead.samples is None)
             yield self._window(here, epoch_end=ahead.is_over)
             here = ahead
@@ -370,7 +357,7 @@ class StreamLoader:
         if samples == 0:
             return
         now = self._shards, self._stops_first
-        found = {(each["shards"], each.get("stops_first", self._stops_first)) for each in states} or {(None, False)}
+        found = {(each["shards"], each["stops_first"]) for each in states} or {(None, False)}
         if found != {now}:
             raise CheckpointError(
                 f"The checkpoint is in the middle of an epoch of {_description(*next(iter(found)))}, and this run "
@@ -382,24 +369,16 @@ class StreamLoader:
             self._resumed = StreamPosition(0, samples)
         else:
             own = mine["samples"] if self._plan.is_sharded else samples
-            state = mine["state"] if has_state(self._dataset) else None
+            state = mine["state"] if self._loads_state else None
             self._resumed = StreamPosition(0, own, state, bool(mine["has_ended"]))
 
     def close(self) -> None:
-        """End what reads ahead; may be called again."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+        """End the worker that reads ahead; may be called again."""
+        self._reader.close()
 
     @property
     def _shards(self) -> int | None:
         return self._plan.batches.world_size if self._plan.is_sharded else None
-
-    def _read(self, start: StreamPosition) -> Iterator[_WindowSamples]:
-        self.close()  # an epoch that was left early
-        make = partial(_read_windows, self._dataset, start, self._plan)
-        self._running = read_ahead(make) if self._plan.in_worker else make()
-        return self._running
 
     def _start_of(self, epoch: int, start: int) -> StreamPosition:
         if start == 0:
@@ -411,23 +390,6 @@ class StreamLoader:
             )
         position, self._resumed = self._resumed or StreamPosition(epoch, start), None
         return position._replace(epoch=epoch)
-
-    def _nothing_at(self, epoch: int, start: int, counts: Mapping[int, int]) -> DataError:
-        """Return why an epoch can't begin, or can't continue at `start`."""
-        part = self._plan.part
-        if start:
-            return DataError(
-                f"Training can't continue at sample {start} of the {part} stream: in epoch {epoch} a process "
-                "finds no more.\nIt must give the same samples as when the checkpoint was made."
-            )
-        empty = [source for source, count in counts.items() if count == 0]
-        if len(empty) == len(counts):
-            return _no_samples(part, epoch=epoch)
-        return DataError(
-            f"data.stream=stop ends an epoch with the first part that has nothing left, and in epoch {epoch} "
-            f"shard(num_shards={len(counts)}, index) of the {part} stream has no sample for index "
-            f"{', '.join(map(str, empty))}.\nUse data.stream=join, fewer processes, or data in more parts."
-        )
 
     def _begin(self, read: Iterator[_WindowSamples]) -> tuple[_WindowSamples | None, Callable[[], Table]]:
         """Read what this rank has for a window, and start to send its report to the others."""
@@ -452,7 +414,7 @@ class StreamLoader:
             self._batch = batch if self._batch is None else self._batch
         if self._waiting is not None:
             self._waiting.end_waiting()
-        number = max(len(self._plan.split(count, source=source)) for source, count in counts.items()) if total else 0
+        number = max(len(self._plan.micro_batches(count, source=source)) for source, count in counts.items())
         return _AgreedWindow(samples, counts, number, is_over)
 
     def _counts(self, rows: Sequence[_RankReport], *, epoch: int) -> dict[int, int]:
@@ -462,29 +424,31 @@ class StreamLoader:
             other, found = first.setdefault(row.source, (rank, row))
             near = abs(row.float_sum - found.float_sum) <= _TOLERANCE * max(row.float_sum, found.float_sum)
             if row.size != found.size or row.digest != found.digest or not near:
-                sizes = f"{found.size:.0f} samples on one, {row.size:.0f} on the other"
-                differs = "which aren't the same ones" if row.size == found.size else "so one ends earlier"
                 raise DataError(
-                    f"Ranks {other} and {rank} don't read the same {self._plan.part} stream: in epoch {epoch} a global "
-                    f"batch has {sizes}, {differs}.\n"
+                    f"Ranks {other} and {rank} don't read the same {self._plan.split} stream: in epoch {epoch} they "
+                    f"have {found.size:.0f} and {row.size:.0f} samples of a global batch, which differ.\n"
                     "A stream must give the same samples in every process: seed what it draws, and don't let it look "
-                    "at its rank. If each process is to read a part of its own, use data.stream=join."
+                    "at its rank. If each process is to read a shard of its own, use data.stream=join."
                 )
         return {int(source): int(row.size) for source, (_, row) in first.items()}
 
     def _window(self, agreed: _AgreedWindow, *, epoch_end: bool) -> Window:
-        own, positions = ((), ()) if agreed.samples is None else agreed.samples[:2]
-        missing = agreed.num_micro_batches - len(own)
-        micro_batches = (*own, *(MicroBatch(self._batch, 0) for _ in range(missing)))
-        moved = prefetch((micro.batch for micro in micro_batches), self._device, side_stream=self._side_stream)
-        batches = (MicroBatch(batch, micro.num_samples) for batch, micro in zip(moved, micro_batches, strict=True))
-        indices = (torch.arange(each.start, each.stop) for each in (*positions, *[range(1)] * missing))
-        of_each = tuple(map(MicroIndices, indices, (micro.num_samples for micro in micro_batches)))
+        kept = [] if agreed.samples is None else list(zip(*agreed.samples[:2], strict=True))
+        kept += [(MicroBatch(self._batch, 0), range(1))] * (agreed.num_micro_batches - len(kept))
+        sizes = [micro.num_samples for micro, _ in kept]
+        batches = prefetch((micro.batch for micro, _ in kept), self._device, side_stream=self._side_stream)
+        indices = (torch.arange(each.start, each.stop) for _, each in kept)
         first_rank = None
         if self._plan.is_sharded:
             first_rank = min(source for source, count in agreed.counts.items() if count)
-        total = sum(agreed.counts.values())
-        return Window(batches, agreed.num_micro_batches, total, epoch_end, of_each, first_rank)
+        return Window(
+            map(MicroBatch, batches, sizes),
+            len(kept),
+            sum(agreed.counts.values()),
+            epoch_end,
+            tuple(map(MicroIndices, indices, sizes)),
+            first_rank,
+        )
 
 
 @final
@@ -510,7 +474,7 @@ class StreamEvalLoader:
     ) -> None:
         self._is_even = is_even
         self.turns = None if plan.is_sharded else plan.batches.global_batch_size // plan.batches.world_size
-        """Samples that each rank takes in turn, in the order of the stream; None if it reads a part of its own."""
+        """Samples that each rank takes in turn, in the order of the stream; None if it reads a shard of its own."""
         self._loader = StreamLoader(dataset, plan=plan, device=device, exchange=exchange)
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -520,20 +484,19 @@ class StreamEvalLoader:
         """Yield this rank's batches of the first `number` windows, None for all. Every rank must iterate."""
         for window in islice(self._loader.epoch(0), number):
             yield from (micro for micro in window.micro_batches if micro.num_samples or self._is_even)
-        self._loader.close()
 
     def close(self) -> None:
         self._loader.close()
 
 
 def _shard(dataset: IterableDataset[Any], plan: StreamPlan) -> IterableDataset[Any]:
-    """Return this rank's part of the stream, by the dataset's `shard`. Raises DataError if it can't give one."""
-    number, index, name = plan.batches.world_size, plan.rank, f"The {plan.part} stream, a {type(dataset).__name__},"
+    """Return this rank's shard of the stream, by the dataset's `shard`. Raises DataError if it can't give one."""
+    number, index, name = plan.batches.world_size, plan.rank, f"The {plan.split} stream, a {type(dataset).__name__},"
     take = getattr(dataset, "shard", None)
     if not callable(take):
         raise DataError(
-            f"{name} has no shard(num_shards, index), by which data.stream=join and stop let each process read a part "
-            "of its own.\nWrite that method, or use data.stream=shared: all processes read the same stream."
+            f"{name} has no shard(num_shards, index), by which data.stream=join and stop let each process read a "
+            "shard of its own.\nWrite that method, or use data.stream=shared: all processes read the same stream."
         )
     try:
         return take(num_shards=number, index=index)  # type: ignore[no-any-return]

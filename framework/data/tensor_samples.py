@@ -53,9 +53,9 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"Sample {index} of {len(self)}.")
         position = torch.tensor([index % len(self)], device=self.tensors[0].device)
-        batch = TensorRows(self.tensors, self.rows).gather(position)
+        rows = TensorRows(self.tensors, self.rows, self.transform)
         draws = Draws(lambda: int(torch.randint(1 << 62, ())), position)
-        return tuple(tensor[0] for tensor in _transformed(self.transform, batch, draws))
+        return tuple(tensor[0] for tensor in rows.transformed(rows.gather(position), draws))
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,22 @@ class TensorRows:
         index_B = index_B if self.rows is None else self.rows.index_select(0, index_B)
         return [tensor.index_select(0, index_B) for tensor in self.tensors]
 
-    def transformed(self, tensors: list[Tensor], index_B: Tensor, *, key: int) -> list[Tensor]:
-        """Transform what `gather` returned for the samples `index_B`, on the same device."""
-        return _transformed(self.transform, tensors, Draws(key, index_B))
+    def transformed(self, tensors: list[Tensor], draws: Draws) -> list[Tensor]:
+        """Transform what `gather` returned for the samples of `draws`, on the same device.
+
+        Raises DataError if the transform doesn't return tensors with a row for each sample.
+        """
+        if self.transform is None:
+            return tensors
+        made: Any = self.transform(tensors, draws)
+        rows = list(made) if isinstance(made, (list, tuple)) else []
+        if not rows or not all(isinstance(each, Tensor) and each.ndim and len(each) == len(draws) for each in rows):
+            seen = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in rows]
+            raise DataError(
+                f"The transform of a TensorSamples returned {seen or type(made).__name__} for {len(draws)} samples.\n"
+                "It must return a list of tensors whose first dimension is the sample."
+            )
+        return rows
 
 
 def rows_of(dataset: MapDataset | Dataset[Any]) -> TensorRows | None:
@@ -126,21 +139,6 @@ def rows_of(dataset: MapDataset | Dataset[Any]) -> TensorRows | None:
 def _detached(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Drop the graph, which every batch would keep alive."""
     return tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
-
-
-def _transformed(transform: BatchTransform | None, tensors: list[Tensor], draws: Draws) -> list[Tensor]:
-    """Apply a transform. Raises DataError if it doesn't return tensors with a row for each sample."""
-    if transform is None:
-        return tensors
-    made: Any = transform(tensors, draws)
-    rows = list(made) if isinstance(made, (list, tuple)) else []
-    if not rows or not all(isinstance(each, Tensor) and each.ndim and len(each) == len(draws) for each in rows):
-        seen = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in rows]
-        raise DataError(
-            f"The transform of a TensorSamples returned {seen or type(made).__name__} for {len(draws)} samples.\n"
-            "It must return a list of tensors whose first dimension is the sample."
-        )
-    return rows
 
 
 def row_bytes(tensor: Tensor) -> int:

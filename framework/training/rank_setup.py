@@ -24,8 +24,7 @@ from framework.config.saved import load_yaml
 from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.data.batching import BatchPlan, plan_batches
-from framework.data.loader import EvalLoader, TrainLoader, dataset_size
-from framework.data.loader_choice import LoaderOptions, worker_count
+from framework.data.loader import EvalLoader, LoaderOptions, TrainLoader, dataset_size, worker_count
 from framework.data.sampler import GlobalOrder
 from framework.data.stream import StreamEvalLoader, StreamLoader, StreamPlan, evaluation_plan
 from framework.distributed.collectives import SideChannel
@@ -150,7 +149,7 @@ def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any
 
 def map_train_loader(rank: RankSetup, dataset: MapDataset) -> TrainLoader:
     """Return the loader of a train part that is map-style."""
-    config, size = rank.config, dataset_size(dataset, part="train")
+    config, size = rank.config, dataset_size(dataset, split="train")
     shuffle = config.data.shuffle and config.trainer.overfit_batches is None
     return TrainLoader(
         dataset,
@@ -199,11 +198,11 @@ def make_eval_loader(
         )
     if limit is not None:
         # Counted in one process's batches, so that the same samples are evaluated on any number of processes.
-        batches = apply_limit(-(-dataset_size(dataset, part=part) // batch_size), limit)
+        batches = apply_limit(-(-dataset_size(dataset, split=part) // batch_size), limit)
         dataset = first_samples(dataset, batches * batch_size)
     return EvalLoader(
         dataset,
-        part=part,
+        split=part,
         batch_size=batch_size,
         rank=share.rank,
         world_size=share.world_size,

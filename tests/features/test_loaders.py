@@ -68,16 +68,16 @@ def _own(tmp_path: Path) -> None:
         (
             "augmented",
             {
-                (): "the train part is resident in the memory of cpu (tensors already",
-                ("data.loader=dataloader", "data.num_workers=1"): "by 1 worker process(es) (data.loader=dataloader)",
-                ("topology.procs_per_node=2",): "the val part is resident",
+                (): "data: train is resident in the memory of cpu (",
+                ("data.loader=dataloader", "data.num_workers=1"): "data: train is loaded by 1 worker process(es)",
+                ("topology.procs_per_node=2",): "data: val is resident",
             },
         ),
         pytest.param(
             "one_by_one",
             {
-                ("data.loader=resident",): "the train part is resident in the memory of cpu (decoded once, ",
-                ("data.num_workers=0",): "in this process (a OneByOne, which data.loader=resident would decode once)",
+                ("data.loader=resident",): "data: train is resident in the memory of cpu (",
+                ("data.num_workers=0",): "data: train is loaded in this process",
             },
             marks=pytest.mark.exhaustive,
         ),

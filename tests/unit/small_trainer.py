@@ -187,7 +187,7 @@ def make_trainer(
 
 def eval_loader(dataset: Any, place: Context | DataShare, *, is_even: bool = False) -> EvalLoader:
     ranks: Any = {"rank": place.rank, "world_size": place.world_size}
-    return EvalLoader(dataset, part="val", batch_size=5, device=CPU, is_even=is_even, **ranks)
+    return EvalLoader(dataset, split="val", batch_size=5, device=CPU, is_even=is_even, **ranks)
 
 
 def still(parameters: Any) -> SGD:

@@ -47,7 +47,7 @@ class Square(nn.Module):
 def loader(size: int, *, batch_size: int, rank: int = 0, world_size: int = 1, is_even: bool = False) -> EvalLoader:
     dataset = TensorDataset(torch.arange(size))
     return EvalLoader(
-        dataset, part="val", batch_size=batch_size, rank=rank, world_size=world_size, device=CPU, is_even=is_even
+        dataset, split="val", batch_size=batch_size, rank=rank, world_size=world_size, device=CPU, is_even=is_even
     )
 
 

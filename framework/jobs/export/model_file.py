@@ -27,7 +27,7 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.config.topology import Topology
-from framework.data.fetch import BatchRequest, fetch_for
+from framework.data.fetch import BatchDataset
 from framework.data.loader import dataset_size
 from framework.data.stream import first_batch
 from framework.distributed.context import Context
@@ -219,10 +219,11 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
     part = next(name for name in ("test", "val", "train") if getattr(datasets, name) is not None)
     dataset = getattr(datasets, part)
     if isinstance(dataset, IterableDataset):
-        batch = first_batch(dataset, number=num_samples, part=part)
+        batch = first_batch(dataset, number=num_samples, split=part)
     else:
-        indices = torch.arange(num_samples) % dataset_size(dataset, part=part)
-        batch = fetch_for(dataset, part=part, seed=0)(BatchRequest(indices, epoch=0))
+        size = dataset_size(dataset, split=part)
+        indices = [number % size for number in range(num_samples)]
+        batch = BatchDataset(dataset, split=part, seed=0)[indices, 0]
     precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
     precision.convert_task(task)
     seen: list[Call] = []

@@ -120,7 +120,7 @@ def _data(
         check_monitors(config, datasets)
         streams = streams_of(datasets)
     sizes = {
-        part: None if each is None or part in streams else dataset_size(each, part=part)
+        part: None if each is None or part in streams else dataset_size(each, split=part)
         for part, each in datasets._asdict().items()
     }
     data = {**sizes, "streams": streams, "source": source}

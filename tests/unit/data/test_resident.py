@@ -12,14 +12,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from framework import TensorSamples
 from framework.config.schema import LoaderKind
-from framework.data import loader_choice as choosing
-from framework.data.loader import EvalLoader
-from framework.data.loader_choice import (
-    DEVICE_SHARE,
-    LoaderChoice,
-    LoaderOptions,
-    choose_loader,
-)
+from framework.data import loader as loading
+from framework.data.loader import DEVICE_SHARE, EvalLoader, LoadedBatches, LoaderOptions, batch_source
+from framework.data.tensor_samples import TensorRows
 from framework.errors import DataError
 from framework.system.hardware import available_memory
 
@@ -50,48 +45,52 @@ OWN = Made(lambda i: torch.full((100,), float(i)))
 
 @pytest.fixture(autouse=True)
 def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "threads_per_process", lambda procs: 16 // procs)
+    monkeypatch.setattr(loading, "threads_per_process", lambda procs: 16 // procs)
 
 
-def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> LoaderChoice:
-    return choose_loader(dataset, part="val", device=device, options=LoaderOptions(**asked))
+def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> TensorRows | int:
+    """Return what is kept in memory, or the number of loader processes."""
+    source = batch_source(dataset, split="val", seed=0, device=device, options=LoaderOptions(**asked))
+    return source.num_workers if isinstance(source, LoadedBatches) else source.rows
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
-    ("dataset", "asked", "workers", "why"),
+    ("dataset", "asked", "workers", "said"),
     [
-        (TENSORS, {}, None, "resident in the memory of cpu (tensors already"),
-        (TENSORS, {"num_workers": 0}, None, "tensors already"),
-        (OWN, {"kind": RESIDENT}, None, "decoded once"),
-        (OWN, {}, 8, "by 8 worker process(es) (a Made, which data.loader=resident would decode once)"),
-        (JOINED, {}, 8, "a ConcatDataset, which data.loader=resident would decode once"),
-        (JOINED, {"kind": RESIDENT}, None, "decoded once"),
+        (TENSORS, {}, None, "resident in the memory of cpu (4.00 kB)"),
+        (TENSORS, {"num_workers": 0}, None, "resident"),
+        (OWN, {"kind": RESIDENT}, None, "resident"),
+        (OWN, {}, 8, "loaded by 8 worker process(es)"),
+        (JOINED, {}, 8, "loaded by 8 worker process(es)"),
+        (JOINED, {"kind": RESIDENT}, None, "resident"),
         (OWN, {"procs_on_node": 4}, 3, "worker process(es)"),
         (OWN, {"procs_on_node": 4, "procs_on_cores": 2}, 7, "worker process(es)"),
         (OWN, {"procs_on_node": 16}, 0, "in this process"),
         (OWN, {"num_workers": 0}, 0, "in this process"),
-        (TENSORS, {"num_workers": 2}, 2, "data.num_workers=2"),
-        (TENSORS, {"kind": DATALOADER}, 8, "data.loader=dataloader"),
-        (TENSORS, {"kind": DATALOADER, "num_workers": 0}, 0, "in this process (data.loader=dataloader)"),
+        (TENSORS, {"num_workers": 2}, 2, "loaded by 2"),
+        (TENSORS, {"kind": DATALOADER}, 8, "loaded by 8"),
+        (TENSORS, {"kind": DATALOADER, "num_workers": 0}, 0, "in this process"),
     ],
 )
-def test_data_is_resident_or_loaded_by_workers(dataset, asked, workers, why):
+def test_data_is_resident_or_loaded_by_workers(dataset, asked, workers, said, caplog):
     """Tensors stay where they are; what may change from epoch to epoch is loaded; what was asked for is done."""
-    rows, num_workers, said = chosen(dataset, **asked)
-    assert (rows is None, num_workers) == (workers is not None, workers or 0)
-    assert why in said
-    if rows is not None and dataset is TENSORS:
-        assert rows.tensors[0] is TENSORS.tensors[0]
+    with caplog.at_level("INFO", "framework"):
+        found = chosen(dataset, logs=True, **asked)
+    assert said in caplog.text
+    assert (None if isinstance(found, TensorRows) else found) == workers
+    if isinstance(found, TensorRows) and dataset is TENSORS:
+        assert found.tensors[0] is TENSORS.tensors[0]
 
 
 def test_data_that_does_not_fit_is_refused(monkeypatch):
     """What has to be resident may take all that is available: here 4,000 bytes."""
-    monkeypatch.setattr(choosing, "available_memory", lambda: 4000)
-    assert chosen(OWN, kind=RESIDENT).rows is not None
+    monkeypatch.setattr(loading, "available_memory", lambda: 4000)
+    assert isinstance(chosen(OWN, kind=RESIDENT), TensorRows)
     with pytest.raises(DataError, match=r"val dataset can't be resident(.|\n)*data.loader=dataloader"):
         chosen(OWN, kind=RESIDENT, procs_on_node=2)
-    monkeypatch.setattr(choosing, "available_memory", lambda: None)  # as on macOS
-    assert chosen(OWN, kind=RESIDENT, procs_on_node=100).rows is not None
+    monkeypatch.setattr(loading, "available_memory", lambda: None)  # as on macOS
+    assert isinstance(chosen(OWN, kind=RESIDENT, procs_on_node=100), TensorRows)
 
 
 class Device:
@@ -115,23 +114,22 @@ def test_data_goes_to_the_device_while_its_share_lasts(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     where = []
     for _ in range(3):
-        rows = chosen(TENSORS, META).rows
-        assert rows is not None
+        rows = chosen(TENSORS, META)
+        assert isinstance(rows, TensorRows)
         assert len(rows) == 10
         where.append(rows.device)
         device.taken += rows.size_bytes if rows.device == META else 0
     assert where == [META, META, CPU]
     device.taken = 0
     shared = chosen(TENSORS, META, procs_on_device=3)
-    assert shared.rows is not None
-    assert shared.rows.device == CPU
-    assert "resident in the host's memory" in shared.why
+    assert isinstance(shared, TensorRows)
+    assert shared.device == CPU
 
 
 def test_only_the_rows_that_are_samples_go_to_a_device(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: Device(10_000))
-    rows = chosen(TensorSamples(X, LABEL, rows=torch.tensor([1, 2])), META).rows
-    assert rows is not None
+    rows = chosen(TensorSamples(X, LABEL, rows=torch.tensor([1, 2])), META)
+    assert isinstance(rows, TensorRows)
     assert [tensor.shape for tensor in rows.tensors] == [(2, 4), (2,)]
 
 
@@ -174,7 +172,7 @@ def numpy_state() -> list[int]:
         (lambda i: random.random() if i == 270 else 0.0, "one of samples 256 to 299 draws random numbers"),
         (lambda i: np.random.rand() if i == 270 else 0.0, "one of samples 256 to 299 draws random numbers"),
         (lambda _: torch.rand(1), "one of samples 0 to 255 draws random numbers"),
-        (lambda _: torch.rand(2, generator=GENERATOR), "sample 0 isn't the same"),
+        (lambda _: torch.rand(2, generator=GENERATOR), "its first samples aren't the same"),
         (lambda i: torch.zeros(2 if i < 256 else 3), "samples from 256 on differ"),
         (lambda i: (i, "name"), "holds str"),
     ],
@@ -206,14 +204,14 @@ def test_data_of_torchvision_give_the_numbers_of_a_plain_loop():
         for dataset in datasets:
             loader = EvalLoader(
                 dataset,
-                part="val",
+                split="val",
                 batch_size=3,
                 rank=0,
                 world_size=1,
                 device=CPU,
                 options=LoaderOptions(RESIDENT),
             )
-            assert chosen(dataset, kind=RESIDENT).rows is not None
+            assert isinstance(chosen(dataset, kind=RESIDENT), TensorRows)
             for number, micro in enumerate(loader):
                 indices = range(3 * number, min(3 * number + 3, len(dataset)))
                 wanted = default_collate([dataset[index] for index in indices])

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.data.batching import BatchPlan, own_micro_batches, plan_batches, share
-from framework.data.sampler import (
-    GlobalOrder,
-    WindowIndices,
-    epoch_indices,
-    evaluation_indices,
-    windows,
-    windows_per_epoch,
-)
+from framework.data.sampler import GlobalOrder, WindowIndices, epoch_indices, windows
 from framework.distributed.seed import mix
 from framework.errors import ConfigError, DataError
 
@@ -48,8 +41,6 @@ def test_every_sample_is_taken_once_from_any_cursor(data, size, plan, shuffle, l
     assert [i for step in steps for i in samples_of(step)] == order.indices(2)[start:end].tolist()
     assert [len(samples_of(step)) for step in steps[:-1]] == [plan.global_batch_size] * (len(steps) - 1)
     assert [{window.epoch_end for window in step} for step in steps] == [{False}] * (len(steps) - 1) + [{True}]
-    if start == 0:
-        assert len(steps) == windows_per_epoch(order, plan, limit=limit)
     for step in steps:
         counts = [[micro.num_samples for micro in window.micro_batches] for window in step]
         totals = [sum(of_rank) for of_rank in counts]
@@ -113,13 +104,6 @@ def test_samples_of_a_ranks_own_make_micro_batches_that_are_not_empty(data, plan
     assert [position for part in parts for position in part] == list(range(count))
     assert len(parts) <= plan.micro_batches
     assert all(0 < len(part) <= -(-full // plan.micro_batches) for part in parts)
-
-
-@given(size=SIZES, world_size=WORLD_SIZES)
-def test_evaluation_takes_every_sample_once_in_the_order_of_ranks(size, world_size):
-    parts = [evaluation_indices(size, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert torch.cat(parts).tolist() == list(range(size))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("start", [-1, 10, 11])

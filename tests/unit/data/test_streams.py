@@ -186,8 +186,8 @@ def test_an_epoch_ends_with_the_last_stream_or_with_the_first(rank_pool: RankPoo
     refused = [replace(stop, lengths=(11, 0, 0)), replace(join, lengths=(0, 0, 0)), replace(join, lengths=(1, 1))]
     ends = rank_pool.run(steps, refused, ranks=3)
     for of_stop, of_none, of_shards in ends:
-        assert "DataError: data.stream=stop" in of_stop
-        assert "has no sample for index 1, 2.\nUse data.stream=join, fewer processes" in of_stop
+        assert "DataError: The train stream gives no sample in epoch 0 for shard 1, 2." in of_stop
+        assert "With data.stream=stop every process needs one: use data.stream=join, or fewer processes." in of_stop
         assert "DataError: The train stream gives no sample in epoch 0" in of_none
         assert "IndexError: there are 2 parts\nUse as many processes" in of_shards
     assert make_loader(Parts([9]), limit=8).steps_per_epoch == 4
@@ -411,10 +411,10 @@ def test_samples_and_states_that_do_not_fit_are_refused() -> None:
             make_loader(Unsaved([9]), check_state=partial(check_plain, name="the train stream's state_dict()")).epoch(0)
         )
     assert len(read_alone(Unsaved([9]))) == 5  # nothing is saved
-    inputs, _ = first_batch(Parts([3]), number=5, part="test")
+    inputs, _ = first_batch(Parts([3]), number=5, split="test")
     assert torch.equal(inputs[3:], inputs[:2])
     with pytest.raises(DataError, match="The test stream gives no sample"):
-        first_batch(Parts([0]), number=5, part="test")
+        first_batch(Parts([0]), number=5, split="test")
 
 
 # What goes with a stream
