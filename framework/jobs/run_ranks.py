@@ -95,8 +95,7 @@ def _joined(request: Request, setup: NodeSetup) -> AbstractContextManager[Elasti
     """
     if setup.endpoint is None:
         return nullcontext()
-    init_method = request.config.backend.init_method
-    return joined_nodes(setup, fork_server=request.fork_server, init_method=init_method, arguments=sys.argv[1:])
+    return joined_nodes(setup, fork_server=request.fork_server, arguments=sys.argv[1:])
 
 
 def _plan(request: Request, setup: NodeSetup, run_dir: RunDir, *, entry: str) -> LaunchPlan:

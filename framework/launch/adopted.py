@@ -21,17 +21,11 @@ from framework.config.assets import import_from_working_dir
 from framework.config.parse import seconds_of
 from framework.config.schema import Config
 from framework.config.topology import Topology, resolve_topology
-from framework.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_RUN_FAILED,
-    ConfigError,
-    FrameworkError,
-    TopologyError,
-)
-from framework.launch.adopted_monitor import adopted_monitor
+from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ConfigError, FrameworkError, TopologyError
+from framework.launch.adopted_monitor import AdoptedMonitor, signal_socket
 from framework.launch.child import log_to
 from framework.launch.environment import ClusterEnvironment, typed_value
-from framework.launch.handshake import WAIT_S, AdoptedRanks, RunSpec, adopted_handshake, make_visible
+from framework.launch.handshake import WAIT_S, AdoptedRanks, RunSpec, make_visible
 from framework.launch.interfaces import network_environment
 from framework.launch.plan import LaunchPlan, MonitorLink, Outcome, RankArguments, rank_environment
 from framework.launch.store import open_run_store
@@ -143,7 +137,7 @@ def _check_config(config: Config, cluster: ClusterEnvironment) -> None:
 def _follow(cluster: ClusterEnvironment, arguments: Sequence[str]) -> int:
     """Run what rank 0 sends. Earlier errors are printed by one rank of each node."""
     silence_compiled_code()  # torch's clients print a C++ stack if rank 0 ends; what it means is printed below
-    handshake = adopted_handshake(cluster, arguments)
+    handshake = AdoptedRanks(cluster, arguments).handshake
     typed = typed_value(arguments, "backend.init_timeout")  # as nothing is composed yet
     limit_s = (seconds_of(typed) if typed else None) or WAIT_S
     status = EXIT_RUN_FAILED
@@ -197,9 +191,10 @@ def _run(cluster: ClusterEnvironment, spec: RunSpec, *, terminal: TextIO) -> Out
     )
     rank = RankArguments(spec.run_dir, topology, rank=cluster.rank, rendezvous="env://", attempt=attempt)
     open_store = partial(open_run_store, attempt)
-    with (
-        closing(RankStatus()) as rank_status,
-        heartbeat(rank_status),
-        adopted_monitor(rank, rank_status, open_store=open_store, limits=spec.limits, terminal=terminal) as monitor,
-    ):
-        return monitor.settle(run_entry(spec.entry, rank, MonitorLink(rank_status, open_store)))
+    with closing(RankStatus()) as rank_status, heartbeat(rank_status), signal_socket() as signals:
+        monitor = AdoptedMonitor(
+            rank, rank_status, store=open_store(), limits=spec.limits, terminal=terminal, signals=signals
+        )
+        with closing(monitor):
+            monitor.start()
+            return monitor.settle(run_entry(spec.entry, rank, MonitorLink(rank_status, open_store)))

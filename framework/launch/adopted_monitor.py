@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, final
@@ -34,34 +34,9 @@ _REPORT_S = 20.0  # for another rank to make the report
 _TERMINATED_S = 2.0  # from SIGTERM to the end, unless the training loop handles it: it may be sent after a failure
 
 
-@contextmanager
-def adopted_monitor(
-    arguments: RankArguments,
-    rank_status: RankStatus,
-    *,
-    open_store: Callable[[], RunStore],
-    limits: Limits,
-    terminal: TextIO,
-) -> Iterator[AdoptedMonitor]:
-    """Monitor while this is entered: by every rank, in its main thread.
-
-    Args:
-        terminal: where late ranks and the report are shown.
-    """
-    with _signal_socket() as signals:
-        monitor = AdoptedMonitor(
-            arguments, rank_status, store=open_store(), limits=limits, terminal=terminal, signals=signals
-        )
-        monitor.start()
-        try:
-            yield monitor
-        finally:
-            monitor.close()
-
-
 @final
 class AdoptedMonitor:
-    """One rank's monitor. Call `settle` with the exit status of its entry."""
+    """One rank's monitor. Call `start` in the main thread, `settle` with the exit status of the entry, and `close`."""
 
     def __init__(
         self,
@@ -255,7 +230,7 @@ class AdoptedMonitor:
 
 
 @contextmanager
-def _signal_socket() -> Iterator[socket.socket]:
+def signal_socket() -> Iterator[socket.socket]:
     """Yield a socket from which the signals can be read that come, SIGTERM too.
 
     Python's handlers don't run while the main thread waits in C++, but the wakeup descriptor is written.

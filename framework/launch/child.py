@@ -1,4 +1,4 @@
-"""What a forked child does before and after the function that it runs: environment, output, exit."""
+"""A child of the fork server: what it does before and after the function that it runs: environment, output, exit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,31 @@ import importlib
 import io
 import logging
 import os
+import secrets
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, final
 
-from framework.launch.fork_server import Child, Message
 from framework.system.parent_death import die_with_parent
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process to fork: `entry` ("module:function") is called as `function(arguments, *fds)`."""
+
+    entry: str
+    arguments: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None  # file for its output; None keeps the parent's streams
+    terminal: bool = False  # its output goes to the terminal as well
+    key: str = field(default_factory=lambda: secrets.token_hex(8))  # the server may serve several runs
 
 
 def run_child(message: Message, *, fds: Sequence[int], parent_pid: int) -> NoReturn:

@@ -10,24 +10,22 @@ checkpoint, at most launcher.max_restarts times in the whole run. A run on one n
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, final
 
-from framework.config.schema import InitMethod
 from framework.errors import EXIT_RUN_FAILED, FrameworkError, LaunchError
 from framework.launch import local
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import Fingerprint, Handshake, RunSpec, fingerprint
-from framework.launch.local import NodeRun, failure_in_short, node_run
+from framework.launch.local import NodeRun, node_run
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.launch.torch_logs import silence_compiled_code
 from framework.monitoring.node_exchange import DeadlineExecutor, StoreGoneError, call_in_thread
-from framework.monitoring.report import FailureReport, render
-from framework.system.run_dir import write_atomically
+from framework.monitoring.report import FailureReport
 
 T = TypeVar("T")
 _MARGIN_S = 30.0  # a call that takes so much longer than it should has lost the link to the store
@@ -40,7 +38,7 @@ def launch(plan: LaunchPlan) -> Outcome:
 
 @contextmanager
 def joined_nodes(
-    setup: NodeSetup, *, fork_server: ForkServer | None, init_method: InitMethod, arguments: Sequence[str]
+    setup: NodeSetup, *, fork_server: ForkServer | None, arguments: Sequence[str]
 ) -> Iterator[ElasticNode]:
     """Yield this node's part of a run on several nodes, once every node has joined with the same command.
 
@@ -50,8 +48,8 @@ def joined_nodes(
     own = fingerprint(arguments, working_dir=Path.cwd())
     topology = setup.topology
     processes = f"{topology.procs_per_node} with {topology.gpus_per_node} GPUs"  # by default from each node's own GPUs
-    own = replace(own, versions={**own.versions, "processes on a node:": processes})
-    with node_run(setup, fork_server=fork_server, init_method=init_method) as run:
+    own["processes on a node"] = processes
+    with node_run(setup, fork_server=fork_server) as run:
         node = ElasticNode(run, own)
         node.open()
         try:
@@ -115,21 +113,11 @@ class ElasticNode:
         """
         if self._setup.node == 0:
             self._handshake.send(plan.spec())
-        failed: FailureReport | None = None
-        while True:
-            number = self._meet(plan, failed)
-            outcome = self._run.attempt(plan, number, others_done=self._others_are_done)
-            failed = outcome.failure
-            # Node 0 waits for a node that is cut off, which can't come back by itself.
-            is_cut_off = self._run.is_cut and self._setup.node > 0
-            if failed is None or is_cut_off or not self._run.may_restart(failed):
-                break
-            self._run.print(render(failed))
-            self._run.print(f"Waiting up to {self._setup.limits.init_timeout_s:g} s for all nodes to meet again")
+        outcome = self._run.run(plan, next_attempt=partial(self._meet, plan), others_done=self._others_are_done)
         self.status = outcome.status
-        if failed is not None:
-            failed = self._as_last(plan, failed)
-        return replace(outcome, failure=failed, late=tuple(self._run.late))
+        if outcome.failure is not None:
+            self._keep_as_last(plan, outcome.failure)
+        return outcome
 
     def close(self) -> None:
         """Leave the run. Node 0 waits for the others to do so, unless they are out of reach."""
@@ -147,33 +135,25 @@ class ElasticNode:
             raise self._lost_store() from error
 
     def _meet(self, plan: LaunchPlan, failed: FailureReport | None) -> int:
-        """Wait for all nodes, and return the number of the attempt to start now; print and record a restart."""
+        """Wait for all nodes, and return the number of the attempt to start now."""
         meet, max_restarts, limit_s = self._handshake.meet, plan.max_restarts, plan.limits.init_timeout_s
+        if failed is not None:
+            self._run.print(f"Waiting up to {limit_s:g} s for all nodes to meet again")
         try:
-            number = self._wait(lambda: meet(max_restarts=max_restarts, timeout_s=limit_s), timeout_s=limit_s)
+            return self._wait(lambda: meet(max_restarts=max_restarts, timeout_s=limit_s), timeout_s=limit_s)
         except FrameworkError:
-            if failed is not None and self._as_last(plan, failed) is not failed:
-                self._run.print("Nothing was restarted; the report above is in failure.json now.")
+            if failed is not None:
+                self._keep_as_last(plan, failed)
             raise
-        if number > 0:
-            cause = "a node was restarted" if failed is None else failure_in_short(failed)
-            self._run.record_restart(plan, number, cause=cause)
-        return number
 
-    def _as_last(self, plan: LaunchPlan, report: FailureReport) -> FailureReport:
-        """Rename the report that this node has written to the name of the last one, if no restart follows."""
+    def _keep_as_last(self, plan: LaunchPlan, report: FailureReport) -> None:
+        """Copy the report that this node has written to the name of a last one: no restart follows."""
         node, attempt = self._setup.node, report.attempt
-        written = plan.run_dir.failure_of(node=node, attempt=attempt, is_last=False)
-        if report.file != str(written):
-            return report
-        file = plan.run_dir.failure_of(node=node, attempt=attempt, is_last=True)
-        renamed = replace(report, file=str(file))
-        try:
-            write_atomically(file, json.dumps(renamed.to_plain(), indent=2) + "\n")
-            written.unlink()
-        except OSError:
-            return report
-        return renamed
+        with suppress(OSError):  # another node has written it, under its name, or the disk is full
+            shutil.copyfile(
+                plan.run_dir.failure_of(node=node, attempt=attempt, is_last=False),
+                plan.run_dir.failure_of(node=node, attempt=attempt, is_last=True),
+            )
 
     def _others_are_done(self) -> bool:
         """Report that this node's ranks have succeeded; return True if those of all nodes have."""

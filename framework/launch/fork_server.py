@@ -1,51 +1,42 @@
-"""The parent's side of the fork server: start it, have it fork processes, wait for their exits.
+"""The fork server: a process that loads torch and other slow imports, and forks children on request.
 
-It loads torch while the parent composes the configuration, so ranks start with torch loaded. The fork server of
+It starts before the configuration is read, so ranks start with torch loaded. The fork server of
 Python's multiprocessing can't do this: it loads nothing after its start, and its children have the environment of that
 time, not the parent's present one.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
-import secrets
+import pkgutil
 import select
+import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from framework import errors
 from framework.errors import FrameworkError, LaunchError, RunError
+from framework.launch.child import Child, Message, run_child
 from framework.system.hardware import openmp_environment
-
-Message = dict[str, Any]
+from framework.system.parent_death import die_with_parent
+from framework.system.signals import STOP_SIGNALS, catching_signals
 
 # Read by libraries when they are loaded; the user's own values count. Threads of a BLAS pool would be lost in forks.
 _LOAD_TIME_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 _PRELOAD = ("torch", "torch.distributed")  # by a server that is started when a process is needed at once
 _END_TIMEOUT_S = 5.0
 _KILL_TIMEOUT_S = 10.0  # only a process in an uninterruptible system call outlives SIGKILL for so long
-
-
-@dataclass(frozen=True)
-class Child:
-    """A process to fork: `entry` ("module:function") is called as `function(arguments, *fds)`."""
-
-    entry: str
-    arguments: Mapping[str, Any]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    log: Path | None = None  # file for its output; None keeps the parent's streams
-    terminal: bool = False  # its output goes to the terminal as well
-    key: str = field(default_factory=lambda: secrets.token_hex(8))  # the server may serve several runs
 
 
 @final
@@ -65,10 +56,9 @@ class ForkServer:
         """Start the server, which begins to import `preload` at once. Takes milliseconds."""
         connection, theirs = Pipe()
         defaults = {**_LOAD_TIME_ENVIRONMENT, **openmp_environment()}
-        module = "framework.launch.fork_server_process"
         # A session of its own: Ctrl-C at the terminal reaches only the parent, which decides for all.
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), *preload],
+            [sys.executable, "-m", "framework.launch.fork_server", str(theirs.fileno()), str(os.getpid()), *preload],
             pass_fds=[theirs.fileno()],
             env={**defaults, **os.environ},
             start_new_session=True,
@@ -185,7 +175,7 @@ def call_in_child(
         RunError: the child raised anything else; its traceback is on stderr, as is what the child prints.
         LaunchError: it takes longer than `timeout_s`. No child is left in any case.
     """
-    child = Child(f"{__name__}:send_result", {"entry": entry, "arguments": arguments})
+    child = Child("framework.launch.fork_server:send_result", {"entry": entry, "arguments": arguments})
     connection, theirs = Pipe()
     with running_fork_server(fork_server) as server, connection:
         with theirs:
@@ -221,3 +211,114 @@ def send_result(arguments: Mapping[str, Any], fd: int) -> int:
     with Connection(fd) as connection:
         connection.send_bytes(json.dumps(answer).encode())
     return 0
+
+
+# The server's own process: python -m framework.launch.fork_server FD PARENT_PID NAME...
+
+
+@final
+class ForkServerProcess:
+    """The server itself: forks children on request and reports their ends.
+
+    It runs no tensor operation and touches no GPU, so its children are clean. It is single-threaded: between two
+    imports it looks for requests. Requests on the connection:
+
+        {"op": "spawn", "child": Child, "environment", "cwd", "sys_path", "argv", "num_fds"}, then file descriptors
+        {"op": "load", "names": [...]}: import the rest of the preload and these before serving the next request
+        {"op": "kill", "key": str}
+
+    It reports the end of every child: {"key", "pid", "status", "time"}. The status is an exit status, or minus a signal
+    number. It leaves when the parent closes the connection.
+    """
+
+    def __init__(self, connection: Connection, *, preload: Sequence[str]) -> None:
+        self._connection = connection
+        self._preload = list(preload)
+        self._keys: dict[int, str] = {}  # pid → key, of children not yet reaped
+
+    def serve(self) -> tuple[Message, list[int]]:
+        """Serve requests. Return only in a forked child: what it is to run, and its file descriptors.
+
+        Raises EOFError or OSError when the parent has closed its end.
+        """
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was ignored, the kernel would reap the children
+        # The parent decides for all, even if a scheduler signals every process of a job; it kills this one.
+        with catching_signals((signal.SIGCHLD, *STOP_SIGNALS)) as signals:
+            watched: list[Any] = [self._connection, signals]
+            while True:
+                ready, _, _ = select.select(watched, [], [], 0 if self._preload else None)
+                if signals in ready:
+                    signals.take()
+                    self._reap()
+                if self._connection in ready:
+                    message: Message = self._connection.recv()
+                    if message["op"] == "spawn":
+                        fds = [recv_handle(self._connection) for _ in range(message["num_fds"])]
+                        if self._fork(message["child"].key) == 0:
+                            return message, fds
+                        for fd in fds:
+                            os.close(fd)
+                    elif message["op"] == "load":
+                        self._preload += message["names"]
+                        while self._preload:
+                            self._preload_next()
+                    else:
+                        self._kill(message["key"])
+                elif self._preload:
+                    self._preload_next()
+
+    def _preload_next(self) -> None:
+        name = self._preload.pop(0)
+        try:
+            pkgutil.resolve_name(name)
+        except Exception:
+            # Not an error yet, whatever it is (a missing library is an OSError): the child that needs the module
+            # imports it again and reports the error as its own failure.
+            self._preload.clear()
+
+    def _fork(self, key: str) -> int:
+        """Return the pid of a new child, 0 in the child."""
+        gc.collect()
+        gc.freeze()  # else the collector touches, and so copies, pages shared with the children
+        with warnings.catch_warnings():
+            # BLAS libraries may hold idle threads; they re-create them after a fork through pthread_atfork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                pid = os.fork()
+            except OSError as error:  # too many processes, or no memory for one more
+                print(f"A process can't be started: {error}", file=sys.stderr, flush=True)
+                self._report(key, pid=0, status=1)
+                return -1
+        self._keys[pid] = key
+        return pid
+
+    def _kill(self, key: str) -> None:
+        for pid, its_key in self._keys.items():
+            if its_key == key:
+                os.kill(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        for pid in list(self._keys):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._report(self._keys.pop(pid), pid=pid, status=os.waitstatus_to_exitcode(status))
+
+    def _report(self, key: str, *, pid: int, status: int) -> None:
+        self._connection.send({"key": key, "pid": pid, "status": status, "time": time.time()})
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Serve until the parent closes the connection; never returns. A name is a module, or something in one."""
+    fd, parent_pid, preload = int(argv[0]), int(argv[1]), argv[2:]
+    die_with_parent(parent_pid)
+    server_pid = os.getpid()
+    try:
+        with Connection(fd) as connection:
+            message, fds = ForkServerProcess(connection, preload=preload).serve()
+    except (EOFError, OSError):
+        os._exit(0)  # unloading torch would take most of a second
+    run_child(message, fds=fds, parent_pid=server_pid)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -23,7 +23,6 @@ import platform
 import shlex
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -49,61 +48,35 @@ if TYPE_CHECKING:
 WAIT_S = 600.0
 """How long ranks wait for one another if no backend.init_timeout is known."""
 
-_PACKAGES = ("framework", "torch")
-_DIFFERS_BY_NODE = ("topology.node_rank",)
 _POLL_S = 0.05
 _CLOSE_TIMEOUT_S = 60.0  # for the others to leave, if this process hosts the store
 _CLOSE_TIMEOUT_AFTER_FAILURE_S = 5.0
 _SHOWN = 6
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """What a process was started with: arguments, files, versions."""
-
-    arguments: tuple[str, ...]
-    files: Mapping[str, str]  # name → hash, of configuration files and of Python files in the working directory
-    versions: Mapping[str, str]
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> Fingerprint:
-        return Fingerprint(tuple(plain["arguments"]), plain["files"], plain["versions"])
+Fingerprint = dict[str, str]
+"""What a process was started with: arguments by their keys, hashes of files, versions of packages."""
 
 
 def fingerprint(arguments: Sequence[str], *, working_dir: Path) -> Fingerprint:
     """Return the fingerprint of this process. arguments: of the command."""
+    typed = {key: value for key, _, value in (text.partition("=") for text in arguments) if key != "topology.node_rank"}
     own = user_config_dir(working_dir)
     folders = {"conf": config_dir()} if own is None else {"the framework's conf": config_dir(), "conf": own}
     files = {f"{name}/{key}": value for name, folder in folders.items() for key, value in _hashes(folder, "**/*.yaml")}
     for pattern in ("*.py", "*/*.py"):  # where most of what `_target_` names is
         files |= dict(_hashes(working_dir, pattern))
-    kept = tuple(text for text in arguments if text.partition("=")[0] not in _DIFFERS_BY_NODE)
-    return Fingerprint(
-        kept, files, {"python": ".".join(platform.python_version_tuple()[:2]), **installed_versions(_PACKAGES)}
-    )
+    versions = {"python": ".".join(platform.python_version_tuple()[:2]), **installed_versions(("framework", "torch"))}
+    return {**typed, **files, **versions}
 
 
 def differences(theirs: Fingerprint, ours: Fingerprint, *, noun: str = "rank") -> list[str]:
     """Return a line for each thing that differs, with both values. `ours` is of number 0."""
-    lines = []
-    if theirs.arguments != ours.arguments:
-        more, fewer = Counter(theirs.arguments), Counter(ours.arguments)
-        only_theirs, only_ours = list((more - fewer).elements()), list((fewer - more).elements())
-        if only_theirs or only_ours:
-            lines.append(f"arguments: {_words(only_theirs)}; {noun} 0 has {_words(only_ours)}")
-        else:
-            lines.append(f"arguments: in another order: {_words(theirs.arguments)}")
-    for name in sorted(theirs.files.keys() | ours.files.keys()):
-        if name not in ours.files:
-            lines.append(f"{name} is there; {noun} 0 doesn't have it")
-        elif name not in theirs.files:
-            lines.append(f"{name} isn't there; {noun} 0 has it")
-        elif theirs.files[name] != ours.files[name]:
-            lines.append(f"{name} isn't the same as {noun} 0's")
-    for name in ours.versions:
-        if theirs.versions.get(name) != ours.versions[name]:
-            lines.append(f"{name} {theirs.versions.get(name)}; {noun} 0 has {ours.versions[name]}")
-    return lines
+    return [
+        f"{name}: {theirs.get(name, 'missing')}; {noun} 0 has {ours.get(name, 'none')}"
+        for name in sorted(theirs.keys() | ours.keys())
+        if theirs.get(name) != ours.get(name)
+    ]
 
 
 @dataclass(frozen=True)
@@ -170,7 +143,7 @@ class Handshake:
             self._store = self._host() if self._is_host else self._reach(timeout_s)
             self._keys = RunStore(self._store, attempt=self._attempt)
             if self._number == 0:  # also for those that come again later
-                self._keys.set("handshake/fingerprint", asdict(self._own))
+                self._keys.set("handshake/fingerprint", self._own)
         return self._store
 
     def close(self, status: int) -> None:
@@ -236,15 +209,11 @@ class Handshake:
         self.open(timeout_s=timeout_s)
         try:  # with a deadline of its own: if the link to the store is cut, torch's calls don't return
             return DeadlineExecutor()(lambda: self._compare_and_receive(deadline), timeout_s=timeout_s + PROBE_S)
-        except TimeoutError as error:
+        except (TimeoutError, StoreGoneError) as error:
+            has = f"has waited {timeout_s:g} s for" if isinstance(error, TimeoutError) else "has lost"
             raise RunError(
-                f"{self._self} has waited {timeout_s:g} s for {self._noun} 0 at {self._named} to say what to run.\n"
+                f"{self._self} {has} {self._noun} 0 at {self._named}, which hadn't said what to run.\n"
                 f"Look at what {self._noun} 0 printed; type backend.init_timeout=TIME if it only needs longer."
-            ) from error
-        except StoreGoneError as error:
-            raise RunError(
-                f"{self._self} has lost the store at {self._named}: {self._noun} 0 ended before it said what to run.\n"
-                f"Look at what {self._noun} 0 printed."
             ) from error
 
     def refusal(self, status: int) -> FrameworkError:
@@ -342,8 +311,8 @@ class Handshake:
         self._keys.set(f"handshake/left/{self._number}", False)  # true if an earlier process of this number has left
         own_host = socket.gethostname()
         try:
-            shown = self._keys.wait_for("handshake/fingerprint", timeout_s=deadline - time.monotonic())
-            self._differences = differences(self._own, Fingerprint.from_plain(shown), noun=self._noun)
+            zeros = self._keys.wait_for("handshake/fingerprint", timeout_s=deadline - time.monotonic())
+            self._differences = differences(self._own, zeros, noun=self._noun)
         except UnverifiedError:  # nor could the answer be verified
             self._keys.set(f"handshake/here/{self._number}", None)
             raise self._refusal({(self._other_secret,): [(self._number, own_host)]}) from None
@@ -355,13 +324,12 @@ class Handshake:
 
     def _refusal(self, differing: Mapping[tuple[str, ...], Sequence[tuple[int, str]]]) -> ConfigError:
         lines = [f"The {self._noun}s were started differently, so nothing was run:"]
-        for found, who in list(differing.items())[:_SHOWN]:
+        for found, who in differing.items():
             hosts = sorted({host for _, host in who})
             numbers = list_ranks([number for number, _ in who], noun=self._noun)
             lines.append(f"{numbers.capitalize()} on {', '.join(hosts)}:")
-            lines += _indented(found)
-        if len(differing) > _SHOWN:
-            lines.append(f"and {len(differing) - _SHOWN} more kinds")
+            more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+            lines += [f"  {line}" for line in (*found[:_SHOWN], *more)]
         lines.append(f"Start every {self._noun} with the same command, the same files and the same versions.")
         return ConfigError("\n".join(lines))
 
@@ -393,17 +361,34 @@ def make_visible(run_dir: RunDir, spec: RunSpec) -> None:
         ) from error
 
 
+def _hashes(folder: Path, pattern: str) -> Iterable[tuple[str, str]]:
+    for file in sorted(folder.glob(pattern)):
+        if os.access(file, os.R_OK) and file.is_file():
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            yield file.relative_to(folder).as_posix(), f"sha256 {digest[:16]}"
+
+
 # Ranks that torchrun, srun or Kubernetes started
 
 
 @final
 class AdoptedRanks:
-    """Rank 0's connection to the other ranks, and the arguments to compose."""
+    """This rank's connection to the others. arguments: of the command, what rank 0 composes."""
 
     def __init__(self, cluster: ClusterEnvironment, arguments: Sequence[str]) -> None:
         self.cluster = cluster
-        self.arguments = list(arguments)  # what rank 0 composes
-        self.handshake = adopted_handshake(cluster, arguments)
+        self.arguments = list(arguments)
+        self.handshake = Handshake(
+            fingerprint(arguments, working_dir=Path.cwd()),
+            number=cluster.rank,
+            count=cluster.world_size,
+            endpoint=(cluster.store_host, cluster.port),
+            noun="rank",
+            named=f"{cluster.host}:{cluster.port}",
+            port_option="--master-port" if cluster.starter == "torchrun" else "MASTER_PORT",
+            attempt=cluster.attempt,
+            hosted_elsewhere=cluster.agent_store,
+        )
 
     def resume_previous_attempt(self) -> None:
         """After torchrun has restarted the ranks, resume the run of an earlier attempt if it has a checkpoint.
@@ -417,32 +402,3 @@ class AdoptedRanks:
                     own = [text for text in self.arguments if text.partition("=")[0] not in ("resume", "init_from")]
                     self.arguments = [*own, *shlex.split(resume_argument(spec.run_dir))]
                 return
-
-
-def adopted_handshake(cluster: ClusterEnvironment, arguments: Sequence[str]) -> Handshake:
-    return Handshake(
-        fingerprint(arguments, working_dir=Path.cwd()),
-        number=cluster.rank,
-        count=cluster.world_size,
-        endpoint=(cluster.store_host, cluster.port),
-        noun="rank",
-        named=f"{cluster.host}:{cluster.port}",
-        port_option="--master-port" if cluster.starter == "torchrun" else "MASTER_PORT",
-        attempt=cluster.attempt,
-        hosted_elsewhere=cluster.agent_store,
-    )
-
-
-def _hashes(folder: Path, pattern: str) -> Iterable[tuple[str, str]]:
-    for file in sorted(folder.glob(pattern)):
-        if os.access(file, os.R_OK) and file.is_file():
-            yield file.relative_to(folder).as_posix(), hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-
-
-def _indented(found: Sequence[str]) -> list[str]:
-    more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return [*(f"  {line}" for line in found[:_SHOWN]), *more]
-
-
-def _words(texts: Sequence[str]) -> str:
-    return " ".join(texts) or "nothing there"

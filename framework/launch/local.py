@@ -12,17 +12,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
 
-from framework.config.schema import InitMethod
 from framework.errors import EXIT_STOPPED, LaunchError
+from framework.launch.child import Child, Message
 from framework.launch.environment import LOOPBACK
-from framework.launch.fork_server import Child, ForkServer, Message, running_fork_server
+from framework.launch.fork_server import ForkServer, running_fork_server
 from framework.launch.interfaces import network_environment
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, rank_environment, rendezvous_url
 from framework.launch.stopping import shown_signal
@@ -56,26 +57,18 @@ def launch(plan: LaunchPlan) -> Outcome:
     Raises LaunchError if processes can't be started or are lost, KeyboardInterrupt if the run is ended at once: on
     Ctrl-C or another of `STOP_SIGNALS` if nothing would be saved, otherwise on a second Ctrl-C. No rank is left then.
     """
-    with node_run(plan, fork_server=plan.fork_server, init_method=plan.init_method) as run:
-        number = 0
-        outcome = run.attempt(plan, number)
-        while outcome.failure is not None and run.may_restart(outcome.failure):
-            run.print(render(outcome.failure))
-            number += 1
-            run.record_restart(plan, number, cause=failure_in_short(outcome.failure))
-            outcome = run.attempt(plan, number)
-        return replace(outcome, late=tuple(run.late))
+    with node_run(plan, fork_server=plan.fork_server) as run:
+        numbers = count()
+        return run.run(plan, next_attempt=lambda _: next(numbers))
 
 
 @contextmanager
-def node_run(setup: NodeSetup, *, fork_server: ForkServer | None, init_method: InitMethod) -> Iterator[NodeRun]:
+def node_run(setup: NodeSetup, *, fork_server: ForkServer | None) -> Iterator[NodeRun]:
     """Yield this node's part of a run, with nothing started yet; no process of it is left afterwards."""
-    uses_file = init_method == "file"
-    rendezvous_folder = TemporaryDirectory(prefix="framework_") if uses_file else nullcontext("")
     with (
         catching_signals() as signals,
         running_fork_server(fork_server) as server,
-        rendezvous_folder as folder,
+        TemporaryDirectory(prefix="framework_") as folder,
     ):
         run = NodeRun(setup, server, folder=Path(folder), signals=signals)
         try:
@@ -86,22 +79,19 @@ def node_run(setup: NodeSetup, *, fork_server: ForkServer | None, init_method: I
 
 @final
 class NodeRun:
-    """One node's ranks of a run, over all attempts, and the loop that monitors them.
-
-    Call `attempt` for each attempt, and `close` in any case.
-    """
+    """One node's ranks of a run, over all attempts, and the loop that monitors them. Call `close` in any case."""
 
     def __init__(self, setup: NodeSetup, server: ForkServer, *, folder: Path, signals: Signals) -> None:
         """folder: for rendezvous files, with backend.init_method=file."""
         self.setup = setup
         self.server = server
         self.store: Store | None = None  # of a run on several nodes
-        self.late: list[dict[str, Any]] = []  # ranks that others waited for and that caught up
+        self._late: list[dict[str, Any]] = []  # ranks that others waited for and that caught up
         self._folder = folder
         self._signals = signals
         self._handlers: dict[Any, Callable[[], None]] = {server: self._on_exit, signals: self._on_signals}
         self._stop_signal = 0
-        self._attempt = 0
+        self._number = 0  # of the attempt
         self._monitor = NodeMonitor(node=setup.node, limits=setup.limits)
         self._exchange: NodeExchange | None = None
         self._running: dict[str, int] = {}  # key → rank
@@ -109,18 +99,36 @@ class NodeRun:
         self._trouble: str | None = None  # a failure that no exit of a local process shows
         self._is_monitoring = False
 
-    def attempt(
+    def run(
         self,
         plan: LaunchPlan,
-        number: int = 0,
         *,
+        next_attempt: Callable[[FailureReport | None], int],
         others_done: Callable[[], bool] = lambda: True,
     ) -> Outcome:
-        """Start this node's ranks and wait for all of them; none is left on return.
+        """Run this node's ranks, attempt after attempt, until they succeed or aren't to be restarted.
 
-        others_done: called once this node's ranks are done; returns True if those of the other nodes are, too.
+        Args:
+            next_attempt: given the last failure, returns the number of the attempt to start now.
+            others_done: called once this node's ranks are done; returns True if those of the other nodes are, too.
+
         Raises KeyboardInterrupt if the run is to be ended at once.
         """
+        failed = None
+        while True:
+            number = next_attempt(failed)
+            if number > 0:
+                self._record_restart(plan, number, failed)
+            outcome = self._attempt(plan, number, others_done)
+            failed = outcome.failure
+            # Node 0 waits for a node that is cut off, which can't come back by itself.
+            is_cut_off = self.is_cut and self.setup.node > 0
+            if failed is None or is_cut_off or not self._may_restart(failed):
+                return replace(outcome, late=tuple(self._late))
+            self.print(render(failed))
+
+    def _attempt(self, plan: LaunchPlan, number: int, others_done: Callable[[], bool]) -> Outcome:
+        """Start this node's ranks and wait for all of them; none is left on return."""
         self._begin(number)
         try:
             self._start_ranks(plan)
@@ -140,19 +148,19 @@ class NodeRun:
         finally:
             self._end_ranks()
 
-    def may_restart(self, failure: FailureReport) -> bool:
-        """Return True if another attempt may follow the last one, which has failed."""
-        if failure.first.is_final or self._monitor.asked_to_stop:
+    def _may_restart(self, failure: FailureReport | None = None) -> bool:
+        if (failure is not None and failure.first.is_final) or self._monitor.asked_to_stop:
             return False
-        return self._attempt < self.setup.max_restarts
+        return self._number < self.setup.max_restarts
 
     @property
     def is_cut(self) -> bool:
         """True if the store, and with it the other nodes, was out of reach in the last attempt."""
         return self._exchange is not None and self._exchange.is_cut
 
-    def record_restart(self, plan: LaunchPlan, number: int, *, cause: str) -> None:
+    def _record_restart(self, plan: LaunchPlan, number: int, failed: FailureReport | None) -> None:
         """Print that attempt `number` begins; on node 0 add it to `run.json`."""
+        cause = "a node was restarted" if failed is None else failure_in_short(failed)
         self.print(f"Restart {number} of {self.setup.max_restarts} after {cause}")
         if self.setup.node == 0:
             note = {"attempt": number, "cause": cause, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
@@ -189,7 +197,7 @@ class NodeRun:
     def _begin(self, number: int) -> None:
         """Forget the previous attempt."""
         self._monitor.close()
-        self._attempt = number
+        self._number = number
         self._running, self._exits, self._trouble = {}, {}, None
         self._monitor = NodeMonitor(node=self.setup.node, limits=self.setup.limits)
         self._is_monitoring = True
@@ -208,20 +216,18 @@ class NodeRun:
 
     def _spawn_ranks(self, plan: LaunchPlan, host: str, port: int, *, listener: socket.socket | None = None) -> None:
         topology = plan.topology
-        folder = self._folder / str(self._attempt)  # a rendezvous file can't be used twice
-        if plan.init_method == "file":
-            folder.mkdir()
-        rendezvous = rendezvous_url(plan.init_method, host=host, port=port, folder=folder)
+        file = self._folder / f"rendezvous_{self._number}"  # none can be used twice
+        rendezvous = rendezvous_url(plan.init_method, host=host, port=port, file=file)
         for local_rank in range(topology.procs_per_node):
             rank = topology.rank_of(plan.node, local_rank)
             run_dir = str(plan.run_dir.path)
-            arguments = RankArguments(run_dir, topology, rank=rank, rendezvous=rendezvous, attempt=self._attempt)
+            arguments = RankArguments(run_dir, topology, rank=rank, rendezvous=rendezvous, attempt=self._number)
             child = Child(
                 "framework.launch.worker:rank_main",
                 {"entry": plan.entry, "rank": arguments},
                 environment={
                     **network_environment(host, nnodes=topology.nnodes),
-                    **rank_environment(topology, rank=rank, host=host, port=port, attempt=self._attempt),
+                    **rank_environment(topology, rank=rank, host=host, port=port, attempt=self._number),
                 },
                 log=plan.run_dir.rank_log(rank),
                 terminal=plan.terminal and rank == 0,
@@ -264,7 +270,7 @@ class NodeRun:
                 continue
             self.print(late_line(event))
             if event["event"] == "caught_up":
-                self.late.append({key: event[key] for key in ("rank", "phase", "step", "seconds")})
+                self._late.append({key: event[key] for key in ("rank", "phase", "step", "seconds")})
 
     def _on_alarm(self, alarm: Mapping[str, Any]) -> None:
         """End this node's attempt too: another node's has failed, or was interrupted."""
@@ -352,8 +358,8 @@ class NodeRun:
             cause=self._trouble or "a rank failed",
             run_dir=plan.run_dir,
             topology=self.setup.topology,
-            attempt=self._attempt,
-            is_last=self._attempt >= self.setup.max_restarts or self._monitor.asked_to_stop != 0,
+            attempt=self._number,
+            is_last=not self._may_restart(),
         )
 
     def _end_ranks(self) -> None:

@@ -103,16 +103,16 @@ class MonitorLink:
         return self.open_store is not None
 
 
-def rendezvous_url(method: InitMethod, *, host: str, port: int, folder: Path) -> str:
-    """Return the URL of the rendezvous: the run's store with `env` and `tcp`, a file in `folder` with `file`.
+def rendezvous_url(method: InitMethod, *, host: str, port: int, file: Path) -> str:
+    """Return the URL of the rendezvous: the run's store with `env` and `tcp`, the new file `file` with `file`.
 
-    A rendezvous file can't be used twice, so `folder` must be new. It can't be the run directory, which the user names:
-    torch cuts the path at `#` and `?` and undoes no quoting.
+    The file can't be in the run directory, which the user names: torch cuts the path at `#` and `?` and undoes no
+    quoting.
     """
     return {
         "env": "env://",
         "tcp": f"tcp://{host}:{port}",
-        "file": f"file://{folder}/rendezvous",
+        "file": f"file://{file}",
     }[method]
 
 

@@ -18,7 +18,7 @@ from framework.launch.plan import MonitorLink
 from framework.launch.store import RunStore
 from framework.system.signals import STOP_SIGNALS
 
-STEPS_TO_COME = 2
+STEPS_TO_STOP = 2
 """Steps until all ranks stop, if gradients are exchanged in every step or one step late. See `StopRequest`."""
 
 Handler = Callable[[int, FrameType | None], None]
@@ -54,18 +54,18 @@ class StopRequest:
         return self._rank_status.asked_to_stop != 0
 
     @property
-    def came_by(self) -> str:
-        """What requested it: `SIGTERM`, or `Ctrl-C`."""
+    def signal_name(self) -> str:
+        """The signal that requested it: `SIGTERM`, or `Ctrl-C`."""
         return shown_signal(self._rank_status.asked_to_stop)
 
-    def due(self, step: int, *, meets_in: int = STEPS_TO_COME) -> bool:
+    def due(self, step: int, *, steps_ahead: int = STEPS_TO_STOP) -> bool:
         """Return True if all ranks stop now, after `step` optimizer steps. A single rank stops at once.
 
         Call it between any two steps while the request is pending and training continues, after synchronizing this
         rank's devices. Raises torch's DistError, a RuntimeError, if the store is gone.
 
         Args:
-            meets_in: in how many steps all ranks will have waited for this one.
+            steps_ahead: after how many more steps every rank will have waited for every other.
         """
         if self._world_size == 1:
             return True
@@ -73,7 +73,7 @@ class StopRequest:
             assert self._open_store is not None, "several ranks have a store"
             self._run_store = self._open_store()
             if self._run_store.add("stop/count", 1) == self._world_size:
-                self._stop_step = step + meets_in
+                self._stop_step = step + steps_ahead
                 self._run_store.set("stop/step", self._stop_step)
         if self._stop_step is None:
             self._stop_step = self._run_store.get("stop/step")

@@ -10,7 +10,7 @@ from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.distributed.context import Context
 from framework.errors import TargetError
 from framework.launch.plan import MonitorLink
-from framework.launch.stopping import STEPS_TO_COME, StopRequest
+from framework.launch.stopping import STEPS_TO_STOP, StopRequest
 from framework.strategies.base import Strategy
 from framework.types import Stop
 
@@ -59,10 +59,10 @@ class StopControl:
             reasons = gather_to_all(self.own_reason, self._context)
             self.reason = next(reason for reason in reasons if reason is not None)
 
-    def handle_request(self, step: int, *, meets_in: int = STEPS_TO_COME) -> None:
+    def handle_request(self, step: int, *, steps_ahead: int = STEPS_TO_STOP) -> None:
         """Stop if all ranks do so after this step. Wait for this rank's devices first. See `StopRequest.due`."""
-        if self._request.due(step, meets_in=meets_in):
-            self.stopped_by = self._request.came_by
+        if self._request.due(step, steps_ahead=steps_ahead):
+            self.stopped_by = self._request.signal_name
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load `reason`, and `wishes`: each rank's own reason."""
@@ -74,5 +74,5 @@ def steps_to_meeting(strategy: Strategy, settings: TrainerConfig, *, step: int) 
     """Return after how many more steps than `step` every rank will have waited for every other."""
     to_exchange = strategy.steps_to_exchange
     if to_exchange is None:
-        return STEPS_TO_COME
+        return STEPS_TO_STOP
     return min(to_exchange, settings.log_every_n_steps - step % settings.log_every_n_steps)

@@ -391,8 +391,8 @@ class Trainer:
         """Stop if all ranks stop after this step, unless training ends here anyway."""
         self.context.wait_for_devices()
         if not self._done():
-            meets_in = steps_to_meeting(self.state.strategy, self.settings, step=self.progress.step)
-            self.stop.handle_request(self.progress.step, meets_in=meets_in)
+            steps_ahead = steps_to_meeting(self.state.strategy, self.settings, step=self.progress.step)
+            self.stop.handle_request(self.progress.step, steps_ahead=steps_ahead)
 
     def _finish(self) -> None:
         """Save and log what is left, wait until it is written, and call the end hooks. Raises DiskError."""

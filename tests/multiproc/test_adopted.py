@@ -149,8 +149,8 @@ def test_what_ranks_were_started_with_is_compared_and_nothing_runs(port: int, tm
     own = {0: ["seed=1"], 1: ["seed=2"]}
     first, second = ended(tmp_path, *TOY, port=port, own=own, cwd=lambda rank: tmp_path / str(rank))
     assert (first[0], first[1], second) == (2, "", (2, "", ""))
-    assert "arguments: seed=2; rank 0 has seed=1" in first[2]
-    assert "conf/trainer/mine.yaml isn't the same as rank 0's" in first[2]
+    assert "seed: 2; rank 0 has 1" in first[2]
+    assert "conf/trainer/mine.yaml: sha256 " in first[2]
     assert not list(tmp_path.glob("*/outputs"))
 
 

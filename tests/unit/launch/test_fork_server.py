@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from framework.errors import LaunchError
-from framework.launch.fork_server import Child, ForkServer, Message
+from framework.launch.child import Child, Message
+from framework.launch.fork_server import ForkServer
 from tests.helpers import processes
 from tests.helpers.stopping import wait_until
 

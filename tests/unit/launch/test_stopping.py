@@ -64,7 +64,7 @@ class SimulatedRank:
             self.begun += 1
 
     def _meeting(self) -> dict[str, int]:
-        return {} if self.every is None else {"meets_in": self.every - self.done % self.every}
+        return {} if self.every is None else {"steps_ahead": self.every - self.done % self.every}
 
 
 def simulated_ranks(sees_at: list[int], *, every: int | None = None) -> list[SimulatedRank]:
