@@ -66,8 +66,8 @@ LAUNCH = [
         name="waiting-ranks-are-blamed",
         caught_by="tests/unit/launch/test_late_ranks.py::test_who_is_waited_for_and_how_long",
         file="framework/monitoring/node_monitor.py",
-        old="        return [each for each in _working(states) if each.collectives < top]\n",
-        new="        return [each for each in _working(states) if each.collectives == top]\n",
+        old="        return [each for each in states if each.collectives < top]\n",
+        new="        return [each for each in states if each.collectives == top]\n",
         what="When a rank hangs, those that wait for it in a collective are called late and reported as hung.",
     ),
     Mutation(

@@ -32,7 +32,7 @@ from framework.launch.worker import LEAVE_S
 from framework.monitoring.failure import FailureKind
 from framework.monitoring.node_exchange import NodeExchange, StoreGoneError
 from framework.monitoring.node_monitor import NodeMonitor, RankInfo
-from framework.monitoring.rank_status import RankStatus, make_status_memory
+from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
 from framework.system.signals import Signals, catching_signals
 
@@ -43,7 +43,7 @@ INTERRUPTED = "interrupted"
 """The cause of an alarm after which every node ends at once, without a report."""
 
 _START_S = 10.0  # for ranks to start, besides backend.init_timeout
-_SETTLE_S = 0.2  # after a first failure, so that the report has the ranks that fail with it
+_SETTLE_S = 0.5  # after a first failure, so that the report has the ranks that fail with it
 _CAUSE_TIMEOUT_S = 3.0  # for the exit of the rank whose connection was lost: with a GPU, exiting takes seconds
 _KILL_TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -232,11 +232,11 @@ class NodeRun:
                 log=plan.run_dir.rank_log(rank),
                 terminal=plan.terminal and rank == 0,
             )
-            status_fd = make_status_memory()
+            rank_status = RankStatus()
             info = RankInfo(rank, local_rank, topology.devices_label(local_rank), log=str(child.log))
-            self._monitor.add(info, RankStatus(status_fd))
+            self._monitor.add(info, rank_status)
             self._running[child.key] = rank
-            fds = [status_fd]
+            fds = [rank_status.fd]
             if listener is not None and rank == 0:
                 fds.append(listener.fileno())
             self.server.spawn(child, fds=fds)

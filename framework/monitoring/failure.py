@@ -66,14 +66,12 @@ class RankFailure:
                 return str(self.exception)
             case FailureKind.EXIT if self.status == 0:
                 return "exited with status 0 before its work was done"
-            case FailureKind.EXIT if self.status is None:
-                return "its process is gone: killed, or exited without an error" + (
-                    "; the system was out of memory" if self.oom else ""
-                )
-            case FailureKind.EXIT:
+            case FailureKind.EXIT if self.status is not None:
                 return f"exited with status {self.status} and without an error"
-            case FailureKind.SIGNAL:
-                return f"killed by {self.signal}" + (": the system was out of memory" if self.oom else "")
+            case FailureKind.EXIT | FailureKind.SIGNAL:
+                unseen = "its process is gone: killed, or exited without an error"
+                what = unseen if self.signal is None else f"killed by {self.signal}"
+                return what + ("; the system was out of memory" if self.oom else "")
             case FailureKind.UNREACHABLE:
                 silent = f" for {self.waited_s:.0f} s" if self.waited_s and self.waited_s >= 1 else ""
                 return f"its node hasn't answered{silent}: link cut, machine down, or its processes gone"
@@ -102,7 +100,6 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _TIMED_OUT = re.compile(r"timed out|time-?out|could not join the process group", re.IGNORECASE)
-_TIME_OUT = re.compile(r"(\d+) ?(ms|s|seconds)\b")  # `Timed out waiting 3000ms`, `timed out after 4 seconds`
 _CRASHES = {
     signal.strsignal(number): number.name
     for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
@@ -148,12 +145,6 @@ def failure_facts(
     }
 
 
-def named_time_outs(record: Mapping[str, Any] | None) -> list[float]:
-    """Return the seconds that torch's errors name in what a rank raised."""
-    said = "" if record is None else record["of_peers"]
-    return [int(number) / (1000 if unit == "ms" else 1) for number, unit in _TIME_OUT.findall(said)]
-
-
 def _signal(status: int | None, stacks: str) -> str | None:
     """Return the signal that ended a process, by its exit status or else by what faulthandler wrote."""
     if status is None:
@@ -183,30 +174,25 @@ _BY_MESSAGE = {
 _BY_PHASE = {
     "starting": "It was still making its data or reading its configuration.",
     "meeting": "It was forming the process group. Look at the network between the nodes.",
-    "preflight": "It was checking what it exchanges with the others: the last lines of its log name the check. Look at "
-    "its device, and at the network between it and them.",
-    "collectives": "The last line of its log names the exchange. Check the network between it and the other ranks.",
+    "preflight": "The end of its log names the check. Look at its device and at its network.",
+    "collectives": "The end of its log names the exchange. Look at its network.",
     "building": "It was building the model or reading a checkpoint.",
     "data": "It was loading data: look at its disk and its share of the files. Where a worker loads, "
     "data.num_workers=0 shows the line.",
     "checkpoint": "It was saving: look at the disk below the run directory.",
     "evaluate": "It was evaluating: look at validation_step and the data it got.",
 }
-_IN_SET_UP = "backend.init_timeout, which counts until the first step is done"
-_LIMIT_OF_JOB = {
-    "preflight": "backend.timeout for job=preflight, backend.init_timeout before training",
-    "collectives": "backend.timeout",
-}
+_IN_SET_UP = "backend.init_timeout, which counts until the first step is done (job=preflight: backend.timeout)"
 
 
 def advice(first: RankFailure, *, world_size: int) -> str:
     """Return one or two sentences on what to try; "" if the failure itself says everything."""
-    if first.oom:
-        return (
-            "Lower data.batch_size or data.num_workers (0: none), or give the job more memory; "
-            "trainer.accumulate_grad_batches keeps the global batch."
-        )
     match first.kind:
+        case _ if first.oom:
+            return (
+                "Lower data.batch_size or data.num_workers (0: none), or give the job more memory; "
+                "trainer.accumulate_grad_batches keeps the global batch."
+            )
         case FailureKind.UNREACHABLE:
             return (
                 f"Check that {first.host or f'node {first.node}'} is up and reaches topology.rdzv_endpoint; its own "
@@ -216,33 +202,23 @@ def advice(first: RankFailure, *, world_size: int) -> str:
             return "Something stopped the process: a debugger, a job scheduler that suspends, or `kill -STOP`."
         case FailureKind.HUNG:
             look_at = _BY_PHASE.get(first.phase, "Its stack shows where it is.")
-            in_force = _IN_SET_UP if first.step == 0 else "backend.timeout"
-            key = _LIMIT_OF_JOB.get(first.phase, in_force)
+            key = "backend.timeout" if first.step or first.phase == "collectives" else _IN_SET_UP
             return f"{look_at} If it is only slow, raise {key}."
+        case FailureKind.SIGNAL if first.signal in _CRASHES.values():
+            where = "this is the Python stack of that moment" if first.stacks else "its log may say more"
+            more = " A full /dev/shm causes SIGBUS, too." if first.signal == "SIGBUS" else ""
+            return f"Compiled code failed; {where}.{more}"
+        case FailureKind.SIGNAL if first.signal == "SIGKILL":
+            return (
+                "The system's out-of-memory killer sends it too, but no sign of it was found: look at `dmesg`, the job "
+                "scheduler's log, and the container's memory limit."
+            )
         case FailureKind.SIGNAL:
-            return _after_signal(first)
+            return "Something outside ended this one process. A signal to the command itself stops all ranks and saves."
         case FailureKind.EXIT if first.status is None:
             return "Look at the output of what started the ranks (torchrun, srun), and at the end of the rank's log."
         case FailureKind.EXIT:
             return "Something in the process called exit(): its log may say what. Raise an exception instead."
-        case _:
-            return _after_exception(first, world_size=world_size)
-
-
-def _after_signal(first: RankFailure) -> str:
-    if first.signal in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"):
-        where = "this is the Python stack of that moment" if first.stacks else "its log may say more"
-        more = " A full /dev/shm causes SIGBUS, too." if first.signal == "SIGBUS" else ""
-        return f"Compiled code failed; {where}.{more}"
-    if first.signal == "SIGKILL":
-        return (
-            "The system's out-of-memory killer sends it too, but no sign of it was found: look at `dmesg`, the job "
-            "scheduler's log, and the container's memory limit."
-        )
-    return "Something outside ended this one process. A signal to the command itself stops all ranks and saves."
-
-
-def _after_exception(first: RankFailure, *, world_size: int) -> str:
     if first.expected:  # an error of ours, which says itself what to do
         return ""
     for pattern, words in _BY_MESSAGE.items():

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar, final
 
 from framework.launch.store import RunStore
@@ -78,6 +79,7 @@ class NodeExchange:
         self._heard = dict.fromkeys(range(nnodes), (0, time.monotonic()))  # node → its counter, and when it changed
         self._progress: dict[int, Progress] = {}
         self.progress_elsewhere: Progress | None = None  # of the other nodes' ranks
+        self._stated: list[int] = []  # the other nodes that made a statement after the last failure
         self.alarm: dict[str, Any] | None = None  # some node says that the attempt has failed
         self.is_cut = False
 
@@ -101,45 +103,24 @@ class NodeExchange:
 
     def gather(self, own: dict[str, Any], *, cause: str) -> tuple[list[dict[str, Any]], list[int]]:
         """Raise the alarm, and return the statements that come in time, this node's first, and the silent nodes."""
-        statements = {self._monitor.node: own}
-
-        def all_have_stated() -> bool:
-            for node in set(range(self._nnodes)) - statements.keys():
-                statement = self._store.get(f"statement/{node}")
-                if statement is not None:
-                    statements[node] = statement
-            return len(statements) == self._nnodes
-
         self._state(own, cause=cause)
-        self._wait_for(all_have_stated, timeout_s=_STATEMENTS_TIMEOUT_S)
-        return list(statements.values()), sorted(set(range(self._nnodes)) - statements.keys())
+        others = [node for node in range(self._nnodes) if node != self._monitor.node]
+        statements = self._collect([f"statement/{node}" for node in others], timeout_s=_STATEMENTS_TIMEOUT_S)
+        self._stated = [node for node in others if f"statement/{node}" in statements]
+        return [own, *statements.values()], sorted(set(others) - set(self._stated))
 
     def publish(self, report: dict[str, Any]) -> None:
-        """Give the report to the nodes that can be reached, and wait until they have it: the store may go then."""
-
-        def all_have_it() -> bool:
-            others = set(range(self._nnodes)) - {self._monitor.node}
-            return all(
-                self._store.get(f"taken/{node}") for node in others if self._store.get(f"statement/{node}") is not None
-            )
-
+        """Give the report to the nodes that made a statement, and wait until they have it: the store may go then."""
         self._try(lambda: self._store.set("report", report))
-        self._wait_for(all_have_it, timeout_s=_TAKEN_TIMEOUT_S)
+        self._collect([f"taken/{node}" for node in self._stated], timeout_s=_TAKEN_TIMEOUT_S)
 
     def await_report(self, own: dict[str, Any], *, cause: str) -> dict[str, Any] | None:
         """Raise the alarm, make this node's statement, and return node 0's report; None if it doesn't come in time."""
-        reports: list[dict[str, Any]] = []
-
-        def has_come() -> bool:
-            report = self._store.get("report")
-            if report is not None:
-                reports.append(report)
-                self._store.set(f"taken/{self._monitor.node}", True)
-            return report is not None
-
         self._state(own, cause=cause)
-        self._wait_for(has_come, timeout_s=_REPORT_TIMEOUT_S)
-        return reports[0] if reports else None
+        report = self._collect(["report"], timeout_s=_REPORT_TIMEOUT_S).get("report")
+        if report is not None:
+            self._try(lambda: self._store.set(f"taken/{self._monitor.node}", True))
+        return report
 
     def _exchange(self) -> None:
         node, own = self._monitor.node, max_progress(self._monitor.states())
@@ -178,13 +159,19 @@ class NodeExchange:
             self.is_cut = True
             return None
 
-    def _wait_for(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait until the condition, which asks the store, is true; return early if the store is gone."""
+    def _collect(self, keys: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
+        """Wait for the values of these keys; return those that come in time."""
         deadline = time.monotonic() + timeout_s
-        while self._try(condition) is False and time.monotonic() < deadline:
+        found: dict[str, Any] = {}
+        while True:
+            for key in set(keys) - found.keys():
+                value = self._try(partial(self._store.get, key))
+                if value is not None:
+                    found[key] = value
+            if len(found) == len(keys) or self.is_cut or time.monotonic() > deadline:
+                return found
             time.sleep(_POLL_S)
 
 
-def _max_progress(progress: Collection[Progress]) -> Progress:
-    top = max((each.collectives for each in progress), default=0)
-    return Progress(top, min((each.still_s for each in progress if each.collectives == top), default=0.0))
+def _max_progress(progress: Iterable[Progress]) -> Progress:
+    return max(progress, key=lambda each: (each.collectives, -each.still_s), default=Progress(0, 0.0))

@@ -11,15 +11,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import psutil
 
-from framework.monitoring.failure import failure_facts, named_time_outs
+from framework.monitoring.failure import failure_facts
 from framework.monitoring.oom_killer import count_oom_kills, killed_since
 from framework.monitoring.rank_status import (
     CRASH,
@@ -28,9 +28,6 @@ from framework.monitoring.rank_status import (
     RankStatus,
     StatusPage,
 )
-
-SILENT_S = 8.0
-"""A process without a heartbeat for so long counts as frozen."""
 
 _STACKS_TIMEOUT_S = 1.5
 _STACKS_POLL_S = 0.02
@@ -68,21 +65,15 @@ class RankState:
     pid: int
     alive: bool
     stopped: bool  # by SIGSTOP or a debugger
-    phase: Phase
+    phase: int  # a Phase
     step: int
     collectives: int
     still_s: float  # since any of phase, step, collectives and done has changed
     silent_s: float  # since the last heartbeat
     done: bool = False  # its work is done, it only has to leave
 
-    @property
-    def is_silent(self) -> bool:
-        """True if the process has started and doesn't run Python."""
-        return self.pid > 0 and self.silent_s > SILENT_S
 
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> RankState:
-        return RankState(**{**plain, "phase": Phase(plain["phase"])})
+State = TypeVar("State", bound=RankState)
 
 
 # Which ranks the others wait for: pure functions of what was seen.
@@ -103,20 +94,21 @@ def max_progress(states: Sequence[RankState]) -> Progress:
     return Progress(top, min(waiting, default=0.0))
 
 
-def ranks_behind(states: Sequence[RankState], *, elsewhere: int = 0) -> list[RankState]:
+def ranks_behind(states: Sequence[State], *, elsewhere: int = 0) -> list[State]:
     """Return the living ranks that others wait for; none if they can't be distinguished.
 
-    These are the stopped ranks, and those that are behind: until the process group is formed, the ranks that haven't
-    come to it; then those that have begun fewer collectives. A rank that waits in one has begun it, so it is never
-    blamed. If none is behind, the ranks whose Python doesn't run.
+    These are the stopped ranks, unless all of several are, as when a job is suspended; and those that are behind: until
+    the process group is formed, the ranks that haven't come to it; then those that have begun fewer collectives. A rank
+    that waits in one has begun it, so it is never blamed.
 
     Args:
         elsewhere: the most collectives begun by ranks that aren't among `states`.
     """
-    working = _working(states)
-    stopped = _unless_all([each for each in working if each.stopped], of=working)
-    late = stopped + [each for each in _behind(states, elsewhere=elsewhere) if each not in stopped]
-    return late or _unless_all([each for each in working if each.is_silent], of=working)
+    working = [each for each in states if each.alive and not each.done]
+    stopped = [each for each in working if each.stopped]
+    if len(stopped) == len(working) > 1:
+        stopped = []
+    return stopped + [each for each in _behind(states, elsewhere=elsewhere) if each in working and each not in stopped]
 
 
 def waited_for(states: Sequence[RankState], *, elsewhere: Progress | None = None) -> tuple[list[RankState], float]:
@@ -130,33 +122,23 @@ def waited_for(states: Sequence[RankState], *, elsewhere: Progress | None = None
     waits = [
         each.still_s
         for each in states
-        if each not in late and (each.done or (each.alive and (top > 0 or each.phase is Phase.MEETING)))
+        if each not in late and (each.done or (each.alive and (top > 0 or each.phase == Phase.MEETING)))
     ]
     if elsewhere is not None and theirs == top > 0:
         waits.append(elsewhere.still_s)
     if not late or not waits:
-        return [], 0.0
-    if not _behind(states, elsewhere=theirs):  # the others may have been idle for longer, for another reason
-        waits.append(max(each.silent_s for each in late))
+        return late, 0.0
+    if not any(each in late for each in _behind(states, elsewhere=theirs)):
+        waits.append(max(each.silent_s for each in late))  # they are stopped; the others may have been idle for longer
     return late, min(waits)
 
 
-def _working(states: Sequence[RankState]) -> list[RankState]:
-    """Return the ranks that can be waited for: those that are alive and not done."""
-    return [each for each in states if each.alive and not each.done]
-
-
-def _unless_all(some: list[RankState], *, of: list[RankState]) -> list[RankState]:
-    """Return `some`, or nothing if that is every rank of several: then none is to blame, as when a job is suspended."""
-    return some if len(some) < max(len(of), 2) else []
-
-
-def _behind(states: Sequence[RankState], *, elsewhere: int) -> list[RankState]:
+def _behind(states: Sequence[State], *, elsewhere: int) -> list[State]:
     top = _top(states, elsewhere)
     if top > 0:
-        return [each for each in _working(states) if each.collectives < top]
-    meeting = any(each.phase is Phase.MEETING for each in states)
-    return [each for each in _working(states) if meeting and each.phase < Phase.MEETING]
+        return [each for each in states if each.collectives < top]
+    meeting = any(each.phase == Phase.MEETING for each in states)
+    return [each for each in states if meeting and each.phase < Phase.MEETING]
 
 
 def _top(states: Sequence[RankState], elsewhere: int) -> int:
@@ -198,7 +180,7 @@ class NodeMonitor:
         self._ranks: dict[int, _Rank] = {}
         self._late: list[dict[str, Any]] = []  # each time that a rank was late, as in the report
         self._late_now: dict[int, tuple[float, dict[str, Any]]] = {}  # rank → since when, and the entry above
-        self._stop_signal = 0
+        self.asked_to_stop = 0  # by this signal, all ranks together
 
     def add(self, info: RankInfo, status: RankStatus) -> None:
         log = Path(info.log)
@@ -213,13 +195,10 @@ class NodeMonitor:
         """
         states = self.states()
         late, seconds = waited_for(states, elsewhere=elsewhere)
-        behind = ranks_behind(states, elsewhere=elsewhere.collectives if elsewhere else 0)
-        limit_s = self._limit(self._ranks.values()) + _HUNG_MARGIN_S
+        in_training = all(rank.status.read().step > 0 for rank in self._ranks.values())
+        limit_s = (self._limits.timeout_s if in_training else self._limits.init_timeout_s) + _HUNG_MARGIN_S
         counts = seconds >= min(self._limits.late_after_s, limit_s)  # a hung rank was late before
-        events = [
-            *self._note_late(late if counts else [], seconds),
-            *self._note_caught_up(states, {each.rank for each in behind}),
-        ]
+        events = list(self._note_late(states, {each.rank for each in late}, seconds=seconds if counts else None))
         if seconds > limit_s:
             events.append({"event": "hung", "seconds": seconds})
         return events
@@ -238,13 +217,9 @@ class NodeMonitor:
 
     def ask_to_stop(self, signal_number: int) -> None:
         """Tell the ranks here that all ranks are to stop."""
-        self._stop_signal = signal_number
+        self.asked_to_stop = signal_number
         for rank in self._ranks.values():
             rank.status.ask_to_stop(signal_number)
-
-    @property
-    def asked_to_stop(self) -> int:
-        return self._stop_signal
 
     def read(self, rank: int) -> StatusPage:
         return self._ranks[rank].status.read()
@@ -261,17 +236,16 @@ class NodeMonitor:
         """
         states = self.states()
         records = {number: rank.status.failure() for number, rank in self._ranks.items()}
-        stacks = self._stacks(states)  # continues stopped ranks, so after everything else was read
-        for since_s, entry in self._late_now.values():
-            entry["seconds"] = round(self._clock() - since_s, 1)
+        # A rank that recorded a failure isn't asked: its traceback says more. Stopped ranks are continued, so this is
+        # done after everything else was read.
+        stacks = self._stacks([state for state in states if state.alive and records[state.rank] is None])
         return {
             "node": self.node,
             "time": time.time(),
+            "timeout_s": min(self._limits.timeout_s, self._limits.init_timeout_s),
             "ranks": [
-                self._statement_of(
-                    state, exits.get(state.rank), record=records[state.rank], stacks=stacks.get(state.rank)
-                )
-                for state in states
+                self._of_rank(each, exits.get(each.rank), record=records[each.rank], stacks=stacks.get(each.rank))
+                for each in states
             ],
             "late": self._late,
         }
@@ -313,60 +287,53 @@ class NodeMonitor:
         except psutil.NoSuchProcess:
             return psutil.STATUS_DEAD
 
-    def _note_late(self, late: Sequence[RankState], seconds: float) -> Iterator[dict[str, Any]]:
-        for state in late:
-            if state.rank not in self._late_now:
-                entry = {"rank": state.rank, "phase": state.phase.label, "step": state.step, "seconds": seconds}
+    def _note_late(
+        self, states: Sequence[RankState], behind: set[int], *, seconds: float | None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield `late` for the ranks behind, if `seconds` is given, and `caught_up` for those that were behind."""
+        now = self._clock()
+        for state in states:
+            if state.rank in self._late_now:
+                since_s, entry = self._late_now[state.rank]
+                entry["seconds"] = round(now - since_s, 1)
+                if state.rank not in behind:
+                    del self._late_now[state.rank]
+                    if state.alive or state.done:
+                        yield {"event": "caught_up", **entry}
+            elif state.rank in behind and seconds is not None:
+                entry = {"rank": state.rank, "phase": Phase(state.phase).label, "step": state.step, "seconds": seconds}
                 self._late.append(entry)
-                self._late_now[state.rank] = self._clock() - seconds, entry
+                self._late_now[state.rank] = now - seconds, entry
                 yield {"event": "late", **entry, "pid": state.pid}
 
-    def _note_caught_up(self, states: Sequence[RankState], behind: set[int]) -> Iterator[dict[str, Any]]:
-        for state in states:
-            if state.rank in self._late_now and state.rank not in behind:
-                since_s, entry = self._late_now.pop(state.rank)
-                entry["seconds"] = round(self._clock() - since_s, 1)
-                if state.alive or state.done:
-                    yield {"event": "caught_up", **entry}
-
-    def _limit(self, ranks: Iterable[_Rank]) -> float:
-        """Return the time-out in force: that of set-up until each of these ranks has done a step."""
-        in_training = all(rank.status.read().step > 0 for rank in ranks)
-        return self._limits.timeout_s if in_training else self._limits.init_timeout_s
-
-    def _statement_of(
+    def _of_rank(
         self, state: RankState, end: Mapping[str, Any] | None, *, record: Mapping[str, Any] | None, stacks: str | None
     ) -> dict[str, Any]:
         rank = self._ranks[state.rank]
-        killed = end is not None and end["status"] in (-signal.SIGKILL, None)  # None: its exit status is unknown
-        stacks = stacks or self._crash(state.rank, end)
+        log = b"" if end is None else self._log_tail(rank)
+        status = 0 if end is None else end["status"]  # None: it is unknown
+        if status is None or status < 0:
+            _, found, crash = log.rpartition(CRASH.encode())
+            stacks = (found + crash).decode(errors="replace") if found else None
         return {
-            "state": asdict(state),
+            **asdict(state),
             "place": {
                 **asdict(rank.info),
                 "node": self.node,
                 "host": socket.gethostname(),
                 "pid": state.pid or (end or {}).get("pid", 0),  # 0 if it ended before it wrote its pid
-                "phase": state.phase.label,
+                "phase": Phase(state.phase).label,
                 "step": state.step,
             },
             "failure": failure_facts(
                 record,
                 end,
                 stacks=stacks,
-                oom=killed and killed_since(rank.oom_kills),
-                nccl_timeout=end is not None and _NCCL_TIMEOUT in self._log_tail(rank),
+                oom=status in (-signal.SIGKILL, None) and killed_since(rank.oom_kills),
+                nccl_timeout=_NCCL_TIMEOUT in log,
             ),
-            "limit_s": min([self._limit([rank]), *named_time_outs(record)]),
             "stacks": stacks,
         }
-
-    def _crash(self, rank: int, end: Mapping[str, Any] | None) -> str | None:
-        """Return the stacks that faulthandler left in the log of a process that ended by a signal, or unseen."""
-        if end is None or (end["status"] is not None and end["status"] >= 0):
-            return None
-        _, found, stacks = self._log_tail(self._ranks[rank]).rpartition(CRASH.encode())
-        return (found + stacks).decode(errors="replace") if found else None
 
     def _log_tail(self, rank: _Rank) -> bytes:
         """Return the end of what this rank has written to its log, which several attempts share."""
@@ -379,14 +346,11 @@ class NodeMonitor:
             return b""
 
     def _stacks(self, states: Sequence[RankState]) -> dict[int, str]:
-        """Return the Python stacks of the living ranks. A stopped one is continued, since it couldn't answer.
-
-        A rank that recorded a failure isn't asked: its traceback says more.
-        """
+        """Return the Python stacks of these ranks. A stopped one is continued, since it couldn't answer."""
         before: dict[int, int] = {}
         for state in states:
             rank = self._ranks[state.rank]
-            if not state.alive or rank.process is None or rank.status.failure() is not None:
+            if rank.process is None:
                 continue
             before[state.rank] = rank.status.stacks_size()
             if self._own is not None and state.pid == os.getpid():
@@ -401,15 +365,12 @@ class NodeMonitor:
         sizes: dict[int, int] = {}
         while time.monotonic() < deadline:
             time.sleep(_STACKS_POLL_S)
-            now = {number: self._ranks[number].status.stacks_size() for number in before}
-            if now == sizes and all(now[number] > before[number] for number in before):
+            last, sizes = sizes, {number: self._ranks[number].status.stacks_size() for number in before}
+            if sizes == last and all(sizes[number] > before[number] for number in before):
                 break
-            sizes = now
-        found: dict[int, str] = {}
-        for number, size in before.items():
-            status = self._ranks[number].status
-            found[number] = status.stacks(size) or status.stacks()  # if it can't answer now, what it said earlier
-        return found
+        statuses = {number: self._ranks[number].status for number in before}
+        # If a rank can't answer now, what it said earlier.
+        return {number: status.stacks(before[number]) or status.stacks() for number, status in statuses.items()}
 
 
 def _signal_main_thread(process: psutil.Process, number: int) -> None:

@@ -14,7 +14,6 @@ import mmap
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, final
 
-STACKS_SIGNAL: int = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+STACKS_SIGNAL: int = signal.SIGRTMIN + 8
 """Makes a rank write the Python stacks of its threads. Libraries and schedulers don't use it."""
 
 COUNTED_GROUP = "counted with the default group"
@@ -88,8 +87,15 @@ class RankStatus:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        """Take over `fd`, which `make_status_memory` returned; None makes new memory."""
-        self.fd = make_status_memory() if fd is None else fd
+        """Take over `fd`, of the memory of another one; None makes new memory, which is freed when no process holds it.
+
+        A child that is given `fd` can take it over.
+        """
+        if fd is None:
+            fd = os.memfd_create("framework_rank_status")
+            os.ftruncate(fd, _STACKS_AT)
+            os.lseek(fd, _STACKS_AT, os.SEEK_SET)  # faulthandler writes at the file's position
+        self.fd = fd
         self._memory = mmap.mmap(self.fd, _PAGE_BYTES)
         self._page = StatusPage.from_buffer(self._memory)
         self._is_registered = False
@@ -197,18 +203,6 @@ class RankStatus:
         del self._page
         self._memory.close()
         os.close(self.fd)
-
-
-def make_status_memory() -> int:
-    """Return a file descriptor of new memory for a rank status. The memory is freed when no process holds it."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("framework_rank_status")
-    else:
-        fd, path = tempfile.mkstemp(prefix="framework_rank_status")
-        os.unlink(path)  # noqa: PTH108  # a file without a name
-    os.ftruncate(fd, _STACKS_AT)
-    os.lseek(fd, _STACKS_AT, os.SEEK_SET)  # faulthandler writes at the file's position
-    return fd
 
 
 @contextmanager

@@ -66,15 +66,14 @@ class FailureReport:
 # From the statements to the report
 
 
-@dataclass(frozen=True)
-class _Rank:
+@dataclass(frozen=True, kw_only=True)
+class _Rank(RankState):
     """What is stated of one rank; see `NodeMonitor.statement`."""
 
     stated_s: float
-    state: RankState
+    timeout_s: float  # the shorter one of that in set-up and that in training
     place: Mapping[str, Any]  # which rank it is and where it was, as fields of RankFailure
     failure: Mapping[str, Any] | None  # how it failed by itself, as further fields
-    limit_s: float  # the time-out in force, or that its error names if that is shorter
     stacks: str | None
 
 
@@ -96,7 +95,7 @@ def make_report(
     """
     statements = sorted(statements, key=lambda each: each["node"])
     ranks = [
-        _Rank(stated_s=statement["time"], **{**rank, "state": RankState.from_plain(rank["state"])})
+        _Rank(**rank, stated_s=statement["time"], timeout_s=statement["timeout_s"])
         for statement in statements
         for rank in statement["ranks"]
     ]
@@ -118,8 +117,7 @@ def make_report(
     else:
         ordered = [*ordered, *silent_nodes]
     first, *others = ordered
-    living = {str(rank.state.rank): rank.stacks for rank in ranks if rank.state.alive and rank.stacks}
-    living.pop(str(first.rank), None)
+    living = {str(rank.rank): rank.stacks for rank in ranks if rank.alive and rank.stacks and rank.rank != first.rank}
     return FailureReport(world_size, first, tuple(others), attempt=attempt, living=living, late=late)
 
 
@@ -132,44 +130,34 @@ def _hung(ranks: Sequence[_Rank], failures: Sequence[RankFailure]) -> list[RankF
         return []
     # A rank that lost a peer without waiting may be the one: it came when the others had gone.
     failed = {failure.rank for failure in failures if failure.timed_out or not failure.lost_peer}
-    late = [state for state in ranks_behind([rank.state for rank in ranks]) if state.rank not in failed]
-    late_ranks = {state.rank for state in late}
-    waiting = [rank for rank in ranks if rank.state.rank not in late_ranks]
-    top = max((rank.state.collectives for rank in waiting), default=0)
-    furthest = [rank for rank in waiting if rank.state.collectives == top]
-    if failures and not any(rank.state.still_s >= _WAITED_SHARE * rank.limit_s for rank in furthest):
-        late_ranks = {state.rank for state in late if state.stopped}
-    waiting_states = [rank.state for rank in waiting]
-    waited_s = max_progress(waiting_states).still_s or max((state.still_s for state in waiting_states), default=0.0)
+    late = [rank for rank in ranks_behind(ranks) if rank.rank not in failed]
+    waiting = [rank for rank in ranks if rank not in late]
+    top = max((rank.collectives for rank in waiting), default=0)
+    furthest = [rank for rank in waiting if rank.collectives == top]
+    if failures and not any(rank.still_s >= _WAITED_SHARE * rank.timeout_s for rank in furthest):
+        late = [rank for rank in late if rank.stopped]
+    waited_s = max_progress(waiting).still_s or max((rank.still_s for rank in waiting), default=0.0)
     stated_s = max((rank.stated_s for rank in ranks), default=0.0)
-    hung = [rank for rank in ranks if rank.state.rank in late_ranks]
     return [
         RankFailure(
             **rank.place,
-            kind=FailureKind.STOPPED if rank.state.stopped else FailureKind.HUNG,
+            kind=FailureKind.STOPPED if rank.stopped else FailureKind.HUNG,
             time=min((failure.time for failure in failures), default=stated_s),
             waited_s=waited_s if furthest else None,
-            waited_in=furthest[0].state.phase.label if furthest else None,
+            waited_in=furthest[0].place["phase"] if furthest else None,
             stacks=rank.stacks,
         )
-        for rank in sorted(
-            hung, key=lambda each: (not each.state.stopped, each.state.collectives, each.state.step, each.state.rank)
-        )
+        for rank in sorted(late, key=lambda each: (not each.stopped, each.collectives, each.step, each.rank))
     ]
 
 
 def _fallback_suspect(ranks: Sequence[_Rank], late: Sequence[Mapping[str, Any]]) -> RankFailure:
     """Return the rank that was waited for longest, though it has caught up by now, else the one furthest behind."""
-    lateness = {each["rank"]: each for each in late}
-
-    def order(rank: _Rank) -> tuple[float, int, int]:
-        waited_s: float = lateness[rank.state.rank]["seconds"] if rank.state.rank in lateness else 0.0
-        return -waited_s, rank.state.collectives, rank.state.step
-
-    rank = min(ranks, key=order)
-    failure = RankFailure(**rank.place, kind=FailureKind.HUNG, time=rank.stated_s, stacks=rank.stacks)
-    was_late = lateness.get(rank.state.rank)
-    return failure if was_late is None else replace(failure, waited_s=was_late["seconds"], phase=was_late["phase"])
+    was_late = max(late, key=lambda each: float(each["seconds"]), default=None)
+    seen = {} if was_late is None else {"waited_s": was_late["seconds"], "phase": was_late["phase"]}
+    suspects = [rank for rank in ranks if was_late is None or rank.rank == was_late["rank"]]
+    rank = min(suspects, key=lambda each: (each.collectives, each.step))
+    return RankFailure(**{**rank.place, **seen}, kind=FailureKind.HUNG, time=rank.stated_s, stacks=rank.stacks)
 
 
 def report_failure(
@@ -257,15 +245,12 @@ def _what_happened(first: RankFailure) -> str:
     if first.expected:
         return f"(pid {first.pid}) failed first"
     failed = "" if first.kind in (FailureKind.HUNG, FailureKind.STOPPED) else "failed first: "
-    return f"(pid {first.pid}) {failed}{_first_line(first.cause)}"
+    return f"(pid {first.pid}) {failed}{first.cause}".partition("\n")[0]
 
 
 def _also_failed(report: FailureReport) -> Iterator[str]:
     """Yield a line for each other cause: ranks that failed by themselves before the first failure reached them."""
-    causes: dict[str, list[int]] = {}
-    for other in report.others:
-        if other.is_independent and not _is_same_error(other, report.first):
-            causes.setdefault(_first_line(other.cause), []).append(other.rank)
+    causes = _by_words(report, independent=True)
     for cause, ranks in list(causes.items())[:_SHOWN_CAUSES]:
         yield f"{list_ranks(ranks).capitalize()} also failed: {cause}"
     if len(causes) > _SHOWN_CAUSES:
@@ -278,10 +263,7 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
     if first.kind is not FailureKind.UNREACHABLE:
         where += [first.devices, _where(first.phase, step=first.step)]
     yield "where", _wrapped(", ".join(where))
-    consequences: dict[str, list[int]] = {}
-    for other in report.others:
-        if not other.is_independent or _is_same_error(other, first):
-            consequences.setdefault(_consequence(other), []).append(other.rank)
+    consequences = _by_words(report, independent=False)
     if consequences:
         yield "others", _wrapped("; ".join(f"{list_ranks(ranks)} {what}" for what, ranks in consequences.items()))
     if first.stacks:
@@ -294,8 +276,15 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
         yield "report", [_near(report.file)]
 
 
-def _is_same_error(other: RankFailure, first: RankFailure) -> bool:
-    return other.kind is FailureKind.EXCEPTION and other.exception == first.exception
+def _by_words(report: FailureReport, *, independent: bool) -> dict[str, list[int]]:
+    """Return the other ranks by what happened to them: of those with a cause of their own, or of all the rest."""
+    found: dict[str, list[int]] = {}
+    for other in report.others:
+        is_same = other.kind is FailureKind.EXCEPTION and other.exception == report.first.exception
+        if independent is (other.is_independent and not is_same):
+            words = other.cause.partition("\n")[0] if independent else _consequence(other)
+            found.setdefault(words, []).append(other.rank)
+    return found
 
 
 def _consequence(other: RankFailure) -> str:
@@ -330,10 +319,6 @@ def list_ranks(numbers: Sequence[int], *, noun: str = "rank") -> str:
     shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs[:_SHOWN_RANKS])
     more = " and more" if len(runs) > _SHOWN_RANKS else ""
     return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}{more}"
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.splitlines()), "")
 
 
 def _wrapped(text: str) -> list[str]:

@@ -136,6 +136,39 @@ def test_a_rank_that_is_late_is_waited_for(misbehave: Callable[..., Path], scree
     assert SHOW_CURSOR not in screen[0].getvalue()  # nobody was ended early
 
 
+TOGETHER = """
+WHAT = {"0": "%s", "2": "%s"}
+
+class Task(Task):
+    def training_step(self, model, batch):
+        output, rank = super().training_step(model, batch), os.environ["RANK"]
+        if steps == 5 and rank in WHAT:
+            Path(f"here_{rank}").touch()
+            while len(list(Path().glob("here_*"))) < len(WHAT): pass
+            do(WHAT[rank])
+        return output
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "causes", "said"),
+    [
+        (("raise", "SIGKILL"), {"ValueError: the deed was done", "killed by SIGKILL"}, "also failed: "),
+        pytest.param(("SIGKILL", "SIGKILL"), {"killed by SIGKILL"}, "also failed: killed", marks=exhaustive),
+        pytest.param(("raise", "raise"), {"ValueError: the deed was done"}, "failed with the same", marks=exhaustive),
+    ],
+)
+def test_ranks_that_fail_at_the_same_time_are_all_named(
+    misbehave: Callable[..., Path], screen: Any, what: tuple[str, str], causes: set[str], said: str
+) -> None:
+    found = report(misbehave(Deed(), procs=3, code=TOGETHER % what))
+    themselves = [each for each in [found["first"], *found["others"]] if not each["lost_peer"]]
+    assert {each["rank"] for each in themselves} == {0, 2}
+    assert {each["cause"] for each in themselves} == causes
+    assert f"Rank {themselves[0]['rank']} of 3" in screen[1].getvalue()
+    assert f"ank {themselves[1]['rank']} {said}" in screen[1].getvalue()
+
+
 SPOILED = """
 import shutil
 for folder in Path("outputs/trouble").iterdir(): (folder / "failure.json").mkdir(exist_ok=True)

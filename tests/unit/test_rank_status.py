@@ -23,7 +23,6 @@ from framework.monitoring.rank_status import (
     RankStatus,
     heartbeat,
     main_stack,
-    make_status_memory,
 )
 from tests.helpers.command import ROOT
 
@@ -48,11 +47,10 @@ def reader(rank_status: RankStatus) -> Iterator[RankStatus]:
 @contextmanager
 def program(code: str) -> Iterator[tuple[subprocess.Popen[bytes], RankStatus]]:
     """A process that has a `rank_status` and runs `code`."""
-    fd = make_status_memory()
-    begin = f"import time\nfrom framework.monitoring.rank_status import *\nrank_status = RankStatus({fd})\n"
+    reader = RankStatus()
+    begin = f"import time\nfrom framework.monitoring.rank_status import *\nrank_status = RankStatus({reader.fd})\n"
     begin += "rank_status.register()\n"
-    process = subprocess.Popen([sys.executable, "-c", begin + code], pass_fds=[fd], cwd=ROOT)
-    reader = RankStatus(fd)
+    process = subprocess.Popen([sys.executable, "-c", begin + code], pass_fds=[reader.fd], cwd=ROOT)
     try:
         yield process, reader
     finally:

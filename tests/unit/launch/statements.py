@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from framework.monitoring.failure import failure_facts, named_time_outs
+from framework.monitoring.failure import failure_facts
 from framework.monitoring.node_monitor import RankState
 from framework.monitoring.rank_status import Phase
 
@@ -60,16 +60,15 @@ def told(at: int | RankState, **changes: Any) -> dict[str, Any]:
         "local_rank": at.rank,
         "pid": at.pid,
         "devices": "CPU",
-        "phase": at.phase.label,
+        "phase": Phase(at.phase).label,
         "step": at.step,
         "log": f"logs/rank_{at.rank}.log",
     }
     facts = {name: changes.pop(name) for name in ("oom", "nccl_timeout") if name in changes}
     return {
-        "state": asdict(at),
+        **asdict(at),
         "place": {**place, **changes},
         "failure": failure_facts(said, end, stacks=stacks, **facts),
-        "limit_s": min([20.0, *named_time_outs(said)]),
         "stacks": stacks,
     }
 
@@ -78,4 +77,4 @@ def statement(
     *ranks: Mapping[str, Any], node: int = 0, time: float = 100.0, late: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     placed = [{**rank, "place": {**rank["place"], "node": node, "host": f"host{node}"}} for rank in ranks]
-    return {"node": node, "time": time, "ranks": placed, "late": list(late)}
+    return {"node": node, "time": time, "timeout_s": 20.0, "ranks": placed, "late": list(late)}
