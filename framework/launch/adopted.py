@@ -34,6 +34,7 @@ from framework.launch.worker import run_entry
 from framework.monitoring.rank_status import RankStatus, heartbeat
 from framework.system.formatting import format_count
 from framework.system.hardware import openmp_environment
+from framework.system.parent_death import die_with_parent
 from framework.system.run_dir import RunDir
 
 _MARGIN_S = 10.0  # beyond rank 0's own time-out, so that rank 0 is the first to print what is wrong
@@ -47,6 +48,8 @@ def run_adopted(
     Args:
         command: the command itself, which rank 0 runs.
     """
+    if cluster.starter == "torchrun":
+        die_with_parent(os.getppid())  # an agent that is killed leaves its ranks behind, and they would go on training
     for name, value in openmp_environment(alone=False).items():  # before torch is imported
         os.environ.setdefault(name, value)
     if cluster.rank > 0:

@@ -141,6 +141,15 @@ def test_ranks_that_torchrun_restarts_resume_the_same_run_beside_another(tmp_pat
     assert results.differ(results.weights(run), results.weights(other))
 
 
+@exhaustive
+def test_ranks_end_with_torchruns_agent(tmp_path: Path) -> None:
+    with started_python(*TORCHRUN, "-m", "framework", *ENDLESS, cwd=tmp_path) as started:
+        started.wait_for_output("epoch 1 ", timeout=DEADLINE_S)
+        started.process.kill()
+        assert started.wait(timeout=DEADLINE_S) == -signal.SIGKILL
+        started.assert_all_gone()
+
+
 def test_what_ranks_were_started_with_is_compared_and_nothing_runs(port: int, tmp_path: Path) -> None:
     for rank in range(2):
         folder = tmp_path / str(rank) / "conf" / "trainer"
