@@ -35,7 +35,16 @@ from framework.config.saved import resume_argument
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError, TopologyError
 from framework.launch.environment import SECRET, ClusterEnvironment
-from framework.launch.store import PROBE_S, RunStore, UnverifiedError, await_listener, connect, host_store, listen
+from framework.launch.store import (
+    PROBE_S,
+    STORE_TIMEOUT_S,
+    RunStore,
+    UnverifiedError,
+    await_listener,
+    connect,
+    host_store,
+    listen,
+)
 from framework.monitoring.node_exchange import DeadlineExecutor, StoreGoneError
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import list_ranks
@@ -133,6 +142,7 @@ class Handshake:
             f"its secret isn't {noun} 0's: set {SECRET}, or type topology.rdzv_secret, the same for every {noun}"
         )
         self._is_host = number == 0 and not hosted_elsewhere
+        self._hosted_elsewhere = hosted_elsewhere
         self._store: Store | None = None
         self._differences: list[str] = []
         self._is_compared = self._is_answered = False
@@ -292,10 +302,12 @@ class Handshake:
         importlib.import_module("torch.distributed")  # while number 0 composes
         host, port = self._endpoint
         deadline = time.monotonic() + timeout_s
-        reason = await_listener(host, port, timeout_s=timeout_s)
+        # torchrun's agent listens before it starts this process; if it doesn't, it has been killed.
+        limit_s = min(timeout_s, STORE_TIMEOUT_S) if self._hosted_elsewhere else timeout_s
+        reason = await_listener(host, port, timeout_s=limit_s)
         if reason is not None:
             raise RunError(
-                f"{self._self} could not reach {self._named} within {timeout_s:g} s ({reason}).\n"
+                f"{self._self} could not reach {self._named} within {limit_s:g} s ({reason}).\n"
                 f"Check that {self._noun} 0 was started there and can be reached from this machine."
             )
         left_s = max(PROBE_S, deadline - time.monotonic())
