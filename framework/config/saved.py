@@ -42,26 +42,8 @@ class Saved:
 def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Write `config.yaml` and `overrides.yaml`; even after a kill, each is complete or absent."""
     others = [text for text in overrides if key_of(text) not in ("recipe", "resume")]
-    _write(run_dir, raw, [f"recipe={raw['recipe']}", *others])
-
-
-def begin_resume(run_dir: RunDir) -> None:
-    """Call before `save_config` when resuming: the earlier configuration stays in force until `confirm_resume`."""
-    if not run_dir.before_file.exists():
-        raw, overrides = _saved_in(run_dir)
-        write_atomically(run_dir.before_file, _dump({"config": raw, "overrides": overrides}))
-
-
-def confirm_resume(run_dir: RunDir) -> None:
-    """Put the configuration saved last in force: the run has been resumed with it."""
-    run_dir.before_file.unlink(missing_ok=True)
-
-
-def undo_resume(run_dir: RunDir) -> None:
-    """Undo a `save_config` that was not confirmed, if there is one."""
-    if run_dir.before_file.exists():
-        _write(run_dir, *_saved_in(run_dir))
-        confirm_resume(run_dir)
+    write_atomically(run_dir.overrides_file, _dump([f"recipe={raw['recipe']}", *others]))
+    write_atomically(run_dir.config_file, _dump(dict(raw)))
 
 
 def run_of(path: str | Path) -> RunDir:
@@ -188,10 +170,6 @@ def _apply_changes(target: Mapping[str, Any], *, before: Mapping[str, Any], afte
 
 
 def _saved_in(run_dir: RunDir) -> tuple[dict[str, Any], list[str]]:
-    """Return the configuration and overrides that are in force."""
-    if run_dir.before_file.exists():
-        before = _load(run_dir.before_file, dict)
-        return before["config"], before["overrides"]
     return _load(run_dir.config_file, dict), _load(run_dir.overrides_file, list)
 
 
@@ -239,11 +217,6 @@ def _load(file: Path, kind: type) -> Any:
         what = "mapping" if kind is dict else "list"
         raise ConfigError(f"{file} must hold a {what}. It was changed: restore it, or start a new run.")
     return content
-
-
-def _write(run_dir: RunDir, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    write_atomically(run_dir.overrides_file, _dump(list(overrides)))
-    write_atomically(run_dir.config_file, _dump(dict(raw)))
 
 
 def _dump(value: Any) -> str:

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from framework.config.saved import begin_resume, run_of, save_config, undo_resume
+from framework.config.saved import run_of, save_config
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError, RunError
@@ -163,8 +163,11 @@ def _run(
 
 @contextmanager
 def _records_kept_if_refused(run_dir: RunDir) -> Iterator[None]:
-    """If the block raises RequestError, restore run.json and failure reports: a refused resume isn't part of a run."""
-    records = {file: file.read_bytes() for file in run_dir.path.glob("*.json")}
+    """If the block raises RequestError, restore the configuration, run.json and failure reports.
+
+    A refused resume isn't part of a run.
+    """
+    records = {file: file.read_bytes() for kind in ("*.json", "*.yaml") for file in run_dir.path.glob(kind)}
     try:
         yield
     except RequestError:
@@ -216,7 +219,6 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
     try:
         run_dir.logs.mkdir(exist_ok=True)
         if request.config.resume is not None:
-            begin_resume(run_dir)
             for file in run_dir.path.glob("failure*.json"):  # of the previous start; its logs stay
                 file.unlink()
         save_config(run_dir, raw=request.raw, overrides=request.overrides)
@@ -234,7 +236,6 @@ def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]
     A full disk is only reported: the reason why the run ended has yet to be printed.
     """
     try:
-        undo_resume(run_dir)  # if the ranks never confirmed the new overrides
         run_dir.update_run({"status": status, "ended": _now(), "late": [dict(each) for each in late]})
     except OSError as error:
         print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)

@@ -31,22 +31,21 @@ def visible_gpus() -> list[Gpu]:
 
     Raises TopologyError if there is a driver and it doesn't answer: training on the CPU instead would hide that.
     """
+    nvml = importlib.import_module("pynvml")
     try:
-        nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except ImportError:
-        return []
-    except Exception as error:
+        try:
+            gpus = [_describe(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
+            return _select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), nvml=nvml)
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
         if type(error).__name__ in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"):
             return []
-        raise _driver_error(error) from error
-    try:
-        gpus = [_describe(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
-        return _select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), nvml=nvml)
-    except nvml.NVMLError as error:
-        raise _driver_error(error) from error
-    finally:
-        nvml.nvmlShutdown()
+        raise TopologyError(
+            f"The NVIDIA driver doesn't answer: {error}.\n"
+            "Fix it (does nvidia-smi work?), or use trainer.gpus=0 for the CPU."
+        ) from error
 
 
 def count_gpus() -> int:
@@ -129,30 +128,19 @@ class Sharers(NamedTuple):
 
 
 def sharers_of_cores(*, local_rank: int, procs: int, environ: Mapping[str, str]) -> Sharers:
-    """Return who shares this process's cores: all `procs` of the node, or the srun tasks with the same binding.
+    """Return who shares this process's cores: all `procs` of the node, or the srun tasks with the same mask.
 
-    A binding counts if srun started this process itself (children of a task have the same variables), lists a mask or a
-    core for each task, and is in force: this process has as many cores as its mask.
-    https://slurm.schedmd.com/srun.html#OPT_SLURM_CPU_BIND_LIST
+    A mask counts if srun started this process itself (children of a task have the same variables) and it is in force:
+    this process has as many cores as its mask. https://slurm.schedmd.com/srun.html#OPT_SLURM_CPU_BIND_LIST
     """
-    everyone = Sharers(procs, local_rank)
-    on_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if (
-        "TORCHELASTIC_RUN_ID" in environ  # the task is torchrun
-        or environ.get("SLURM_LOCALID") != str(local_rank)
-        or on_node is None
-        or int(on_node[0]) != procs
-    ):
-        return everyone
-    kind, entries = environ.get("SLURM_CPU_BIND_TYPE"), environ.get("SLURM_CPU_BIND_LIST", "").split(",")
-    if kind not in ("mask_cpu:", "map_cpu:"):
-        return everyone
-    masks = [int(entry, 16) if kind == "mask_cpu:" else 1 << int(entry, 0) for entry in entries]
-    mask = masks[local_rank % len(masks)]  # a list that is too short begins again
-    if mask.bit_count() != len(os.sched_getaffinity(0)):
-        return everyone
-    tasks = [task for task in range(procs) if masks[task % len(masks)] == mask]
-    return Sharers(len(tasks), tasks.index(local_rank))
+    is_task = "TORCHELASTIC_RUN_ID" not in environ and environ.get("SLURM_LOCALID") == str(local_rank)
+    if is_task and environ.get("SLURM_CPU_BIND_TYPE") == "mask_cpu:":
+        masks = [int(mask, 16) for mask in environ["SLURM_CPU_BIND_LIST"].split(",")]
+        own = masks[local_rank % len(masks)]  # a list that is too short begins again
+        tasks = [task for task in range(procs) if masks[task % len(masks)] == own]
+        if own.bit_count() == len(os.sched_getaffinity(0)):
+            return Sharers(len(tasks), tasks.index(local_rank))
+    return Sharers(procs, local_rank)
 
 
 def share_of_cores(cores: Collection[int], *, local_rank: int, processes: int) -> set[int]:
@@ -169,11 +157,6 @@ def keep_to_cores(cores: Collection[int]) -> None:
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(int(thread.name), cores)
-
-
-def _driver_error(error: Exception) -> TopologyError:
-    way_out = "Fix it (does nvidia-smi work?), or use trainer.gpus=0 for the CPU."
-    return TopologyError(f"The NVIDIA driver doesn't answer: {error}.\n{way_out}")
 
 
 def _describe(nvml: Any, handle: Any) -> Gpu:

@@ -37,8 +37,7 @@ class JsonLines:
                 write_atomically(path, kept)
         self._path = path
         self._file: FileIO | None = None
-        self._pending: deque[bytes] = deque()
-        self._num_lost = 0
+        self._pending: deque[bytes] = deque(maxlen=_MAX_PENDING_ROWS)
         self._is_refused = False
         self.flush()
 
@@ -46,9 +45,6 @@ class JsonLines:
         """Append `row`. Raises ValueError for a number that is not finite, which JSON doesn't have."""
         self._pending.append(f"{_encode(row)}\n".encode())
         self.flush()
-        if len(self._pending) > _MAX_PENDING_ROWS:
-            self._pending.popleft()
-            self._num_lost += 1
 
     def flush(self) -> None:
         """Write the pending rows, among them those that the disk refused."""
@@ -71,19 +67,12 @@ class JsonLines:
         """Write what is pending and close the file; calling it again is fine."""
         if self._pending:
             self.flush()
-        self._num_lost += len(self._pending)
-        self._pending.clear()
-        if self._num_lost:
-            report(f"{self._path} lacks {self._num_lost} rows that the disk refused")
-            self._num_lost = 0
+        if self._pending:
+            report(f"{self._path} lacks {len(self._pending)} rows that the disk refused")
+            self._pending.clear()
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file's complete lines; none if there is no file."""
-    return [row for _, row in _rows(path.read_text(errors="replace"))] if path.exists() else []
 
 
 def report(text: str) -> None:

@@ -30,8 +30,6 @@ class RunDir:
         path = self.path
         self.config_file = path / "config.yaml"
         self.overrides_file = path / "overrides.yaml"
-        # Configuration and overrides from before a resume; exists only until the resume is confirmed.
-        self.before_file = path / "before_resume.yaml"
         # What `locked` locks. A file left by a killed run isn't locked: the next run takes it.
         self.lock_file = path / ".lock"
         self.run_file = path / "run.json"
@@ -84,13 +82,10 @@ def create_run_dir(parent: Path, *, name: str | None = None) -> RunDir:
     try:
         for _ in range(_ATTEMPTS):
             path = parent / (name or new_name())
-            try:
+            with suppress(FileExistsError):
                 path.mkdir(parents=True)
                 return RunDir(path.resolve())
-            except FileExistsError:
-                if name is not None:
-                    raise
-        raise FileExistsError(f"{_ATTEMPTS} names under {parent} were all taken")
+        raise FileExistsError(errno.EEXIST, f"{path.name} exists already")
     except OSError as error:
         raise RequestError(
             f"The run directory can't be created under {parent}: {error.strerror or error}.\n"

@@ -14,7 +14,7 @@ from framework.checkpoint.lookup import LastUndamaged, describe_others, last_und
 from framework.checkpoint.reader import load_weights
 from framework.checkpoint.replicas import own_training
 from framework.checkpoint.writer import point
-from framework.config.saved import confirm_resume, load_yaml
+from framework.config.saved import load_yaml
 from framework.config.schema import Config
 from framework.distributed.collectives import barrier, from_first, gather_to_all
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
@@ -39,11 +39,9 @@ def restore(rank: RankSetup, trainer: Trainer) -> None:
             steps = (step_of(directory.name) for directory, _ in own.damaged)
             damaged = [step for step in steps if step is not None]
             trainer.checkpoints.resume_from(trainer.progress.step, damaged=damaged)
-        if rank.context.is_main:
-            confirm_resume(rank.run_dir)
-            # A restart before the next checkpoint resumes here.
-            if own.directory is not None and step_of(own.directory.name) is not None:
-                point(rank.run_dir.checkpoints, LAST, step=trainer.progress.step)
+        # A restart before the next checkpoint resumes here.
+        if rank.context.is_main and own.directory is not None and step_of(own.directory.name) is not None:
+            point(rank.run_dir.checkpoints, LAST, step=trainer.progress.step)
 
 
 def _own_checkpoint(rank: RankSetup) -> LastUndamaged:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.system.json_lines import read_rows
 from tests.helpers import results
-from tests.helpers.records import compare
+from tests.helpers.records import compare, read_rows
 
 SIZE, GLOBAL_BATCH, STEPS_PER_EPOCH = 66, 12, 6
 """The last global batch of an epoch has 6 samples."""

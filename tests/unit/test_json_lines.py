@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from framework.system import json_lines
-from framework.system.json_lines import JsonLines, read_rows
+from framework.system.json_lines import JsonLines
 from tests.helpers.disks import full_at
+from tests.helpers.records import read_rows
 
 ROW_BYTES = len('{"step": 1}\n')
 

@@ -60,7 +60,7 @@ def test_runs_started_in_the_same_second_never_share_a_directory(
     assert set((tmp_path / "some").iterdir()) == {path.resolve() for path in paths}
     monkeypatch.setattr(secrets, "token_hex", lambda _: "000a")
     (create_run_dir(tmp_path / "other").path / "mine").touch()
-    with pytest.raises(RequestError, match="were all taken"):
+    with pytest.raises(RequestError, match="exists already"):
         create_run_dir(tmp_path / "other")
     assert len(list(tmp_path.glob("other/*/mine"))) == 1
 

@@ -12,11 +12,10 @@ from torch import nn
 from torch.optim import SGD
 
 from framework.callbacks import Recorder
-from framework.system.json_lines import read_rows
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo, MicroIndices, StepReport
 from tests.helpers.contexts import cpu_context
-from tests.helpers.records import compare
+from tests.helpers.records import compare, read_rows
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

@@ -11,13 +11,10 @@ import yaml
 
 from framework.config.saved import (
     apply_typed,
-    begin_resume,
-    confirm_resume,
     load_saved,
     merge_overrides,
     resume_argument,
     save_config,
-    undo_resume,
     value_of,
 )
 from framework.errors import ConfigError
@@ -64,25 +61,6 @@ def test_a_path_into_the_checkpoints_names_the_run(run_dir: RunDir) -> None:
     for place in (run_dir.logs, run_dir.config_file, run_dir.checkpoints / "file"):
         with pytest.raises(ConfigError, match=f"resume={run_dir.path}"):
             load_saved(place)
-
-
-def test_a_resumption_changes_nothing_until_it_is_confirmed(run_dir: RunDir) -> None:
-    save(run_dir, {"seed": 1}, "seed=1")
-    texts = [run_dir.config_file.read_text(), run_dir.overrides_file.read_text()]
-    for seed in (2, 3):  # killed, and tried again
-        begin_resume(run_dir)
-        save(run_dir, {"seed": seed}, f"seed={seed}")
-        assert yaml.safe_load(run_dir.config_file.read_text())["seed"] == seed  # what the ranks read
-        assert load_saved(run_dir.path).raw["seed"] == 1
-        assert load_saved(run_dir.path).overrides == ("recipe=some", "seed=1")
-    undo_resume(run_dir)
-    assert [run_dir.config_file.read_text(), run_dir.overrides_file.read_text()] == texts
-    assert not run_dir.before_file.exists()
-    begin_resume(run_dir)
-    save(run_dir, {"seed": 2}, "seed=2")
-    confirm_resume(run_dir)
-    undo_resume(run_dir)
-    assert load_saved(run_dir.path).raw["seed"] == 2
 
 
 @pytest.mark.parametrize("path", ["/a b/c,d", "null", "a\\'b\\", ' $HOME (x) #1" '])
