@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -78,21 +79,21 @@ class Meter:
     """Collect what steps compute. Adding only keeps references: no kernel, no wait for the device."""
 
     def __init__(self) -> None:
-        self._series: dict[str, Series] = {}
-        self._counts: dict[str, Series] = {}  # of metrics whose counts are tensors
+        self._series: defaultdict[str, Series] = defaultdict(Series)
+        self._counts: defaultdict[str, Series] = defaultdict(Series)  # of metrics whose counts are tensors
         self._agreed: list[str] | None = None  # names all ranks have, known after the first reduction
 
     def add(self, output: StepOutput, *, step: int = 0) -> None:
         """Add one batch: its loss is a mean and counts by `output.num_samples`, metrics are sums already."""
         samples = output.num_samples
-        self._get(LOSS).add(output.loss.detach(), weight=samples, count=samples, step=step)
+        self._series[LOSS].add(output.loss.detach(), weight=samples, count=samples, step=step)
         for name, (total, count) in output.metrics.items():
             # A plain number would be rounded to torch's default type, alone or together with tensors.
             dtype = torch.float64 if isinstance(total, (int, float)) else None
             if isinstance(count, Tensor):
-                self._counts.setdefault(name, Series()).add(count.detach(), weight=1, count=0, step=step)
+                self._counts[name].add(count.detach(), weight=1, count=0, step=step)
                 count = 0
-            self._get(name).add(torch.as_tensor(total, dtype=dtype).detach(), weight=1, count=count, step=step)
+            self._series[name].add(torch.as_tensor(total, dtype=dtype).detach(), weight=1, count=count, step=step)
 
     def reduce(self, context: Context, *, extra: Sequence[float] = ()) -> tuple[dict[str, float], list[float]]:
         """Return means over all ranks since the last reduction, and `extra` summed over ranks; one flat reduction.
@@ -140,18 +141,12 @@ class Meter:
         """Add the states of several meters; their values go to `device`."""
         for state in states:
             for name, series in state.items():
-                self._get(name).extend(series, device=device)
+                self._series[name].extend(series, device=device)
 
     def clear(self) -> None:
         """Drop what was added; the names stay agreed."""
         self._series.clear()
         self._counts.clear()
-
-    def _get(self, name: str) -> Series:
-        series = self._series.get(name)
-        if series is None:
-            series = self._series[name] = Series()
-        return series
 
     def _agree(self, context: Context) -> list[str]:
         """Return the names to reduce, in one order on every rank. Gathered once: later ones must be among them.
@@ -159,17 +154,14 @@ class Meter:
         A rank without samples has no names and takes the others'.
         """
         mine = sorted(self._series)
-        if mine == self._agreed:
-            return mine
         if self._agreed is None:
-            by_rank = gather_to_all(mine, context)
-            self._agreed = max(by_rank, key=len)
-            differing = [(rank, names) for rank, names in enumerate(by_rank) if names and names != self._agreed]
+            self._agreed = max(gather_to_all(mine, context), key=len)
+            differs = bool(mine) and mine != self._agreed
         else:
-            differing = [(context.rank, mine)] if set(mine) - set(self._agreed) else []
-        for rank, names in differing:
+            differs = not set(mine) <= set(self._agreed)
+        if differs:
             raise RunError(
-                f"Rank {rank} reports the metrics {names}, but other ranks or earlier reports {self._agreed}.\n"
+                f"Rank {context.rank} reports the metrics {mine}, but other ranks or earlier reports {self._agreed}.\n"
                 "A task must return the same names on every rank and for every batch."
             )
         return self._agreed

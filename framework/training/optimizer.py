@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from framework.config.schema import ClipAlgorithm, Interval
@@ -45,32 +45,31 @@ class Schedule:
         total_steps: int | None = None,
         may_stretch: bool = False,
     ) -> None:
-        self._plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
-        if self._plateau is not None and monitor is None:
+        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        if is_plateau and monitor is None:
             raise ConfigError("ReduceLROnPlateau watches a metric: set scheduler.monitor, such as val/loss.")
-        if self._plateau is None and monitor is not None:
+        if monitor is not None and not is_plateau:
             raise ConfigError(
                 f"scheduler.monitor={monitor} is read by ReduceLROnPlateau only. Set scheduler.monitor=null."
             )
-        self._scheduler = scheduler
+        self._scheduler: Any = scheduler
         self._monitor = monitor
         self._total_steps = total_steps
         self._may_stretch = may_stretch
-        self._unit = "epochs" if interval == "epoch" else "steps"
-        self._each_step = scheduler if interval == "step" and self._plateau is None else None
-        self._each_epoch = scheduler if interval == "epoch" and self._plateau is None else None
+        self._interval = interval
+        self._steps_after = None if scheduler is None else "validation" if is_plateau else interval
 
     def after_step(self) -> None:
-        if self._each_step is not None:
-            self._each_step.step()
+        if self._steps_after == "step":
+            self._scheduler.step()
 
     def after_epoch(self) -> None:
-        if self._each_epoch is not None:
-            self._each_epoch.step()
+        if self._steps_after == "epoch":
+            self._scheduler.step()
 
     def after_validation(self, metrics: Mapping[str, float]) -> None:
-        if self._plateau is not None and self._monitor is not None:
-            self._plateau.step(metrics[self._monitor])
+        if self._steps_after == "validation":
+            self._scheduler.step(metrics[str(self._monitor)])
 
     def state_dict(self) -> dict[str, Any]:
         if self._scheduler is None:
@@ -87,45 +86,27 @@ class Schedule:
         if self._scheduler is None:
             return
         state = dict(state)
-        made_for = state.pop(_LENGTH, state.get("total_steps"))  # earlier versions saved only OneCycleLR's own
+        made_for = state.pop(_LENGTH, None)
         if self._total_steps is None or made_for in (None, self._total_steps):
             self._scheduler.load_state_dict(state)
-        elif isinstance(self._scheduler, LambdaLR):
-            self._stretch(self._scheduler, state, made_for=made_for)
-        else:
-            raise ConfigError(self._other_length(made_for))
-
-    def _stretch(self, scheduler: LambdaLR, state: dict[str, Any], *, made_for: int) -> None:
-        """Take the position and the base rates from `state`, and the learning rate from this schedule's length."""
-        groups = scheduler.optimizer.param_groups
-        factors = [factor(state["last_epoch"]) for factor in scheduler.lr_lambdas]
-        rates = [base * factor for base, factor in zip(state["base_lrs"], factors, strict=True)]
-        change = (
-            f"at {self._unit.removesuffix('s')} {state['last_epoch']} the learning rate changes from "
-            f"{float(groups[0]['lr']):.3g} to {rates[0]:.3g}"
-        )
-        if not self._may_stretch:
-            raise ConfigError(self._other_length(made_for, stretched=change))
-        logger.info("the schedule is stretched from %d to %d %s: %s", made_for, self._total_steps, self._unit, change)
-        scheduler.load_state_dict({**state, "lr_lambdas": [None] * len(rates)})  # callables keep this run's length
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-
-    def _other_length(self, made_for: int, *, stretched: str | None = None) -> str:
-        """Return the error message for a state of another length. stretched: what stretching changes, if possible."""
-        lines = [
-            f"The learning-rate schedule was made for {made_for} {self._unit}, and this run has {self._total_steps}. "
-            "To resume, choose:"
-        ]
-        ends_early = self._total_steps is not None and made_for < self._total_steps
-        if not (ends_early and isinstance(self._scheduler, OneCycleLR)):  # which raises after its last step
-            end = f", which ends after {made_for} {self._unit}" if ends_early else " as it was"
-            lines.append(f"scheduler.total_steps={made_for} keeps the schedule{end}.")
-        if stretched is not None:
-            lines.append(f"scheduler.total_steps={self._total_steps} stretches it: {stretched}.")
-        lines.append("trainer.max_epochs, trainer.max_steps and the batch size as they were.")
-        lines.append("a new run from these weights, with init_from.")
-        return "\n  - ".join(lines)
+            return
+        can_stretch = isinstance(self._scheduler, LambdaLR)
+        if not (can_stretch and self._may_stretch):
+            stretches = f"\n  - scheduler.total_steps={self._total_steps} stretches it." if can_stretch else ""
+            raise ConfigError(
+                f"The learning-rate schedule was made for {made_for} {self._interval}s, and this run has "
+                f"{self._total_steps}. To resume, choose:\n"
+                f"  - scheduler.total_steps={made_for} keeps the schedule as it was.{stretches}\n"
+                "  - trainer.max_epochs, trainer.max_steps and the batch size as they were.\n"
+                "  - a new run from these weights, with init_from."
+            )
+        logger.info("the schedule is stretched from %d to %d %ss", made_for, self._total_steps, self._interval)
+        # The position and the base rates are those of the state; callables keep this run's length.
+        self._scheduler.load_state_dict({**state, "lr_lambdas": [None] * len(state["base_lrs"])})
+        for group, base, factor in zip(
+            self._scheduler.optimizer.param_groups, state["base_lrs"], self._scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(state["last_epoch"])
 
     def set_learning_rate(self, optimizer: Optimizer, value: float, *, before: float | None) -> None:
         """Continue from another base learning rate, scaling the current ones.

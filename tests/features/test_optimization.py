@@ -123,8 +123,7 @@ def test_a_schedule_of_another_length_needs_a_decision_on_resuming(train, capfd)
             message = capfd.readouterr().err
             assert "was made for 20 steps, and this run has 40" in message
             assert "scheduler.total_steps=20 keeps" in message
-            assert "scheduler.total_steps=40 stretches it: at step 15" in message
-            assert f"from {rate(15, total=20):.3g} to {rate(15, total=40):.3g}" in message
+            assert "scheduler.total_steps=40 stretches it" in message
         resumed = train(*whole, f"scheduler.total_steps={total}")
         expected = [*(rate(s, total=20) for s in range(15)), *(rate(s, total=total) for s in range(15, 40))]
         assert rates(resumed) == pytest.approx(expected, abs=1e-15)

@@ -18,13 +18,13 @@ from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes, te
 
 def network(device: str = "cpu") -> nn.Sequential:
     with torch.random.fork_rng(devices=[]), torch.device(device):
-        return nn.Sequential(nn.Linear(30, 50), nn.BatchNorm1d(50), nn.Linear(50, 7), nn.Linear(7, 7, bias=False))
+        return nn.Sequential(nn.Linear(300, 500), nn.BatchNorm1d(500), nn.Linear(500, 70), nn.Linear(70, 7, bias=False))
 
 
 def stepped(make, model: nn.Module) -> torch.optim.Optimizer:
     """The real thing: on the CPU, with gradients of a real backward."""
     optimizer = make(model.parameters())
-    model(torch.ones(4, 30)).sum().backward()
+    model(torch.ones(4, 300)).sum().backward()
     optimizer.step()
     return optimizer
 
@@ -40,14 +40,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_an_optimizers_state_is_as_large_as_a_real_one(make):
     real = stepped(make, network())
     kept = [value for state in real.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    assert sum(optimizer_state_bytes(make, network("meta").parameters())) == tensor_bytes(kept)
+    assert optimizer_state_bytes(make, network("meta").parameters()) == tensor_bytes(kept)
 
 
 def test_frozen_parameters_have_no_state():
     model = network("meta")
-    of_all = optimizer_state_bytes(torch.optim.Adam, model.parameters())
     model[0].requires_grad_(False)
-    assert optimizer_state_bytes(torch.optim.Adam, model.parameters()) == of_all[2 * 3 :]
+    unfrozen = optimizer_state_bytes(torch.optim.Adam, model[1:].parameters())
+    assert optimizer_state_bytes(torch.optim.Adam, model.parameters()) == unfrozen > 0
 
 
 class KeepsGradients(Strategy):

@@ -154,9 +154,9 @@ def _sizes(
     optimizer = build.build_optimizer(config.optimizer, model.parameters())
     build.build_scheduler(config.scheduler, optimizer, schedule_steps)
     parameters, gradients, buffers = map(_bytes, (model.parameters(), trainable, model.buffers()))
-    state_sizes = None
+    state_bytes = None
     try:
-        state_sizes = optimizer_state_bytes(lambda some: build.build_optimizer(config.optimizer, some), trainable)
+        state_bytes = optimizer_state_bytes(lambda some: build.build_optimizer(config.optimizer, some), trainable)
     except Exception as error:  # maybe the user's own optimizer: the other sizes are still known
         notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
     world, sharding, shards = context.world_size, strategy.sharding, strategy.sharding.ranks
@@ -167,8 +167,8 @@ def _sizes(
         split_into_stages(model, strategy.num_stages)  # raises FrameworkError for a model that can't be split
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)  # raises FrameworkError, too
     checkpoint = None
-    if state_sizes is not None and config.checkpoint.enabled:
-        checkpoint = checkpoint_bytes(model, state_sizes, world_size=world, averages=averages, strategy=strategy)
+    if state_bytes is not None and config.checkpoint.enabled:
+        checkpoint = checkpoint_bytes(model, state_bytes, world_size=world, averages=averages, strategy=strategy)
     return {
         "model": {
             "name": type(model).__name__,
@@ -179,7 +179,7 @@ def _sizes(
             "parameters": -(-parameters // shards),
             "gradients": -(-gradients // shards),
             "buckets": reduced if strategy.copies_gradients else 0,
-            "optimizer": None if state_sizes is None else -(-sum(state_sizes) // shards),
+            "optimizer": None if state_bytes is None else -(-state_bytes // shards),
             "buffers": buffers,
             "averages": averages * (parameters + buffers),
             "anchors": strategy.weight_copies * gradients,
