@@ -62,6 +62,8 @@ class StreamPlan:
     limit: int | None = None
     # Read ahead in a process of its own.
     in_worker: bool = False
+    # In evaluation: ranks have the same number of batches, by stand-ins of no samples.
+    is_even: bool = False
 
     @property
     def source(self) -> int:
@@ -113,7 +115,7 @@ class _WindowSamples(NamedTuple):
 class StreamReader(Dataset["_WindowSamples | None"]):
     """Reads a dataset window by window, in this process or a worker. Generators of the caller are restored.
 
-    Raises RunError that names the sample if the dataset raises, DataError if it ends before where it should start.
+    Raises RunError that names the sample if the dataset raises.
     """
 
     def __init__(self, dataset: IterableDataset[Any], plan: StreamPlan) -> None:
@@ -135,13 +137,8 @@ class StreamReader(Dataset["_WindowSamples | None"]):
     def _read(self, start: StreamPosition) -> Iterator[_WindowSamples]:
         plan, self._start, self._iterator, self._has_ended = self._plan, start, None, start.has_ended
         self._position = start.samples if start.state is not None or start.has_ended else 0
-        while self._position < start.samples:
-            if not self._take(min(_BLOCK, start.samples - self._position)):
-                raise DataError(
-                    f"Training can't continue at sample {start.samples} of the {plan.split} stream: in epoch "
-                    f"{start.epoch} it has only {self._position}.\n"
-                    "It must give the same samples as when the checkpoint was made."
-                )
+        while self._position < start.samples and self._take(min(_BLOCK, start.samples - self._position)):
+            pass
         at_once = plan.own_samples(plan.batches.global_batch_size)
         limit = None if plan.limit is None else plan.own_samples(plan.limit)
         while samples := self._take(at_once if limit is None else min(at_once, limit - self._position)):
@@ -259,7 +256,6 @@ class _AgreedWindow(NamedTuple):
     is_over: bool
 
 
-@final
 class StreamLoader:
     """This rank's part of every window of a stream. All ranks make one with the same plan, limit and rule.
 
@@ -310,14 +306,18 @@ class StreamLoader:
         DataError if there is no sample, or if ranks that should read the same don't; RunError if a sample can't be
         read; and what `check_state` raises.
         """
-        self._position = position = self._start_of(epoch, start)
+        position = StreamPosition(epoch, start)
+        if start and self._resumed is not None:
+            position, self._resumed = self._resumed._replace(epoch=epoch), None
+        self._position = position
         read = self._reader.items(chain([position], repeat(None)))
         first, following = self._begin(read), self._begin(read)
         here = self._agree(*first, epoch=epoch)
         if start and (here.is_over or (here.samples is None and not position.has_ended)):
             raise DataError(
                 f"Training can't continue at sample {start} of the {self._plan.split} stream: in epoch {epoch} a "
-                "process finds no more.\nIt must give the same samples as when the checkpoint was made."
+                "process finds no more.\nIt must give the same samples as when the checkpoint was made, and "
+                "trainer.limit_train_batches must not be smaller."
             )
         if here.is_over:
             empty = [source for source, count in here.counts.items() if count == 0]
@@ -357,6 +357,7 @@ class StreamLoader:
         if samples == 0:
             return
         now = self._shards, self._stops_first
+        # None of a checkpoint of a dataset that isn't a stream: as if all had read the same.
         found = {(each["shards"], each["stops_first"]) for each in states} or {(None, False)}
         if found != {now}:
             raise CheckpointError(
@@ -364,13 +365,12 @@ class StreamLoader:
                 f"reads {_description(*now)}.\n"
                 "Resume with the same number of processes and data.stream, or from a checkpoint of an epoch's end."
             )
-        mine = next((state for state in states if state["shard"] == self._plan.source), None)
-        if mine is None:  # all read the same, and the checkpoint is of a dataset that isn't a stream
-            self._resumed = StreamPosition(0, samples)
-        else:
-            own = mine["samples"] if self._plan.is_sharded else samples
-            state = mine["state"] if self._loads_state else None
-            self._resumed = StreamPosition(0, own, state, bool(mine["has_ended"]))
+        for each in states:
+            if each["shard"] == self._plan.source:
+                own = each["samples"] if self._plan.is_sharded else samples
+                state = each["state"] if self._loads_state else None
+                self._resumed = StreamPosition(0, own, state, bool(each["has_ended"]))
+                return
 
     def close(self) -> None:
         """End the worker that reads ahead; may be called again."""
@@ -379,17 +379,6 @@ class StreamLoader:
     @property
     def _shards(self) -> int | None:
         return self._plan.batches.world_size if self._plan.is_sharded else None
-
-    def _start_of(self, epoch: int, start: int) -> StreamPosition:
-        if start == 0:
-            return StreamPosition(epoch)
-        if self._plan.limit is not None and start >= self._plan.limit:
-            raise DataError(
-                f"Training can't continue at sample {start} of an epoch of at most {self._plan.limit} samples.\n"
-                "trainer.limit_train_batches is smaller than when the checkpoint was made: set it back."
-            )
-        position, self._resumed = self._resumed or StreamPosition(epoch, start), None
-        return position._replace(epoch=epoch)
 
     def _begin(self, read: Iterator[_WindowSamples]) -> tuple[_WindowSamples | None, Callable[[], Table]]:
         """Read what this rank has for a window, and start to send its report to the others."""
@@ -452,59 +441,38 @@ class StreamLoader:
 
 
 @final
-class StreamEvalLoader:
-    """This rank's part of a stream to evaluate: over all ranks every sample exactly once.
+class StreamEvalLoader(StreamLoader):
+    """This rank's part of a stream to evaluate, with a plan by `evaluation_plan`: over all ranks every sample once.
 
     If all read the same, rank r takes batch r, r + W, …, and a share of what is left at the end. Random numbers are the
     same in every evaluation. Every rank must iterate.
-
-    Args:
-        plan: By `evaluation_plan`.
-        is_even: Ranks have the same number of batches, by stand-ins of no samples.
     """
 
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        *,
-        plan: StreamPlan,
-        device: torch.device,
-        exchange: SideChannel,
-        is_even: bool = False,
-    ) -> None:
-        self._is_even = is_even
-        self.turns = None if plan.is_sharded else plan.batches.global_batch_size // plan.batches.world_size
+    @property
+    def turns(self) -> int | None:
         """Samples that each rank takes in turn, in the order of the stream; None if it reads a shard of its own."""
-        self._loader = StreamLoader(dataset, plan=plan, device=device, exchange=exchange)
+        plan = self._plan
+        return None if plan.is_sharded else plan.batches.largest_share
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self.first(None)
 
     def first(self, number: int | None) -> Iterator[MicroBatch]:
         """Yield this rank's batches of the first `number` windows, None for all. Every rank must iterate."""
-        for window in islice(self._loader.epoch(0), number):
-            yield from (micro for micro in window.micro_batches if micro.num_samples or self._is_even)
-
-    def close(self) -> None:
-        self._loader.close()
+        for window in islice(self.epoch(0), number):
+            yield from (micro for micro in window.micro_batches if micro.num_samples or self._plan.is_even)
 
 
 def _shard(dataset: IterableDataset[Any], plan: StreamPlan) -> IterableDataset[Any]:
-    """Return this rank's shard of the stream, by the dataset's `shard`. Raises DataError if it can't give one."""
-    number, index, name = plan.batches.world_size, plan.rank, f"The {plan.split} stream, a {type(dataset).__name__},"
+    """Return this rank's shard of the stream, by the dataset's `shard`. Raises DataError if it has none."""
     take = getattr(dataset, "shard", None)
     if not callable(take):
         raise DataError(
-            f"{name} has no shard(num_shards, index), by which data.stream=join and stop let each process read a "
-            "shard of its own.\nWrite that method, or use data.stream=shared: all processes read the same stream."
+            f"The {plan.split} stream, a {type(dataset).__name__}, has no shard(num_shards, index), by which "
+            "data.stream=join and stop let each process read a shard of its own.\n"
+            "Write that method, or use data.stream=shared: all processes read the same stream."
         )
-    try:
-        return take(num_shards=number, index=index)  # type: ignore[no-any-return]
-    except Exception as error:
-        raise DataError(
-            f"{name} gives no shard {index} of {number}: {type(error).__name__}: {error}\n"
-            "Use as many processes as it can be split into, or data.stream=shared."
-        ) from error
+    return take(num_shards=plan.batches.world_size, index=plan.rank)  # type: ignore[no-any-return]
 
 
 def _description(shards: int | None, stops_first: bool) -> str:

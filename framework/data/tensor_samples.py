@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from framework.data.sample_random import Draws
 from framework.errors import DataError
-from framework.types import Batch, MapDataset
+from framework.types import Batch
 
 BatchTransform = Callable[[list[Tensor], Draws], Sequence[Tensor]]
 
@@ -118,15 +118,14 @@ class TensorRows:
         return rows
 
 
-def rows_of(dataset: MapDataset | Dataset[Any]) -> TensorRows | None:
+def rows_of(dataset: Any) -> TensorRows | None:
     """Return the samples of a TensorDataset or TensorSamples, or of subsets of them, uncopied.
 
     None for other datasets, also for subclasses: they may have a `__getitem__` of their own.
     """
-    if type(dataset) is TensorDataset:
-        return TensorRows(_detached(dataset.tensors))
-    if type(dataset) is TensorSamples:
-        return TensorRows(_detached(dataset.tensors), dataset.rows, dataset.transform)
+    if type(dataset) in (TensorDataset, TensorSamples):
+        tensors = tuple(tensor.detach() for tensor in dataset.tensors)  # every batch would keep the graph alive
+        return TensorRows(tensors, getattr(dataset, "rows", None), getattr(dataset, "transform", None))
     if type(dataset) is Subset:
         inner = rows_of(dataset.dataset)
         if inner is not None:
@@ -134,11 +133,6 @@ def rows_of(dataset: MapDataset | Dataset[Any]) -> TensorRows | None:
             chosen = torch.where(chosen < 0, chosen + len(inner), chosen)  # counted from the end
             return replace(inner, rows=chosen if inner.rows is None else inner.rows[chosen])
     return None
-
-
-def _detached(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Drop the graph, which every batch would keep alive."""
-    return tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
 
 
 def row_bytes(tensor: Tensor) -> int:

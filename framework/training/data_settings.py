@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 from torch.utils.data import IterableDataset, Subset
@@ -115,62 +115,46 @@ def streams_of(datasets: Datasets) -> list[str]:
 
 def check_streams(config: Config, datasets: Datasets, strategy: Strategy) -> None:
     """Raise ConfigError, with all mistakes, for keys that can't go with a stream, or that need one."""
-    parts = streams_of(datasets)
-    mistakes = list(_stream_mistakes(config, parts, strategy))
-    if not parts and config.data.stream != "shared":
+    data, trainer, streams = config.data, config.trainer, streams_of(datasets)
+    trains, sharding = "train" in streams, f"data.stream={data.stream}"
+    splits = trains and data.stream != "shared"
+    limits = {f"trainer.limit_{part}_batches": getattr(trainer, f"limit_{part}_batches") for part in streams}
+    mistakes = [
+        f"{key}={limit} is a share of a stream, whose length is unknown. Use a whole number of batches."
+        for key, limit in limits.items()
+        if isinstance(limit, float)
+    ]
+    if streams and trainer.overfit_batches is not None:
         mistakes.append(
-            f"data.stream={config.data.stream} says how processes share a stream, and data.datasets gives none. "
-            "Leave it out."
-        )
-    raise_mistakes(mistakes)
-
-
-def _stream_mistakes(config: Config, parts: list[str], strategy: Strategy) -> Iterator[str]:
-    data, trainer = config.data, config.trainer
-    for part in parts:
-        limit = getattr(trainer, f"limit_{part}_batches")
-        if isinstance(limit, float):
-            yield (
-                f"trainer.limit_{part}_batches={limit} is a share of the {part} part, which is a stream of unknown "
-                "length. Use a whole number of batches."
-            )
-    if parts and trainer.overfit_batches is not None:
-        yield (
-            f"trainer.overfit_batches can't go with a stream ({', '.join(parts)}), which gives each sample once. "
+            f"trainer.overfit_batches can't go with a stream ({', '.join(streams)}), which gives each sample once. "
             "Use trainer.limit_train_batches, or map-style datasets."
         )
-    if "train" not in parts:
-        return
-    if data.shuffle:
-        yield (
-            "data.shuffle=true can't go with a train part that is a stream, which has its own order. Set "
-            "data.shuffle=false, and shuffle in the dataset (its set_epoch(epoch) is called)."
+    if trains and data.shuffle:
+        mistakes.append(
+            "data.shuffle=true can't go with a stream to train on, which has its own order. Set data.shuffle=false, "
+            "and shuffle in the dataset (its set_epoch(epoch) is called)."
         )
-    if data.loader == "resident":
-        yield "data.loader=resident keeps a part in memory, and train is a stream of unknown length. Use auto."
-    if (data.num_workers or 0) > 1:
-        yield (
-            f"data.num_workers={data.num_workers} can't go with a train part that is a stream: several processes would "
-            "read the same samples. Use data.num_workers=1, which has one read ahead, 0, or auto."
+    if trains and data.loader == "resident":
+        mistakes.append("data.loader=resident can't go with a stream to train on, of unknown length. Use auto.")
+    if trains and (data.num_workers or 0) > 1:
+        mistakes.append(
+            f"data.num_workers={data.num_workers} can't go with a stream to train on: several processes would read the "
+            "same samples. Use data.num_workers=1, which has one read ahead, 0, or auto."
         )
-    if data.stream != "shared":
-        name = data.stream
-        if strategy.mixes_samples:
-            yield (
-                f"data.stream={name} can't go with strategy.sync_batchnorm=true: the stand-in for a process whose "
-                "stream has ended would count in the statistics of all. Use data.stream=shared, or "
-                "strategy.sync_batchnorm=false."
-            )
-        if strategy.num_stages is not None:
-            yield (
-                f"data.stream={name} can't go with strategy=pipeline, which can't leave out the stand-in for a process "
-                "whose stream has ended. Use data.stream=shared, or another strategy."
-            )
-        if config.job == "parity":
-            yield (
-                f"data.stream={name} can't go with job=parity, which compares numbers of processes: each would cut the "
-                "stream differently. Use data.stream=shared."
-            )
+    if splits and (strategy.mixes_samples or strategy.num_stages is not None):
+        key = "strategy.sync_batchnorm=true" if strategy.mixes_samples else "strategy=pipeline"
+        mistakes.append(
+            f"{sharding} can't go with {key}: the stand-in for a process whose stream has ended would count. "
+            "Use data.stream=shared, or leave that out."
+        )
+    if splits and config.job == "parity":
+        mistakes.append(
+            f"{sharding} can't go with job=parity, which compares numbers of processes: each would cut the stream "
+            "differently. Use data.stream=shared."
+        )
+    if not streams and data.stream != "shared":
+        mistakes.append(f"{sharding} says how processes share a stream, and data.datasets gives none. Leave it out.")
+    raise_mistakes(mistakes)
 
 
 def check_monitors(config: Config, datasets: Datasets) -> None:

@@ -191,10 +191,10 @@ def make_eval_loader(
                 is_sharded=data.stream != "shared",
                 limit=None if limit is None else int(limit) * batch_size,
                 in_worker=_stream_in_worker(rank),
+                is_even=is_even,
             ),
             device=context.device,
             exchange=rank.exchange,
-            is_even=is_even,
         )
     if limit is not None:
         # Counted in one process's batches, so that the same samples are evaluated on any number of processes.

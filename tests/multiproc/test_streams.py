@@ -98,10 +98,11 @@ def trainer_of(
     )
     trainer.val_loader = StreamEvalLoader(
         Parts(VAL_LENGTHS[:world_size]),
-        plan=evaluation_plan("val", batch_size=2, rank=context.rank, world_size=world_size, is_sharded=True),
+        plan=evaluation_plan(
+            "val", batch_size=2, rank=context.rank, world_size=world_size, is_sharded=True, is_even=True
+        ),
         device=CPU,
         exchange=exchange,
-        is_even=True,
     )
     return trainer
 

@@ -132,8 +132,7 @@ def make_eval_loader(
     ranks = {"rank": context.rank, "world_size": context.world_size}
     return StreamEvalLoader(
         dataset,
-        plan=evaluation_plan("val", batch_size=batch_size, is_sharded=is_sharded, **ranks),
+        plan=evaluation_plan("val", batch_size=batch_size, is_sharded=is_sharded, is_even=is_even, **ranks),
         device=CPU,
         exchange=exchange,
-        is_even=is_even,
     )
