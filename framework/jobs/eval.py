@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from framework.jobs.launcher_choice import checked_topology as check
 from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import Messages, run
-from framework.jobs.summary import evaluation_summary, job_interrupted
+from framework.jobs.run_ranks import run
+from framework.jobs.summary import evaluation_summary
 
 __all__ = ["check", "main"]
 
 
 def main(request: Request) -> JobResult:
     """Evaluate on any number of processes. Raises FrameworkError for a request that can't be met."""
-    messages = Messages("Evaluating", evaluation_summary, job_interrupted)
-    return run(request, entry="framework.jobs.inference:evaluate_rank", messages=messages)
+    entry = "framework.jobs.inference:evaluate_rank"
+    return run(request, entry=entry, title="Evaluating", summary=evaluation_summary)

@@ -8,8 +8,8 @@ from pathlib import Path
 from framework.config.topology import Topology
 from framework.jobs.launcher_choice import checked_topology
 from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import Messages, run
-from framework.jobs.summary import job_interrupted, prediction_summary
+from framework.jobs.run_ranks import run
+from framework.jobs.summary import prediction_summary
 from framework.system.files import checked_output
 
 
@@ -18,9 +18,8 @@ def main(request: Request) -> JobResult:
     output = str(_output(request))
     raw = {**request.raw, "predict": {**request.raw["predict"], "output": output}}
     config = replace(request.config, predict=replace(request.config.predict, output=output))
-    messages = Messages("Predicting with", prediction_summary, job_interrupted)
-    request = replace(request, raw=raw, config=config)
-    return run(request, entry="framework.jobs.inference:predict_rank", messages=messages)
+    request, entry = replace(request, raw=raw, config=config), "framework.jobs.inference:predict_rank"
+    return run(request, entry=entry, title="Predicting with", summary=prediction_summary)
 
 
 def check(request: Request) -> Topology:

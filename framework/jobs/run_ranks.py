@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError, RunError
 from framework.jobs.launcher_choice import checked_topology, chosen_launcher
 from framework.jobs.request import JobResult, Request
-from framework.jobs.summary import display_path, start_message
+from framework.jobs.summary import display_path, interrupted_message, start_message
 from framework.launch.elastic import ElasticNode, joined_nodes
 from framework.launch.environment import split_endpoint
 from framework.launch.handshake import RunSpec, make_visible
@@ -39,23 +39,15 @@ _GIT_TIMEOUT_S = 5.0
 _MAX_DIFF_CHARS = 1_000_000
 
 
-@dataclass(frozen=True)
-class Messages:
-    """The texts of a job."""
-
-    # The first word of the first line, such as "Training".
-    title: str
-    # Returns the last lines, given the exit status.
-    summary: Callable[[Config, RunDir, int], str]
-    # Returns what is printed after Ctrl-C.
-    interrupted: Callable[[RunDir], str]
-
-
-def run(request: Request, *, entry: str, messages: Messages) -> JobResult:
+def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, RunDir, int], str]) -> JobResult:
     """Run `entry` ("module:function") on every rank, in a run directory. No rank survives this call.
 
     A refused request leaves no new run directory, even if only the ranks can see what is wrong. Raises FrameworkError
     for a request that can't be met, KeyboardInterrupt on Ctrl-C.
+
+    Args:
+        title: The first word of the first line, such as "Training".
+        summary: Returns the last lines, given the exit status.
     """
     topology = checked_topology(request)
     if request.adopted_ranks is not None:
@@ -66,8 +58,15 @@ def run(request: Request, *, entry: str, messages: Messages) -> JobResult:
             return _join(request, setup, elastic, elastic.spec)
         with _run_dir(request) as run_dir, locked(run_dir), _records_kept_if_refused(run_dir):
             record_start(run_dir, request, topology)
+            quiet = request.sub_run is not None
+            if not quiet:
+                with suppress(BrokenPipeError):  # of `| head -n 1`; the ranks run nevertheless
+                    print(start_message(title, request.config.recipe, topology, run_dir), flush=True)
             launch = importlib.import_module(f"framework.launch.{launcher}").launch if elastic is None else elastic.run
-            return _run(request, _plan(request, setup, run_dir, entry=entry), launch=launch, messages=messages)
+            status = _launch(launch, _plan(request, setup, run_dir, entry=entry), request.config)
+            if status != EXIT_WRONG_REQUEST and not quiet:
+                print(summary(request.config, run_dir, status), flush=True)
+            return JobResult(status, run_dir, score=run_dir.read_run().get("results", {}).get("score"))
 
 
 def _setup(request: Request, topology: Topology) -> NodeSetup:
@@ -128,20 +127,14 @@ def _join(request: Request, setup: NodeSetup, elastic: ElasticNode, spec: RunSpe
     return JobResult(outcome.status, run_dir)
 
 
-def _run(
-    request: Request, plan: LaunchPlan, *, launch: Callable[[LaunchPlan], Outcome], messages: Messages
-) -> JobResult:
-    """Launch the ranks, print how the run went and record it in `run.json`."""
-    config, run_dir = request.config, plan.run_dir
-    quiet = request.sub_run is not None
-    if not quiet:
-        with suppress(BrokenPipeError):  # of `| head -n 1`; the ranks run nevertheless
-            print(start_message(messages.title, config.recipe, plan.topology, run_dir), flush=True)
+def _launch(launch: Callable[[LaunchPlan], Outcome], plan: LaunchPlan, config: Config) -> int:
+    """Launch the ranks, record in `run.json` how the run went, and print a failure report. Return the exit status."""
+    run_dir = plan.run_dir
     try:
         outcome = launch(plan)
     except KeyboardInterrupt:
         record_end(run_dir, status="interrupted")
-        print(messages.interrupted(run_dir), file=sys.stderr, flush=True)
+        print(interrupted_message(config, run_dir), file=sys.stderr, flush=True)
         raise
     except BaseException:
         record_end(run_dir, status="failed")
@@ -155,10 +148,7 @@ def _run(
             several = plan.adopted_ranks is not None or plan.topology.nnodes > 1
             raise RequestError(f"Rank {first.rank} (node {first.node}): {text}" if several else text)
         print(text, file=sys.stderr, flush=True)
-    if outcome.status != EXIT_WRONG_REQUEST and not quiet:
-        print(messages.summary(config, run_dir, outcome.status), flush=True)
-    results: dict[str, Any] = run_dir.read_run().get("results", {})
-    return JobResult(outcome.status, run_dir, score=results.get("score"))
+    return outcome.status
 
 
 @contextmanager

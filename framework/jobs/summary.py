@@ -68,16 +68,14 @@ def _summary(results: str, config: Config, run_dir: RunDir, status: int) -> str:
     return f"\n{facts}" if status != 0 else f"\n{results}\n{facts}"
 
 
-def training_interrupted(run_dir: RunDir) -> str:
-    """Return the line after Ctrl-C, with the command that resumes the run."""
-    command = f"python -m framework {resume_argument(display_path(run_dir.path))}"
-    how = "Resume from the last checkpoint" if complete_steps(run_dir.checkpoints) else "No checkpoint yet; start again"
-    return f"\nInterrupted; every process has ended. {how}: {command}"
-
-
-def job_interrupted(_run_dir: RunDir) -> str:
-    """Return the line after Ctrl-C of a job that can't be resumed."""
-    return "\nInterrupted; every process has ended. Nothing to resume; rerun the command."
+def interrupted_message(config: Config, run_dir: RunDir) -> str:
+    """Return the line after Ctrl-C, with the command that resumes a training."""
+    how = "Nothing to resume; rerun the command."
+    if config.job == "train":
+        has_any = complete_steps(run_dir.checkpoints)
+        how = "Resume from the last checkpoint: " if has_any else "No checkpoint yet; start again: "
+        how += f"python -m framework {resume_argument(display_path(run_dir.path))}"
+    return f"\nInterrupted; every process has ended. {how}"
 
 
 def tensorboard_command(folder: Path) -> str:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from framework.jobs.launcher_choice import checked_topology as check
 from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import Messages, run
-from framework.jobs.summary import training_interrupted, training_summary
+from framework.jobs.run_ranks import run
+from framework.jobs.summary import training_summary
 
 if TYPE_CHECKING:
     from framework.launch.plan import MonitorLink, RankArguments
@@ -18,8 +18,7 @@ __all__ = ["check", "main", "train_rank"]
 def main(request: Request) -> JobResult:
     """Train, or resume a run. Raises FrameworkError for a request that can't be met."""
     title = "Training" if request.config.resume is None else "Resuming"
-    messages = Messages(title, training_summary, training_interrupted)
-    return run(request, entry="framework.jobs.train:train_rank", messages=messages)
+    return run(request, entry="framework.jobs.train:train_rank", title=title, summary=training_summary)
 
 
 def train_rank(arguments: RankArguments, link: MonitorLink) -> int | None:

@@ -11,8 +11,8 @@ from framework.config.topology import Topology
 from framework.errors import ConfigError
 from framework.jobs.launcher_choice import checked_topology
 from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import Messages, run
-from framework.jobs.summary import display_path, job_interrupted
+from framework.jobs.run_ranks import run
+from framework.jobs.summary import display_path
 from framework.system.formatting import format_facts
 from framework.system.run_dir import RunDir
 
@@ -23,7 +23,7 @@ PAGE = "collectives.txt"  # in the run directory
 def main(request: Request) -> JobResult:
     """Run and print the exchanges on any number of processes. Raises FrameworkError if the request can't be met."""
     check(request)
-    return run(request, entry=_ENTRY, messages=Messages("Collectives of", _closing, job_interrupted))
+    return run(request, entry=_ENTRY, title="Collectives of", summary=_closing)
 
 
 def check(request: Request) -> Topology:

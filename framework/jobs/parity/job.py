@@ -37,15 +37,14 @@ from framework.data.batching import plan_batches
 from framework.errors import ConfigError, TopologyError
 from framework.jobs.launcher_choice import checked_topology
 from framework.jobs.request import JobResult, Request, SubRun
-from framework.jobs.run_ranks import Messages, run
-from framework.jobs.summary import display_path, job_interrupted, training_summary
+from framework.jobs.run_ranks import run
+from framework.jobs.summary import display_path, training_summary
 from framework.launch.fork_server import call_in_child
 from framework.system.formatting import format_count, format_facts
 from framework.system.hardware import count_gpus
 from framework.system.run_dir import new_name, write_atomically
 
 _RECORDS = "parity"  # in each run directory, as in `recording`
-_MESSAGES = Messages("Comparing", training_summary, job_interrupted)  # sub-runs print the last only
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ def main(request: Request) -> JobResult:
     try:
         for side, sub_run in runs.items():
             asked = training(request, setup, sub_run=sub_run, moves=side == "moved")
-            result = run(asked, entry="framework.jobs.train:train_rank", messages=_MESSAGES)
+            entry = "framework.jobs.train:train_rank"
+            result = run(asked, entry=entry, title="Comparing", summary=training_summary)
             if result.status != 0:
                 ranks = format_count(sub_run.number, "process", "processes")
                 print(f"\nNothing was compared: the training with {ranks} failed.")

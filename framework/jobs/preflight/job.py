@@ -31,8 +31,8 @@ from framework.config.schema import Config
 from framework.jobs.launcher_choice import checked_topology as check
 from framework.jobs.preflight.report import RESULT, render, verdict
 from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import Messages, run
-from framework.jobs.summary import display_path, job_interrupted
+from framework.jobs.run_ranks import run
+from framework.jobs.summary import display_path
 from framework.system.formatting import format_facts
 from framework.system.run_dir import RunDir, read_object
 
@@ -43,7 +43,7 @@ _ENTRY = "framework.jobs.preflight.rank:preflight_rank"
 
 def main(request: Request) -> JobResult:
     """Check with any number of processes. Raises FrameworkError for what can't be started."""
-    done = run(request, entry=_ENTRY, messages=Messages("Preflight of", _closing, job_interrupted))
+    done = run(request, entry=_ENTRY, title="Preflight of", summary=_closing)
     found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / RESULT)
     if found is None:
         return done

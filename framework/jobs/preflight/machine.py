@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,25 @@ _BUFFERS = 8  # at most three of a size exist at a time, and other things need m
 
 def facts(config: Config, context: Context, run_dir: RunDir) -> dict[str, Any]:
     """Return a rank's facts as preflight.json has them."""
-    shm, host = Path("/dev/shm"), socket.gethostname()
-    found: dict[str, Any] = {
+    shm, host, driver = Path("/dev/shm"), socket.gethostname(), None
+    versions = {"python": platform.python_version(), **installed_versions(("framework", "torch"))}
+    if context.device.type == "cuda" and torch.version.cuda is not None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        versions["cuda"] = torch.version.cuda
+        if dist.is_nccl_available():
+            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
         "rank": context.rank,
         "name": f"rank {context.rank}{f' ({host})' if context.topology.nnodes > 1 else ''}",
         "node": context.node_rank,
         "host": host,
         "local_rank": context.local_rank,
-        "devices": [device_name(device) for device in dict.fromkeys(context.devices)],
-        "driver": None,
-        "versions": _versions(context.device),
+        "devices": [{"device": str(device), "name": device_name(device)} for device in dict.fromkeys(context.devices)],
+        "driver": driver,
+        "versions": versions,
         "cores": cpu_count(),
         "threads": torch.get_num_threads(),
         "free_disk_bytes": free_bytes(run_dir.path),
@@ -42,21 +51,6 @@ def facts(config: Config, context: Context, run_dir: RunDir) -> dict[str, Any]:
         "data_root": data_root(config.data.root),
         "interconnect": interconnect() if context.local_rank == 0 else None,
     }
-    if context.device.type == "cuda" and torch.version.cuda is not None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
-    return found
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version(), **installed_versions(("framework", "torch"))}
-    if device.type == "cuda" and torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-        if dist.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
 
 
 def buffer_limit(context: Context) -> float:
@@ -80,12 +74,13 @@ def data_root(root: str | None) -> dict[str, str] | None:
     return {"path": str(path), "state": "there" if readable else "not readable" if path.exists() else "missing"}
 
 
-def device_name(device: torch.device) -> dict[str, str]:
-    """Return `device` and `name` as people read them."""
-    if device.type == "cpu":
-        return {"device": str(device), "name": _processor()}
-    get_name = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")
-    return {"device": str(device), "name": str(get_name(device))}
+def device_name(device: torch.device) -> str:
+    """Return the name that people know."""
+    if device.type != "cpu":
+        return str(getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device))
+    cpus = Path("/proc/cpuinfo")  # on Linux
+    found = re.search(r"^model name\s*: (.*)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
+    return platform.machine() if found is None else found[1]
 
 
 def interconnect() -> str | None:
@@ -96,11 +91,3 @@ def interconnect() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.rstrip()
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, combinations, zip_longest
 from statistics import median
 from typing import Any
 
@@ -281,8 +281,7 @@ def link_rounds(nnodes: int, procs: int) -> tuple[list[list[Pair]], list[list[Pa
     """
     within = [
         [(node * procs + one, node * procs + other) for node in range(nnodes)]
-        for pairs in _round_robin(procs)
-        for one, other in pairs
+        for one, other in combinations(range(procs), 2)
     ]
     between = [
         [(one * procs + (number + turn) % procs, other * procs + (number + turn) % procs) for one, other in pairs]

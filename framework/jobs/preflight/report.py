@@ -188,7 +188,7 @@ def render(found: Mapping[str, Any]) -> str:
     """Return the page that is printed: machines, exchanges, the slowest, the verdict."""
     parts = [_ranks_table(found["ranks"])]
     parts += [f"Node {rank['node']}\n{rank['interconnect']}" for rank in found["ranks"] if rank["interconnect"]]
-    if found["checks"]:
+    if found["links"]:
         parts += [format_facts(_barriers_and_links(found)), *_exchange_tables(found)]
     parts += [
         "\n".join(lines) for lines in ([f"Note: {note}" for note in found["notes"]], slowest_lines(found)) if lines
@@ -231,20 +231,12 @@ def _barriers_and_links(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _exchange_tables(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of times and one of bandwidths: a column for each exchange, a row for each size."""
-    wrong = {fault["check"] for fault in found["faults"]}
-    columns = {
-        check["name"] + (" WRONG" if check["name"] in wrong else ""): {p["size_bytes"]: p for p in check["points"]}
-        for check in found["checks"]
-        if check["points"]
-    }
-    sizes = sorted({size for points in columns.values() for size in points})
-    large = [size for size in sizes if size >= _TINY_BYTES] or sizes[-1:]
-    for title, key, shown, form in (
-        ("time of one", "seconds", sizes, format_seconds),
-        ("bus bandwidth", "bus_bytes_per_s", large, format_rate),
+    checks = [check for check in found["checks"] if check["points"]]
+    for title, key, form, least in (
+        ("time of one", "seconds", format_seconds, 0),
+        ("bus bandwidth", "bus_bytes_per_s", format_rate, _TINY_BYTES),
     ):
-        rows = [(title, *columns)]
-        for size in shown:
-            cells = (form(points[size][key]) if size in points else _NONE for points in columns.values())
-            rows.append((format_binary_bytes(size), *cells))
-        yield format_table(rows)
+        columns = [{p["size_bytes"]: form(p[key]) for p in check["points"]} for check in checks]
+        sizes = [size for size in max(columns, key=len, default={}) if size >= least]
+        rows = [[format_binary_bytes(size), *(column.get(size, _NONE) for column in columns)] for size in sizes]
+        yield format_table([[title, *(check["name"] for check in checks)], *rows])

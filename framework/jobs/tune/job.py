@@ -30,8 +30,8 @@ from framework.config.topology import Topology
 from framework.errors import ConfigError
 from framework.jobs.launcher_choice import checked_topology, commands
 from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import Messages, run
-from framework.jobs.summary import display_path, job_interrupted
+from framework.jobs.run_ranks import run
+from framework.jobs.summary import display_path
 from framework.system.formatting import format_facts
 from framework.system.run_dir import RunDir, read_object
 
@@ -57,7 +57,7 @@ def main(request: Request) -> JobResult:
             lines += ["", "Use:", f"  {command(request, topology, found['overrides'])}"]
         return "\n".join([*lines, "", format_facts(facts)])
 
-    done = run(request, entry=_ENTRY, messages=Messages("Tuning", closing, job_interrupted))
+    done = run(request, entry=_ENTRY, title="Tuning", summary=closing)
     found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / _RESULT)
     if found is not None and found["lr"] is not None and found["lr"]["suggestion"] is None:
         return replace(done, status=1)

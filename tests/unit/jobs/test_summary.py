@@ -13,7 +13,7 @@ import pytest
 from framework.config.parse import parse
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED
-from framework.jobs.summary import start_message, training_interrupted, training_summary
+from framework.jobs.summary import interrupted_message, start_message, training_summary
 from framework.monitoring.slow_ranks import SlowRank
 from framework.system.run_dir import RunDir, create_run_dir
 from tests.unit.checkpoint.states import write_small
@@ -86,11 +86,11 @@ def test_resuming_is_offered_only_with_a_complete_checkpoint(run_dir: RunDir) ->
     (run_dir.checkpoints / "step_00000010").mkdir(parents=True)  # one that was being written
     command = f"python -m framework resume=outputs/some/{run_dir.path.name}"
     assert "resume" not in closing(run_dir, 1)
-    assert "No checkpoint yet" in training_interrupted(run_dir)
+    assert "No checkpoint yet" in interrupted_message(parse(raw_config()), run_dir)
     write_small(run_dir.checkpoints, 20)
     assert all(command in closing(run_dir, status) for status in (0, 1, EXIT_STOPPED))
-    assert "No checkpoint yet" not in training_interrupted(run_dir)
-    assert command in training_interrupted(run_dir)
+    assert "No checkpoint yet" not in interrupted_message(parse(raw_config()), run_dir)
+    assert command in interrupted_message(parse(raw_config()), run_dir)
 
 
 def test_commands_work_where_they_are_printed(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
