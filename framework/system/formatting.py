@@ -47,14 +47,6 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs"
 
 
-def format_duration(seconds: float) -> str:
-    """Return a configured time in the largest unit that divides it: `2 h`, `30 min`, `90 s`."""
-    for unit, length in (("h", 3600), ("min", 60)):
-        if seconds >= length and seconds % length == 0:
-            return f"{seconds // length:g} {unit}"
-    return f"{seconds:g} s"
-
-
 def format_count(number: int, one: str, many: str | None = None) -> str:
     """Return `1 rank`, `2 ranks`; `many` is for plurals that don't end in s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -125,7 +125,7 @@ def test_a_model_that_downloads_is_refused(answer):
 def test_data_that_would_be_downloaded_is_not_there(answer):
     status, out, err = answer("recipe=toy", "data.datasets._target_=mine.data")
     assert (status, err) == (0, "")
-    assert "unknown, the data isn't here" in out
+    assert "The data isn't on this machine" in out
     assert "something asked for the address of example.invalid" in out
 
 

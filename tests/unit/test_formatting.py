@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from framework.system.formatting import format_binary_bytes, format_bytes, format_duration, format_seconds
+from framework.system.formatting import format_binary_bytes, format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,3 @@ def test_times_and_buffers_have_the_unit_that_fits() -> None:
         "5,000 s",
     ]
     assert [format_binary_bytes(each) for each in (4, 65536, 26_736_000_000)] == ["4 B", "64 KiB", "24.9 GiB"]
-    assert [format_duration(each) for each in (7200, 90, 120)] == ["2 h", "90 s", "2 min"]

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from textwrap import fill
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,6 @@ from framework.training.rank_setup import RankSetup, setup_rank
 VARIABLES = ("LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _MATMUL_SIDE = 256
-_COLUMNS = 100  # of the terminal
 
 
 @dataclass(frozen=True)
@@ -244,13 +242,11 @@ def _show(exchange: Callable[[Comm], Shown], comm: Comm, rank: RankSetup) -> str
     before, after, seconds = _run(exchange, comm)
     titles = ("rank", "before", "after", comm.backend)
     row = (str(comm.rank), _values(before), _values(after), format_seconds(seconds))
-    logger.info("%s", ", ".join((*row, *comm.notes)))
     shown = collectives.gather_to_all((row, comm.notes), rank.context)
     table = format_table([titles, *(own for own, _ in shown)])
     notes = "\n".join(f"  rank {number}: {'; '.join(own)}" for number, (_, own) in enumerate(shown) if own)
-    about = fill(inspect.getdoc(exchange) or "", _COLUMNS, initial_indent="  ", subsequent_indent="  ")
     code = re.split(r"    yield .*\n", inspect.getsource(exchange))[1].rstrip()
-    return "\n\n".join(filter(None, (f"{exchange.__name__}\n{about}", code, table, notes)))
+    return "\n\n".join(filter(None, (f"{exchange.__name__}\n  {inspect.getdoc(exchange)}", code, table, notes)))
 
 
 def _run(exchange: Callable[[Comm], Shown], comm: Comm) -> tuple[Tensor, Tensor, float]:
@@ -282,6 +278,4 @@ def _who(rank: RankSetup) -> str:
 
 
 def _values(tensor: Tensor) -> str:
-    """Return `[0, 1, 2, 3]`; of more than eight values, the first ones and the last."""
-    texts = [f"{value:.6g}" for value in tensor.tolist()]
-    return f"[{', '.join(texts if len(texts) <= 8 else [*texts[:6], '…', texts[-1]])}]"
+    return f"[{', '.join(f'{value:.6g}' for value in tensor.tolist())}]"

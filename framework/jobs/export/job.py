@@ -16,15 +16,12 @@ from framework.system.files import atomic_output, checked_output
 from framework.system.formatting import format_facts
 from framework.system.versions import installed_versions
 
-_SUFFIXES = {
-    "state_dict": ".pt",
-    "safetensors": ".safetensors",
-    "onnx": ".onnx",
-    "torch_export": ".pt2",
-}
-_PACKAGES: Mapping[ExportFormat, tuple[str, ...]] = {
-    "safetensors": ("safetensors",),
-    "onnx": ("onnx", "onnxscript"),
+# By format: the file's suffix, and the packages it needs besides torch.
+_FORMATS: Mapping[ExportFormat, tuple[str, tuple[str, ...]]] = {
+    "state_dict": (".pt", ()),
+    "safetensors": (".safetensors", ("safetensors",)),
+    "onnx": (".onnx", ("onnx", "onnxscript")),
+    "torch_export": (".pt2", ()),
 }
 _KEY = "export.output"
 
@@ -49,9 +46,9 @@ def main(request: Request) -> JobResult:
 
 def check(request: Request) -> Path:
     """Return the absolute path of the file to write. Raises ConfigError for a mistake that can be found now."""
-    config = request.config
-    versions = installed_versions(_PACKAGES.get(config.export.format, ()))
-    missing = [name for name, version in versions.items() if version == "not installed"]
+    config, output = request.config, request.config.export.output
+    suffix, packages = _FORMATS[config.export.format]
+    missing = [name for name, version in installed_versions(packages).items() if version == "not installed"]
     if missing:
         raise ConfigError(
             f"export.format={config.export.format} needs {' and '.join(missing)}, which isn't installed: "
@@ -59,11 +56,10 @@ def check(request: Request) -> Path:
         )
     if request.sub_run is not None:
         raise ConfigError("job=export writes one file, so it can't go with a sweep (-m). Export one after another.")
-    suffix = _SUFFIXES[config.export.format]
-    if config.export.output is not None:
-        return checked_output(config.export.output, key=_KEY, suffixes=[suffix])
-    step = read_manifest(Path(str(config.checkpoint.path))).step
-    return checked_output(f"{config.recipe.replace('/', '_')}_{step}{suffix}", key=_KEY, suffixes=[suffix])
+    if output is None:
+        step = read_manifest(Path(str(config.checkpoint.path))).step
+        output = f"{config.recipe.replace('/', '_')}_{step}{suffix}"
+    return checked_output(output, key=_KEY, suffixes=[suffix])
 
 
 def _span(config: Config) -> int:

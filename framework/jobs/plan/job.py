@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,16 @@ from framework.errors import ConfigError
 from framework.jobs.launcher_choice import backend_name, checked_topology, chosen_launcher, commands, environment
 from framework.jobs.request import JobResult, Request
 from framework.launch.fork_server import call_in_child
-from framework.system.formatting import format_bytes, format_count, format_duration, format_table
+from framework.system.formatting import format_bytes, format_count, format_table
 
 _WIDTH = 100
 _MAX_RANKS = 16  # of more, the first and the last ones are shown
-
-Rows = list[tuple[str, str]]
+_NUMBER = "{:,.12g}".format
+_SIZES = ("memory", "traffic", "checkpoint")
+_SHOWN = (
+    *("launcher", "backend", "strategy", "shards", "optimizer", "batch", "data", "steps", "model", "memory"),
+    *("traffic", "exchanges_every", "checkpoint", "run_dir"),
+)
 
 
 def main(request: Request) -> JobResult:
@@ -110,47 +114,32 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
 
 
 def render(plan: Mapping[str, Any], topology: Topology) -> str:
-    """Return the page for what `make_plan` returned."""
-    batch, steps, model = plan["batch"], plan["steps"], plan["model"]
-    backend, environment, run_commands = plan["backend"], plan["environment"], plan["commands"]
-    number = batch["accumulate_grad_batches"] * batch["num_microbatches"]
-    passes = f" in {number} passes of {_range(batch['per_forward'])}" if number > 1 else ""
-    limits = [f"trainer.{name}={steps[name]}" for name in ("max_epochs", "max_steps") if steps[name] is not None]
-    per_epoch, total = ("unknown" if steps[key] is None else f"{steps[key]:,}" for key in ("per_epoch", "total"))
-    set_up, collective = (format_duration(backend[key]) for key in ("init_timeout_s", "timeout_s"))
-    limit = f"set-up within {set_up}, then {collective} a collective"
-    facts = [
-        ("launcher", plan["launcher"]),
-        ("backend", f"{backend['name']}, init_method={backend['init_method']}; {limit}"),
-        ("strategy", f"{plan['strategy']}, {_replicas(topology, plan['shards'])}"),
-        ("samples", _samples(plan["data"])),
-        ("batch", f"{_range(batch['per_rank'])} on each rank{passes}, {batch['global']:,} global"),
-        ("steps", f"{per_epoch} an epoch, {total} in all ({', '.join(limits)})"),
-        ("model", f"{model['name']}, {model['parameters']:,} parameters, {model['trainable']:,} trainable"),
-        ("on each rank", _memory(plan)),
-        ("reduced a step", _traffic(plan)),
-        (
-            "checkpoint",
-            "none, or of unknown size" if plan["checkpoint"] is None else f"about {format_bytes(plan['checkpoint'])}",
-        ),
-        ("run directory", plan["run_dir"]),
-        ("environment", _words(environment["common"])),
-        ("of rank 0", _words(environment["first_rank"])),
-        (f"of rank {topology.world_size - 1}", _words(environment["last_rank"])),
+    """Return the page for what `make_plan` returned, under the same names."""
+    facts = [(key, _text(plan[key], format_bytes if key in _SIZES else _NUMBER)) for key in _SHOWN]
+    together = format_bytes(sum(size or 0 for size in plan["memory"].values()))
+    facts.append(("on each rank", f"{together} of memory; activations besides"))
+    names = {"common": "environment", "first_rank": "of rank 0", "last_rank": f"of rank {topology.world_size - 1}"}
+    facts += [
+        (names[key], " ".join(map("=".join, found.items()))) for key, found in plan["environment"].items() if found
     ]
-    where = (
-        ""
-        if topology.nnodes == 1
-        else f" (the first two on each node, whose number is NODE: 0 to {topology.nnodes - 1})"
-    )
-    sections = [
-        f"Plan of {plan['recipe']}: {_arithmetic(topology)}",
-        rank_table(topology),
-        format_table([(name, text) for name, text in facts if text], width=_WIDTH),
-        "\n".join([f"Start it with one of{where}", *(f"  {shlex.join(words)}" for words in run_commands.values())]),
-        *(f"Note: {note}" for note in plan["notes"]),
-    ]
-    return "\n\n".join(sections)
+    several = f" (the first two on each node, whose number is NODE: 0 to {topology.nnodes - 1})"
+    start = [f"Start it with one of{several if topology.nnodes > 1 else ''}"]
+    start += [f"  {shlex.join(words)}" for words in plan["commands"].values()]
+    notes = [f"Note: {note}" for note in plan["notes"]]
+    title = f"Plan of {plan['recipe']}: {_arithmetic(topology)}"
+    return "\n\n".join([title, rank_table(topology), format_table(facts, width=_WIDTH), "\n".join(start), *notes])
+
+
+def _text(value: Any, number: Callable[[float], str]) -> str:
+    """Return a value as text, its numbers as `number` formats them. What is unknown, empty or zero is left out."""
+    if isinstance(value, Mapping):
+        there = {name: each for name, each in value.items() if each}
+        if there.keys() == {"least", "most"}:
+            return " or ".join(map(number, sorted(set(there.values()))))
+        return ", ".join(f"{name} {_text(each, number)}" for name, each in there.items()) or "–"
+    if isinstance(value, list):
+        return " and ".join(value)
+    return "–" if value is None else value if isinstance(value, str) else number(value)
 
 
 def rank_table(topology: Topology) -> str:
@@ -174,43 +163,3 @@ def _arithmetic(topology: Topology) -> str:
         return f"{nodes} on the CPU"
     shared = " (shared)" if topology.shares_gpus else ""
     return f"{nodes}; {format_count(topology.gpus_per_node, 'GPU')} a node{shared}, {topology.span} for each rank"
-
-
-def _replicas(topology: Topology, shards: int) -> str:
-    replicas = format_count(topology.world_size // shards, "replica")
-    sharded = f", each sharded over {shards:,} ranks" if shards > 1 else ""
-    return replicas + sharded + (f", each on {topology.span} devices" if topology.span > 1 else "")
-
-
-def _samples(data: Mapping[str, Any]) -> str:
-    if data["source"] is None:
-        return "unknown, the data isn't here"
-    known = [f"{part} {data[part]:,}" for part in ("train", "val", "test") if data[part] is not None]
-    known += [f"{part} is a stream" for part in data["streams"]]
-    return ", ".join(known) + (" (plan.train_samples)" if data["source"] != "data" else "")
-
-
-def _range(bounds: Mapping[str, int]) -> str:
-    least, most = bounds["least"], bounds["most"]
-    return f"{least:,}" if least == most else f"{least:,} or {most:,}"
-
-
-def _memory(plan: Mapping[str, Any]) -> str:
-    memory: Mapping[str, int | None] = plan["memory"]
-    parts = [
-        f"{name} {'unknown' if size is None else format_bytes(size)}" for name, size in memory.items() if size != 0
-    ]
-    least = "at least " if None in memory.values() else ""
-    together = format_bytes(sum(size or 0 for size in memory.values()))
-    return f"{least}{together} = {' + '.join(parts)}; activations besides"
-
-
-def _traffic(plan: Mapping[str, Any]) -> str:
-    reduced, ring = (format_bytes(plan["traffic"][key]) for key in ("reduced", "ring_per_rank"))
-    every = plan["exchanges_every"]
-    what = "gradients" if every == 1 else f"weights, exchanged every {every} steps"
-    return f"{reduced} of {what}; in a ring each rank sends and receives {ring}"
-
-
-def _words(variables: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in variables.items())
