@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,24 +93,21 @@ def _ready(
     if loader is None:
         there = ", ".join(name for name, dataset in datasets._asdict().items() if dataset is not None)
         raise DataError(
-            f"Nothing to evaluate: data.datasets gives no {part} part, or trainer.limit_{part}_batches=0. "
+            f"data.datasets gives no {part} part, or trainer.limit_{part}_batches=0 leaves nothing of it. "
             f"There is: {there}."
         )
     rank.link.rank_status.set_phase(Phase.MEETING)
-    with process_group(context, config.backend, rendezvous=arguments.rendezvous):
+    with process_group(context, config.backend, rendezvous=arguments.rendezvous), closing(loader):
         rank.link.rank_status.set_phase(Phase.BUILDING)
         if streams_of(datasets):
             rank.exchange.open()
-        try:
-            settings = config.trainer
-            precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
-            model = precision.convert_model(build.build_model(config.model, context=context))
-            load_model(rank, model, Path(str(config.checkpoint.path)))
-            rank.link.rank_status.set_phase(Phase.EVALUATE)
-            yield model, loader, precision
-            rank.link.rank_status.set_phase(Phase.CLOSING)
-        finally:
-            loader.close()
+        settings = config.trainer
+        precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
+        model = precision.convert_model(build.build_model(config.model, context=context))
+        load_model(rank, model, Path(str(config.checkpoint.path)))
+        rank.link.rank_status.set_phase(Phase.EVALUATE)
+        yield model, loader, precision
+        rank.link.rank_status.set_phase(Phase.CLOSING)
 
 
 # The file of predictions

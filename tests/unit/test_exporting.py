@@ -119,7 +119,7 @@ def export(tmp_path):
         checkpoint = write(tmp_path / "checkpoints", state, step=7, epoch=0, metrics={}, config_text="")
         raw["checkpoint"]["path"] = str(checkpoint)
         path = tmp_path / f"file{SUFFIX[format_]}"
-        answer = exporting.answer({"config": raw, "span": span, "path": str(path)})
+        answer = exporting.export({"config": raw, "span": span, "path": str(path)})
         assert (answer["step"], answer["model"]) == (7, type(model).__name__)
         json.dumps(answer)
         said: dict[str, list[str]] = {}

@@ -32,7 +32,7 @@ def main(request: Request) -> JobResult:
     with atomic_output(output, key=_KEY) as path:
         facts = call_in_child(
             request.fork_server,
-            "framework.jobs.export.model_file:answer",
+            "framework.jobs.export.model_file:export",
             {"config": dict(request.raw), "span": _span(config), "path": str(path)},
             timeout_s=config.backend.init_timeout,
             purpose="export the model",

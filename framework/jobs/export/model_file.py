@@ -69,7 +69,7 @@ class Source:
         return type(self.model).__name__
 
 
-def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def export(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Write the model with the weights of `checkpoint.path` in `export.format`.
 
     Args:

@@ -1,6 +1,6 @@
 """Where three trainings differ by more than rounding: with one process, with moved weights, and with several.
 
-`answer` runs in a process that has torch, for `job`, which has none. It compares step by step, up to the first step
+`compare` runs in a process that has torch, for `job`, which has none. It compares step by step, up to the first step
 that differs, guesses why, and says so.
 """
 
@@ -55,7 +55,7 @@ Step = Mapping[str, Sequence[Difference]]  # by part; layers in the order of the
 Compared = tuple[str, Sequence[Tensor | None]]  # a tensor's name, and what it is in `one`, `moved` and each of `many`
 
 
-def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def compare(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Compare the records of the runs `one`, `moved` and `many`, with `processes`.
 
     Return the `answer`, whose keys `job` describes, and the `text` to print.

@@ -81,7 +81,7 @@ def main(request: Request) -> JobResult:
                 return result
         found = call_in_child(
             request.fork_server,
-            "framework.jobs.parity.comparison:answer",
+            "framework.jobs.parity.comparison:compare",
             {"processes": processes, **{side: str(sub_run.path.resolve()) for side, sub_run in runs.items()}},
             timeout_s=config.backend.init_timeout,
         )

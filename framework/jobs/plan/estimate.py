@@ -46,7 +46,7 @@ _META = torch.device("meta")
 _STAND_IN_SIZE = 1000  # samples, to check the set-up without data
 
 
-def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return `facts` of `config` (as in config.yaml), `topology` (its fields) and `backend`.
 
     From now on this process can neither download nor connect to another machine.

@@ -82,7 +82,7 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
     backend = backend_name(config, topology)
     facts = call_in_child(
         request.fork_server,
-        "framework.jobs.plan.estimate:answer",
+        "framework.jobs.plan.estimate:estimate",
         {"config": dict(request.raw), "topology": asdict(topology), "backend": backend},
         timeout_s=config.backend.init_timeout,
     )
