@@ -82,13 +82,6 @@ def new_gloo_group(timeout_s: float, *, is_monitored: bool = False) -> dist.Proc
     return group
 
 
-def duplicate_group() -> dist.ProcessGroup:
-    """Make another group like the default one, of all ranks and with its time-out. Every rank must call it."""
-    group = dist.new_group(timeout=group_timeout(None))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
     """Return the time-out of the group's collectives (None: the default group's), or None if it is unknown."""
     group = group or dist.distributed_c10d._get_default_group()

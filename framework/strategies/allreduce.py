@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from framework.distributed.butterfly import butterfly_all_reduce_mean
 from framework.distributed.context import Context
-from framework.distributed.process_group import duplicate_group
+from framework.distributed.process_group import new_subgroup
 from framework.strategies.averaging import (
     MB,
     SyncedBuffers,
@@ -110,5 +110,5 @@ class Butterfly(AllReduce):
     def wrap(self, model: nn.Module) -> nn.Module:
         super().wrap(model)
         if not self._is_alone:
-            self.groups = [duplicate_group()]
+            self.groups = [new_subgroup([range(self._context.world_size)], self._context)]
         return model

@@ -15,7 +15,6 @@ from framework.errors import ConfigError, RunError, TopologyError
 
 _SHOWN = 4
 _requires_grad = operator.attrgetter("requires_grad")
-_WAY_OUT = "Set requires_grad on every rank, after the same step; it must not depend on the rank or on its samples."
 
 
 def trained(model: nn.Module, *, strategy: str) -> dict[str, nn.Parameter]:
@@ -57,26 +56,22 @@ def check_one_device(context: Context, *, option: str) -> None:
 def check_same_change(changed: Mapping[str, bool], context: Context, *, group: dist.ProcessGroup | None = None) -> None:
     """Raise RunError on every rank of `group` (None: of the run) if they don't all train the same parameters now.
 
-    changed: name → whether it is trained now, for the parameters where that has changed. If a rank without
-    any change doesn't call this, the others raise RunError when the group's time-out has passed.
+    changed: name → whether it is trained now, for the parameters where that has changed.
     """
     if context.world_size == 1:
         return
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     of_ranks: list[Any] = [None] * len(ranks)
-    try:
-        dist.all_gather_object(of_ranks, dict(changed), group=group)
-    except RuntimeError as error:  # gloo's time-out raises nothing finer
-        raise RunError(
-            f"requires_grad of parameters has changed on rank {context.rank} ({described_change(changed)}), but not on "
-            f"another rank after the same step: {error}\n{_WAY_OUT}"
-        ) from error
+    dist.all_gather_object(of_ranks, dict(changed), group=group)
     if all(each == changed for each in of_ranks):
         return
     described = (described_change(each) or "nothing" for each in of_ranks)
     changes = [f"rank {rank}: {change}" for rank, change in zip(ranks, described, strict=True)]
     shown = first_few(changes, separator="\n  ")
-    raise RunError(f"The ranks would train different parameters from here on. What has changed:\n  {shown}\n{_WAY_OUT}")
+    raise RunError(
+        f"The ranks would train different parameters from here on. What has changed:\n  {shown}\n"
+        "Set requires_grad on every rank, after the same step; it must not depend on the rank or on its samples."
+    )
 
 
 def described_change(changed: Mapping[str, bool]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -86,31 +87,23 @@ def _check_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     plain = [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if plain:  # checkpoints would lack it
         raise ConfigError(f"strategy=pipeline can't keep what isn't a tensor in {name}'s state: {first_few(plain)}.")
-    known = {id(tensor) for tensor in _tensors(model)}
-    places: dict[int, list[int]] = {}
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    known = {id(each) for each in (*parameters.values(), *buffers.values())}
+    uses: Counter[int] = Counter()
     for index, stage in enumerate(stages):
-        tensors = list(_tensors(stage))
-        if any(id(tensor) not in known for tensor in tensors):
-            raise TargetError(
-                f"Stage {index} of {name} has parameters or buffers that aren't the model's own. Make stages of the "
-                "model's modules, not of copies."
-            )
         if not any(each.requires_grad for each in stage.parameters()):
             raise ConfigError(
                 f"Stage {index} of {len(stages)} of {name} has no parameter to train. Use fewer stages "
                 "(strategy.num_stages), or split the model elsewhere."
             )
-        for tensor in tensors:
-            places.setdefault(id(tensor), []).append(index)
-    lost = [key for key, each in (*model.named_parameters(), *model.named_buffers()) if id(each) not in places]
-    if lost:
-        raise TargetError(f"No stage of {name} has {first_few(lost)}. Each parameter and buffer must be in one.")
-    shared = {key: places[id(each)] for key, each in model.named_parameters() if len(places[id(each)]) > 1}
-    if shared:
-        listed = "; ".join(f"{key} in {', '.join(map(str, indices))}" for key, indices in shared.items())
-        raise ConfigError(
-            f"Stages of {name} share parameters, and each must be in one stage alone: {listed}.\n"
-            "Untie them, use fewer stages, or use strategy=ddp or fsdp."
+        uses.update({id(each) for each in _tensors(stage)})
+    wrong = [key for key, each in parameters.items() if uses[id(each)] != 1]
+    wrong += [key for key, each in buffers.items() if uses[id(each)] == 0]
+    if wrong or uses.keys() - known:
+        raise TargetError(
+            f"Stages of {name} must be made of its own modules, not of copies, with each parameter in one stage alone "
+            f"and each buffer in one at least. Look at {first_few(wrong)}.\n"
+            "Untie parameters that several stages share, use fewer stages, or use strategy=ddp or fsdp."
         )
 
 

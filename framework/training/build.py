@@ -40,7 +40,16 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
     """
     spread = takes(node, "devices")
     if len(context.devices) > 1 and not spread:
-        raise TopologyError(_too_many_devices(node, context=context))
+        topology, gpus_each = context.topology, "topology.gpus_per_process=1 topology.min_gpus_per_process=1"
+        if topology.gpus_per_node and not topology.shares_gpus:
+            gpus_each = (
+                f"topology.procs_per_node={topology.gpus_per_node} topology.gpus_per_process=auto "
+                "topology.min_gpus_per_process=1"
+            )
+        raise TopologyError(
+            f"{node['_target_']} can't use {topology.span} devices: it takes no keyword `devices`.\n"
+            f"Use {gpus_each}, or a model that takes it."
+        )
     home = context.device if context.device.type == "meta" else _CPU
     devices = context.devices if num_stages is None else (home,) * num_stages
     model = _build("model", node, devices=devices)
@@ -274,15 +283,3 @@ def _wrong_result(key: str, node: Node, result: Any, *, expected: str) -> Target
     kind = type(result)
     given = "None" if result is None else f"an object of type {kind.__module__}.{kind.__qualname__}"
     return TargetError(f"{key}: {node['_target_']} returned {given}. It must return {expected}.")
-
-
-def _too_many_devices(node: Node, *, context: Context) -> str:
-    topology, one_each = context.topology, "topology.gpus_per_process=1 topology.min_gpus_per_process=1"
-    remedy = f"Use {one_each}, or a model that takes `devices`."
-    if topology.gpus_per_node and not topology.shares_gpus:
-        automatic = "topology.gpus_per_process=auto topology.min_gpus_per_process=1"
-        remedy = (
-            f"Give each process one GPU: topology.procs_per_node={topology.gpus_per_node} {automatic},\n"
-            f"or use fewer GPUs: trainer.gpus={topology.procs_per_node} {automatic}; or use a model that takes it."
-        )
-    return f"{node['_target_']} can't use {topology.span} devices: it takes no keyword `devices`.\n{remedy}"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -257,24 +256,18 @@ def _test(rank: RankSetup, trainer: Trainer, loader: EvalLoader | StreamEvalLoad
     if loader is None:
         return None
     step: int | None = trainer.progress.step
-    best = _best_checkpoint(rank, trainer)
-    if best is not None:
+    best, is_ranked = rank.run_dir.checkpoints / BEST, trainer.checkpoints is not None and trainer.checkpoints.monitor
+    if is_ranked and from_first(best.exists(), rank.context):
         step = step_of(load_model(rank, trainer.state.bare_model, best).name)
-    with nullcontext() if best is not None else trainer.state.evaluation_weights():
         metrics = trainer.state.evaluate(loader, prefix="test")
+    else:
+        with trainer.state.evaluation_weights():
+            metrics = trainer.state.evaluate(loader, prefix="test")
     results = rank.run_dir.read_run().get("results", {})
     # A run that is resumed after its end has logged this test already.
     if results.get("test") is None or results.get("steps") != trainer.progress.step:
         trainer.log_values(metrics)
     return {"step": step, "metrics": metrics}
-
-
-def _best_checkpoint(rank: RankSetup, trainer: Trainer) -> Path | None:
-    """Return the checkpoint to test; None if there is none. Every rank must call it."""
-    if trainer.checkpoints is None or trainer.checkpoints.monitor is None:
-        return None
-    best = rank.run_dir.checkpoints / BEST
-    return best if from_first(best.exists(), rank.context) else None
 
 
 def _introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets) -> None:

@@ -21,7 +21,7 @@ from framework.distributed.collectives import (
     sum_over_ranks,
 )
 from framework.distributed.context import Context
-from framework.distributed.process_group import duplicate_group, set_group_timeouts
+from framework.distributed.process_group import new_subgroup, set_group_timeouts
 from framework.errors import RunError
 from tests.helpers.contexts import cpu_context
 from tests.helpers.rank_pool import RankPool
@@ -94,7 +94,7 @@ def butterfly(values: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 def wait_alone(context: Context, call: Callable[[torch.Tensor, dist.ProcessGroup], None], *, older: bool) -> str:
     """Return rank 0's error if rank 1 doesn't come within a limit that was set after the group was made."""
-    group = duplicate_group()
+    group = new_subgroup([range(context.world_size)], context)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         if older:
             warnings.simplefilter("ignore", FutureWarning)
