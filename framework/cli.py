@@ -31,14 +31,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from framework.config.assets import config_dir, import_from_working_dir, user_config_dir
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
-from framework.jobs.saved_run import (
-    BaseConfig,
-    find_auto_run,
-    names_a_run,
-    not_composable,
-    overrides_to_compose,
-    saved_run,
-)
+from framework.jobs.saved_run import BaseConfig, find_base, names_a_run
 from framework.system.run_dir import new_name
 from framework.system.versions import installed_versions
 
@@ -118,7 +111,7 @@ class _Command:
         self._is_sweep = self._flags.multirun or _MULTIRUN in self._typed
         self._sweep_name = new_name()
         self._fork_server, self._adopted_ranks = fork_server, adopted_ranks
-        self._base = BaseConfig(None, without_typed=None, typed=())
+        self._base: BaseConfig  # from `run` on
 
     def run(self) -> int:
         """Compose, parse and check the configuration of every job, then run them; return the exit status."""
@@ -126,7 +119,7 @@ class _Command:
         Plugins.instance().register(UserConfigFirst)
         folder = config_dir() if self._flags.config_path is None else Path(self._flags.config_path).absolute()
         with initialize_config_dir(str(folder), job_name="framework", version_base="1.3"):
-            overrides = self._find_base()
+            self._base, overrides = find_base(self._typed, compose=self._compose_raw, swept=self._is_sweep)
             with self._explained(overrides) as hydra:
                 if self._show(hydra, overrides):
                     return 0
@@ -169,19 +162,6 @@ class _Command:
     def _compose_raw(self, overrides: Sequence[str]) -> Mapping[str, Any]:
         with self._explained(overrides):
             return _resolved(self._compose(overrides))[0]
-
-    def _find_base(self) -> list[str]:
-        """Find the saved run that the command starts from, if any; return the overrides to compose."""
-        typed = find_auto_run(self._typed, compose=self._compose_raw, swept=self._is_sweep)
-        saved = saved_run(typed)
-        without_typed = None
-        if saved is not None:
-            try:
-                without_typed = self._compose_raw(overrides_to_compose([], saved))
-            except ConfigError as error:
-                raise not_composable(saved, error) from error
-        self._base = BaseConfig(saved, without_typed=without_typed, typed=tuple(typed))
-        return overrides_to_compose(typed, saved)
 
     def _show(self, hydra: Hydra, overrides: list[str]) -> bool:
         """Print what `--help`, `--cfg` or `--info` asks for; return False if there is no such flag."""
@@ -242,7 +222,7 @@ class _Command:
         from framework.config.parse import parse
         from framework.jobs.request import Request, SubRun
 
-        raw = self._base.configuration(composed, swept=number is not None)
+        raw = self._base.configuration(composed)
         config = parse(raw)
         check(config)
         overrides = tuple(text for text in overrides if not names_a_run(text))

@@ -187,7 +187,7 @@ def _jobs(config: Config) -> Iterator[str]:
         )
     if resume is not None and job != "train":
         key = "checkpoint.path" if needs_weights else "init_from"
-        yield f"resume can't go with job={job}: it continues a training run. To use its weights: {key}={resume}"
+        yield f"resume can't go with job={job}: it continues a training run. Use {key}={resume} for its weights."
     if resume is not None and config.trainer.fast_dev_run:
         yield "trainer.fast_dev_run can't go with resume: it writes no checkpoints. Use trainer.max_steps."
     if job == "collectives" and delay >= config.backend.timeout:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -120,20 +120,14 @@ class _Field:
 
 @cache
 def _fields_of(section: type) -> tuple[_Field, ...]:
-    hints = get_type_hints(section)
-    return tuple(_make_field(field, hints[field.name]) for field in fields(section))
-
-
-def _make_field(field: Field[Any], hint: Any) -> _Field:
-    kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
-    return _Field(
-        name=field.name,
-        kinds=tuple(kind for kind in kinds if kind is not NoneType),
-        nullable=NoneType in kinds,
-        auto="auto" in field.metadata,
-        default=field.default,
-        bounds=field.metadata.get("bounds", {}),
-    )
+    found, hints = [], get_type_hints(section)
+    for field in fields(section):
+        hint, auto, bounds = hints[field.name], "auto" in field.metadata, field.metadata.get("bounds", {})
+        kinds = list(get_args(hint)) if get_origin(hint) in (UnionType, Union) else [hint]
+        if nullable := NoneType in kinds:
+            kinds.remove(NoneType)
+        found.append(_Field(field.name, tuple(kinds), nullable, auto, default=field.default, bounds=bounds))
+    return tuple(found)
 
 
 class _Reader:

@@ -33,6 +33,7 @@ from framework.system.run_dir import RunDir
 _RESUME = "resume"
 _CHECKPOINT = "checkpoint.path"
 _AUTO = "auto"
+Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,11 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
     return found
 
 
-def find_auto_run(
-    typed: Sequence[str], *, compose: Callable[[Sequence[str]], Mapping[str, Any]], swept: bool
-) -> list[str]:
-    """Replace `resume=auto` by the recipe's newest unfinished run in `path.outputs`, or drop it; print which.
-
-    compose: returns the configuration of overrides.
-    """
+def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
+    """Replace `resume=auto` by the recipe's newest unfinished run in `path.outputs`, or drop it; print which."""
     others = [text for text in typed if key_of(text) != _RESUME]
     if _typed_path(typed, _RESUME) != _AUTO:
         return list(typed)
-    if swept:
-        raise ConfigError("resume can't go with a sweep: all jobs would write to one directory. Leave -m out.")
     composed = compose([text for text in others if not names_a_run(text)])
     folder = Path(composed["path"]["outputs"]) / composed["recipe"]
     found = newest_unfinished(folder.absolute())
@@ -110,21 +104,6 @@ def names_a_run(override: str) -> bool:
     return key_of(override) in (_RESUME, _CHECKPOINT)
 
 
-def overrides_to_compose(typed: Sequence[str], found: SavedRun | None) -> list[str]:
-    """Return the overrides that the saved run was started with, then those that are typed."""
-    if found is None:
-        return list(typed)
-    return merge_overrides(found.saved.overrides, [text for text in typed if not names_a_run(text)])
-
-
-def not_composable(found: SavedRun, error: ConfigError) -> ConfigError:
-    """Return `error` with what to do if a saved run's own overrides can't be composed any more."""
-    return ConfigError(
-        f"{error}\n{found.saved.run_dir.path} was started with: {' '.join(found.saved.overrides)}\n"
-        "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its absolute path."
-    )
-
-
 @dataclass(frozen=True)
 class BaseConfig:
     """What the configurations of all jobs of a command are based on."""
@@ -135,16 +114,14 @@ class BaseConfig:
     without_typed: Mapping[str, Any] | None
     typed: tuple[str, ...]
 
-    def configuration(self, composed: Mapping[str, Any], *, swept: bool) -> dict[str, Any]:
+    def configuration(self, composed: Mapping[str, Any]) -> dict[str, Any]:
         """Return the composed configuration, or the saved one with what is typed applied to it.
 
-        swept: it is a job of a sweep. Raises ConfigError for overrides that exclude each other.
+        Raises ConfigError for overrides that exclude each other.
         """
         found, typed = self.found, self.typed
         if found is None or self.without_typed is None:
             return _unsaved(composed)
-        if found.key == _RESUME and swept:
-            raise ConfigError("resume can't go with a sweep: all jobs would write to one directory. Leave -m out.")
         if "init_from" in map(key_of, typed):
             raise ConfigError(f"{found.key} can't go with init_from: each names initial weights. Leave one out.")
         own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
@@ -165,6 +142,28 @@ class BaseConfig:
             return None
         run_dir = self.found.saved.run_dir.path
         return run_dir if is_run(run_dir) else None
+
+
+def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[BaseConfig, list[str]]:
+    """Return what a command's configurations are based on, and the overrides to compose.
+
+    compose: returns the configuration of overrides. swept: they are for the jobs of a sweep.
+    """
+    if swept and _typed_path(typed, _RESUME) is not None:
+        raise ConfigError("resume can't go with a sweep: all jobs would write to one directory. Leave -m out.")
+    typed = find_auto_run(typed, compose=compose)
+    found = saved_run(typed)
+    if found is None:
+        return BaseConfig(None, without_typed=None, typed=tuple(typed)), typed
+    started_with = found.saved.overrides
+    try:
+        base = BaseConfig(found, without_typed=compose(started_with), typed=tuple(typed))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\n{found.saved.run_dir.path} was started with: {' '.join(started_with)}\n"
+            "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its absolute path."
+        ) from error
+    return base, merge_overrides(started_with, [text for text in typed if not names_a_run(text)])
 
 
 def _unsaved(composed: Mapping[str, Any]) -> dict[str, Any]:

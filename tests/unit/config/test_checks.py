@@ -41,7 +41,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"data.root": "here"}, "data.root is set, but data.datasets (recipes.some.data) doesn't take it"),
         ({"checkpoint.path": "run"}, "checkpoint.path=run is for job=eval, predict and export"),
         ({"job": "eval"}, "job=eval needs weights: checkpoint.path="),
-        ({"job": "export", "checkpoint.path": "run", "resume": "run"}, "To use its weights: checkpoint.path=run"),
+        ({"job": "export", "checkpoint.path": "run", "resume": "run"}, "Use checkpoint.path=run"),
         ({"data.loader": "resident", "data.num_workers": 2}, "data.num_workers=2 can't go with data.loader=resident"),
         ({"job": "plan", "topology.nnodes": 3, "topology.node_rank": 3}, "must be less than topology.nnodes=3."),
         ({"topology.rdzv_endpoint": "node0"}, "topology.rdzv_endpoint=node0: must be HOST:PORT"),
@@ -53,7 +53,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ),
         ({"launcher.max_restarts": 1, "launcher.name": "local"}, "Use launcher=elastic, or launcher.max_restarts=0"),
         ({"job": "plan", "resume": "run"}, "resume can't go with job=plan"),
-        ({"job": "parity", "resume": "run"}, "To use its weights: init_from=run"),
+        ({"job": "parity", "resume": "run"}, "Use init_from=run"),
         ({"collectives.backends": ["gloo", "ncll"]}, "must be one of gloo, nccl. Did you mean nccl?"),
         (
             {"job": "collectives", "collectives.delay": "10m"},

@@ -11,7 +11,7 @@ import yaml
 
 from framework.config.saved import save_config
 from framework.errors import CheckpointError, ConfigError
-from framework.jobs.saved_run import BaseConfig, SavedRun, find_auto_run, names_a_run, overrides_to_compose, saved_run
+from framework.jobs.saved_run import BaseConfig, SavedRun, find_auto_run, find_base, names_a_run, saved_run
 from framework.system.run_dir import RunDir, create_run_dir
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
@@ -67,8 +67,8 @@ def test_a_run_whose_last_checkpoint_is_gone_can_be_resumed(run_dir: RunDir) -> 
 def test_the_runs_own_overrides_are_composed_with_the_typed_ones(run_dir: RunDir) -> None:
     typed = [f"checkpoint.path={run_dir.path}", "trainer.max_epochs=9", "job=eval"]
     expected = ["recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=9", "job=eval"]
-    assert overrides_to_compose(typed, saved_run(typed)) == expected
-    assert overrides_to_compose(["recipe=toy"], None) == ["recipe=toy"]
+    assert find_base(typed, compose=lambda _: {}, swept=True)[1] == expected
+    assert find_base(["recipe=toy"], compose=lambda _: {}, swept=False)[1] == ["recipe=toy"]
 
 
 # The configuration
@@ -80,7 +80,7 @@ def configured(
     """What comes of the run and of what is typed, where today's default batch size is 4."""
     name = f"{key}={run_dir.path}"
     base = BaseConfig(saved_run([name]), without_typed=raw_config(), typed=(name, *typed))
-    return base.configuration(raw_config(composed), swept=False)
+    return base.configuration(raw_config(composed))
 
 
 def test_the_saved_configuration_is_used_with_what_is_typed_and_all_that_follows_from_it(run_dir: RunDir) -> None:
@@ -103,14 +103,12 @@ def test_what_can_not_go_with_a_saved_run_is_refused(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.path=a,b: must be one run directory"):
         saved_run(["checkpoint.path=a,b"])
     with pytest.raises(ConfigError, match="resume can't go with a sweep"):
-        BaseConfig(named(f"resume={run_dir.path}"), without_typed=raw_config(), typed=()).configuration(
-            raw_config(), swept=True
-        )
+        find_base([f"resume={run_dir.path}"], compose=lambda _: {}, swept=True)
     unsaved = BaseConfig(None, without_typed=None, typed=())
-    assert unsaved.configuration(raw_config(), swept=False) == raw_config()
+    assert unsaved.configuration(raw_config()) == raw_config()
     for key in ("resume", "checkpoint.path"):
         with pytest.raises(ConfigError, match=rf"{key}=somewhere is set in a file\. Type it on the command line"):
-            unsaved.configuration(raw_config({key: "somewhere"}), swept=False)
+            unsaved.configuration(raw_config({key: "somewhere"}))
 
 
 # resume=auto
@@ -124,12 +122,12 @@ def make_run(folder: Path, name: str, *, status: str | None, job: str = "train")
     return run_dir
 
 
-def found(tmp_path: Path, *typed: str, swept: bool = False, node_rank: int = 0) -> list[str]:
+def found(tmp_path: Path, *typed: str, node_rank: int = 0) -> list[str]:
     def compose(overrides: Sequence[str]) -> Mapping[str, Any]:
         assert not any(map(names_a_run, overrides))
         return raw_config({"path.outputs": str(tmp_path), "topology.node_rank": node_rank})
 
-    return find_auto_run(typed, compose=compose, swept=swept)
+    return find_auto_run(typed, compose=compose)
 
 
 def test_auto_is_the_newest_unfinished_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,4 +153,4 @@ def test_only_auto_is_looked_up_and_not_for_a_sweep(tmp_path: Path) -> None:
     assert found(tmp_path, "seed=1", "resume=some/where") == ["seed=1", "resume=some/where"]
     assert found(tmp_path, "seed=1") == ["seed=1"]
     with pytest.raises(ConfigError, match="can't go with a sweep"):
-        found(tmp_path, "resume=auto", swept=True)
+        find_base(["resume=auto"], compose=lambda _: {}, swept=True)
