@@ -102,7 +102,7 @@ def fork_server() -> Iterator[ForkServer]:
     from framework.__main__ import PRELOAD
     from framework.launch.fork_server import ForkServer
 
-    costly = ("framework.strategies.fsdp", "framework.strategies.pipeline", "framework.checkpoint.sharded_writer")
+    costly = ("framework.strategies.fsdp", "framework.strategies.pipeline", "framework.checkpoint.sharded_state")
     server = ForkServer.start((*PRELOAD, *costly))  # else each rank that needs them imports them for seconds
     yield server
     server.close()

@@ -34,7 +34,7 @@ def load(directory: Path, *, map_location: str | torch.device, parts: Collection
     manifest = read_manifest(directory)
     if not manifest.is_sharded:
         return load_files(directory, manifest, parts=parts, map_location=map_location)
-    from framework.checkpoint.sharded_reader import load_whole  # takes most of a second to import
+    from framework.checkpoint.sharded_state import load_whole  # takes most of a second to import
 
     for name in manifest.files:
         if name.startswith(f"{SHARDS}/"):

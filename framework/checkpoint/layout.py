@@ -7,7 +7,7 @@
       generators.pt    a list: the random generators' states of each rank
       config.yaml      the run's resolved config
       manifest.json    written last: versions, step, epoch, metrics, and every file's size and checksum
-      sharded/         in place of model.pt if the model is sharded: a file of each rank, see sharded_writer.py
+      sharded/         in place of model.pt if the model is sharded: a file of each rank, see shards.py
 
 The checksum is CRC-32: it finds all damage of up to 32 bits in a row and misses other damage once in four billion
 times, at 6.5 GB/s with zlib, where BLAKE2b does 1.3 GB/s. It is no defence against forgery; reading with
@@ -181,8 +181,8 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _crc32(path: Path) -> str:
-    crc32, buffer = 0, memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while size_bytes := file.readinto(buffer):
-            crc32 = zlib.crc32(buffer[:size_bytes], crc32)
+    crc32 = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            crc32 = zlib.crc32(chunk, crc32)
     return f"{crc32:08x}"

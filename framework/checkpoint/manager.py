@@ -11,20 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from framework.checkpoint.layout import BEST, LAST, Manifest, manifest_or_none, step_name, step_of
+from framework.checkpoint.layout import BEST, LAST, PARTS, Manifest, manifest_or_none, step_name, step_of
 from framework.checkpoint.lookup import complete_steps
 from framework.checkpoint.snapshot import Snapshots
-from framework.checkpoint.writer import check_plain, clean, point, remove, restore_symlink, write
+from framework.checkpoint.writer import check_plain, clean, point, remove, write
 from framework.config.schema import CheckpointConfig
 from framework.errors import DiskError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from framework.checkpoint.sharded_writer import Shards
-
-_SHARDED = "sharded"
-"""The entry of a state that every rank has shards of."""
+    from framework.checkpoint.shards import Shards
 
 
 @final
@@ -70,8 +67,6 @@ class CheckpointManager:
         self._abandoned: set[int] = set()  # steps after the one resumed from
         if is_writer and folder.is_dir():
             clean(folder)
-            for pointer in (LAST, BEST):
-                restore_symlink(folder, pointer)
             self._scores = {step: self._score(found[1].metrics) for step, found in complete_steps(folder).items()}
 
     @property
@@ -112,30 +107,28 @@ class CheckpointManager:
 
         Args:
             state: `model`, `training`, `generators` (see layout.py), of which only the writer's is used. Of a sharded
-                model `sharded` instead of `model`: tensors by name, sharded or the same on every rank.
+                model `shards` instead of `model`: the `Shards` that this rank writes.
             metrics: of an evaluation of exactly these weights, None without one. Only with them can it become `best`.
         """
         if not self._is_writer and self._shard_group is None:
             return
         self._wait()
         self._saved_s = time.monotonic()
-        own = {part: value for part, value in state.items() if part != _SHARDED} if self._is_writer else {}
+        own = {part: state[part] for part in PARTS if part in state} if self._is_writer else {}
         for part, value in own.items():
             # Entries of `training` are named as the user knows them: callbacks.early_stopping, not training.callbacks…
             check_plain(value, name="" if part == "training" else part)
-        shards: Shards | None = None
-        if self._shard_group is not None:
-            from framework.checkpoint.sharded_writer import Shards  # what it needs of torch takes a second to import
-
-            shards = Shards.of(state[_SHARDED], self._shard_group)
-        write_state = partial(self._write, step=step, epoch=epoch, metrics=dict(metrics or {}))
+        shards: Shards | None = state.get("shards")
+        tensors = {} if shards is None else shards.tensors
         if self._settings.asynchronous:
-            own, tensors = self._snapshots.take((own, {} if shards is None else shards.tensors))
-            if shards is not None:
-                shards = replace(shards, tensors=tensors)
-            self._writing = self._thread.submit(write_state, own, shards)
+            own, tensors = self._snapshots.take((own, tensors))
+        if shards is not None:
+            shards = replace(shards, tensors=tensors, group=self._shard_group)
+        write_state = partial(self._write, own, shards, step=step, epoch=epoch, metrics=dict(metrics or {}))
+        if self._settings.asynchronous:
+            self._writing = self._thread.submit(write_state)
         else:
-            write_state(own, shards)
+            write_state()
 
     def resume_from(self, step: int, *, damaged: Collection[int] = ()) -> None:
         """Rank only undamaged checkpoints up to `step`. The next save deletes later ones, unless all are kept."""
@@ -144,8 +137,8 @@ class CheckpointManager:
         self._scores = {at: score for at, score in self._scores.items() if at <= step}
         if self._is_writer:
             self._move_best()
-            if not self._ranking():
-                (self._folder / BEST).unlink(missing_ok=True)  # an abandoned one
+            if not self._ranking() and (self._folder / BEST).is_symlink():
+                (self._folder / BEST).unlink()  # an abandoned one
 
     def wait(self) -> str | None:
         """Wait until nothing is being written. Return why the last save failed, and the last good checkpoint.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -63,24 +64,20 @@ def mean_training(training: Mapping[str, Any]) -> dict[str, Any]:
 def _mean(values: Sequence[Any]) -> Any:
     """Return the mean of trees of tensors. An entry that one of them lacks, or has in another shape, is the first's."""
     first = values[0]
-    if isinstance(first, Tensor):
-        fits = all(isinstance(each, Tensor) and each.shape == first.shape for each in values)
-        if not fits or not (first.is_floating_point() or first.is_complex()):
-            return first
-        wide = torch.complex128 if first.is_complex() else torch.float64
-        # One by one: a copy of all in double precision would take twice their memory at once.
-        return sum(each.to(wide) for each in values).div(len(values)).to(first.dtype)
+    if any(type(each) is not type(first) for each in values):
+        return first
     if isinstance(first, Mapping):
-        those = [each for each in values if isinstance(each, Mapping)]
-        mean: Any = type(first)(  # type: ignore[call-arg]
-            (key, _mean([each[key] for each in those]) if all(key in each for each in those) else value)
-            for key, value in first.items()
-        )
-        if hasattr(first, "__dict__"):  # a module's state has its versions there
-            mean.__dict__.update(first.__dict__)
+        mean: Any = copy(first)  # with the versions that a module's state has as an attribute
+        for key in first:
+            if all(key in each for each in values):
+                mean[key] = _mean([each[key] for each in values])
         return mean
-    if isinstance(first, (list, tuple)):
-        if any(type(each) is not type(first) or len(each) != len(first) for each in values):
-            return first
-        return type(first)(_mean(same) for same in zip(*values, strict=True))
-    return first
+    if isinstance(first, (list, tuple)) and len({len(each) for each in values}) == 1:
+        return type(first)(map(_mean, zip(*values, strict=True)))
+    if not isinstance(first, Tensor) or len({each.shape for each in values}) > 1:
+        return first
+    if not (first.is_floating_point() or first.is_complex()):
+        return first
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    # One by one: a copy of all in double precision would take twice their memory at once.
+    return sum(each.to(wide) for each in values).div(len(values)).to(first.dtype)

@@ -7,18 +7,20 @@ Nothing here knows of ranks: one process writes; state in, directory out.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
+import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.utils.serialization
 
-from framework.checkpoint.direct_io import BLOCK_BYTES, ChecksummedFile
 from framework.checkpoint.layout import (
     CONFIG_NAME,
     MANIFEST_NAME,
@@ -30,7 +32,6 @@ from framework.checkpoint.layout import (
     Manifest,
     encode,
     file_damage,
-    manifest_or_none,
     part_file,
     step_name,
 )
@@ -38,7 +39,7 @@ from framework.errors import CheckpointError, DiskError
 from framework.system.versions import installed_versions
 
 if TYPE_CHECKING:
-    from framework.checkpoint.sharded_writer import Shards
+    from framework.checkpoint.shards import Shards
 
 _SAVING = ".saving_"
 _DELETED = ".deleted_"
@@ -68,15 +69,15 @@ def write(
     Args:
         state: as `check_plain` requires; with `shards` without `model`, and only rank 0's is used.
     """
-    temporary = folder / f"{_SAVING}{step_name(step)}"
-    files: dict[str, FileFacts] = {}
+    temporary, final_name = folder / f"{_SAVING}{step_name(step)}", folder / step_name(step)
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
+        cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)  # after a failure
         temporary.mkdir()
 
-    def finish() -> None:
+    def finish(files: dict[str, FileFacts]) -> None:
         if missing := [name for name, facts in files.items() if file_damage(temporary / name, facts, thorough=False)]:
             raise DiskError(
                 f"Rank 0 doesn't see all files that the others have written to {folder}: {', '.join(missing[:4])}.\n"
@@ -84,8 +85,8 @@ def write(
             )
         for part in PARTS:
             if part in state:
-                files[part_file(part)] = _save_tensors(temporary / part_file(part), state[part])
-        files[CONFIG_NAME] = _save_text(temporary / CONFIG_NAME, config_text)
+                files[part_file(part)] = _write_file(temporary / part_file(part), partial(torch.save, state[part]))
+        files[CONFIG_NAME] = _write_text(temporary / CONFIG_NAME, config_text)
         manifest = Manifest(
             step=step,
             epoch=epoch,
@@ -95,30 +96,22 @@ def write(
             torch_version=torch.__version__,
             format_version=WHOLE_VERSION if shards is None else SHARDED_VERSION,
         )
-        _save_text(temporary / MANIFEST_NAME, encode(manifest))
+        _write_text(temporary / MANIFEST_NAME, encode(manifest))
         if manifest.is_sharded:
             _fsync_directory(temporary / SHARDS)
         _fsync_directory(temporary)
-        final = folder / step_name(step)
-        if final.exists():  # of training that was abandoned: `last` names an earlier one
-            remove(final)
-        temporary.rename(final)
+        if final_name.exists():  # of training that was abandoned: `last` names an earlier one
+            remove(final_name)
+        temporary.rename(final_name)
         _fsync_directory(folder)
 
-    with disk_errors(f"The checkpoint of step {step} can't be written to {folder}"):
-        try:
-            if shards is None:
-                begin()
-                finish()
-            else:
-                shards.on_first_rank(begin)
-                files |= shards.write(temporary)
-                shards.on_first_rank(finish)
-        except BaseException:
-            if shards is None or shards.is_first_rank:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    return folder / step_name(step)
+    with disk_errors(f"The checkpoint of step {step} can't be written to {folder}"), ExitStack() as cleanup:
+        if shards is None:
+            begin()
+            finish({})
+        else:
+            shards.write(temporary, begin=begin, finish=finish)
+    return final_name
 
 
 def point(folder: Path, pointer: str, *, step: int) -> None:
@@ -128,22 +121,12 @@ def point(folder: Path, pointer: str, *, step: int) -> None:
         return
     temporary = folder / f"{_SAVING}{pointer}"
     with disk_errors(f"The pointer {path} can't be moved to {target}"):
+        if path.is_dir() and not path.is_symlink():  # in a copy that was made by following symlinks
+            remove(path)
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         temporary.replace(path)
         _fsync_directory(folder)
-
-
-def restore_symlink(folder: Path, pointer: str) -> None:
-    """Make a symlink of `pointer` again if a copy that follows symlinks has made a directory of it."""
-    path = folder / pointer
-    manifest = None if path.is_symlink() else manifest_or_none(path)
-    if manifest is None:
-        return
-    with disk_errors(f"The copy {path} can't be made a symlink"):
-        own = folder / step_name(manifest.step)
-        path.rename(folder / f"{_DELETED}{pointer}" if own.exists() else own)
-        point(folder, pointer, step=manifest.step)
 
 
 def remove(directory: Path) -> None:
@@ -170,21 +153,49 @@ def _discard(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# Zip's own checksums take a third of `torch.save`'s time, and `ChecksummedFile` wants tensors at whole blocks.
-_SAVED_AS = {"save.compute_crc32": False, "save.storage_alignment": BLOCK_BYTES}
+@final
+class ChecksummedFile(io.BufferedWriter):
+    """A new file with the CRC-32 of what is written to it.
+
+    An error of the disk is kept until `facts`, since `torch.save` would raise it as another one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._size_bytes = 0
+        self._crc32 = 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        if self._error is None:
+            try:
+                super().write(view)
+            except OSError as error:
+                self._error = error
+        self._size_bytes += view.nbytes
+        self._crc32 = zlib.crc32(view, self._crc32)
+        return view.nbytes
+
+    def facts(self) -> FileFacts:
+        """Return the file's facts. Raises the first OSError there was in writing."""
+        if self._error is not None:
+            raise self._error
+        return FileFacts(size_bytes=self._size_bytes, crc32=f"{self._crc32:08x}")
 
 
-def _save_tensors(path: Path, content: Any) -> FileFacts:
+def _write_file(path: Path, write: Callable[[ChecksummedFile], object]) -> FileFacts:
     settings: Any = torch.utils.serialization.config
-    with ChecksummedFile(path) as file, settings.patch(_SAVED_AS):
-        torch.save(content, cast(IO[bytes], file))
-        return file.finish()
+    # Zip's own checksums take a third of `torch.save`'s time.
+    with ChecksummedFile(path) as file, settings.patch("save.compute_crc32", False):
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    return file.facts()
 
 
-def _save_text(path: Path, text: str) -> FileFacts:
-    with ChecksummedFile(path) as file:
-        file.write(text.encode())
-        return file.finish()
+def _write_text(path: Path, text: str) -> FileFacts:
+    return _write_file(path, lambda file: file.write(text.encode()))
 
 
 def _fsync_directory(path: Path) -> None:
@@ -228,21 +239,5 @@ def check_plain(state: Any, *, name: str = "") -> None:
         raise CheckpointError(
             f"The state to save has at {name or 'its top'} a {kind.__module__}.{kind.__qualname__}, which a checkpoint "
             f"can't hold.\nIt may hold tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of "
-            f"them.\n{_advice(state)}"
+            "them: give number.item(), torch.from_numpy(array), str(path), dict(mapping), module.state_dict()."
         )
-
-
-def _advice(value: Any) -> str:
-    kind = type(value)
-    if kind.__module__.partition(".")[0] == "numpy":
-        return "Give a NumPy number's .item(), and of an array torch.from_numpy(array) or .tolist()."
-    if isinstance(value, torch.Tensor):
-        return "Give a plain tensor: tensor.as_subclass(torch.Tensor)."
-    if callable(getattr(value, "state_dict", None)):
-        return "Give its state_dict() instead, and load that in load_state_dict."
-    if isinstance(value, Path):
-        return "Give str(path)."
-    if isinstance(value, (dict, list, tuple, set)):
-        plain = next(base.__name__ for base in kind.__mro__ if base in _MAPPINGS | _SEQUENCES)
-        return f"Give {plain}(...) of it."
-    return "Give the plain values it is made of, and build it again in load_state_dict."

@@ -15,8 +15,7 @@ from framework.launch.child import Tee
 from framework.types import FitInfo, StepReport
 
 if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.table import Table
+    from rich.progress import Progress
 
 _REDRAW_S = 0.25
 _PLAIN_LINE_S = 5.0
@@ -39,7 +38,7 @@ class ConsoleLogger:
         """redraws: if False, print plain lines on a terminal too: they don't disturb a debugger's prompt."""
         self._redraws = redraws
         self._out: Any = sys.stdout  # a Tee in a rank that was forked: no TextIO for the type checker
-        self._live: Live | None = None
+        self._bar: Progress | None = None
         self._info: FitInfo | None = None
         self._report: StepReport | None = None
         self._next_draw_s = math.inf
@@ -49,8 +48,8 @@ class ConsoleLogger:
     def fit_start(self, info: FitInfo) -> None:
         self._info = info
         self._history.append((monotonic(), info.start_step))
-        self._live = _start_live(self) if self._redraws else None
-        self._next_draw_s = monotonic() + (_PLAIN_LINE_S if self._live is None else _REDRAW_S)
+        self._bar = _start_bar(self.line(), total=info.total_steps) if self._redraws else None
+        self._next_draw_s = monotonic() + (_PLAIN_LINE_S if self._bar is None else _REDRAW_S)
 
     def step(self, report: StepReport) -> None:
         self._report = report
@@ -68,11 +67,11 @@ class ConsoleLogger:
 
     def close(self) -> None:
         """Show the last state and restore the terminal; may be called again."""
-        if self._info is not None and (self._live is not None or self._position()[0] != self._history[-1][1]):
+        if self._info is not None and (self._bar is not None or self._position()[0] != self._history[-1][1]):
             self._draw()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
         self._info = None
         self._next_draw_s = math.inf
 
@@ -89,28 +88,15 @@ class ConsoleLogger:
         parts.append(_numbers({_SHOWN_FROM_TRAINING[name]: value for name, value in self._training.items()}))
         return "  ".join(part for part in parts if part)
 
-    def table(self) -> Table:
-        """Return the state as a bar and the line, for a terminal."""
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        assert self._info is not None
-        table = Table.grid(padding=(0, 1))
-        text = Text(self.line(), no_wrap=True, overflow="ellipsis")
-        if self._info.total_steps:
-            table.add_row(ProgressBar(total=self._info.total_steps, completed=self._position()[0], width=20), text)
-        else:
-            table.add_row(text)
-        return table
-
     def _draw(self) -> None:
         self._history.append((monotonic(), self._position()[0]))
-        if self._live is None:
+        if self._bar is None:
             self._print(self.line())
         else:
-            self._live.refresh()
-        self._next_draw_s = self._history[-1][0] + (_PLAIN_LINE_S if self._live is None else _REDRAW_S)
+            self._bar.update(
+                self._bar.task_ids[0], completed=self._position()[0], description=self.line(), refresh=True
+            )
+        self._next_draw_s = self._history[-1][0] + (_PLAIN_LINE_S if self._bar is None else _REDRAW_S)
 
     def _position(self) -> tuple[int, int]:
         """Return the step and the epoch."""
@@ -126,31 +112,33 @@ class ConsoleLogger:
         return (last_step - first_step) / (last_s - first_s) if last_step > first_step and last_s > first_s else None
 
     def _print(self, line: str) -> None:
-        if self._live is None:
+        if self._bar is None:
             with suppress(OSError):  # a full disk or a broken pipe must not end training
                 print(line, file=self._out, flush=True)
             return
-        self._live.console.print(line, highlight=False)  # above the line that is redrawn
+        self._bar.console.print(line, highlight=False)  # above the line that is redrawn
         if isinstance(self._out, Tee):
             self._out.write_log(f"{line}\n")
 
 
-def _start_live(logger: ConsoleLogger) -> Live | None:
-    """Return a line that is redrawn; None if standard output isn't a terminal that can do that."""
+def _start_bar(line: str, *, total: int | None) -> Progress | None:
+    """Return a line with a bar that is redrawn; None if standard output isn't a terminal that can do that."""
     if not sys.stdout.isatty():
         return None
     from rich.console import Console
-    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
 
     # On the terminal alone: the log, which gets what is printed too, would hold every redraw.
     out: Any = sys.stdout
     console = Console(file=out.terminal if isinstance(out, Tee) else out)
     if not console.is_terminal or console.is_dumb_terminal:
         return None
-    live = Live(console=console, get_renderable=logger.table, auto_refresh=False)
-    live.start()
-    live.refresh()
-    return live
+    text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    bar = Progress(BarColumn(20), text, console=console, auto_refresh=False)
+    bar.add_task(line, total=total)
+    bar.start()
+    return bar
 
 
 def _numbers(values: Mapping[str, float]) -> str:

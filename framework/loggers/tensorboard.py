@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -41,8 +40,6 @@ class TensorBoardLogger:
         self._folder = run_dir.tensorboard
         self._writer: Any = None  # a SummaryWriter
         self._pending_texts: list[tuple[str, str]] = []
-        self._pending_scalars: list[tuple[dict[str, float], int, float]] = []  # values, step, time
-        self._written_s = time.monotonic()
         self._start_step: int | None = None
         self._purge_step: int | None = None  # TensorBoard hides what older files have from this step on
         self._has_charts = False
@@ -50,29 +47,26 @@ class TensorBoardLogger:
 
     def fit_start(self, info: FitInfo) -> None:
         self._drop_writer()
-        self._start_step, self._has_charts = info.start_step, False
+        self._start_step = info.start_step
         self._purge_step = info.start_step + 1 if self._folder.is_dir() else None
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         if self._start_step is None:
             self._start_step = step
         if values and not self._is_refused:
-            # Written together, since waking the writer's thread for each log costs a small step 5 % of its time.
-            self._pending_scalars.append((dict(values), step, time.time()))
-            if time.monotonic() - self._written_s > _FLUSH_S:
-                self._write(self._add_scalars)
+            self._write(lambda: self._add_scalars(values, step=step))
 
     def text(self, tag: str, text: str) -> None:
         self._pending_texts.append((tag, text))
 
     def flush(self) -> None:
-        if self._writer is not None or self._pending_scalars or self._is_refused:
-            self._write(self._add_all)
+        if self._writer is not None or self._is_refused:
+            self._write(self._add_texts)
 
     def close(self) -> None:
         """Write everything out; calling it again is fine."""
-        if self._writer is not None or self._pending_scalars or self._pending_texts:
-            self._write(self._add_all)
+        if self._writer is not None or self._pending_texts:
+            self._write(self._add_texts)
         self._drop_writer()
 
     def _write(self, write: Callable[[], object]) -> None:
@@ -85,7 +79,6 @@ class TensorBoardLogger:
             if not self._is_refused:
                 self._is_refused = True
                 report(f"{self._folder} can't be written: {error.strerror or error}. TensorBoard will lack numbers")
-            self._pending_scalars.clear()
             self._drop_writer()
 
     def _open(self) -> None:
@@ -116,22 +109,15 @@ class TensorBoardLogger:
         self._writer.flush()
         self._pending_texts.clear()
 
-    def _add_scalars(self) -> None:
+    def _add_scalars(self, values: Mapping[str, float], *, step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        for values, step, time_s in self._pending_scalars:
-            if not self._has_charts and any(name.startswith(_RANK_METRICS) for name in values):
-                self._writer.add_custom_scalars(_RANK_CHARTS)
-                self._has_charts = True
-            # One event for all of them: `add_scalar`, with one for each, takes five times as long.
-            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-            self._writer.file_writer.add_summary(summary, step, time_s)
-        self._pending_scalars.clear()
-        self._written_s = time.monotonic()
-
-    def _add_all(self) -> None:
-        self._add_scalars()
-        self._add_texts()
+        if not self._has_charts and any(name.startswith(_RANK_METRICS) for name in values):
+            self._writer.add_custom_scalars(_RANK_CHARTS)
+            self._has_charts = True
+        # One event for all of them: `add_scalar`, with one for each, takes five times as long.
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.file_writer.add_summary(summary, step)
 
 
 @cache

@@ -251,10 +251,10 @@ def load_model(rank: RankSetup, model: nn.Module, path: Path) -> Path:
     if not is_model_sharded(model):
         load_weights(model, load(source, map_location=rank.context.device, parts=["model"])["model"], source=source)
         return source
-    from framework.checkpoint.sharded_reader import load_sharded_model  # takes most of a second to import
+    from framework.checkpoint.sharded_state import load_sharded  # takes most of a second to import
 
     damage = find_damage(source, rank=rank.context.rank, world_size=rank.context.world_size)
     if damage is not None:
         raise CheckpointError(f"The checkpoint {source} is damaged: {damage}.\n{describe_others(source)}")
-    load_sharded_model(source, model)
+    load_sharded(source, model)
     return source

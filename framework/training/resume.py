@@ -106,7 +106,7 @@ def _resume(rank: RankSetup, trainer: Trainer, source: Path) -> None:
     _check_optimizer_and_schedule(rank.config, saved)
     model = trainer.state.bare_model
     if is_model_sharded(model):
-        from framework.checkpoint.sharded_reader import load_sharded  # takes most of a second to import
+        from framework.checkpoint.sharded_state import load_sharded  # takes most of a second to import
 
         checkpoint = load_sharded(source, model, trainer.state.optimizer)
         training = checkpoint["training"]

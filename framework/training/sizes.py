@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from framework.training.trainer import Trainer
 
 _PROBE = (3, 5, 7, 11, 13)
-_BYTES_PER_RANK = 20_000  # generators, on the CPU
-_REST_BYTES = 100_000  # configuration, manifest, progress, and what files have between tensors
+_BYTES_PER_RANK = 16_000  # generators, on the CPU
+_REST_BYTES = 12_000  # configuration, manifest, progress, and what files have between tensors
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

@@ -144,7 +144,7 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Return what a later run needs to continue exactly. Every rank must call it; the same on every rank.
 
-        `model` holds the weights to evaluate; if a callback averages them, `training` has those to train on. `sharded`
+        `model` holds the weights to evaluate; if a callback averages them, `training` has those to train on. `shards`
         replaces it for a model that is spread over ranks: each rank has its part, with the optimizer's state.
         Raises RunError on every rank if ranks that should have the same weights don't.
         """
@@ -161,11 +161,11 @@ class TrainState:
             own = {name: training[name] for name in ("optimizer", "callbacks", "task")}
             training[REPLICAS] = gather_replicas({"model": self.bare_model.state_dict(), **own}, context)
         if is_model_sharded(self.bare_model):
-            from framework.checkpoint.sharded_writer import NOTE, split_state  # takes most of a second to import
+            from framework.checkpoint.sharded_state import NOTE, split_state  # takes most of a second to import
 
             split = split_state(self.bare_model, self.optimizer)
             training |= {"optimizer": split.optimizer, NOTE: split.note}
-            weights: dict[str, Any] = {"sharded": split.tensors}
+            weights: dict[str, Any] = {"shards": split.shards}
         else:
             weights = {"model": self.bare_model.state_dict()}
             if self._weight_swaps():
@@ -173,13 +173,14 @@ class TrainState:
                 with self.evaluation_weights():
                     # Copied, keeping tied weights tied: these tensors hold the average only while it is swapped in.
                     weights = {"model": copy.deepcopy(self.bare_model.state_dict())}
-        digest = digest_of(self.bare_model, self.strategy, context)
+        part = None if context.world_size == 1 or self.strategy.replicas_differ else self.strategy.shard_index
+        compared = part, {} if part is None else _weight_hashes(self.bare_model)
         # Rank 0 has all of them, unless each rank has its own stages.
         trained = self.trainable.names if context.is_main or self.strategy.num_stages is not None else []
         mine = (generator_states(context.devices), self.meter.state_dict(), self.stop.own_reason)
-        of_ranks = gather_to_all((*mine, self.train_loader.state_dict(), digest, trained), context)
-        generators, meters, reasons, streams, digests, names = map(list, zip(*of_ranks, strict=True))
-        check_equal(digests, self.bare_model, context, step=self.progress.step)
+        of_ranks = gather_to_all((*mine, self.train_loader.state_dict(), compared, trained), context)
+        generators, meters, reasons, streams, parts, names = map(list, zip(*of_ranks, strict=True))
+        check_equal(parts, step=self.progress.step)
         training |= {
             "progress": asdict(self.progress),
             "val_metrics": dict(self.val_metrics),
@@ -229,44 +230,34 @@ class TrainState:
         return [(key, hook) for key, callback in self.callbacks.items() for hook in hooks([callback], name)]
 
 
-Digest = tuple[int | None, int]
-"""Which part of the model a rank has (None: it is compared with no other rank), and a hash of its weights."""
+def check_equal(parts: Sequence[tuple[int | None, Mapping[str, int]]], *, step: int) -> None:
+    """Raise RunError if ranks with the same part of the model have different weights.
 
-
-def digest_of(model: nn.Module, strategy: Strategy, context: Context) -> Digest:
-    """Return the digest of this rank's weights; waits for the device once. model: unwrapped."""
-    part = None if context.world_size == 1 or strategy.replicas_differ else strategy.shard_index
-    return part, 0 if part is None else hash(tuple(_weight_hashes(model).values()))
-
-
-def check_equal(digests: Sequence[Digest], model: nn.Module, context: Context, *, step: int) -> None:
-    """Raise RunError, the same on every rank, if ranks with the same part of the model have different weights.
-
-    digests: of all ranks. Every rank must call it; it communicates only if weights differ.
+    parts: of each rank, which part of the model it has (None: it is compared with no other rank), and the hashes of its
+        parameters by their names.
     """
     by_part = defaultdict(list)  # part → its ranks
-    for rank, (part, _) in enumerate(digests):
+    for rank, (part, _) in enumerate(parts):
         if part is not None:
             by_part[part].append(rank)
-    differing = [ranks for ranks in by_part.values() if len({digests[rank] for rank in ranks}) > 1]
-    if not differing:
-        return
-    of_ranks = gather_to_all(_weight_hashes(model), context)
-    ranks = differing[0]
-    names = list(of_ranks[ranks[0]])
-    unequal = [name for name in names if len({of_ranks[rank][name] for rank in ranks}) > 1]
-    groups = defaultdict(list)  # hash → the ranks that have it
-    for rank in ranks:
-        groups[of_ranks[rank][unequal[0]]].append(str(rank))
-    in_groups = " | ".join(", ".join(group) for group in groups.values())
-    more = f" and of {len(unequal) - 1} of the other {len(names) - 1} parameters" if len(unequal) > 1 else ""
-    raise RunError(
-        f"Replicas have drifted apart: after step {step} the ranks have different values of {unequal[0]} "
-        f"(ranks {in_groups}){more}. This checkpoint isn't saved.\n"
-        "Something changes weights on some ranks only: a callback, hook or forward that writes to them (as "
-        "nn.Embedding(max_norm=...) does), an optimizer that draws random numbers, processors of different kinds, or "
-        "defective hardware. Fix the cause, then resume from an earlier checkpoint."
-    )
+    for ranks in by_part.values():
+        hashes = {rank: parts[rank][1] for rank in ranks}
+        names = list(hashes[ranks[0]])
+        unequal = [name for name in names if len({each[name] for each in hashes.values()}) > 1]
+        if not unequal:
+            continue
+        groups = defaultdict(list)  # hash → the ranks that have it
+        for rank in ranks:
+            groups[hashes[rank][unequal[0]]].append(str(rank))
+        in_groups = " | ".join(", ".join(group) for group in groups.values())
+        more = f" and of {len(unequal) - 1} of the other {len(names) - 1} parameters" if len(unequal) > 1 else ""
+        raise RunError(
+            f"Replicas have drifted apart: after step {step} the ranks have different values of {unequal[0]} "
+            f"(ranks {in_groups}){more}. This checkpoint isn't saved.\n"
+            "Something changes weights on some ranks only: a callback, hook or forward that writes to them (as "
+            "nn.Embedding(max_norm=...) does), an optimizer that draws random numbers, processors of different kinds, "
+            "or defective hardware. Fix the cause, then resume from an earlier checkpoint."
+        )
 
 
 def _weight_hashes(model: nn.Module) -> dict[str, int]:

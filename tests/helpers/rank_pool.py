@@ -25,7 +25,7 @@ TIMEOUT_S = 90.0
 PRELOAD = [
     "torch",
     "framework.training.trainer",
-    "framework.checkpoint.sharded_writer",
+    "framework.checkpoint.sharded_state",
     "framework.strategies.pipeline",
 ]
 GRACE_S = 3.0

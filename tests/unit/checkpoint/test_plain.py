@@ -49,9 +49,9 @@ def test_what_is_accepted_is_really_read_back() -> None:
         (np.float64(1.0), r"\.item\(\)"),
         (np.zeros(2), "torch.from_numpy"),
         (Path("a"), r"str\(path\)"),
-        (defaultdict(int), r"dict\(\.\.\.\)"),
-        (Colour.RED, "plain values"),
-        (torch.ones(1).as_subclass(Branded), "as_subclass"),
+        (defaultdict(int), r"dict\(mapping\)"),
+        (Colour.RED, "numbers, strings"),
+        (torch.ones(1).as_subclass(Branded), "Branded"),
     ],
 )
 def test_anything_else_is_refused_with_the_path_of_its_entry_and_advice(value: Any, advice: str) -> None:

@@ -1,0 +1,235 @@
+"""Write and read the tensors of a sharded model, through torch.distributed.checkpoint (DCP).
+
+    step_00001200/
+      sharded/__1_0.distcp   what rank 1 has of the weights and of the optimizer's state
+      sharded/.metadata      which shard of which tensor is in which file
+      training.pt ...        as in every checkpoint, by rank 0; but there is no model.pt
+
+Torch's own tools can read the folder. It holds tensors only, so reading it need not unpickle objects. The index,
+`.metadata`, is a pickle, which torch would let call anything: here it may make the few classes that torch writes there.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from framework.checkpoint.layout import SHARDS, SHARDS_INDEX, FileFacts, Manifest
+from framework.checkpoint.writer import ChecksummedFile
+from framework.distributed.sharded import local_tensor
+from framework.errors import CheckpointError, DiskError, RunError
+
+
+@final
+@dataclass(frozen=True)
+class Shards:
+    """What one rank writes."""
+
+    tensors: Mapping[str, Tensor]  # its shard of each tensor, by the tensor's name
+    items: list[WriteItem]  # where each shard belongs
+    # All ranks; used for nothing else, so that each may wait for the slowest while training continues.
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> Shards:
+        """Return this rank's shards of the tensors, sharing their memory. Doesn't communicate."""
+        items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
+        return Shards({name: local_tensor(tensor) for name, tensor in tensors.items()}, items)
+
+    def write(
+        self, directory: Path, *, begin: Callable[[], object], finish: Callable[[dict[str, FileFacts]], object]
+    ) -> None:
+        """Write every rank's shards into a checkpoint's directory; they are on the disk when this returns.
+
+        Every rank must call it. If a rank fails, all raise: DiskError if disks refused, else RunError.
+
+        Args:
+            begin: called on rank 0 before the first shard is written.
+            finish: called on rank 0 with the facts of all ranks' files, once they are written.
+        """
+        writer = _Writer(directory / SHARDS, begin=begin, finish=finish)
+        try:
+            dcp.save({}, storage_writer=writer, planner=_Planner(self), process_group=self.group)
+        except CheckpointException as error:  # not an Exception, for torch
+            causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
+            shown = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+            kind = DiskError if all(isinstance(each, (OSError, DiskError)) for each in causes.values()) else RunError
+            raise kind(f"The shards of {directory} can't be written: {shown}") from error
+
+
+@final
+class _Planner(DefaultSavePlanner):
+    """Plans shards that are known already, instead of looking at tensors that training has changed since."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._shards = shards
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._shards.items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._shards.tensors[write_item.index.fqn]
+
+
+@final
+class _Writer(FileSystemWriter):
+    """Torch's writer, with checksums of its files, between `begin` and `finish` on rank 0."""
+
+    def __init__(self, folder: Path, *, begin: Callable[[], object], finish: Callable[[Any], object]) -> None:
+        super().__init__(folder)
+        self.fs = self._files = _Files()
+        self._begin = begin
+        self._finish = finish
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the folder is made once rank 0 has begun
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._begin()
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        """Return what `finish` gets of this rank: torch's results and the facts of the files."""
+        self.fs.mkdir(self.path)
+        return super().write_data(plan, planner).then(lambda written: (written.value(), self._files.facts))
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        super().finish(metadata, [written for written, _ in results])
+        facts = {name: each for _, of_rank in results for name, each in of_rank.items()} | self._files.facts
+        self._finish({f"{SHARDS}/{name}": each for name, each in facts.items()})
+
+    def storage_meta(self) -> StorageMeta:
+        """Leave out the path, which is a temporary one."""
+        return StorageMeta(save_id=self.save_id)
+
+
+@final
+class _Files(FileSystem):
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts: dict[str, FileFacts] = {}  # of each file that was written, by its name
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with ChecksummedFile(Path(path)) as file:
+            yield file
+        self.facts[Path(path).name] = file.facts()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.facts[Path(new_path).name] = self.facts.pop(Path(path).name)
+
+
+# Reading
+
+
+def read_shards(directory: Path, index: Metadata, targets: Mapping[str, Tensor]) -> None:
+    """Fill the targets, plain tensors or DTensors, with this process's shards of them. Doesn't communicate.
+
+    Raises CheckpointError if a shard holds something else than tensors.
+    """
+    # Torch's own classes without `dcp.load`, which would unpickle the index, and communicate.
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), index, is_coordinator=True)
+    reader = FileSystemReader(directory / SHARDS)
+    reader.set_up_storage_reader(index, True)
+    try:
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"The checkpoint {directory} was not read: a shard holds something else than tensors, which could run any "
+            "code.\nSave it again from the run that made it."
+        ) from error
+
+
+def read_index(directory: Path, manifest: Manifest) -> Metadata:
+    """Return the index of the shards of a step directory: only tensors, each shard in one of the manifest's files.
+
+    Raises CheckpointError for anything else.
+    """
+    try:
+        index: Metadata = _IndexUnpickler(io.BytesIO((directory / SHARDS_INDEX).read_bytes())).load()
+        if not all(isinstance(each, TensorStorageMetadata) for each in index.state_dict_metadata.values()):
+            raise TypeError("it has entries that are no tensors")
+        for place in index.storage_data.values():
+            if f"{SHARDS}/{place.relative_path}" not in manifest.files:
+                raise ValueError(f"it names the file {place.relative_path}, which isn't one of the checkpoint's")
+        return index
+    except OSError as error:
+        raise CheckpointError(f"{directory / SHARDS_INDEX} can't be read ({error.strerror or error}).") from error
+    # Whatever a damaged or forged pickle may raise: it names classes and gives them arguments.
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoint {directory} was not read: its {SHARDS_INDEX} isn't an index of plain tensors ({error}).\n"
+            "Another program or person may have made it; such a file can run any code if it is unpickled."
+        ) from error
+
+
+def tensors_of(index: Metadata, *, prefix: str = "") -> dict[str, TensorStorageMetadata]:
+    """Return the entries whose names begin with `prefix`."""
+    entries: Any = index.state_dict_metadata  # `read_index` lets only tensors pass
+    return {name: entry for name, entry in entries.items() if name.startswith(prefix)}
+
+
+# What an index consists of, besides torch's dtypes.
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (each.__module__, each.__qualname__): each
+    for each in (
+        Metadata,
+        TensorStorageMetadata,
+        StorageMeta,
+        dcp_metadata.MetadataIndex,
+        dcp_metadata.TensorProperties,
+        dcp_metadata.ChunkStorageMetadata,
+        dcp_metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        torch.serialization._get_layout,
+    )
+}
+
+
+@final
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes objects of _ALLOWED, and never hands out a class itself, so that nothing can be written into it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _maker(_ALLOWED[module, name])
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype):
+            return value
+        raise pickle.UnpicklingError(f"{module}.{name} isn't allowed in it")
+
+
+def _maker(made: Any) -> type:
+    """Return a class made for this one use, whose instances are what `made` makes."""
+
+    def new(_: type, *args: Any) -> Any:
+        # An Enum's member is found by calling it, most are filled by what follows in the pickle.
+        return made(*args) if args else made.__new__(made)
+
+    return type(made.__name__, (), {"__new__": new})
