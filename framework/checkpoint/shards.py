@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from framework.checkpoint.layout import SHARDS, SHARDS_INDEX, FileFacts, Manifest
-from framework.checkpoint.writer import ChecksummedFile
+from framework.checkpoint.layout import SHARDS, SHARDS_INDEX, ChecksummedFile, FileFacts, Manifest
 from framework.distributed.sharded import local_tensor
 from framework.errors import CheckpointError, DiskError, RunError
 

@@ -7,16 +7,14 @@ Nothing here knows of ranks: one process writes; state in, directory out.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import shutil
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.serialization
@@ -28,6 +26,7 @@ from framework.checkpoint.layout import (
     SHARDED_VERSION,
     SHARDS,
     WHOLE_VERSION,
+    ChecksummedFile,
     FileFacts,
     Manifest,
     encode,
@@ -151,37 +150,6 @@ def _discard(path: Path) -> None:
     else:
         # It isn't read any more: if deleting fails, it only takes space, and the next save tries again.
         shutil.rmtree(path, ignore_errors=True)
-
-
-@final
-class ChecksummedFile(io.BufferedWriter):
-    """A new file with the CRC-32 of what is written to it.
-
-    An error of the disk is kept until `facts`, since `torch.save` would raise it as another one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self._size_bytes = 0
-        self._crc32 = 0
-        self._error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data)
-        if self._error is None:
-            try:
-                super().write(view)
-            except OSError as error:
-                self._error = error
-        self._size_bytes += view.nbytes
-        self._crc32 = zlib.crc32(view, self._crc32)
-        return view.nbytes
-
-    def facts(self) -> FileFacts:
-        """Return the file's facts. Raises the first OSError there was in writing."""
-        if self._error is not None:
-            raise self._error
-        return FileFacts(size_bytes=self._size_bytes, crc32=f"{self._crc32:08x}")
 
 
 def _write_file(path: Path, write: Callable[[ChecksummedFile], object]) -> FileFacts:
