@@ -1,8 +1,7 @@
-"""Find the YAML folders and the names of launchers and jobs, without importing any of them."""
+"""Find the YAML folders and the names of launchers, without importing any of them."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -41,18 +40,6 @@ def import_from_working_dir() -> None:
 
 def launcher_names() -> tuple[str, ...]:
     """Return the values of `launcher.name`: `auto` and the modules of `framework.launch` that define `launch`."""
-    return ("auto", *_modules_defining("launch", folder=_PACKAGE / "launch"))
-
-
-def job_names() -> tuple[str, ...]:
-    """Return the values of `job`: the packages of `framework.jobs`, and its modules that define `main`."""
-    packages = (init.parent.name for init in (_PACKAGE / "jobs").glob("*/__init__.py"))
-    return tuple(sorted((*_modules_defining("main", folder=_PACKAGE / "jobs"), *packages)))
-
-
-def _modules_defining(function: str, *, folder: Path) -> tuple[str, ...]:
     # Read, not imported: a module may import torch, which takes seconds.
-    definition = re.compile(rf"^def {function}\(", re.MULTILINE)
-    return tuple(
-        sorted(file.stem for file in folder.glob("[!_]*.py") if definition.search(file.read_text(encoding="utf-8")))
-    )
+    files = sorted((_PACKAGE / "launch").glob("[!_]*.py"))
+    return ("auto", *(file.stem for file in files if "\ndef launch(" in file.read_text(encoding="utf-8")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from framework.config.assets import job_names, launcher_names
+from framework.config.assets import launcher_names
 from framework.config.parse import raise_mistakes
 from framework.config.schema import CUDA_GRAPH_MODES, Config
 from framework.config.suggest import did_you_mean, nearest
@@ -21,7 +21,7 @@ def check(config: Config) -> None:
 
 
 def _names(config: Config) -> Iterator[str]:
-    given = [("job", config.job, job_names()), ("launcher.name", config.launcher.name, launcher_names())]
+    given = [("launcher.name", config.launcher.name, launcher_names())]
     given += [("collectives.backends", name, ("gloo", "nccl")) for name in config.collectives.backends or ()]
     for key, name, allowed in given:
         if name not in allowed:
@@ -116,11 +116,7 @@ def _data(config: Config) -> Iterator[str]:
 
 def _scheduler(config: Config) -> Iterator[str]:
     scheduler = config.scheduler
-    if scheduler.schedule is None:
-        for name in ("monitor", "total_steps"):
-            if (value := getattr(scheduler, name)) is not None:
-                yield f"scheduler.{name}={value} has no effect: there is no scheduler.schedule."
-    elif scheduler.schedule["_target_"].endswith(".ReduceLROnPlateau"):
+    if scheduler.schedule is not None and scheduler.schedule["_target_"].endswith(".ReduceLROnPlateau"):
         if scheduler.monitor is None:
             yield "ReduceLROnPlateau needs a metric to watch. Set scheduler.monitor, to val/loss for instance."
         if scheduler.interval == "step":

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
-from framework.config.assets import job_names
+from framework.config.schema import Job
 from framework.config.suggest import nearest
 from framework.errors import ConfigError
 from framework.system.run_dir import RunDir, write_atomically
@@ -194,7 +194,7 @@ def _hint(given: Path) -> str:
     if place == place.parent:
         return ""
     files = [file for pattern in ("*/overrides.yaml", "*/*/overrides.yaml") for file in place.glob(pattern)]
-    found = [file.parent for file in files if file.parent.parent.name not in job_names()]  # only training runs
+    found = [file.parent for file in files if file.parent.parent.name not in get_args(Job)]  # only training runs
     if not found:
         return ""
     if place == given:

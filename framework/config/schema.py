@@ -37,6 +37,9 @@ def auto(*, at_least: float) -> Any:
     return field(metadata={"auto": True, "bounds": {"at_least": at_least}})
 
 
+Job = Literal["train", "eval", "predict", "export", "plan", "preflight", "parity", "tune", "collectives"]
+"""The modules and packages of `framework.jobs` that define `main`."""
+
 BackendName = Literal["auto", "gloo", "nccl", "mpi"]
 InitMethod = Literal["env", "tcp", "file"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
@@ -227,7 +230,7 @@ class PathConfig:
 @dataclass(frozen=True, kw_only=True)
 class Config:
     recipe: str
-    job: str
+    job: Job
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
     resume: str | None  # the run directory to resume
     init_from: str | None  # a checkpoint to take the weights from

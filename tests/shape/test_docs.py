@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from framework import cli
 from framework.checkpoint.writer import write
-from framework.config.assets import job_names
 from framework.config.parse import known_keys
 from framework.config.saved import save_config
+from framework.config.schema import Job
 from framework.config.targets import check_targets
 from framework.jobs.request import JobResult, Request
 from framework.system.run_dir import create_run_dir
@@ -57,7 +57,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         asked.append(request)
         return JobResult(0)
 
-    for name in job_names():
+    for name in get_args(Job):
         monkeypatch.setattr(importlib.import_module(f"framework.jobs.{name}"), "main", note)
     return asked
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import framework
 import framework.strategies
-from framework.config.assets import job_names
+from framework.config.schema import Job
 from tests.helpers.command import run_framework, run_python
 from tests.helpers.source import modules_in
 
@@ -21,7 +22,7 @@ PARENT_SIDE = sorted(
     for name in modules_in("framework")
     if name == "framework"
     or name.split(".")[1] in ("cli", "config", "errors", "launch", "system", "types", "__main__")
-    or name.removeprefix("framework.jobs.") in (*job_names(), "sweep")
+    or name.removeprefix("framework.jobs.") in (*get_args(Job), "sweep")
 )
 
 STAND_IN = """
