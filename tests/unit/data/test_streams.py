@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
-from framework.config.schema import Config
+from framework.config.schema import Config, Job
 from framework.data.batching import BatchPlan
 from framework.data.stream import first_batch
 from framework.distributed.context import Context
@@ -431,7 +431,7 @@ STREAM, BESIDE = Datasets(Parts([3]), val=samples(4)), Datasets(samples(4), val=
 JOIN = {"stream": "join"}
 
 
-def config(*, job: str = "train", **changes: Any) -> Config:
+def config(*, job: Job = "train", **changes: Any) -> Config:
     whole = parse(raw_config())
     data = {key: value for key, value in changes.items() if hasattr(whole.data, key)}
     trainer = {key: value for key, value in changes.items() if hasattr(whole.trainer, key)}
