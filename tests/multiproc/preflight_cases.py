@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch.distributed as dist
@@ -14,12 +13,10 @@ from framework.strategies import DDP
 
 
 def faulty(*, context: Context) -> DDP:
-    """Rank 1 spoils what it gathers, has a slow way to rank 2 and another torch; rank 2 spoils what it sends."""
+    """Rank 1 spoils what it gathers and has a slow way to rank 2; rank 2 spoils what it sends."""
     if context.rank == 1:
         _replace("all_gather_into_tensor", after=lambda arrived, *_: arrived[-1].add_(1.0))
         _replace("send", before=lambda values, to, *_: time.sleep(0.05) if to == 2 and values.numel() > 3 else None)
-        version = metadata.version
-        setattr(metadata, "version", lambda name: "1.0" if name == "torch" else version(name))  # noqa: B010
     if context.rank == 2:
         _replace("send", before=lambda values, *_: values[-1].add_(0.5) if values.numel() > 3 else None)
         _replace("batch_isend_irecv", before=lambda messages: messages[0].tensor[-1].add_(0.5))

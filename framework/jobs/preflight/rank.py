@@ -57,6 +57,7 @@ _UNSUPPORTED = re.compile(r"not support|unsupported|not implemented", re.IGNOREC
 
 Pair = tuple[int, int]
 Link = dict[str, Any]  # as in preflight.json
+Barrier = tuple[float, float]  # the seconds that this rank spent in it, and the time of day at its end
 
 _ALONE_S, _BEFORE_TRAINING_S = 20.0, 2.0  # defaults of preflight.seconds
 _LINKS_SHARE, _EXCHANGES_SHARE, _MATMUL_SHARE = 0.25, 0.7, 0.05
@@ -104,7 +105,7 @@ def _run_checks(rank: RankSetup, *, seconds: float, timeout_s: float) -> dict[st
         with peers.check("facts"):
             own = facts(rank.config, context, rank.run_dir)
             max_bytes = max(4, int(min(settings.max_bytes, -max_over_ranks(-buffer_limit(context), context))))
-        waits_s, times = time_barriers(peers)
+        barriers = time_barriers(peers)
         if context.world_size > 1:
             links = measure_links(peers, max_bytes=max_bytes, seconds=_LINKS_SHARE * seconds)
             share_s = _EXCHANGES_SHARE * seconds / len(BUS_TURNS)
@@ -112,12 +113,12 @@ def _run_checks(rank: RankSetup, *, seconds: float, timeout_s: float) -> dict[st
         own["matmul"] = measure_matmul(peers, seconds=_MATMUL_SHARE * seconds)
     took_s = max_over_ranks(time.perf_counter() - began, context)
     # Rank 0 alone gets the findings of all: with thousands of ranks, they are large.
-    every = gather_to_first((own, waits_s, times, links, peers.faults), context)
+    every = gather_to_first((own, barriers, links, peers.faults), context)
     result: dict[str, Any] = {}
     if every is not None:
-        ranks, waits, all_times, all_links, faults = zip(*every, strict=True)
-        for each, own_waits_s, clock in zip(ranks, waits, clock_offsets(waits, all_times), strict=True):
-            each |= {"barrier_s": median(own_waits_s), "clock": clock}
+        ranks, all_barriers, all_links, faults = zip(*every, strict=True)
+        for each, timed, clock in zip(ranks, all_barriers, clock_offsets(all_barriers), strict=True):
+            each |= {"barrier_s": median(wait_s for wait_s, _ in timed), "clock": clock}
         within, between = link_rounds(context.topology.nnodes, context.topology.procs_per_node)
         result = {
             "recipe": rank.config.recipe,
@@ -142,20 +143,16 @@ def _run_checks(rank: RankSetup, *, seconds: float, timeout_s: float) -> dict[st
     return result
 
 
-def clock_offsets(waits: Sequence[Sequence[float]], times: Sequence[Sequence[float]]) -> list[dict[str, float]]:
+def clock_offsets(barriers: Sequence[Sequence[Barrier]]) -> list[dict[str, float]]:
     """Return by how many seconds each rank's clock is ahead of rank 0's (ahead_s), and the error of that (error_s).
 
     No rank leaves a barrier before the last one enters it, so two ranks leave it at most the longer of their waits
-    apart. The shortest barrier gives the tightest bound.
-
-    Args:
-        waits: of each rank, how long each barrier took.
-        times: of each rank, the time of day at the end of each barrier.
+    apart. The shortest barrier gives the tightest bound. barriers: those of each rank.
     """
     found = []
-    for own_waits, own_times in zip(waits, times, strict=True):
-        barriers = zip(own_waits, waits[0], own_times, times[0], strict=True)
-        error_s, ahead_s = min((max(own_s, first_s), own - first) for own_s, first_s, own, first in barriers)
+    for own in barriers:
+        pairs = zip(own, barriers[0], strict=True)
+        error_s, ahead_s = min((max(wait_s, first_s), now - first) for (wait_s, now), (first_s, first) in pairs)
         found.append({"ahead_s": ahead_s, "error_s": error_s})
     return found
 
@@ -231,22 +228,17 @@ def sent_values(ranks: Iterable[int], count: int, *, device: torch.device, begin
     return table.roll(-(begin % _PERIOD)).repeat(-(-count // _PERIOD))[:count].to(device)
 
 
-def time_barriers(peers: Peers) -> tuple[list[float], list[float]]:
-    """Return of each barrier the seconds that this rank spent in it, and the time of day at its end.
-
-    Every rank must call it.
-    """
-    waits_s, times = list[float](), list[float]()
+def time_barriers(peers: Peers) -> list[Barrier]:
+    """Time barriers. Every rank must call it."""
+    found = list[Barrier]()
     with peers.check("barrier"):
-        for number in range(1 + NUM_BARRIERS):
+        for _ in range(1 + NUM_BARRIERS):
             peers.context.wait_for_devices()
             began = time.perf_counter()
             barrier(peers.context)
             peers.context.wait_for_devices()
-            if number > 0:  # the first opens connections
-                times.append(time.time())
-                waits_s.append(time.perf_counter() - began)
-    return waits_s, times
+            found.append((time.perf_counter() - began, time.time()))
+    return found[1:]  # the first opens connections
 
 
 # Links between pairs of ranks

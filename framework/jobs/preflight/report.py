@@ -45,7 +45,7 @@ def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any
     """
     ranks = found["ranks"]
     failures = [_failure(each["check"], f"{ranks[each['rank']]['name']}: {each['text']}") for each in found["faults"]]
-    failures += _differences(ranks)
+    failures += _missing_data(ranks)
     for key, where, value in _measured(found):
         limit, (check, unit) = getattr(settings, key), _LIMITS[key]
         allowed = "at most" if key.startswith("max") else "at least"
@@ -68,13 +68,8 @@ def _failure(check: str, text: str, *, value: Any = None, limit: Any = None) -> 
     return {"check": check, "text": text, "value": value, "limit": limit}
 
 
-def _differences(ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Compare the versions of all ranks with rank 0's, and the data root of all nodes."""
-    for name in sorted({name for rank in ranks for name in rank["versions"]}):
-        versions = [rank["versions"].get(name, "none") for rank in ranks]
-        for version in sorted(set(versions) - {versions[0]}):
-            where = ", ".join(str(rank) for rank, own in enumerate(versions) if own == version)
-            yield _failure("versions", f"{name} is {version} on rank {where}, and {versions[0]} on rank 0")
+def _missing_data(ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the nodes that lack data.root, unless all do."""
     roots = [(rank, rank["data_root"]) for rank in _first_of_nodes(ranks) if rank["data_root"] is not None]
     if any(root["state"] != "missing" for _, root in roots):  # missing everywhere, it may yet be downloaded
         for rank, root in roots:

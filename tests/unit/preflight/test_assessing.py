@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("own_state")  # importing rich draws a rand
 
 NODES = (0, 0, 1, 1)
 PAIRS = ((0, 1), (0, 2), (1, 3), (2, 3))
-OLD = {"python": "3.11.2", "torch": "2.10", "framework": "1"}
 
 
 def link(one: int, other: int, *, nodes: tuple[int, ...] = NODES, **changes: Any) -> dict[str, Any]:
@@ -91,7 +90,6 @@ def test_without_a_fault_and_within_all_limits_it_passes(keys: dict[str, Any]) -
             "all_gather",
             ["rank 2 (host2): wrong"],
         ),
-        (with_ranks({"versions": OLD}, 1, 3), {}, "versions", ["torch is 2.10 on rank 1, 3, and 2.15 on rank 0"]),
         (
             with_ranks({"clock": {"ahead_s": -3.5, "error_s": 0.1}}, 3),
             {"max_clock_offset": 2},

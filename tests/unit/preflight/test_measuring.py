@@ -30,13 +30,12 @@ CPU = torch.device("cpu")
 
 def test_the_clock_offset_is_that_of_the_shortest_barrier() -> None:
     """The other clock is 5 s ahead; in the second barrier one rank was held up for 0.4 s after it."""
-    waits, times = [[0.2, 0.5], [0.1, 0.1]], [[100.0, 200.4], [105.1, 205.0]]
-    first, second = clock_offsets(waits, times)
+    first, second = clock_offsets([[(0.2, 100.0), (0.5, 200.4)], [(0.1, 105.1), (0.1, 205.0)]])
     assert first["ahead_s"] == 0.0
     assert (second["ahead_s"], second["error_s"]) == pytest.approx((5.1, 0.2))
 
 
-def measure_nodes(context: Context) -> tuple[list[list[int]], list[str], list[float], list[float]]:
+def measure_nodes(context: Context) -> tuple[list[list[int]], list[str], list[tuple[float, float]]]:
     """Measure as if each rank were a node whose clock is 5 s ahead of the one before."""
     world_size, rank, real = context.world_size, context.rank, time.time
     node = Context(Topology(world_size, 1, 0, 1), rank, 0, rank, context.devices, context.backend)
@@ -45,22 +44,17 @@ def measure_nodes(context: Context) -> tuple[list[list[int]], list[str], list[fl
         return real() + 5.0 * rank
 
     with mock.patch("time.time", ahead), connect_peers(node, timeout_s=60.0) as peers:
-        waits_s, times = time_barriers(peers)
+        barriers = time_barriers(peers)
         links = measure_links(peers, max_bytes=1024, seconds=0.1)
-    return (
-        [link["ranks"] for link in links],
-        [fault["text"] for fault in peers.faults],
-        waits_s,
-        times,
-    )
+    return [link["ranks"] for link in links], [fault["text"] for fault in peers.faults], barriers
 
 
 @pytest.mark.multiproc
 def test_every_link_is_measured_and_every_clock_compared_with_the_first(rank_pool: RankPool) -> None:
-    links, faults, waits, times = zip(*rank_pool.run(measure_nodes, ranks=4), strict=True)
+    links, faults, barriers = zip(*rank_pool.run(measure_nodes, ranks=4), strict=True)
     assert sorted(chain(*links)) == [list(each) for each in combinations(range(4), 2)]
     assert not any(faults)
-    for rank, clock in enumerate(clock_offsets(waits, times)):
+    for rank, clock in enumerate(clock_offsets(barriers)):
         assert abs(clock["ahead_s"] - 5.0 * rank) <= clock["error_s"] + 0.001
 
 
