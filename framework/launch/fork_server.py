@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import pkgutil
 import select
@@ -25,7 +24,6 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-from framework import errors
 from framework.errors import FrameworkError, LaunchError, RunError
 from framework.launch.child import Child, Message, run_child
 from framework.system.hardware import openmp_environment
@@ -164,7 +162,7 @@ def call_in_child(
     timeout_s: float,
     purpose: str = "look into the model",
 ) -> dict[str, Any]:
-    """Call `entry` ("module:function") as `entry(arguments)` in a forked child; return its result, as JSON has it.
+    """Call `entry` ("module:function") as `entry(arguments)` in a forked child; return its result, plain values.
 
     Args:
         fork_server: the server to fork from; a new one is started if it is None or has ended.
@@ -186,16 +184,15 @@ def call_in_child(
                     f"The process that was to {purpose} gave no answer within backend.init_timeout={timeout_s:g} s. "
                     "Building the model or the data may be slow here; raise it."
                 )
-            answer = json.loads(connection.recv_bytes())
+            answer: dict[str, Any] | FrameworkError = connection.recv()
         except EOFError:
             raise RunError(f"The process that was to {purpose} ended without an answer; its error is above.") from None
         finally:
             server.kill(child.key)
             server.wait_for_exit(child.key, timeout_s=_KILL_TIMEOUT_S)
-    if "raised" in answer:
-        raise getattr(errors, answer["raised"], RunError)(answer["text"])
-    result: dict[str, Any] = answer["result"]
-    return result
+    if isinstance(answer, FrameworkError):
+        raise answer
+    return answer
 
 
 def send_result(arguments: Mapping[str, Any], fd: int) -> int:
@@ -203,13 +200,14 @@ def send_result(arguments: Mapping[str, Any], fd: int) -> int:
     os.dup2(2, 1)  # what the user's code prints: the parent's own output has only the result
     module, _, name = arguments["entry"].partition(":")
     function: Callable[[Mapping[str, Any]], dict[str, Any]] = getattr(importlib.import_module(module), name)
+    answer: dict[str, Any] | FrameworkError
     try:
-        answer: dict[str, Any] = {"result": function(arguments["arguments"])}
+        answer = function(arguments["arguments"])
     except FrameworkError as error:
-        answer = {"raised": type(error).__name__, "text": str(error)}
+        answer = error
     sys.stdout.flush()  # the parent kills this process once it has the answer
     with Connection(fd) as connection:
-        connection.send_bytes(json.dumps(answer).encode())
+        connection.send(answer)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Find the network interface that leads to other nodes. By default gloo resolves the host name, often to loopback."""
+"""Find the network interface for gloo, which by default takes that of the host name, whatever it leads to."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import socket
 
 import psutil
 
+from framework.launch.environment import LOOPBACK
+
 _LOOPBACK = ("127.", "localhost")
 _ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): only the route is looked up
 
 
 def network_environment(host: str, *, nnodes: int) -> dict[str, str]:
-    """Return GLOO_SOCKET_IFNAME for ranks of several nodes that meet at `host`, unless the user has set it.
+    """Return GLOO_SOCKET_IFNAME for ranks that meet at `host`, unless the user has set it: loopback on one node.
 
-    Debian gives a machine's own name the address 127.0.1.1, so other nodes would connect to themselves. Empty on one
-    node, and if the interface isn't found: IPv6 only, or a system other than Linux.
+    Debian gives a machine's own name the address 127.0.1.1, so other nodes would connect to themselves. Empty if the
+    interface isn't found: IPv6 only, or a system other than Linux.
     """
-    if nnodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
+    host = LOOPBACK if nnodes == 1 else host
     try:
         address = _own_address(host)
         if address.startswith(_LOOPBACK) and not host.startswith(_LOOPBACK):

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import count
@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
 
+from framework.config.schema import InitMethod
 from framework.errors import EXIT_STOPPED, LaunchError
 from framework.launch.child import Child, Message
 from framework.launch.environment import LOOPBACK
@@ -57,18 +58,18 @@ def launch(plan: LaunchPlan) -> Outcome:
     Raises LaunchError if processes can't be started or are lost, KeyboardInterrupt if the run is ended at once: on
     Ctrl-C or another of `STOP_SIGNALS` if nothing would be saved, otherwise on a second Ctrl-C. No rank is left then.
     """
-    with node_run(plan, fork_server=plan.fork_server) as run:
+    with node_run(plan, fork_server=plan.fork_server, init_method=plan.init_method) as run:
         numbers = count()
         return run.run(plan, next_attempt=lambda _: next(numbers))
 
 
 @contextmanager
-def node_run(setup: NodeSetup, *, fork_server: ForkServer | None) -> Iterator[NodeRun]:
+def node_run(setup: NodeSetup, *, fork_server: ForkServer | None, init_method: InitMethod = "env") -> Iterator[NodeRun]:
     """Yield this node's part of a run, with nothing started yet; no process of it is left afterwards."""
     with (
         catching_signals() as signals,
         running_fork_server(fork_server) as server,
-        TemporaryDirectory(prefix="framework_") as folder,
+        TemporaryDirectory(prefix="framework_") if init_method == "file" else nullcontext("") as folder,
     ):
         run = NodeRun(setup, server, folder=Path(folder), signals=signals)
         try:

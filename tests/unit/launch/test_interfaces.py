@@ -8,7 +8,7 @@ from framework.launch.interfaces import network_environment
 @pytest.mark.parametrize(
     ("host", "nnodes", "set_by_user", "expected"),
     [
-        ("192.0.2.77", 1, None, {}),
+        ("192.0.2.77", 1, None, {"GLOO_SOCKET_IFNAME": "lo"}),
         ("127.0.0.1", 2, None, {"GLOO_SOCKET_IFNAME": "lo"}),
         ("localhost", 2, None, {"GLOO_SOCKET_IFNAME": "lo"}),
         ("127.0.0.1", 2, "ib0", {}),
