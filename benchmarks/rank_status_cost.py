@@ -24,7 +24,7 @@ from framework.monitoring.rank_status import Phase, RankStatus
 
 CALLS = 1_000_000
 REPEATS = 7
-MARKS_PER_STEP = {"set_phase": 6, "finish_step": 1, "asked_to_stop": 1}
+MARKS_PER_STEP = {"set_phase": 6, "finish_step": 1, "stop_signal": 1}
 """Of an optimizer step with one micro-batch, as `Trainer.fit` and `train_step` make them."""
 
 
@@ -33,7 +33,7 @@ class Silent:
     """A rank status that says nothing."""
 
     set_phase = finish_step = set_stoppable = staticmethod(id)
-    asked_to_stop = 0
+    stop_signal = 0
 
     def close(self) -> None:
         """There is nothing to give back."""
@@ -65,11 +65,11 @@ def main(runs: int) -> None:
     costs = {
         "set_phase": call_ns("rank_status.set_phase(Phase.DATA)", rank_status=rank_status, Phase=Phase),
         "finish_step": call_ns("rank_status.finish_step(1234)", rank_status=rank_status),
-        "asked_to_stop": call_ns("rank_status.asked_to_stop", rank_status=rank_status),
+        "stop_signal": call_ns("rank_status.stop_signal", rank_status=rank_status),
     }
     rank_status.close()
     total = sum(costs[name] * number for name, number in MARKS_PER_STEP.items())
-    print("| `set_phase` | `finish_step` | `asked_to_stop` | all of a step |")
+    print("| `set_phase` | `finish_step` | `stop_signal` | all of a step |")
     print("|---|---|---|---|")
     print("| " + " | ".join(f"{cost:.0f} ns" for cost in [*costs.values(), total]) + " |")
     pairs = [(step_us(RankStatus), step_us(Silent)) for _ in range(runs)]

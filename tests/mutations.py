@@ -106,8 +106,8 @@ LAUNCH = [
         name="wrong-requests-are-restarted",
         caught_by="tests/multiproc/test_elastic.py::test_a_wrong_request_is_not_tried_again",
         file="framework/launch/local.py",
-        old="        if (failure is not None and failure.first.is_final) or self._monitor.asked_to_stop:\n",
-        new="        if self._monitor.asked_to_stop:\n",
+        old="        if (failure is not None and failure.first.is_final) or self._monitor.stop_signal:\n",
+        new="        if self._monitor.stop_signal:\n",
         what="With launcher.max_restarts a configuration error, which fails the same each time, uses up all restarts.",
     ),
     Mutation(

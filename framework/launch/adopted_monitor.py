@@ -125,8 +125,8 @@ class AdoptedMonitor:
         if self._acts_for_node():
             if exchange is not None:
                 exchange.step()
-            elif (requested := monitor.requested_stop()) and not monitor.asked_to_stop:
-                monitor.ask_to_stop(requested)
+            elif (requested := monitor.received_signal()) and not monitor.stop_signal:
+                monitor.set_stop_signal(requested)
         for event in monitor.check(elsewhere=None if exchange is None else exchange.progress_elsewhere):
             if event["event"] == "hung":
                 self._hung = True

@@ -150,7 +150,7 @@ class NodeRun:
             self._end_ranks()
 
     def _may_restart(self, failure: FailureReport | None = None) -> bool:
-        if (failure is not None and failure.first.is_final) or self._monitor.asked_to_stop:
+        if (failure is not None and failure.first.is_final) or self._monitor.stop_signal:
             return False
         return self._number < self.setup.max_restarts
 
@@ -263,8 +263,8 @@ class NodeRun:
             exchange.step()
             if exchange.alarm is not None:
                 self._on_alarm(exchange.alarm)
-        elif (signal_number := monitor.requested_stop()) and not monitor.asked_to_stop:
-            monitor.ask_to_stop(signal_number)
+        elif (signal_number := monitor.received_signal()) and not monitor.stop_signal:
+            monitor.set_stop_signal(signal_number)
         for event in monitor.check(elsewhere=None if exchange is None else exchange.progress_elsewhere):
             if event["event"] == "hung":
                 self._trouble = self._trouble or f"the ranks have waited for {event['seconds']:.0f} s"
@@ -305,17 +305,17 @@ class NodeRun:
                 if number == signal.SIGINT:
                     raise KeyboardInterrupt
                 continue  # schedulers send theirs more than once
-            if not self._running or not self._ask_to_stop(number):
+            if not self._running or not self._request_stop(number):
                 raise KeyboardInterrupt
             self._stop_signal = number
             self.print(f"{shown_signal(number)}: saving after a coming step, then stopping. Ctrl-C again ends at once.")
 
-    def _ask_to_stop(self, signal_number: int) -> bool:
+    def _request_stop(self, signal_number: int) -> bool:
         """Ask all ranks to stop together; return False if that would save nothing."""
         if not self._monitor.is_stoppable():
             return False
         if self._exchange is None:
-            self._monitor.ask_to_stop(signal_number)
+            self._monitor.set_stop_signal(signal_number)
             return True
         try:
             self._exchange.request_stop(signal_number)

@@ -1,6 +1,6 @@
 """Stopping on request: every rank after the same optimizer step, agreed on without a collective and without waiting.
 
-A signal to any process of the run ends up as a number in the status of every rank (`RankStatus.asked_to_stop`): the
+A signal to any process of the run ends up as a number in the status of every rank (`RankStatus.stop_signal`): the
 monitor writes it there, or the rank's own handler if no launcher monitors the rank. Needs no torch.
 """
 
@@ -51,12 +51,12 @@ class StopRequest:
     @property
     def pending(self) -> bool:
         """True if this rank knows of a request. Costs one read of memory."""
-        return self._rank_status.asked_to_stop != 0
+        return self._rank_status.stop_signal != 0
 
     @property
     def signal_name(self) -> str:
         """The signal that requested it: `SIGTERM`, or `Ctrl-C`."""
-        return shown_signal(self._rank_status.asked_to_stop)
+        return shown_signal(self._rank_status.stop_signal)
 
     def due(self, step: int, *, steps_ahead: int = STEPS_TO_STOP) -> bool:
         """Return True if all ranks stop now, after `step` optimizer steps. A single rank stops at once.
@@ -95,8 +95,8 @@ def stoppable(link: MonitorLink) -> Iterator[None]:
     def request(number: int, _frame: FrameType | None) -> None:
         if is_watched:
             rank_status.request_stop(number)
-        elif not rank_status.asked_to_stop:
-            rank_status.ask_to_stop(number)
+        elif not rank_status.stop_signal:
+            rank_status.set_stop_signal(number)
             text = f"{shown_signal(number)}: saving after this step, then stopping. Ctrl-C ends at once.\n"
             os.write(2, text.encode())  # a handler must not print: it may have interrupted a print
 

@@ -133,12 +133,12 @@ class NodeExchange:
             {"counter": self._counter, "collectives": furthest.collectives, "still_s": furthest.still_s},
         )
         self.progress_elsewhere = _max_progress(self._progress.values())
-        requested = self._monitor.requested_stop()
+        requested = self._monitor.received_signal()
         if requested:
             self._store.request_stop(requested)
         stop_signal = self._store.get("stop/signal")
-        if stop_signal and not self._monitor.asked_to_stop:
-            self._monitor.ask_to_stop(stop_signal)
+        if stop_signal and not self._monitor.stop_signal:
+            self._monitor.set_stop_signal(stop_signal)
         self.alarm = self._store.get("alarm")
 
     def _hear(self, node: int) -> None:

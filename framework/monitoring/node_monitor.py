@@ -180,7 +180,7 @@ class NodeMonitor:
         self._ranks: dict[int, _Rank] = {}
         self._late: list[dict[str, Any]] = []  # each time that a rank was late, as in the report
         self._late_now: dict[int, tuple[float, dict[str, Any]]] = {}  # rank → since when, and the entry above
-        self.asked_to_stop = 0  # by this signal, all ranks together
+        self.stop_signal = 0  # for which all ranks are to stop together; 0 for none
 
     def add(self, info: RankInfo, status: RankStatus) -> None:
         log = Path(info.log)
@@ -211,15 +211,15 @@ class NodeMonitor:
         """Return True if every rank here would stop at the end of a step."""
         return bool(self._ranks) and all(rank.status.read().is_stoppable for rank in self._ranks.values())
 
-    def requested_stop(self) -> int:
+    def received_signal(self) -> int:
         """Return the signal by which a rank here was asked to stop, 0 for none."""
-        return next((number for rank in self._ranks.values() if (number := rank.status.read().requested_stop)), 0)
+        return next((number for rank in self._ranks.values() if (number := rank.status.read().received_signal)), 0)
 
-    def ask_to_stop(self, signal_number: int) -> None:
+    def set_stop_signal(self, signal_number: int) -> None:
         """Tell the ranks here that all ranks are to stop."""
-        self.asked_to_stop = signal_number
+        self.stop_signal = signal_number
         for rank in self._ranks.values():
-            rank.status.ask_to_stop(signal_number)
+            rank.status.set_stop_signal(signal_number)
 
     def read(self, rank: int) -> StatusPage:
         return self._ranks[rank].status.read()

@@ -69,8 +69,8 @@ class StatusPage(ctypes.Structure):
         ("phase", ctypes.c_int64),
         ("step", ctypes.c_int64),  # optimizer steps done; 0 until this process has done one
         ("collectives", ctypes.c_int64),  # begun so far, 0 before there is a process group; fewer if it is behind
-        ("requested_stop", ctypes.c_int64),  # the signal by which this rank was asked to stop, 0 for none
-        ("asked_to_stop", ctypes.c_int64),  # the signal for which all ranks are to stop together, 0 for none
+        ("received_signal", ctypes.c_int64),  # the signal that this rank received, 0 for none
+        ("stop_signal", ctypes.c_int64),  # the signal for which all ranks are to stop together, 0 for none
         ("is_stoppable", ctypes.c_int64),  # it would stop at the end of a step
         ("pid", ctypes.c_int64),  # 0 before the process has started
         ("is_done", ctypes.c_int64),  # its work is done, it only has to leave
@@ -131,17 +131,17 @@ class RankStatus:
         self._page.is_stoppable = stoppable
 
     def request_stop(self, signal_number: int) -> None:
-        """Ask the monitor to stop all ranks together. Safe in a signal handler."""
-        self._page.requested_stop = signal_number
+        """Pass on the signal that this rank received: all ranks are to stop. Safe in a signal handler."""
+        self._page.received_signal = signal_number
 
-    def ask_to_stop(self, signal_number: int) -> None:
+    def set_stop_signal(self, signal_number: int) -> None:
         """Tell the rank that all ranks are to stop, and by which signal: by the monitor, or by a rank without one."""
-        self._page.asked_to_stop = signal_number
+        self._page.stop_signal = signal_number
 
     @property
-    def asked_to_stop(self) -> int:
+    def stop_signal(self) -> int:
         """The signal for which all ranks are to stop together, 0 for none."""
-        number: int = self._page.asked_to_stop
+        number: int = self._page.stop_signal
         return number
 
     def mark_done(self) -> None:

@@ -77,7 +77,7 @@ class Marks:
 
     def __init__(self) -> None:
         self.seen: list[str | int] = []
-        self.asked_to_stop = 0
+        self.stop_signal = 0
 
     def set_phase(self, phase: Phase) -> None:
         self.seen.append(phase.label)

@@ -47,7 +47,7 @@ class AskAt:
 
     def on_train_step_end(self, report: StepReport) -> None:
         if report.step == self.step:
-            self.marks.asked_to_stop = signal.SIGTERM
+            self.marks.stop_signal = signal.SIGTERM
 
 
 # One rank

@@ -68,18 +68,18 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def test_what_a_rank_says_is_read(rank_status: RankStatus, reader: RankStatus) -> None:
     status = reader.read()
-    assert (status.phase, status.step, status.collectives, status.requested_stop) == (Phase.STARTING, 0, 0, 0)
+    assert (status.phase, status.step, status.collectives, status.received_signal) == (Phase.STARTING, 0, 0, 0)
     assert (status.pid, status.is_done, reader.failure(), reader.stacks()) == (0, False, None, "")
     rank_status.set_phase(Phase.BACKWARD)
     rank_status.finish_step(12)
     rank_status.beat(34)
     rank_status.set_stoppable(True)
     rank_status.request_stop(signal.SIGTERM)
-    reader.ask_to_stop(signal.SIGUSR1)
+    reader.set_stop_signal(signal.SIGUSR1)
     rank_status.mark_done()
     status = reader.read()
     assert (Phase(status.phase).label, status.step, status.collectives) == ("backward", 12, 34)
-    assert (status.is_stoppable, status.requested_stop, rank_status.asked_to_stop) == (
+    assert (status.is_stoppable, status.received_signal, rank_status.stop_signal) == (
         True,
         signal.SIGTERM,
         signal.SIGUSR1,

@@ -36,7 +36,7 @@ class FakeRunStore:
 
 
 class FakeRankStatus:
-    asked_to_stop = 0
+    stop_signal = 0
 
 
 @dataclass
@@ -55,7 +55,7 @@ class SimulatedRank:
     def begin(self, *, last_step: int) -> None:
         """What lies between two steps, then the next step up to where it needs the others."""
         if self.done >= self.sees_at:
-            self.rank_status.asked_to_stop = signal.SIGUSR1
+            self.rank_status.stop_signal = signal.SIGUSR1
         if self.done == last_step:
             self.ended = True
         elif self.done > 0 and self.request.pending and self.request.due(self.done, **self._meeting()):
