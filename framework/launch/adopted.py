@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from signal import SIGTERM
 from typing import TextIO
 
 from framework.config.assets import import_from_working_dir
@@ -22,7 +23,7 @@ from framework.config.parse import seconds_of
 from framework.config.schema import Config
 from framework.config.topology import Topology, resolve_topology
 from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ConfigError, FrameworkError, TopologyError
-from framework.launch.adopted_monitor import AdoptedMonitor, signal_socket
+from framework.launch.adopted_monitor import AdoptedMonitor
 from framework.launch.child import log_to
 from framework.launch.environment import ClusterEnvironment, typed_value
 from framework.launch.handshake import WAIT_S, AdoptedRanks, RunSpec, make_visible
@@ -36,6 +37,7 @@ from framework.system.formatting import format_count
 from framework.system.hardware import openmp_environment
 from framework.system.parent_death import die_with_parent
 from framework.system.run_dir import RunDir
+from framework.system.signals import catching_signals
 
 _MARGIN_S = 10.0  # beyond rank 0's own time-out, so that rank 0 is the first to print what is wrong
 
@@ -194,7 +196,7 @@ def _run(cluster: ClusterEnvironment, spec: RunSpec, *, terminal: TextIO) -> Out
     )
     rank = RankArguments(spec.run_dir, topology, rank=cluster.rank, rendezvous="env://", attempt=attempt)
     open_store = partial(open_run_store, attempt)
-    with closing(RankStatus()) as rank_status, heartbeat(rank_status), signal_socket() as signals:
+    with closing(RankStatus()) as rank_status, heartbeat(rank_status), catching_signals([SIGTERM]) as signals:
         monitor = AdoptedMonitor(
             rank, rank_status, store=open_store(), limits=spec.limits, terminal=terminal, signals=signals
         )

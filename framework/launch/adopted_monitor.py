@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -26,6 +24,7 @@ from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
 from framework.system.run_dir import RunDir
+from framework.system.signals import Signals
 
 _LOOK_EVERY_S = 0.25
 _SETTLE_S = 0.5  # after a first failure, so that the report has ranks that failed with it
@@ -46,7 +45,7 @@ class AdoptedMonitor:
         store: RunStore,
         limits: Limits,
         terminal: TextIO,
-        signals: socket.socket,
+        signals: Signals,
     ) -> None:
         self._arguments = arguments
         self._topology = topology = arguments.topology
@@ -217,9 +216,8 @@ class AdoptedMonitor:
 
     def _is_terminated(self) -> bool:
         """Return True if SIGTERM came and the training loop doesn't handle it as a stop request."""
-        with suppress(OSError):  # BlockingIOError: none came
-            if signal.SIGTERM in self._signals.recv(64) and self._sigterm_s is None:
-                self._sigterm_s = time.monotonic()
+        if self._signals.take() and self._sigterm_s is None:
+            self._sigterm_s = time.monotonic()
         if self._sigterm_s is not None and self._monitor.is_stoppable():
             self._sigterm_s = None
         return self._sigterm_s is not None and time.monotonic() - self._sigterm_s > _TERMINATED_S
@@ -227,23 +225,3 @@ class AdoptedMonitor:
     def _say(self, text: str) -> None:
         with suppress(OSError, ValueError):  # the terminal is gone
             print(text, file=self._terminal, flush=True)
-
-
-@contextmanager
-def signal_socket() -> Iterator[socket.socket]:
-    """Yield a socket from which the signals can be read that come, SIGTERM too.
-
-    Python's handlers don't run while the main thread waits in C++, but the wakeup descriptor is written.
-    """
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    try:
-        yield ours
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGTERM, before)
-        theirs.close()
-        ours.close()

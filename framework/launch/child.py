@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import importlib
 import io
 import logging
 import os
+import pkgutil
 import secrets
 import sys
 import threading
@@ -44,8 +44,7 @@ def run_child(message: Message, *, fds: Sequence[int], parent_pid: int) -> NoRet
         _enter_environment(message)
         if child.log is not None:
             log_to(child.log, terminal=child.terminal)
-        module, _, name = child.entry.partition(":")
-        status = getattr(importlib.import_module(module), name)(child.arguments, *fds)
+        status = pkgutil.resolve_name(child.entry)(child.arguments, *fds)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)

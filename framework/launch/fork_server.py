@@ -8,7 +8,6 @@ time, not the parent's present one.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import pkgutil
 import select
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
@@ -198,11 +197,9 @@ def call_in_child(
 def send_result(arguments: Mapping[str, Any], fd: int) -> int:
     """Call the function in the child; send its result, or the FrameworkError it raises, through the connection `fd`."""
     os.dup2(2, 1)  # what the user's code prints: the parent's own output has only the result
-    module, _, name = arguments["entry"].partition(":")
-    function: Callable[[Mapping[str, Any]], dict[str, Any]] = getattr(importlib.import_module(module), name)
     answer: dict[str, Any] | FrameworkError
     try:
-        answer = function(arguments["arguments"])
+        answer = pkgutil.resolve_name(arguments["entry"])(arguments["arguments"])
     except FrameworkError as error:
         answer = error
     sys.stdout.flush()  # the parent kills this process once it has the answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 import traceback
 from bdb import BdbQuit
@@ -21,12 +21,11 @@ def launch(plan: LaunchPlan) -> Outcome:
     debugger becomes KeyboardInterrupt; a RequestError after the first step is printed here, so that the run directory
     is kept.
     """
-    module, _, name = plan.entry.partition(":")
     arguments = RankArguments(str(plan.run_dir.path), plan.topology, rank=0, rendezvous=None)
     rank_status = RankStatus()
     try:
         with interrupting():
-            status = getattr(importlib.import_module(module), name)(arguments, MonitorLink(rank_status))
+            status = pkgutil.resolve_name(plan.entry)(arguments, MonitorLink(rank_status))
     except BdbQuit:
         raise KeyboardInterrupt from None
     except RequestError as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import faulthandler
-import importlib
 import os
+import pkgutil
 import re
 import socket
 import sys
@@ -62,12 +62,11 @@ def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd
     Whatever the entry raises, SystemExit too, is this rank's failure. The rank is marked as done only here, so leaving
     early with status 0 is a failure, too.
     """
-    module, _, name = entry.partition(":")
     pid = os.getpid()
     try:
         if listener_fd is not None:
             _HOSTED.append(host_store(socket.socket(fileno=listener_fd)))
-        status = getattr(importlib.import_module(module), name)(rank, link)
+        status = pkgutil.resolve_name(entry)(rank, link)
     except BaseException as error:
         if os.getpid() != pid:  # a process that the user's code forked: its end isn't the rank's
             raise

@@ -6,7 +6,6 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import final
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -15,11 +14,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @final
 class Signals:
-    """Signals that have arrived and weren't taken yet. `select` sees when there are any."""
+    """Signals that have arrived and weren't taken yet. `select` sees when there are any.
 
-    def __init__(self, end: socket.socket) -> None:
+    Any thread may take them, also while the main thread waits in C++ and Python's handlers don't run.
+    """
+
+    def __init__(self, end: socket.socket, wanted: Sequence[int]) -> None:
         self._end = end
-        self._arrived: list[int] = []
+        self._wanted = wanted
 
     def fileno(self) -> int:
         return self._end.fileno()
@@ -27,13 +29,8 @@ class Signals:
     def take(self) -> list[int]:
         """Return the signals that have arrived, the oldest first."""
         with suppress(BlockingIOError):
-            self._end.recv(4096)
-        arrived, self._arrived = self._arrived, []  # after reading: a signal that arrives meanwhile is kept
-        return arrived
-
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        """The handler."""
-        self._arrived.append(number)
+            return [number for number in self._end.recv(4096) if number in self._wanted]
+        return []
 
 
 @contextmanager
@@ -45,12 +42,11 @@ def catching_signals(wanted: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterato
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
-    signals = Signals(ours)
     numbers = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.signal(number, signals.note) for number in numbers}
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
-        yield signals
+        yield Signals(ours, numbers)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
