@@ -45,26 +45,23 @@ _MARGIN_S = 10.0  # beyond rank 0's own time-out, so that rank 0 is the first to
 def run_adopted(
     cluster: ClusterEnvironment, arguments: Sequence[str], *, command: Callable[[AdoptedRanks], int]
 ) -> int:
-    """Run this process's rank; return the exit status.
-
-    Args:
-        command: the command itself, which rank 0 runs.
-    """
+    """Run this process's rank; return the exit status. command: the command itself, which rank 0 runs."""
     if cluster.starter == "torchrun":
         die_with_parent(os.getppid())  # an agent that is killed leaves its ranks behind, and they would go on training
     for name, value in openmp_environment(alone=False).items():  # before torch is imported
         os.environ.setdefault(name, value)
-    if cluster.rank > 0:
-        return _follow(cluster, arguments)
     ranks = AdoptedRanks(cluster, arguments)
     status = EXIT_RUN_FAILED
     try:
-        if cluster.attempt > 0:
+        if cluster.rank == 0:
             ranks.resume_previous_attempt()
-        status = command(ranks)
-    except FrameworkError as error:  # of the store; the command prints its own errors
+            status = command(ranks)
+        else:
+            status = _follow(ranks)
+    except FrameworkError as error:  # the command prints its own errors, so on rank 0 it is one of the store
         status = error.exit_status
-        print(error, file=sys.stderr, flush=True)
+        if cluster.rank == 0 or cluster.prints_for_node:
+            print(error, file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED
         raise
@@ -139,32 +136,20 @@ def _check_config(config: Config, cluster: ClusterEnvironment) -> None:
 # The other ranks
 
 
-def _follow(cluster: ClusterEnvironment, arguments: Sequence[str]) -> int:
-    """Run what rank 0 sends. Earlier errors are printed by one rank of each node."""
-    silence_compiled_code()  # torch's clients print a C++ stack if rank 0 ends; what it means is printed below
-    handshake = AdoptedRanks(cluster, arguments).handshake
-    typed = typed_value(arguments, "backend.init_timeout")  # as nothing is composed yet
+def _follow(ranks: AdoptedRanks) -> int:
+    """Run what rank 0 sends."""
+    silence_compiled_code()  # torch's clients print a C++ stack if rank 0 ends; what it means is in our own error
+    typed = typed_value(ranks.arguments, "backend.init_timeout")  # as nothing is composed yet
     limit_s = (seconds_of(typed) if typed else None) or WAIT_S
-    status = EXIT_RUN_FAILED
-    try:
-        handshake.open(timeout_s=limit_s)
-        answer = handshake.follow(timeout_s=limit_s + _MARGIN_S)
-        status = answer if isinstance(answer, int) else _run_spec(cluster, answer)
-    except FrameworkError as error:
-        status = error.exit_status
-        if cluster.prints_for_node:
-            print(error, file=sys.stderr, flush=True)
-    finally:
-        handshake.close(status)
-    return status
-
-
-def _run_spec(cluster: ClusterEnvironment, spec: RunSpec) -> int:
+    ranks.handshake.open(timeout_s=limit_s)
+    spec = ranks.handshake.follow(timeout_s=limit_s + _MARGIN_S)
+    if isinstance(spec, int):
+        return spec
     run_dir = RunDir(Path(spec.run_dir))
     make_visible(run_dir, spec)
     import_from_working_dir()
-    with _logged(run_dir, rank=cluster.rank, terminal=False) as terminal:
-        return _run(cluster, spec, terminal=terminal).status
+    with _logged(run_dir, rank=ranks.cluster.rank, terminal=False) as terminal:
+        return _run(ranks.cluster, spec, terminal=terminal).status
 
 
 # Every rank
