@@ -51,9 +51,8 @@ def joined_nodes(
     own["processes on a node"] = processes
     with node_run(setup, fork_server=fork_server) as run:
         node = ElasticNode(run, own)
-        node.open()
         try:
-            node.gather()
+            node.join()
             yield node
         except FrameworkError as error:
             node.status = error.exit_status
@@ -85,18 +84,13 @@ class ElasticNode:
         self.status = EXIT_RUN_FAILED
         self.spec: RunSpec | None = None
 
-    def open(self) -> None:
-        """Host the store, or wait for node 0 to do so; see `joined_nodes`."""
-        setup = self._setup
+    def join(self) -> None:
+        """Wait for all nodes; see `joined_nodes`."""
+        setup, handshake, limit_s = self._setup, self._handshake, self._setup.limits.init_timeout_s
         others = f"{setup.topology.nnodes - 1} more of {setup.topology.nnodes} nodes" if setup.node == 0 else "node 0"
         self._run.print(f"Waiting for {others} at {self._named}")
-        limit_s = setup.limits.init_timeout_s
-        self._run.store = self._wait(lambda: self._handshake.open(timeout_s=limit_s), timeout_s=limit_s)
-
-    def gather(self) -> None:
-        """Wait for all nodes; see `joined_nodes`."""
-        handshake, limit_s = self._handshake, self._setup.limits.init_timeout_s
-        if self._setup.node == 0:
+        self._run.store = self._wait(lambda: handshake.open(timeout_s=limit_s), timeout_s=limit_s)
+        if setup.node == 0:
             self._wait(lambda: handshake.compare(timeout_s=limit_s), timeout_s=limit_s)
             return
         # Node 0 waits for all nodes for the time-out, which may begin after this node has come.
