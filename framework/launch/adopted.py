@@ -24,13 +24,12 @@ from framework.config.schema import Config
 from framework.config.topology import Topology, resolve_topology
 from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ConfigError, FrameworkError, TopologyError
 from framework.launch.adopted_monitor import AdoptedMonitor
-from framework.launch.child import log_to
+from framework.launch.child import log_to, silence_compiled_code
 from framework.launch.environment import ClusterEnvironment, typed_value
 from framework.launch.handshake import WAIT_S, AdoptedRanks, RunSpec, make_visible
 from framework.launch.interfaces import network_environment
 from framework.launch.plan import LaunchPlan, MonitorLink, Outcome, RankArguments, rank_environment
 from framework.launch.store import open_run_store
-from framework.launch.torch_logs import silence_compiled_code
 from framework.launch.worker import run_entry
 from framework.monitoring.rank_status import RankStatus, heartbeat
 from framework.system.formatting import format_count

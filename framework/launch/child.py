@@ -1,4 +1,4 @@
-"""A child of the fork server: what it does before and after the function that it runs: environment, output, exit."""
+"""A child of the fork server: environment, exit. What any process of a run prints: its log, the terminal."""
 
 from __future__ import annotations
 
@@ -93,6 +93,19 @@ def log_to(path: Path, *, terminal: bool) -> None:
     os.dup2(log.fileno(), 2)
     sys.stdout = io.TextIOWrapper(_Log(1, "w", closefd=False), line_buffering=True, write_through=True)
     sys.stderr = io.TextIOWrapper(_Log(2, "w", closefd=False), line_buffering=True, write_through=True)
+
+
+def silence_compiled_code() -> None:
+    """Discard what is written to file descriptors 1 and 2 from now on, but not Python's streams.
+
+    For processes that use the run's store and report its loss themselves, without torch's pages of C++ frames.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        getattr(sys, name).flush()
+        setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1, errors="backslashreplace"))
+        os.dup2(null, number)
+    os.close(null)
 
 
 @final

@@ -19,11 +19,11 @@ from typing import TypeVar, final
 
 from framework.errors import EXIT_RUN_FAILED, FrameworkError, LaunchError
 from framework.launch import local
+from framework.launch.child import silence_compiled_code
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import Fingerprint, Handshake, RunSpec, fingerprint
 from framework.launch.local import NodeRun, node_run
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
-from framework.launch.torch_logs import silence_compiled_code
 from framework.monitoring.node_exchange import DeadlineExecutor, StoreGoneError, call_in_thread
 from framework.monitoring.report import FailureReport
 
