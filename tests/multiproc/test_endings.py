@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import kills
 from tests.helpers import trouble
 from tests.helpers.command import run_python, started_framework
 from tests.helpers.stopping import wait_until
@@ -50,6 +52,14 @@ def test_whichever_process_is_killed_none_is_left(tmp_path: Path, who: str | int
         next(each for each in processes if each.pid == victim[str(who)]).kill()
         assert started.wait(timeout=END_S) == (-signal.SIGKILL if who == "command" else 1)
         started.assert_all_gone(within_s=END_S)
+
+
+@exhaustive
+def test_a_drawn_process_is_killed_and_none_is_left() -> None:
+    with ExitStack() as stack:
+        result = kills.run(kills.Case(0, "local", True, 1.0), kills.Machines(stack), only="worker")
+    assert (result.role, result.wrong) == ("worker", ())
+    assert "| local | worker | 1 | 1 |" in kills.table([result])
 
 
 @exhaustive
