@@ -391,8 +391,8 @@ CHECKPOINT = [
     Mutation(
         name="files-are-not-flushed-to-the-disk",
         caught_by="tests/unit/checkpoint/test_store.py::test_everything_is_flushed_before_it_gets_its_name",
-        file="framework/checkpoint/writer.py",
-        old="        os.fsync(file.fileno())\n",
+        file="framework/checkpoint/direct_io.py",
+        old="        os.fsync(self._descriptor)\n",
         new="",
         what="After a power cut a checkpoint bears its name while its files are empty or incomplete.",
     ),

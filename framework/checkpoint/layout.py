@@ -16,7 +16,6 @@ times, at 6.5 GB/s with zlib, where BLAKE2b does 1.3 GB/s. It is no defence agai
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -73,37 +72,6 @@ def step_of(name: str) -> int | None:
 class FileFacts:
     size_bytes: int
     crc32: str
-
-
-@final
-class ChecksummedFile(io.BufferedWriter):
-    """A new file with the CRC-32 of what is written to it.
-
-    An error of the disk is kept until `facts`, since `torch.save` would raise it as another one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self._size_bytes = 0
-        self._crc32 = 0
-        self._error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data)
-        if self._error is None:
-            try:
-                super().write(view)
-            except OSError as error:
-                self._error = error
-        self._size_bytes += view.nbytes
-        self._crc32 = zlib.crc32(view, self._crc32)
-        return view.nbytes
-
-    def facts(self) -> FileFacts:
-        """Return the file's facts. Raises the first OSError there was in writing."""
-        if self._error is not None:
-            raise self._error
-        return FileFacts(size_bytes=self._size_bytes, crc32=f"{self._crc32:08x}")
 
 
 @final

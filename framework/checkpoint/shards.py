@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from framework.checkpoint.layout import SHARDS, SHARDS_INDEX, ChecksummedFile, FileFacts, Manifest
+from framework.checkpoint.direct_io import ChecksummedFile
+from framework.checkpoint.layout import SHARDS, SHARDS_INDEX, FileFacts, Manifest
 from framework.distributed.sharded import local_tensor
 from framework.errors import CheckpointError, DiskError, RunError
 
@@ -98,7 +99,7 @@ class _Writer(FileSystemWriter):
     """Torch's writer, with checksums of its files, between `begin` and `finish` on rank 0."""
 
     def __init__(self, folder: Path, *, begin: Callable[[], object], finish: Callable[[Any], object]) -> None:
-        super().__init__(folder)
+        super().__init__(folder, sync_files=False)  # ChecksummedFile does that
         self.fs = self._files = _Files()
         self._begin = begin
         self._finish = finish
@@ -135,7 +136,7 @@ class _Files(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with ChecksummedFile(Path(path)) as file:
             yield file
-        self.facts[Path(path).name] = file.facts()
+            self.facts[Path(path).name] = file.finish()
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.serialization
 
+from framework.checkpoint.direct_io import ChecksummedFile
 from framework.checkpoint.layout import (
     CONFIG_NAME,
     MANIFEST_NAME,
@@ -26,7 +27,6 @@ from framework.checkpoint.layout import (
     SHARDED_VERSION,
     SHARDS,
     WHOLE_VERSION,
-    ChecksummedFile,
     FileFacts,
     Manifest,
     encode,
@@ -157,9 +157,7 @@ def _write_file(path: Path, write: Callable[[ChecksummedFile], object]) -> FileF
     # Zip's own checksums take a third of `torch.save`'s time.
     with ChecksummedFile(path) as file, settings.patch("save.compute_crc32", False):
         write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    return file.facts()
+        return file.finish()
 
 
 def _write_text(path: Path, text: str) -> FileFacts:

@@ -163,15 +163,21 @@ def test_everything_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypat
     assert events[named + 1 :] == [tmp_path.name]
 
 
-def test_a_file_system_that_cannot_flush_directories_is_written_to_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lacks", ["direct writes", "flushing of directories"])
+def test_a_file_system_that_lacks_something_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
 ) -> None:
-    fsync = os.fsync
+    real_open, fsync = os.open, os.fsync
+
+    def refusing_open(path: str, flags: int, *rest: int) -> int:
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *rest)
 
     def refusing_fsync(descriptor: int) -> None:
         if Path(f"/proc/self/fd/{descriptor}").readlink().is_dir():
             raise OSError(errno.EINVAL, "Invalid argument")
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", refusing_fsync)
+    monkeypatch.setattr(os, *(("open", refusing_open) if lacks == "direct writes" else ("fsync", refusing_fsync)))
     assert tree_differences(load(write_small(tmp_path, 1), map_location="cpu"), small_state(1.0)) == []
