@@ -17,7 +17,7 @@ from framework.config.schema import LoaderKind
 from framework.data.batching import BatchPlan, count_windows, share
 from framework.data.fetch import BatchDataset, BatchRequest, ItemLoader
 from framework.data.prefetch import pins_memory, prefetch
-from framework.data.resident import ResidentBatches, WindowGatherer, decode
+from framework.data.resident import ResidentBatches, decode
 from framework.data.sampler import GlobalOrder, epoch_indices, epoch_length, windows
 from framework.data.tensor_samples import rows_of
 from framework.errors import DataError
@@ -163,8 +163,6 @@ class TrainLoader:
         self.global_batch_size = plan.global_batch_size
         taken = epoch_length(self._order, plan, limit=limit)
         self.steps_per_epoch = count_windows(taken, global_batch_size=plan.global_batch_size)
-        resident = self._source if isinstance(self._source, ResidentBatches) else None
-        self._gatherer = None if resident is None else WindowGatherer(resident, plan, rank=self._rank)
 
     def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> TrainLoader:
         """Return a loader of the same data with another plan and limit. For a loader without a limit of its own.
@@ -183,9 +181,8 @@ class TrainLoader:
         """
         indices = epoch_indices(self._order, self._plan, epoch=epoch, start=start, limit=self._limit)
         gathered = 0
-        if self._gatherer is not None and self._gatherer.windows_at_once > 0:
-            gathered = len(indices) - len(indices) % self.global_batch_size
-            yield from self._gatherer.windows(indices[:gathered], epoch=epoch, ends_epoch=gathered == len(indices))
+        if isinstance(self._source, ResidentBatches):
+            gathered = yield from self._source.windows(indices, self._plan, rank=self._rank, epoch=epoch)
         yield from self._loaded(indices[gathered:], epoch=epoch)
 
     def _loaded(self, indices: Tensor, *, epoch: int) -> Iterator[Window]:

@@ -7,9 +7,9 @@ make the same choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import tee
+from itertools import cycle, tee
 from math import gcd
 from typing import final
 
@@ -45,10 +45,45 @@ class ResidentBatches:
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches asked for, in order."""
-        for _, tensors in self.tensors(requests):
+        for _, tensors in self._tensors(requests):
             yield self.rows.pack(tensors)
 
-    def tensors(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    def windows(self, order: Tensor, plan: BatchPlan, *, rank: int, epoch: int) -> Generator[Window, None, int]:
+        """Yield this rank's windows of the whole global batches in `order`; return how many samples these are.
+
+        Gathers several windows at a time; none, and returns 0, if one is too large for that.
+
+        Args:
+            order: The indices that are left of the epoch.
+        """
+        size, left = plan.global_batch_size, len(order) // plan.global_batch_size
+        ranges = micro_batches(plan, global_count=size, rank=rank)
+        sizes = [len(each) for each in ranges]
+        multiple, row_size_bytes = self._alignment()
+        # Rows of one batch, and as many more as the next one needs to begin where memory is aligned.
+        stride = -(-sizes[0] // multiple) * multiple
+        at_once = min(_MAX_WINDOWS, _MAX_BYTES // max(1, stride * len(ranges) * row_size_bytes))
+        if left == 0 or at_once == 0 or (stride - sizes[0]) * row_size_bytes > _MAX_PADDING_BYTES:
+            return 0
+        columns = torch.tensor([min(each[0] + i, each[-1]) for each in ranges for i in range(stride)])
+        whole = order[: left * size]
+        chunks = whole.view(-1, size).index_select(1, columns).split(at_once)
+        for indices, tensors in self._tensors(BatchRequest(chunk.flatten(), epoch) for chunk in chunks):
+            batches = map(self.rows.pack, zip(*(_views(tensor, stride, sizes) for tensor in tensors), strict=True))
+            counts = sizes * (len(indices) // len(columns))
+            micro = list(map(MicroBatch, batches, counts))
+            shown = list(map(MicroIndices, _views(indices, stride, sizes), counts))
+            for begin in range(0, len(counts), len(sizes)):
+                left -= 1
+                end = begin + len(sizes)
+                epoch_end = left == 0 and len(whole) == len(order)
+                yield Window(iter(micro[begin:end]), len(sizes), size, epoch_end, tuple(shown[begin:end]))
+        return len(whole)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _tensors(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yield for each request its indices, on the CPU, and the rows, transformed and on the device."""
         given, asked = tee(requests)
         there = (to_device(request.indices, self.rows.device) for request in asked)
@@ -57,64 +92,24 @@ class ResidentBatches:
             draws = batch_draws(index_B, seed=self._seed, epoch=request.epoch)
             yield request.indices, self.rows.transformed(tensors, draws)
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def _alignment(self) -> tuple[int, int]:
+        """Return after how many rows memory is aligned in every tensor, and the bytes of a row, transformed or not.
 
-
-@final
-class WindowGatherer:
-    """Gathers the full windows of one rank, several at a time; `windows_at_once` is 0 if one is too large for that."""
-
-    def __init__(self, source: ResidentBatches, plan: BatchPlan, *, rank: int) -> None:
-        self._source = source
-        self._global_batch_size = plan.global_batch_size
-        ranges = micro_batches(plan, global_count=plan.global_batch_size, rank=rank)
-        self._sizes = [len(each) for each in ranges]
-        multiple, row_size_bytes = _alignment(source)
-        # Rows of one batch, and as many more as the next one needs to begin where memory is aligned.
-        self._stride = -(-self._sizes[0] // multiple) * multiple
-        self._columns = torch.tensor([min(each[0] + i, each[-1]) for each in ranges for i in range(self._stride)])
-        fits = (self._stride - self._sizes[0]) * row_size_bytes <= _MAX_PADDING_BYTES
-        window_bytes = max(1, len(self._columns) * row_size_bytes)
-        self.windows_at_once = min(_MAX_WINDOWS, _MAX_BYTES // window_bytes) if fits else 0
-
-    def windows(self, order: Tensor, *, epoch: int, ends_epoch: bool) -> Iterator[Window]:
-        """Yield the windows of `order`, the indices of whole global batches one after another.
-
-        ends_epoch: Nothing of the epoch follows.
+        Found by loading one sample.
         """
-        size, number, left = self._global_batch_size, len(self._sizes), len(order) // self._global_batch_size
-        chunks = order.view(-1, size).index_select(1, self._columns).split(self.windows_at_once) if left else ()
-        requests = (BatchRequest(chunk.flatten(), epoch) for chunk in chunks)
-        for indices, tensors in self._source.tensors(requests):
-            batches = map(self._source.rows.pack, map(list, zip(*map(self._views, tensors), strict=True)))
-            sizes = self._sizes * (len(indices) // len(self._columns))
-            micro = list(map(MicroBatch, batches, sizes))
-            shown = list(map(MicroIndices, self._views(indices), sizes))
-            for begin in range(0, len(sizes), number):
-                left -= 1
-                end = begin + number
-                yield Window(iter(micro[begin:end]), number, size, ends_epoch and left == 0, tuple(shown[begin:end]))
-
-    def _views(self, tensor: Tensor) -> list[Tensor]:
-        """Return the memory of each micro-batch, without the padding."""
-        views = tensor.view(-1, self._stride, *tensor.shape[1:])[:, : self._sizes[0]].unbind()
-        # Tensors of their own to autograd: a task may change its batch in place, and keep it for its graph.
-        if self._sizes[-1] == self._sizes[0]:
-            return [view.data for view in views]
-        number = len(self._sizes)  # they differ by one at most, the larger ones first
-        return [view[: self._sizes[i % number]].data for i, view in enumerate(views)]
+        _, made = next(self._tensors([BatchRequest(torch.zeros(1, dtype=torch.int64), 0)]))
+        kept, transformed = ([row_bytes(tensor) for tensor in tensors] for tensors in (self.rows.tensors, made))
+        multiple = max(_ALIGNMENT_BYTES // gcd(_ALIGNMENT_BYTES, size) for size in (*kept, *transformed))
+        return multiple, max(sum(kept), sum(transformed))
 
 
-def _alignment(source: ResidentBatches) -> tuple[int, int]:
-    """Return after how many rows memory is aligned in every tensor, and the bytes of a row, transformed or not.
-
-    Found by loading one sample.
-    """
-    _, made = next(source.tensors([BatchRequest(torch.zeros(1, dtype=torch.int64), 0)]))
-    kept, transformed = ([row_bytes(tensor) for tensor in tensors] for tensors in (source.rows.tensors, made))
-    multiple = max(_ALIGNMENT_BYTES // gcd(_ALIGNMENT_BYTES, size) for size in (*kept, *transformed))
-    return multiple, max(sum(kept), sum(transformed))
+def _views(tensor: Tensor, stride: int, sizes: Sequence[int]) -> list[Tensor]:
+    """Return the memory of each micro-batch, without the padding to `stride` rows. sizes: of those of a window."""
+    views = tensor.view(-1, stride, *tensor.shape[1:])[:, : sizes[0]].unbind()
+    # Tensors of their own to autograd: a task may change its batch in place, and keep it for its graph.
+    if sizes[-1] == sizes[0]:
+        return [view.data for view in views]
+    return [view[:size].data for view, size in zip(views, cycle(sizes), strict=False)]  # they differ by one at most
 
 
 # Other data as tensors

@@ -67,7 +67,7 @@ class TensorRows:
     rows: Tensor | None = None
     transform: BatchTransform | None = None
     # Makes a batch of the tensors, as `default_collate` would.
-    pack: Callable[[list[Tensor]], Batch] = field(default=list)
+    pack: Callable[[Sequence[Tensor]], Batch] = field(default=list)
 
     def __len__(self) -> int:
         return len(self.tensors[0] if self.rows is None else self.rows)
