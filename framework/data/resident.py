@@ -67,17 +67,18 @@ class ResidentBatches:
             return 0
         columns = torch.tensor([min(each[0] + i, each[-1]) for each in ranges for i in range(stride)])
         whole = order[: left * size]
+        is_all, number = len(whole) == len(order), len(sizes)
         chunks = whole.view(-1, size).index_select(1, columns).split(at_once)
         for indices, tensors in self._tensors(BatchRequest(chunk.flatten(), epoch) for chunk in chunks):
             batches = map(self.rows.pack, zip(*(_views(tensor, stride, sizes) for tensor in tensors), strict=True))
-            counts = sizes * (len(indices) // len(columns))
-            micro = list(map(MicroBatch, batches, counts))
-            shown = list(map(MicroIndices, _views(indices, stride, sizes), counts))
-            for begin in range(0, len(counts), len(sizes)):
+            micro = map(MicroBatch, batches, cycle(sizes))
+            shown = map(MicroIndices, _views(indices, stride, sizes), cycle(sizes))
+            # One after another from the same iterators: zip gives as many to each window.
+            for of_window, taken in zip(
+                zip(*[shown] * number, strict=True), zip(*[micro] * number, strict=True), strict=True
+            ):
                 left -= 1
-                end = begin + len(sizes)
-                epoch_end = left == 0 and len(whole) == len(order)
-                yield Window(iter(micro[begin:end]), len(sizes), size, epoch_end, tuple(shown[begin:end]))
+                yield Window(iter(taken), number, size, is_all and left == 0, of_window)
         return len(whole)
 
     def close(self) -> None:
