@@ -23,9 +23,6 @@ PRELOAD = (
     "numpy.random",
 )
 
-# Without any of these variables, this process wasn't started as a rank.
-_MAY_BE_A_RANK = {"RANK", "SLURM_PROCID", "PET_NNODES", "PET_NPROC_PER_NODE"}
-
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
 _ONLY_ANSWER = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -56,10 +53,9 @@ def _command() -> int:
 
     arguments = sys.argv[1:] = without_secret(sys.argv[1:], os.environ)
     try:
-        if _MAY_BE_A_RANK & os.environ.keys():
-            status = _adopted(arguments)
-            if status is not None:
-                return status
+        status = _adopted(arguments)
+        if status is not None:
+            return status
         if not _starts_ranks(arguments):
             return _answer(arguments, fork_server=None)
         from framework.launch.fork_server import ForkServer
