@@ -219,7 +219,7 @@ PATH = ("checkpoint.path={run}",)
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("job=eval", "resume={run}"), "To use its weights: checkpoint.path={run}"),
+        (("job=eval", "resume={run}"), "checkpoint.path={run}"),
         (("job=eval", "init_from={run}", *PATH), "checkpoint.path can't go with init_from"),
         (("job=eval", "recipe=digits", *PATH), "that run's recipe is toy"),
         (("job=train", *PATH), "To train, use resume=RUN"),
