@@ -104,7 +104,7 @@ def _misfit(settings: TopologyConfig, *, gpus: int) -> str:
     shown = " and ".join(f"topology.{name}={value}" for name, value in given.items() if value is not None)
     needed = (procs or 1) * (span or least)
     spans = [number for number in range(least, gpus + 1) if gpus % number == 0]
-    ways = [f"trainer.gpus={max(gpus // needed, 1) * needed}"]
+    ways = [f"trainer.gpus={needed if procs else max(gpus // needed, 1) * needed}"]
     if procs is not None and span is not None:
         ways.append("leave one of the two out (auto)")
     elif spans and span is not None:

@@ -95,7 +95,7 @@ def test_ranks_are_numbered_node_by_node(nnodes, procs, gpus):
             (3, None, 1),
             False,
             8,
-            ["trainer.gpus=8 can't", "with topology.procs_per_node=3.\nUse trainer.gpus=6, "],
+            ["trainer.gpus=8 can't", "with topology.procs_per_node=3.\nUse trainer.gpus=3, "],
         ),
         ((3, None, 1), False, 8, ["or topology.procs_per_node=8 or 4 or 2 or 1."]),
         ((3, None, 2), False, 8, ["Use trainer.gpus=6, or topology.procs_per_node=4 or 2 or 1."]),
