@@ -10,8 +10,9 @@ killed a second time. What is there at the end is compared with a run that wasn'
 checkpoint (weights, optimizer, schedule, callbacks, progress, every rank's generators), every logged number in
 metrics.jsonl and TensorBoard, and which checkpoints are kept.
 
-`compare` tells the first difference of two runs with callbacks=[recorder]. MNIST's files are looked for in --data-root,
-by default the folder that FRAMEWORK_TEST_DATA names; without either they are downloaded.
+`compare` tells the first difference of two runs with +callbacks.recorder._target_=tests.helpers.recorder.Recorder.
+MNIST's files are looked for in --data-root, by default the folder that FRAMEWORK_TEST_DATA names; without either they
+are downloaded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from framework.callbacks.early_stopping import EarlyStopping
 from framework.callbacks.ema import EMAWeightAveraging
-from framework.callbacks.recorder import Recorder
 from framework.callbacks.timer import Timer
 
-__all__ = ["EMAWeightAveraging", "EarlyStopping", "Recorder", "Timer"]
+__all__ = ["EMAWeightAveraging", "EarlyStopping", "Timer"]

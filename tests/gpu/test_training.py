@@ -23,7 +23,11 @@ CASES = cases.__name__
 SHORT = ("logger=jsonl", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "trainer.limit_test_batches=0")
 TOY = ("recipe=toy", *SHORT)
 DIGITS = ("recipe=digits", *SHORT, "optimizer=sgd", "scheduler=none", "model.conv_dropout=0", "model.dropout=0")
-RECORDED = ("callbacks=[recorder]", "trainer.limit_val_batches=0", "checkpoint.monitor=null")
+RECORDED = (
+    "+callbacks.recorder._target_=tests.helpers.recorder.Recorder",
+    "trainer.limit_val_batches=0",
+    "checkpoint.monitor=null",
+)
 
 
 def on(gpus: int) -> str:

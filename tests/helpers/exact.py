@@ -139,7 +139,6 @@ YAML = f"""# @package _global_
 defaults:
   - override /task: regression
   - override /logger: [jsonl, tensorboard]
-  - override /callbacks: [recorder]
 model: {{_target_: recipes.exact.Net}}
 data:
   datasets: {{_target_: recipes.exact.noisy, size: {SIZE}}}
@@ -149,6 +148,7 @@ optimizer: {{lr: 1.0e-2}}
 trainer: {{max_epochs: 3, log_every_n_steps: 4, val_check_interval: 5, num_threads: 1}}
 checkpoint: {{every_n_steps: 3, every_n_epochs: null}}
 callbacks:
+  recorder: {{_target_: tests.helpers.recorder.Recorder}}
   dies: {{_target_: recipes.exact.Dies, after: 10, where: step, rank: 0, saved: 9}}
 """
 

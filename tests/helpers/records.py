@@ -1,4 +1,4 @@
-"""The first difference of two runs with callbacks=[recorder]."""
+"""The first difference of two runs with the `Recorder`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _records(run: Path) -> dict[int, dict[int, dict[str, Any]]]:
     """Return rank → step → row."""
     files = sorted((run / "record").glob("rank_*.jsonl"))
     if not files:
-        raise FileNotFoundError(f"{run} has no record. Run it with callbacks=[recorder].")
+        raise FileNotFoundError(f"{run} has no record. Run it with the callback tests.helpers.recorder.Recorder.")
     return {int(file.stem.removeprefix("rank_")): {row["step"]: row for row in read_rows(file)} for file in files}
 
 

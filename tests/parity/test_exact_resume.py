@@ -22,14 +22,14 @@ ADAMW = ("optimizer=adamw", "scheduler=cosine", "scheduler.interval=step")
 ADAM = (*ADAMW, "trainer.accumulate_grad_batches=2")
 SHORT = "strategy.mp_policy={param_dtype:bf16,reduce_dtype:bf16}"
 AGAIN = "trainer.activation_checkpointing=[Linear,Dropout,BatchNorm1d]"
-AVERAGED = (*ADAM, "trainer.gradient_clip_val=0.5", "callbacks=[recorder,ema]", "callbacks.ema.decay=0.9")
+AVERAGED = (*ADAM, "trainer.gradient_clip_val=0.5", "callbacks=[ema]", "callbacks.ema.decay=0.9")
 MOMENTUM = ("optimizer=sgd_momentum", "scheduler=plateau", "scheduler.schedule.patience=0", "data.num_workers=2")
 APART = ("strategy=local_sgd", "strategy.every_n_steps=4")
 DILOCO = ("strategy.outer_lr=0.7", "strategy.outer_momentum=0.9", "strategy.nesterov=true")
 POWER_SGD = "strategy.comm_hook={powersgd:{start_powerSGD_iter:3,min_compression_rate:1}}"
 SHARDED = ("strategy.min_num_params=100", "strategy.broadcast_buffers=false")
 UNFREEZES = "+callbacks.unfreezes._target_=recipes.exact.Unfreezes"
-STOPPING = (*MOMENTUM, "callbacks=[recorder,early_stopping]", "callbacks.early_stopping.patience=9")
+STOPPING = (*MOMENTUM, "callbacks=[early_stopping]", "callbacks.early_stopping.patience=9")
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_a_killed_run_of_a_model_that_several_processes_share_resumes_exactly(
 
     Two copies over two processes each compute in a short format, and parts of them again in the backward.
     """
-    clipped = ("trainer.gradient_clip_val=0.5", "callbacks=recorder", f"topology.procs_per_node={processes}")
+    clipped = ("trainer.gradient_clip_val=0.5", f"topology.procs_per_node={processes}")
     resumed = assert_resumes_exactly(train, tmp_path, *options, *clipped)
     # What was being written beside step 10 may have been lost.
     assert "Resuming after step 9" in results.log(resumed) or "Resuming after step 6" in results.log(resumed)

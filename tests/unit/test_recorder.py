@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from framework.callbacks import Recorder
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo, MicroIndices, StepReport
 from tests.helpers.contexts import cpu_context
+from tests.helpers.recorder import Recorder
 from tests.helpers.records import compare, read_rows
 
 pytestmark = pytest.mark.usefixtures("own_state")
@@ -104,7 +104,7 @@ def test_missing_steps_ranks_and_records(tmp_path: Path) -> None:
     found = compare(one, other)
     assert found is not None
     assert found.what == "the number of ranks"
-    with pytest.raises(FileNotFoundError, match="Run it with callbacks="):
+    with pytest.raises(FileNotFoundError, match="Run it with "):
         compare(one, tmp_path)
 
 
