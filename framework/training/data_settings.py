@@ -152,55 +152,31 @@ def check_streams(config: Config, datasets: Datasets, strategy: Strategy) -> Non
             f"{sharding} can't go with job=parity, which compares numbers of processes: each would cut the stream "
             "differently. Use data.stream=shared."
         )
-    if not streams and data.stream != "shared":
-        mistakes.append(f"{sharding} says how processes share a stream, and data.datasets gives none. Leave it out.")
     raise_mistakes(mistakes)
 
 
-def check_monitors(config: Config, datasets: Datasets) -> None:
-    """Raise ConfigError if a metric is monitored and there is no validation part."""
-    if datasets.val is not None:
-        return
-    for key, metric in _monitored(config).items():
-        raise ConfigError(
-            f"{key}={metric} is never computed: data.datasets has no validation part.\n"
-            f"Add one, or remove what monitors the metric ({key}=null for a checkpoint)."
-        )
-
-
 def check_validation(config: Config, datasets: Datasets, *, steps_per_epoch: int | None) -> str | None:
-    """Return a warning if training ends before the first validation is due at the end of an epoch.
-
-    Raises ConfigError if `trainer.val_check_interval` is larger than the number of steps of the run.
-    """
+    """Return a warning if training ends before the first validation is due."""
     settings, steps = config.trainer, total_steps(config.trainer, steps_per_epoch=steps_per_epoch)
-    if datasets.val is None or settings.limit_val_batches == 0 or steps is None:
+    first, every = settings.val_check_interval, settings.check_val_every_n_epoch
+    if first is None and every is not None and steps_per_epoch is not None:
+        # A stream's epochs may be shorter.
+        first = None if isinstance(datasets.train, IterableDataset) else every * steps_per_epoch
+    if datasets.val is None or settings.limit_val_batches == 0 or steps is None or first is None or first <= steps:
         return None
-    interval, every = settings.val_check_interval, settings.check_val_every_n_epoch
-    if interval is not None and interval > steps:
-        raise ConfigError(
-            f"trainer.val_check_interval={interval}: training ends after {steps} steps, so nothing would be "
-            f"validated.\nUse {steps} or less, or trainer.limit_val_batches=0 to train without validation."
-        )
-    if interval is not None or every is None or steps_per_epoch is None or isinstance(datasets.train, IterableDataset):
-        return None  # a stream's epochs may be shorter
-    if every * steps_per_epoch <= steps:
-        return None
-    unknown = "".join(f" {key}={metric} is never computed." for key, metric in _monitored(config).items())
     return (
         f"Nothing will be validated: training ends after {steps} steps, and the first validation is due after "
-        f"{every * steps_per_epoch}.{unknown} Use trainer.val_check_interval={steps} to validate at the end."
+        f"{first}. Use trainer.val_check_interval={steps} to validate at the end."
     )
 
 
 def check_metrics(config: Config, metrics: Collection[str]) -> None:
-    """Raise ConfigError if a monitored metric isn't one of `metrics`, which validation computes."""
+    """Raise ConfigError if a monitored metric isn't one of those that validation computes: none without that part."""
     for key, metric in _monitored(config).items():
-        if metric not in metrics:
-            raise ConfigError(
-                f"{key}={metric}: validation gives no such metric. Use one of {', '.join(metrics)}."
-                f"{did_you_mean(nearest(metric, metrics))}"
-            )
+        if metric in metrics:
+            continue
+        remedy = f"Use one of {', '.join(metrics)}." if metrics else "data.datasets has no validation part: add one."
+        raise ConfigError(f"{key}={metric} is never computed. {remedy}{did_you_mean(nearest(metric, metrics))}")
 
 
 def _monitored(config: Config) -> dict[str, str]:

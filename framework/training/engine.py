@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
 from framework.checkpoint.layout import BEST, step_of
 from framework.checkpoint.manager import CheckpointManager
-from framework.config.schema import Config
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.stream import StreamEvalLoader, StreamLoader
 from framework.distributed.collectives import from_first
 from framework.distributed.process_group import new_gloo_group, process_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
 from framework.distributed.sharded import num_parameters
-from framework.errors import EXIT_STOPPED, RunError, raised_at
+from framework.errors import EXIT_STOPPED
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.launch.stopping import stoppable
 from framework.monitoring.rank_log import logger, warn
 from framework.monitoring.rank_status import Phase
 from framework.monitoring.report import FailureReport
 from framework.system.hardware import Sharers, keep_to_cores, share_of_cores
-from framework.tasks.supervised import describe
 from framework.training import build, data_settings
 from framework.training.activation_checkpointing import apply_activation_checkpointing
 from framework.training.precision import PrecisionPlugin
@@ -52,10 +45,6 @@ from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
 from framework.types import Datasets, hooks
 
-# "mat1 and mat2 shapes cannot be multiplied", "Expected 3D (unbatched) or 4D (batched) input to conv2d", "expected
-# input[20, 3, 8, 8] to have 1 channels", "mat1 and mat2 must have the same dtype"
-_ABOUT_TENSORS = re.compile(r"shape|size|dimension|channels|dtype|scalar type|input type|\b[1-5]D\b", re.IGNORECASE)
-
 
 def run_rank(
     arguments: RankArguments, link: MonitorLink, *, before_training: Callable[[RankSetup], None] | None = None
@@ -69,7 +58,8 @@ def run_rank(
         datasets = build.build_datasets(rank.config.data.datasets)
         data_settings.check_streams(rank.config, datasets, rank.strategy)
         datasets = data_settings.apply_overfit_batches(datasets, rank.config.trainer, rank.plan)
-        data_settings.check_monitors(rank.config, datasets)
+        if datasets.val is None:
+            data_settings.check_metrics(rank.config, ())
         train_loader = make_train_loader(rank, datasets.train)
         steps = train_loader.steps_per_epoch
         unvalidated = data_settings.check_validation(rank.config, datasets, steps_per_epoch=steps)
@@ -111,40 +101,8 @@ def _run(rank: RankSetup, datasets: Datasets, train_loader: TrainLoader | Stream
         if rank.context.is_main:
             _report(rank, trainer, test=test, seconds=seconds)
         return EXIT_STOPPED if trainer.stop.on_request else None
-    except BaseException as error:
-        # A debugger gets the error itself.
-        if rank.link.is_watched and trainer.progress.step == trainer.start_step:
-            explained = _explain_shape_mismatch(error, trainer.state.bare_model, rank.config)
-            if explained is not None:
-                raise explained from error
-        raise
     finally:
         _close(trainer, (train_loader, val_loader, test_loader), failing=sys.exc_info()[1])
-
-
-def _explain_shape_mismatch(error: BaseException, model: nn.Module, config: Config) -> RunError | None:
-    """Return the error to raise if `error`, from the first batch, says that the model can't take its input.
-
-    Call it before the first successful step only: later the same words may mean something else.
-    """
-    is_kind = isinstance(error, (RuntimeError, ValueError, IndexError))
-    if not is_kind or isinstance(error, torch.OutOfMemoryError) or not _ABOUT_TENSORS.search(str(error)):
-        return None
-    # The arguments of torch's Module.__call__ on the model; without them there is only the traceback.
-    frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
-    calls = (names for names in frames if names.get("self") is model)
-    call = next((names for names in calls if "args" in names and "kwargs" in names), None)
-    if call is None:
-        return None
-    inputs = "; ".join(describe(value) for value in (*call["args"], *call["kwargs"].values()))
-    first_line = str(error).partition("\n")[0]
-    return RunError(
-        f"The model can't take the data: {type(error).__name__} on the first batch: {first_line}\n"
-        f"  model: {config.model['_target_']}, at {raised_at(error).strip()}\n"
-        f"  input: {inputs}\n"
-        f"  data:  {config.data.datasets['_target_']}\n"
-        "Choose another model or data, or change what one of them takes or gives. The log has the traceback."
-    )
 
 
 def _close(trainer: Trainer, loaders: Iterable[Any], *, failing: BaseException | None) -> None:

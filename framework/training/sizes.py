@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from framework.checkpoint.lookup import complete_steps
 from framework.distributed.sharded import num_parameters
 from framework.errors import RunError
-from framework.monitoring.rank_log import logger, warn
+from framework.monitoring.rank_log import logger
 from framework.strategies.base import Strategy
 from framework.system.files import free_bytes
 from framework.system.formatting import format_bytes
@@ -29,8 +28,9 @@ _BYTES_PER_RANK = 16_000  # generators, on the CPU
 _REST_BYTES = 9_000  # manifest, progress, and what files have between tensors
 
 
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def tensor_bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
+    """Return the tensors' bytes; dtype: the type to count in, if not their own."""
+    return sum(each.numel() * (dtype or each.dtype).itemsize for each in tensors)
 
 
 def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], parameters: Iterable[nn.Parameter]) -> int:
@@ -85,32 +85,14 @@ def checkpoint_bytes(
 
 
 def check_disk_space(rank: RankSetup, trainer: Trainer) -> None:
-    """On rank 0, warn if the disk has no room for as many checkpoints as are kept at a time.
-
-    Raises RunError if not even one fits.
-    """
-    folder, settings = rank.run_dir.checkpoints, rank.config.checkpoint
-    free = free_bytes(folder) if settings.enabled and rank.context.is_main else None
-    if free is None:
-        return
-    existing = [manifest for _, manifest in complete_steps(folder).values()]
-    if existing:  # of the same training: about as large as those to come
-        size = sum(facts.size_bytes for facts in existing[-1].files.values())
-    else:
-        size = _estimated_bytes(rank, trainer)
-    if free < size:
+    """On rank 0, raise RunError if the disk has no room for one checkpoint. A disk that fills up later is reported."""
+    folder = rank.run_dir.checkpoints
+    free = free_bytes(folder) if rank.config.checkpoint.enabled and rank.context.is_main else None
+    if free is not None and free < (size := _estimated_bytes(rank, trainer)):
         raise RunError(
             f"There is no room for a checkpoint: one takes about {format_bytes(size)}, and {format_bytes(free)} are "
             f"free in {folder}.\nMake room, choose another disk with path.outputs=FOLDER, or train without "
             "checkpoints: checkpoint=none"
-        )
-    best = max(settings.save_top_k, 0) if settings.monitor is not None else 0
-    kept = best + settings.save_last_k + 1
-    if free < size * (kept - len(existing)):
-        warn(
-            f"{format_bytes(free)} are free in {folder}, and {kept} checkpoints of about {format_bytes(size)} are kept "
-            "at a time: the newest, the best ones and the one being written. Make room, or lower "
-            "checkpoint.save_last_k or save_top_k: what doesn't fit isn't saved"
         )
 
 

@@ -29,7 +29,7 @@ from framework.training.activation_checkpointing import apply_activation_checkpo
 from framework.training.data_settings import (
     apply_fast_dev_run,
     apply_overfit_batches,
-    check_monitors,
+    check_metrics,
     check_streams,
     check_validation,
     schedule_length,
@@ -39,7 +39,7 @@ from framework.training.data_settings import (
 )
 from framework.training.precision import PrecisionPlugin
 from framework.training.rank_setup import plan_training
-from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes
+from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
 from framework.types import Datasets, hooks
 
 _META = torch.device("meta")
@@ -117,7 +117,8 @@ def _data(
         datasets, source = Datasets(train=range(config.plan.train_samples)), "plan.train_samples"
     else:
         check_streams(config, datasets, strategy)
-        check_monitors(config, datasets)
+        if datasets.val is None:
+            check_metrics(config, ())
         streams = streams_of(datasets)
     sizes = {
         part: None if each is None or part in streams else dataset_size(each, split=part)
@@ -153,7 +154,7 @@ def _sizes(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build.build_optimizer(config.optimizer, model.parameters())
     build.build_scheduler(config.scheduler, optimizer, schedule_steps)
-    parameters, gradients, buffers = map(_bytes, (model.parameters(), trainable, model.buffers()))
+    parameters, gradients, buffers = map(tensor_bytes, (model.parameters(), trainable, model.buffers()))
     state_bytes = None
     try:
         state_bytes = optimizer_state_bytes(lambda some: build.build_optimizer(config.optimizer, some), trainable)
@@ -161,8 +162,8 @@ def _sizes(
         notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
     world, sharding, shards = context.world_size, strategy.sharding, strategy.sharding.ranks
     stages = 1 if strategy.num_stages is None else shards  # a stage exchanges gradients only with its copies
-    gathered = _bytes(model.parameters(), sharding.param_dtype)
-    reduced = -(-_bytes(trainable, sharding.reduce_dtype) // stages) if world > stages else 0
+    gathered = tensor_bytes(model.parameters(), sharding.param_dtype)
+    reduced = -(-tensor_bytes(trainable, sharding.reduce_dtype) // stages) if world > stages else 0
     if strategy.num_stages is not None:
         split_into_stages(model, strategy.num_stages)  # raises FrameworkError for a model that can't be split
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)  # raises FrameworkError, too
@@ -205,10 +206,6 @@ def _traffic(strategy: Strategy, ranks: int, world: int, *, reduced: int, gather
 
 def _count(tensors: Iterable[Tensor]) -> int:
     return sum(each.numel() for each in tensors)
-
-
-def _bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
-    return sum(each.numel() * (dtype or each.dtype).itemsize for each in tensors)
 
 
 def _build_model(config: Config, context: Context, *, num_stages: int | None) -> nn.Module:

@@ -451,7 +451,6 @@ def config(*, job: Job = "train", **changes: Any) -> Config:
         ({"job": "parity", **JOIN}, STREAM, Strategy(), "data.stream=join can't go with job=parity"),
         (JOIN, STREAM, Mixing(), "data.stream=join can't go with strategy.sync_batchnorm=true"),
         (JOIN, STREAM, Staged(), "data.stream=join can't go with strategy=pipeline"),
-        (JOIN, Datasets(samples(4)), Strategy(), "and data.datasets gives none"),
         ({"limit_train_batches": 3, "limit_val_batches": 0.5, "num_workers": 1}, STREAM, Mixing(), None),
         ({"shuffle": True, "num_workers": 8, "loader": "resident"}, BESIDE, Strategy(), None),
     ],
