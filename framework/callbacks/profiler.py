@@ -68,17 +68,13 @@ class TorchProfiler:
         if self._is_on:
             self._profile.step()
             if report.step == self._last_step:
-                self.on_fit_end()
+                self.close()
 
     def on_fit_end(self) -> None:
-        if self._is_on:
-            self._is_on = False
-            self._profile.stop()
-            if not self._has_written:
-                _log.warning("TorchProfiler recorded nothing: training ended before step %d.", self._last_step)
+        self.close()
 
     def close(self) -> None:
-        """Write what a failed training recorded. May be called again; a full disk is only logged."""
+        """Write what was recorded, also by a failed training. May be called again; a full disk is only logged."""
         if not self._is_on:
             return
         self._is_on = False
@@ -86,6 +82,9 @@ class TorchProfiler:
             self._profile.stop()
         except (OSError, RuntimeError) as error:  # RuntimeError: of torch's handler. It must not hide the failure.
             _log.warning("TorchProfiler can't write what it recorded: %s", error)
+        else:
+            if not self._has_written:
+                _log.warning("TorchProfiler recorded nothing: training ended before step %d.", self._last_step)
 
     def _write(self, recorded: profile) -> None:
         self._write_trace(recorded)

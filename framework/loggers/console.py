@@ -39,22 +39,21 @@ class ConsoleLogger:
         self._redraws = redraws
         self._out: Any = sys.stdout  # a Tee in a rank that was forked: no TextIO for the type checker
         self._bar: Progress | None = None
-        self._info: FitInfo | None = None
+        self._info: FitInfo
         self._report: StepReport | None = None
-        self._next_draw_s = math.inf
         self._history: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)  # time and step of each line
         self._training: dict[str, float] = {}
 
     def fit_start(self, info: FitInfo) -> None:
         self._info = info
         self._history.append((monotonic(), info.start_step))
-        self._bar = _start_bar(self.line(), total=info.total_steps) if self._redraws else None
+        self._bar = _start_bar(info.total_steps) if self._redraws else None
         self._next_draw_s = monotonic() + (_PLAIN_LINE_S if self._bar is None else _REDRAW_S)
 
     def step(self, report: StepReport) -> None:
         self._report = report
         if monotonic() >= self._next_draw_s:
-            self._draw()
+            self._draw(report)
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         evaluation = {name: value for name, value in values.items() if name.startswith(_EVALUATED)}
@@ -67,20 +66,16 @@ class ConsoleLogger:
 
     def close(self) -> None:
         """Show the last state and restore the terminal; may be called again."""
-        if self._info is not None and (self._bar is not None or self._position()[0] != self._history[-1][1]):
-            self._draw()
+        if self._report is not None and (self._bar is not None or self._report.step != self._history[-1][1]):
+            self._draw(self._report)
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        self._info = None
-        self._next_draw_s = math.inf
 
-    def line(self) -> str:
-        """Return the state in one line, as it is shown."""
-        assert self._info is not None
-        (step, epoch), rate, total = self._position(), self._rate(), self._info.total_steps
+    def _line(self, report: StepReport) -> str:
+        step, rate, total = report.step, self._rate(), self._info.total_steps
         last = "" if self._info.max_epochs is None else f"/{self._info.max_epochs - 1}"  # both are counted from 0
-        parts = [f"epoch {epoch}{last}", f"step {step}" + (f"/{total}" if total else "")]
+        parts = [f"epoch {report.epoch}{last}", f"step {step}" + (f"/{total}" if total else "")]
         if rate:
             parts.append(f"{rate:.4g} steps/s")
         if rate and total:
@@ -88,23 +83,14 @@ class ConsoleLogger:
         parts.append(_numbers({_SHOWN_FROM_TRAINING[name]: value for name, value in self._training.items()}))
         return "  ".join(part for part in parts if part)
 
-    def _draw(self) -> None:
-        self._history.append((monotonic(), self._position()[0]))
+    def _draw(self, report: StepReport) -> None:
+        self._history.append((monotonic(), report.step))
+        line = self._line(report)
         if self._bar is None:
-            self._print(self.line())
+            self._print(line)
         else:
-            self._bar.update(
-                self._bar.task_ids[0], completed=self._position()[0], description=self.line(), refresh=True
-            )
+            self._bar.update(self._bar.task_ids[0], completed=report.step, description=line, refresh=True)
         self._next_draw_s = self._history[-1][0] + (_PLAIN_LINE_S if self._bar is None else _REDRAW_S)
-
-    def _position(self) -> tuple[int, int]:
-        """Return the step and the epoch."""
-        if self._report is not None:
-            return self._report.step, self._report.epoch
-        assert self._info is not None
-        step, per_epoch = self._info.start_step, self._info.steps_per_epoch
-        return step, step // per_epoch if per_epoch else 0  # a stream's epoch is known after a step
 
     def _rate(self) -> float | None:
         """Return steps per second over the last redraws, evaluations included."""
@@ -121,7 +107,7 @@ class ConsoleLogger:
             self._out.write_log(f"{line}\n")
 
 
-def _start_bar(line: str, *, total: int | None) -> Progress | None:
+def _start_bar(total: int | None) -> Progress | None:
     """Return a line with a bar that is redrawn; None if standard output isn't a terminal that can do that."""
     if not sys.stdout.isatty():
         return None
@@ -136,7 +122,7 @@ def _start_bar(line: str, *, total: int | None) -> Progress | None:
         return None
     text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
     bar = Progress(BarColumn(20), text, console=console, auto_refresh=False)
-    bar.add_task(line, total=total)
+    bar.add_task("", total=total)
     bar.start()
     return bar
 

@@ -31,7 +31,7 @@ class Supervised:
         Targets equal to the loss's `ignore_index` are left out of metrics that have no `ignore_index` of their own.
     predictions: turns a batch's output into named columns, for `job=predict`; by default the output itself is one.
 
-    Raises ConfigError if the loss isn't such a mean, DataError if a batch has another form.
+    Raises ConfigError if the loss isn't a mean, DataError if a batch has another form.
     """
 
     def __init__(
@@ -49,8 +49,6 @@ class Supervised:
             )
         self.loss = loss
         self.metrics: dict[str, Metric] = dict(metrics or {})
-        if "loss" in self.metrics:
-            raise ConfigError("task.metrics has a metric called 'loss', the name of the loss itself. Choose another.")
         for metric in self.metrics.values():
             if getattr(metric, "ignore_index", ...) is None:
                 metric.ignore_index = getattr(loss, "ignore_index", None)  # type: ignore[attr-defined]
@@ -90,19 +88,13 @@ class Supervised:
                 output, target, reason="they must be the same; broadcasting would compare wrong pairs"
             )
         try:
-            loss = self.loss(output, target)
+            return self.loss(output, target)
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # the latter may come from an earlier kernel
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if type(self.loss).__module__.startswith("torch.nn."):
                 raise self._shape_error(output, target, reason=str(error).partition("\n")[0]) from error
             raise
-        if loss.ndim != 0:
-            raise ConfigError(
-                f"task.loss returned a tensor of shape {tuple(loss.shape)}. It must return one number: the mean over "
-                "the batch's samples."
-            )
-        return loss
 
     def _shape_error(self, output: Any, target: Tensor, *, reason: str) -> DataError:
         return DataError(

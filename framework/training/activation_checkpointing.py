@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -60,12 +59,10 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replace the module's forward, which its class still has."""
     own = MethodType(type(module).forward, module)
-    return checkpoint(own, *args, use_reentrant=False, context_fn=partial(_contexts, module), **kwargs)
-
-
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of the forward and of the recomputation."""
-    return nullcontext(), _recomputation(module)
+    # Contexts of the forward and of the recomputation.
+    return checkpoint(
+        own, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _recomputation(module)), **kwargs
+    )
 
 
 @contextmanager

@@ -40,15 +40,10 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
     """
     spread = takes(node, "devices")
     if len(context.devices) > 1 and not spread:
-        topology, gpus_each = context.topology, "topology.gpus_per_process=1 topology.min_gpus_per_process=1"
-        if topology.gpus_per_node and not topology.shares_gpus:
-            gpus_each = (
-                f"topology.procs_per_node={topology.gpus_per_node} topology.gpus_per_process=auto "
-                "topology.min_gpus_per_process=1"
-            )
         raise TopologyError(
-            f"{node['_target_']} can't use {topology.span} devices: it takes no keyword `devices`.\n"
-            f"Use {gpus_each}, or a model that takes it."
+            f"{node['_target_']} can't use {len(context.devices)} devices: it takes no keyword `devices`.\n"
+            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1 topology.procs_per_node=auto, or a model "
+            "that takes it."
         )
     home = context.device if context.device.type == "meta" else _CPU
     devices = context.devices if num_stages is None else (home,) * num_stages
@@ -69,11 +64,8 @@ def build_datasets(node: Node) -> Datasets:
         if isinstance(dataset, IterableDataset) or (dataset is None and part != "train"):
             continue
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            expected = (
-                f"a map-style dataset, with __len__ and __getitem__, or a torch.utils.data.IterableDataset as its "
-                f"{part} part"
-            )
-            raise _wrong_result(key, node, dataset, expected=expected)
+            kinds = "a map-style dataset, with __len__ and __getitem__, or a torch.utils.data.IterableDataset"
+            raise _wrong_result(key, node, dataset, expected=f"{kinds} as its {part} part")
     return datasets
 
 

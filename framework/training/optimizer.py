@@ -24,16 +24,13 @@ _FUSED_PAYS_FROM = 100_000  # elements in all parameters, on a CPU
 
 @final
 class Schedule:
-    """A scheduler, or none, and its interval. The trainer calls every `after_` method; one of them steps the scheduler.
+    """A scheduler, or none, and its interval. The trainer calls `step_after` after every step, epoch and validation.
 
     ReduceLROnPlateau steps after validations, by the metric `monitor`; all others after steps or epochs.
 
     Args:
         total_steps: the scheduler's length, counted in `interval`; None if it has none.
         may_stretch: `load_state_dict` accepts the state of a schedule of another length.
-
-    Raises:
-        ConfigError: if `monitor` is set for a scheduler that watches no metric, or missing for one that does.
     """
 
     def __init__(
@@ -45,31 +42,19 @@ class Schedule:
         total_steps: int | None = None,
         may_stretch: bool = False,
     ) -> None:
-        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-        if is_plateau and monitor is None:
-            raise ConfigError("ReduceLROnPlateau watches a metric: set scheduler.monitor, such as val/loss.")
-        if monitor is not None and not is_plateau:
-            raise ConfigError(
-                f"scheduler.monitor={monitor} is read by ReduceLROnPlateau only. Set scheduler.monitor=null."
-            )
         self._scheduler: Any = scheduler
         self._monitor = monitor
         self._total_steps = total_steps
         self._may_stretch = may_stretch
         self._interval = interval
-        self._steps_after = None if scheduler is None else "validation" if is_plateau else interval
+        self._steps_after: str | None = None if scheduler is None else interval
+        if isinstance(scheduler, ReduceLROnPlateau):
+            self._steps_after = "validation"
 
-    def after_step(self) -> None:
-        if self._steps_after == "step":
-            self._scheduler.step()
-
-    def after_epoch(self) -> None:
-        if self._steps_after == "epoch":
-            self._scheduler.step()
-
-    def after_validation(self, metrics: Mapping[str, float]) -> None:
-        if self._steps_after == "validation":
-            self._scheduler.step(metrics[str(self._monitor)])
+    def step_after(self, what: str, metrics: Mapping[str, float] | None = None) -> None:
+        """Step the scheduler if it is due after a `step`, an `epoch` or, with its metrics, a `validation`."""
+        if self._steps_after == what:
+            self._scheduler.step(*([] if metrics is None else [metrics[str(self._monitor)]]))
 
     def state_dict(self) -> dict[str, Any]:
         if self._scheduler is None:

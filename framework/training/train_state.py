@@ -236,19 +236,15 @@ def check_equal(parts: Sequence[tuple[int | None, Mapping[str, int]]], *, step: 
     parts: of each rank, which part of the model it has (None: it is compared with no other rank), and the hashes of its
         parameters by their names.
     """
-    by_part = defaultdict(list)  # part → its ranks
-    for rank, (part, _) in enumerate(parts):
-        if part is not None:
-            by_part[part].append(rank)
-    for ranks in by_part.values():
-        hashes = {rank: parts[rank][1] for rank in ranks}
-        names = list(hashes[ranks[0]])
+    for part in {part for part, _ in parts} - {None}:
+        hashes = {rank: own for rank, (its, own) in enumerate(parts) if its == part}
+        names = list(next(iter(hashes.values())))
         unequal = [name for name in names if len({each[name] for each in hashes.values()}) > 1]
         if not unequal:
             continue
         groups = defaultdict(list)  # hash → the ranks that have it
-        for rank in ranks:
-            groups[hashes[rank][unequal[0]]].append(str(rank))
+        for rank, own in hashes.items():
+            groups[own[unequal[0]]].append(str(rank))
         in_groups = " | ".join(", ".join(group) for group in groups.values())
         more = f" and of {len(unequal) - 1} of the other {len(names) - 1} parameters" if len(unequal) > 1 else ""
         raise RunError(

@@ -144,7 +144,7 @@ class Trainer:
             if progress.step % settings.log_every_n_steps == 0:
                 self.log()
             if window.epoch_end:
-                state.schedule.after_epoch()
+                state.schedule.step_after("epoch")
                 self._timer.leave_step(Phase.LOGGING)
                 self.stop.agree()
             if self._evaluation_due(epoch_end=window.epoch_end):
@@ -222,7 +222,7 @@ class Trainer:
             parameter.grad = None
         state.strategy.after_update(state.model)
         if self._has_stepped:
-            state.schedule.after_step()
+            state.schedule.step_after("step")
 
     def _update_trainable(self) -> None:
         """Rebuild what depends on the trained parameters: a model or callback has changed `requires_grad`."""
@@ -295,7 +295,7 @@ class Trainer:
         self._check_metrics(state.val_metrics)
         state.val_step = self.progress.step
         self.log_values(state.val_metrics)
-        state.schedule.after_validation(state.val_metrics)
+        state.schedule.step_after("validation", state.val_metrics)
         report = EvalReport("val", self.progress.step, self.progress.last_epoch, state.val_metrics)
         for observe in hooks(state.callbacks.values(), "on_validation_end"):
             self.stop.handle(observe(report))

@@ -184,7 +184,7 @@ def test_total_steps_are_filled_in_unless_given():
         for _ in range(expected):
             assert optimizer.param_groups[0]["lr"] > 1e-6
             optimizer.step()
-            schedule.after_step()
+            schedule.step_after("step")
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
 
 
@@ -206,9 +206,9 @@ def test_a_scheduler_gets_the_length_of_the_run_only_if_it_takes_one():
     settings = scheduler(node("torch.optim.lr_scheduler.StepLR", step_size=1, gamma=0.5), interval="epoch")
     schedule = build_scheduler(settings, optimizer, total_steps=None)
     optimizer.step()
-    schedule.after_epoch()
+    schedule.step_after("epoch")
     assert optimizer.param_groups[0]["lr"] == 0.5
-    build_scheduler(scheduler(None), optimizer, total_steps=None).after_step()
+    build_scheduler(scheduler(None), optimizer, total_steps=None).step_after("step")
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(ConfigError, match=r"must know when training ends(.|\n)*Set trainer\.max_steps, or"):
         build_scheduler(scheduler(node("framework.training.optimizer.cosine")), optimizer, total_steps=None)

@@ -39,7 +39,7 @@ def rates(schedule: Schedule, optimizer: torch.optim.Optimizer, steps: int) -> l
     for _ in range(steps):
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        schedule.after_step()
+        schedule.step_after("step")
     return seen
 
 
@@ -60,13 +60,6 @@ def test_cosine_warms_up_falls_and_stays(total, share, least):
 def test_cosine_refuses_numbers_out_of_range(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         cosine(sgd(), 5, **wrong)
-
-
-def test_a_plateau_needs_a_metric_and_no_other_schedule_takes_one():
-    with pytest.raises(ConfigError, match=r"set scheduler\.monitor"):
-        Schedule(ReduceLROnPlateau(sgd()), interval="epoch", monitor=None)
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau only"):
-        Schedule(StepLR(sgd(), 1), interval="epoch", monitor="val/loss")
 
 
 def test_another_learning_rate_keeps_what_a_plateau_made_of_the_one_before_and_0_cannot_be_scaled():
