@@ -45,7 +45,6 @@ class EMAWeightAveraging:
         self._first_index = update_starting_at_step or 0
         self._use_buffers = use_buffers
         self._num_averaged = 0
-        self._swapped = False
         self._loaded: dict[str, Any] | None = None  # until there is a copy of the model to load it into
         self._model: nn.Module
         self._averaged: nn.Module
@@ -83,25 +82,22 @@ class EMAWeightAveraging:
         """Swap the average into `model`, and afterwards the training weights back, bit for bit.
 
         Values are swapped in place: addresses stay, which captured graphs and compiled code rely on, and the extra
-        memory is that of one tensor. Entering it again inside changes nothing.
+        memory is that of one tensor.
         """
-        if self._num_averaged == 0 or self._swapped:
+        if self._num_averaged == 0:
             yield
             return
         self._swap(model)
-        self._swapped = True
         try:
             yield
         finally:
-            self._swapped = False
             self._swap(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and its number of updates. Its tensors are the live ones, not copies."""
+        """Return the average, its live tensors, and its number of updates. Not within `evaluation_weights`."""
         if self._num_averaged == 0:
             return {"num_averaged": 0}
-        holder = self._model if self._swapped else self._averaged
-        return {"num_averaged": self._num_averaged, "average": dict(holder.state_dict())}
+        return {"num_averaged": self._num_averaged, "average": dict(self._averaged.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state for `on_fit_start`, which comes after this."""

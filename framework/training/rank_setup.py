@@ -125,7 +125,17 @@ def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any
     """Return the loader of the train part."""
     config = rank.config
     if not isinstance(dataset, IterableDataset):
-        return map_train_loader(rank, dataset)
+        size = dataset_size(dataset, split="train")
+        shuffle = config.data.shuffle and config.trainer.overfit_batches is None
+        return TrainLoader(
+            dataset,
+            order=GlobalOrder(size, seed=config.seed, shuffle=shuffle),
+            plan=rank.plan,
+            rank=rank.data_share.rank,
+            device=rank.context.device,
+            options=loader_options(rank),
+            limit=steps_per_epoch(config.trainer, rank.plan, size=size),
+        )
     steps = steps_per_epoch(config.trainer, rank.plan, size=None)
     limit = None if steps is None else steps * rank.plan.global_batch_size
     check_state = partial(check_plain, name="the train stream's state_dict()")
@@ -144,21 +154,6 @@ def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any
         exchange=rank.exchange,
         stops_first=config.data.stream == "stop",
         check_state=check_state if config.checkpoint.enabled else None,
-    )
-
-
-def map_train_loader(rank: RankSetup, dataset: MapDataset) -> TrainLoader:
-    """Return the loader of a train part that is map-style."""
-    config, size = rank.config, dataset_size(dataset, split="train")
-    shuffle = config.data.shuffle and config.trainer.overfit_batches is None
-    return TrainLoader(
-        dataset,
-        order=GlobalOrder(size, seed=config.seed, shuffle=shuffle),
-        plan=rank.plan,
-        rank=rank.data_share.rank,
-        device=rank.context.device,
-        options=loader_options(rank),
-        limit=steps_per_epoch(config.trainer, rank.plan, size=size),
     )
 
 

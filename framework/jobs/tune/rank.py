@@ -27,7 +27,7 @@ from framework.system.run_dir import write_atomically
 from framework.training import build
 from framework.training.data_settings import streams_of
 from framework.training.engine import build_trainer
-from framework.training.rank_setup import RankSetup, load_model, map_train_loader, setup_rank
+from framework.training.rank_setup import RankSetup, load_model, make_train_loader, setup_rank
 from framework.types import hooks
 
 RESULT, PLOT = "tune.json", "learning_rate.svg"
@@ -47,8 +47,7 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
                 "job=tune repeats batches, which a stream (IterableDataset) can't.\n"
                 "Tune with some of its samples in a list, which is a map-style dataset."
             )
-        train: Any = datasets.train
-        loader = map_train_loader(rank, train)
+        loader: Any = make_train_loader(rank, datasets.train)
         stack.callback(loader.close)
         link.rank_status.set_phase(Phase.MEETING)
         with_cpu = rank.strategy.exchanges_on_cpu

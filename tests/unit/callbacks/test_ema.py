@@ -99,10 +99,6 @@ def test_after_an_evaluation_the_training_weights_are_the_same_bits_in_the_same_
         model[0].weight[0, :2] = torch.tensor([float("nan"), -0.0])  # type: ignore[index]
     before, addresses = bits(model), [tensor.data_ptr() for tensor in model.state_dict().values()]
     average = evaluated(callback, model)
-    saved = {name: tensor.clone() for name, tensor in callback.state_dict()["average"].items()}
-    with callback.evaluation_weights(model), callback.evaluation_weights(model):  # twice is once
-        assert_equal(copy_of(model), average)
-        assert_equal(callback.state_dict()["average"], saved)
     with pytest.raises(ZeroDivisionError), callback.evaluation_weights(model):
         raise ZeroDivisionError
     assert_equal(bits(model), before)
