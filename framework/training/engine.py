@@ -20,12 +20,14 @@ from framework.distributed.collectives import from_first
 from framework.distributed.process_group import new_gloo_group, process_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
 from framework.distributed.sharded import num_parameters
-from framework.errors import EXIT_STOPPED
+from framework.errors import EXIT_STOPPED, RunError
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.launch.stopping import stoppable
 from framework.monitoring.rank_log import logger, warn
 from framework.monitoring.rank_status import Phase
 from framework.monitoring.report import FailureReport
+from framework.system.files import free_bytes
+from framework.system.formatting import format_bytes
 from framework.system.hardware import Sharers, keep_to_cores, share_of_cores
 from framework.training import build, data_settings
 from framework.training.activation_checkpointing import apply_activation_checkpointing
@@ -39,7 +41,7 @@ from framework.training.rank_setup import (
     setup_rank,
 )
 from framework.training.resume import restore
-from framework.training.sizes import check_disk_space
+from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes
 from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
@@ -83,7 +85,7 @@ def _run(rank: RankSetup, datasets: Datasets, train_loader: TrainLoader | Stream
     trainer = build_trainer(rank, train_loader, val_loader)
     try:
         restore(rank, trainer)
-        check_disk_space(rank, trainer)
+        _check_disk_space(rank, trainer)
         if rank.context.is_main:
             _introduce(rank, trainer, datasets)
         if rank.config.trainer.cpu_affinity:
@@ -203,6 +205,36 @@ def _checkpoints(rank: RankSetup) -> CheckpointManager | None:
         # A group of its own, since checkpoints are written while training uses the others.
         shard_group=new_gloo_group(timeout_s) if rank.strategy.forward_communicates else None,
     )
+
+
+def _check_disk_space(rank: RankSetup, trainer: Trainer) -> None:
+    """On rank 0, raise RunError if the disk has no room for one checkpoint. A disk that fills up later is reported."""
+    folder = rank.run_dir.checkpoints
+    free = free_bytes(folder) if rank.config.checkpoint.enabled and rank.context.is_main else None
+    if free is not None and free < (size := _estimated_bytes(rank, trainer)):
+        raise RunError(
+            f"There is no room for a checkpoint: one takes about {format_bytes(size)}, and {format_bytes(free)} are "
+            f"free in {folder}.\nMake room, choose another disk with path.outputs=FOLDER, or train without "
+            "checkpoints: checkpoint=none"
+        )
+
+
+def _estimated_bytes(rank: RankSetup, trainer: Trainer) -> int:
+    model = trainer.state.bare_model
+    try:
+        size = optimizer_state_bytes(partial(build.build_optimizer, rank.config.optimizer), model.parameters())
+    except Exception as error:  # a user's optimizer may raise anything; training shows if it works
+        logger.info("the size of the optimizer's state isn't known before the first step: %r", error)
+        size = 0
+    estimated = checkpoint_bytes(
+        model,
+        size,
+        world_size=rank.context.world_size,
+        averages=len(hooks(trainer.state.callbacks.values(), "evaluation_weights")),
+        strategy=rank.strategy,
+    )
+    here = sum(each.numel() for each in model.parameters())
+    return estimated * num_parameters(model) // max(here, 1)  # with several stages, this rank has only some of them
 
 
 def _test(rank: RankSetup, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | None) -> dict[str, Any] | None:

@@ -1,27 +1,14 @@
-"""How many bytes tensors, optimizer states and checkpoints take, and if the disk has room for them."""
+"""How many bytes tensors, optimizer states and checkpoints take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from framework.distributed.sharded import num_parameters
-from framework.errors import RunError
-from framework.monitoring.rank_log import logger
 from framework.strategies.base import Strategy
-from framework.system.files import free_bytes
-from framework.system.formatting import format_bytes
-from framework.training import build
-from framework.types import hooks
-
-if TYPE_CHECKING:
-    from framework.training.rank_setup import RankSetup
-    from framework.training.trainer import Trainer
 
 _PROBE = (3, 5, 7, 11, 13)
 _BYTES_PER_RANK = 16_000  # generators, on the CPU
@@ -79,36 +66,3 @@ def checkpoint_bytes(
     own = optimizer_bytes + ((averages + 1) * weight_bytes if averages or replicas > 1 else 0)
     kept = (1 + strategy.weight_copies) * weight_bytes + world_size * strategy.gradients_kept * trained_bytes
     return kept + replicas * own + world_size * _BYTES_PER_RANK + _REST_BYTES
-
-
-# Room on the disk
-
-
-def check_disk_space(rank: RankSetup, trainer: Trainer) -> None:
-    """On rank 0, raise RunError if the disk has no room for one checkpoint. A disk that fills up later is reported."""
-    folder = rank.run_dir.checkpoints
-    free = free_bytes(folder) if rank.config.checkpoint.enabled and rank.context.is_main else None
-    if free is not None and free < (size := _estimated_bytes(rank, trainer)):
-        raise RunError(
-            f"There is no room for a checkpoint: one takes about {format_bytes(size)}, and {format_bytes(free)} are "
-            f"free in {folder}.\nMake room, choose another disk with path.outputs=FOLDER, or train without "
-            "checkpoints: checkpoint=none"
-        )
-
-
-def _estimated_bytes(rank: RankSetup, trainer: Trainer) -> int:
-    model = trainer.state.bare_model
-    try:
-        size = optimizer_state_bytes(partial(build.build_optimizer, rank.config.optimizer), model.parameters())
-    except Exception as error:  # a user's optimizer may raise anything; training shows if it works
-        logger.info("the size of the optimizer's state isn't known before the first step: %r", error)
-        size = 0
-    estimated = checkpoint_bytes(
-        model,
-        size,
-        world_size=rank.context.world_size,
-        averages=len(hooks(trainer.state.callbacks.values(), "evaluation_weights")),
-        strategy=rank.strategy,
-    )
-    here = sum(each.numel() for each in model.parameters())
-    return estimated * num_parameters(model) // max(here, 1)  # with several stages, this rank has only some of them
