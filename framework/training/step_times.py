@@ -32,8 +32,7 @@ class Clock:
     """How to take time stamps."""
 
     now: Callable[[], Any]  # returns a stamp
-    between: Callable[[Any, Any], float]  # (end, begin) → the time between them; waits until `end` has been reached
-    unit_s: float  # seconds per unit of `between`
+    between: Callable[[Any, Any], float]  # (end, begin) → seconds between them; waits until `end` has been reached
     is_sampled: bool = False  # stamps are too expensive to take them in every step
 
 
@@ -43,7 +42,7 @@ def clock_of(device: torch.device) -> Clock:
     https://docs.pytorch.org/docs/stable/generated/torch.Event.html
     """
     if device.type == "cpu":
-        return Clock(time.perf_counter_ns, operator.sub, unit_s=1e-9)
+        return Clock(time.perf_counter, operator.sub)
 
     def now() -> torch.Event:
         event = torch.Event(device=device, enable_timing=True)
@@ -52,9 +51,9 @@ def clock_of(device: torch.device) -> Clock:
 
     def between(end: torch.Event, begin: torch.Event) -> float:
         end.synchronize()
-        return begin.elapsed_time(end)
+        return begin.elapsed_time(end) / 1000
 
-    return Clock(now, between, unit_s=1e-3, is_sampled=True)
+    return Clock(now, between, is_sampled=True)
 
 
 @final
@@ -123,7 +122,7 @@ class StepTimer:
     def read(self) -> Spent:
         """Return the times of the steps since the last reading; waits for a GPU. Call it outside of a step."""
         self._add_up()
-        seconds = [value * self._clock.unit_s for value in self._sums]
+        seconds = self._sums
         spent = Spent(
             steps=self._steps,
             step=sum(seconds[kind] for kind in _COUNTED),

@@ -264,7 +264,7 @@ def found(context: Context, strategy: Any, slow: Slow) -> tuple[list[tuple[int, 
             data=data,
             callbacks={"worked": Worked(clock)},
             loggers={"numbers": numbers} if context.is_main else {},
-            clock=Clock(clock.now, operator.sub, unit_s=1.0),
+            clock=Clock(clock.now, operator.sub),
         )
         trainer.fit()
     named = [(each.rank, each.kind) for each in trainer.slow_ranks.found()]

@@ -217,9 +217,6 @@ class Slow(Squares):
     def perf_counter(self) -> float:
         return self.now
 
-    def perf_counter_ns(self) -> int:
-        return int(self.now * 1e9)
-
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         self.now += 1.0
         return super().training_step(model, batch)
