@@ -53,7 +53,10 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
     if request.adopted_ranks is not None:
         request.adopted_ranks.handshake.compare(timeout_s=request.config.backend.init_timeout)
     setup, launcher = _setup(request, topology), chosen_launcher(request)
-    with _joined(request, setup) as elastic:
+    joined: AbstractContextManager[ElasticNode | None] = nullcontext()
+    if setup.endpoint is not None:  # this command is typed on several nodes: wait for all of them
+        joined = joined_nodes(setup, fork_server=request.fork_server, arguments=sys.argv[1:])
+    with joined as elastic:
         if elastic is not None and elastic.spec is not None:
             return _join(request, setup, elastic, elastic.spec)
         with _run_dir(request) as run_dir, locked(run_dir), _records_kept_if_refused(run_dir):
@@ -85,16 +88,6 @@ def _setup(request: Request, topology: Topology) -> NodeSetup:
         endpoint=split_endpoint(endpoint) if has_others and endpoint is not None else None,
         max_restarts=config.launcher.max_restarts,
     )
-
-
-def _joined(request: Request, setup: NodeSetup) -> AbstractContextManager[ElasticNode | None]:
-    """Wait for all nodes, on each of which this command is typed; None if this command runs on one node only.
-
-    Raises ConfigError if the nodes' commands differ, RunError if a node doesn't come in time.
-    """
-    if setup.endpoint is None:
-        return nullcontext()
-    return joined_nodes(setup, fork_server=request.fork_server, arguments=sys.argv[1:])
 
 
 def _plan(request: Request, setup: NodeSetup, run_dir: RunDir, *, entry: str) -> LaunchPlan:

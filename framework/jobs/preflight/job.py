@@ -13,9 +13,9 @@ in the run directory with these keys (seconds, bytes, bytes or operations per se
     links              those that were measured: ranks, nodes, kind, round_trips_s (ten), latency_s (half
                        of their median), bytes (of a large message), bytes_per_s (there and back together)
     num_links          kind ("within nodes", "between nodes") → how many there are
-    checks             of each exchange: name, unsupported (null, or what the backend says), points, as far as time
-                       reached: size_bytes, bytes (the whole buffer), repetitions, seconds (of one, of the slowest
-                       rank), algorithm_bytes_per_s, bus_bytes_per_s (as in nccl-tests)
+    checks             of each exchange: name, points, as far as time reached: size_bytes, bytes (the whole buffer),
+                       repetitions, seconds (of one, of the slowest rank), algorithm_bytes_per_s, bus_bytes_per_s (as
+                       in nccl-tests)
     faults             values that were wrong: check, rank, text
     slowest_link       one of links, with times_slower (than the median of the others of its kind) and stands_out
     slowest_device     rank, device, flops_per_s, times_slower, stands_out

@@ -6,7 +6,6 @@ Values are checked first, then times are measured.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +52,6 @@ _PERIOD = 1009  # of test values; a prime, so that swapped blocks of any usual s
 _MAX_REPETITIONS = 100
 _SMALL_BYTES = 65536  # smaller sizes take no time, and are always checked
 _LINK_BYTES, _LINK_TRIPS = 2**22, 3  # of the large messages
-_UNSUPPORTED = re.compile(r"not support|unsupported|not implemented", re.IGNORECASE)
 
 Pair = tuple[int, int]
 Link = dict[str, Any]  # as in preflight.json
@@ -374,23 +372,17 @@ def measure_exchange(name: str, peers: Peers, *, max_bytes: int, seconds: float)
     """Check and time the exchange at 4 B, 16 B, 64 B and so on, as far as `seconds` reach; small sizes in any case.
 
     Bandwidths are those of https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. Return the entry of
-    preflight.json, the same on every rank. Every rank must call it. Raises RunError if another rank doesn't answer; an
-    exchange that the backend doesn't support is noted.
+    preflight.json, the same on every rank. Every rank must call it. Raises RunError if another rank doesn't answer.
     """
     context, turns = peers.context, BUS_TURNS[name]
-    found: dict[str, Any] = {"name": name, "unsupported": None, "points": []}
+    points = []
     sizes = [4**exponent for exponent in range(1, 33) if 4**exponent <= max_bytes]
     parts = context.world_size if turns == 1 else 1  # those exchange equal parts of the buffer
     bus = turns * (context.world_size - 1) / context.world_size if turns else 1.0
     began, target_s = time.perf_counter(), seconds / (2 * len(sizes))
     with peers.check(name):
-        try:
-            first_call, *_ = make_call(name, peers, parts)
-            first_call()  # opens connections
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            if not _UNSUPPORTED.search(str(error)):
-                raise
-            return found | {"unsupported": describe_error(error)}
+        first_call, *_ = make_call(name, peers, parts)
+        first_call()  # opens connections
         for size in sizes:
             count = -(-size // (4 * parts)) * parts
             call, received, expected = make_call(name, peers, count)
@@ -398,7 +390,7 @@ def measure_exchange(name: str, peers: Peers, *, max_bytes: int, seconds: float)
             peers.compare(received, expected, label=f"of {count * 4:,} bytes, ")
             repetitions = max(1, min(_MAX_REPETITIONS, int(target_s / max(call_s, 1e-9))))
             call_s = _timed(call, context, repetitions=repetitions)
-            found["points"].append(
+            points.append(
                 {
                     "size_bytes": size,
                     "bytes": 4 * count,
@@ -412,7 +404,7 @@ def measure_exchange(name: str, peers: Peers, *, max_bytes: int, seconds: float)
             # Two calls of the next size, which take four times as long, and repetitions.
             if size >= _SMALL_BYTES and spent_s + 8 * call_s + target_s > seconds:
                 break
-    return found
+    return {"name": name, "points": points}
 
 
 def _timed(call: Callable[[], object], context: Context, *, repetitions: int = 1) -> float:

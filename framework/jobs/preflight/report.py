@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, median_high
-from textwrap import shorten
 from typing import Any
 
 from framework.config.schema import PreflightConfig
@@ -24,18 +23,8 @@ STANDS_OUT = 2.0
 """Times slower than the median from which a link or a device stands out."""
 
 _NONE = "–"
-_MAX_FAILURES, _MAX_RANKS, _MAX_DEVICE_CHARS = 10, 32, 32
+_MAX_FAILURES, _MAX_RANKS = 10, 32
 _TINY_BYTES = 1024  # bandwidths of smaller buffers say nothing
-_LIMITS = {
-    "max_clock_offset": ("clocks", "s"),
-    "min_matmul": ("matmul", "GFLOP/s"),
-    "max_latency": ("latency", "s"),
-    "min_link_bandwidth": ("link bandwidth", "MB/s"),
-    "min_bus_bandwidth": ("bus bandwidth", "MB/s"),
-    "min_free_disk": ("free_disk", "GB"),
-    "min_shm": ("shm", "GB"),
-}
-"""Key → the name of the check, and the unit."""
 
 
 def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any]:
@@ -46,8 +35,8 @@ def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any
     ranks = found["ranks"]
     failures = [_failure(each["check"], f"{ranks[each['rank']]['name']}: {each['text']}") for each in found["faults"]]
     failures += _missing_data(ranks)
-    for key, where, value in _measured(found):
-        limit, (check, unit) = getattr(settings, key), _LIMITS[key]
+    for check, key, where, value, unit in _measured(found):
+        limit = getattr(settings, key)
         allowed = "at most" if key.startswith("max") else "at least"
         if limit is None or (value is not None and (value <= limit if allowed == "at most" else value >= limit)):
             continue
@@ -55,10 +44,12 @@ def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any
         text = f"{where}: {shown}; preflight.{key} allows {limit:,.10g} {unit} {allowed}"
         failures.append(_failure(check, text, value=value, limit=limit))
     devices = [{"rank": rank["rank"], **one} for rank in ranks for one in rank["matmul"]]
+    most = format_binary_bytes(found["max_bytes"])
+    reduced = f"nothing above {most} was exchanged: that is what free memory allows"
     return {
         "passed": not failures,
         "failures": failures,
-        "notes": list(_notes(found, settings)),
+        "notes": [reduced] if found["max_bytes"] < settings.max_bytes else [],
         "slowest_link": slowest_link(found["links"]),
         "slowest_device": _slowest(devices, "flops_per_s"),
     }
@@ -78,32 +69,24 @@ def _missing_data(ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
                 yield _failure("data root", text, value=root["state"])
 
 
-def _measured(found: Mapping[str, Any]) -> Iterator[tuple[str, str, float | None]]:
-    """Yield what limits hold for: the limit's key, what was measured, and the value in the limit's unit."""
+def _measured(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float | None, str]]:
+    """Yield what limits hold for: the check, the limit's key, what was measured, the value and its unit."""
     ranks = found["ranks"]
     for rank in ranks:
         clock = rank["clock"]
-        yield "max_clock_offset", rank["name"], abs(clock["ahead_s"]) - clock["error_s"]
+        yield "clocks", "max_clock_offset", rank["name"], abs(clock["ahead_s"]) - clock["error_s"], "s"
         for one in rank["matmul"]:
-            yield "min_matmul", f"{rank['name']} on {one['device']}", one["flops_per_s"] / 1e9
+            yield "matmul", "min_matmul", f"{rank['name']} on {one['device']}", one["flops_per_s"] / 1e9, "GFLOP/s"
     for link in found["links"]:
-        yield "max_latency", _link(link, ranks), link["latency_s"]
-        yield "min_link_bandwidth", _link(link, ranks), link["bytes_per_s"] / 1e6
-    for check in found["checks"]:
-        if check["name"] == "all_reduce" and check["points"]:
-            best = max(point["bus_bytes_per_s"] for point in check["points"])
-            yield "min_bus_bandwidth", "all_reduce", best / 1e6
-    for key, fact in (("min_free_disk", "free_disk_bytes"), ("min_shm", "free_shm_bytes")):
+        yield "latency", "max_latency", _link(link, ranks), link["latency_s"], "s"
+        yield "link bandwidth", "min_link_bandwidth", _link(link, ranks), link["bytes_per_s"] / 1e6, "MB/s"
+    for exchange in found["checks"]:
+        if exchange["name"] == "all_reduce":
+            best = max(point["bus_bytes_per_s"] for point in exchange["points"])
+            yield "bus bandwidth", "min_bus_bandwidth", "all_reduce", best / 1e6, "MB/s"
+    for check, key, fact in (("free_disk", "min_free_disk", "free_disk_bytes"), ("shm", "min_shm", "free_shm_bytes")):
         for rank in _first_of_nodes(ranks):
-            yield key, _node(rank), None if rank[fact] is None else rank[fact] / 1e9
-
-
-def _notes(found: Mapping[str, Any], settings: PreflightConfig) -> Iterator[str]:
-    for check in found["checks"]:
-        if check["unsupported"]:
-            yield f"{check['name']} is not supported by {found['backend']}: {check['unsupported']}"
-    if found["max_bytes"] < settings.max_bytes:
-        yield f"nothing above {format_binary_bytes(found['max_bytes'])} was exchanged: that is what free memory allows"
+            yield check, key, _node(rank), None if rank[fact] is None else rank[fact] / 1e9, "GB"
 
 
 def _first_of_nodes(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -202,7 +185,7 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> str:
             (
                 str(rank["rank"]),
                 f"{rank['node']} {rank['host']}",
-                shorten(devices, _MAX_DEVICE_CHARS, placeholder="…"),
+                devices,
                 ", ".join(format_flops(one["flops_per_s"]) for one in rank["matmul"]),
                 clock if rank["node"] > 0 else _NONE,
                 *(_NONE if size_bytes is None else format_binary_bytes(size_bytes) for size_bytes in free),
@@ -226,7 +209,7 @@ def _barriers_and_links(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _exchange_tables(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of times and one of bandwidths: a column for each exchange, a row for each size."""
-    checks = [check for check in found["checks"] if check["points"]]
+    checks = found["checks"]
     for title, key, form, least in (
         ("time of one", "seconds", format_seconds, 0),
         ("bus bandwidth", "bus_bytes_per_s", format_rate, _TINY_BYTES),

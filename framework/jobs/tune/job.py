@@ -36,7 +36,7 @@ from framework.system.formatting import format_facts
 from framework.system.run_dir import RunDir, read_object
 
 _ENTRY = "framework.jobs.tune.rank:tune_rank"
-_RESULT, _PLOT = "tune.json", "learning_rate.svg"  # as in `rank`, which imports torch
+RESULT, PLOT = "tune.json", "learning_rate.svg"  # in the run directory
 _LIMITS = {
     "memory": "by memory, of which {margin:.0%} stays free",
     "data": "a step takes no more samples than the dataset has",
@@ -48,17 +48,17 @@ def main(request: Request) -> JobResult:
     topology = check(request)
 
     def closing(_config: Config, run_dir: RunDir, status: int) -> str:
-        path, found = display_path(run_dir.path), read_object(run_dir.path / _RESULT)
+        path, found = display_path(run_dir.path), read_object(run_dir.path / RESULT)
         facts = [("run", path), ("logs", f"{path}/logs")]
-        if (run_dir.path / _PLOT).exists():
-            facts.append(("plot", f"{path}/{_PLOT}"))
+        if (run_dir.path / PLOT).exists():
+            facts.append(("plot", f"{path}/{PLOT}"))
         lines = [] if found is None else ["", *_findings(found, request.config)]
         if found is not None and found["overrides"] and status == 0:
             lines += ["", "Use:", f"  {command(request, topology, found['overrides'])}"]
         return "\n".join([*lines, "", format_facts(facts)])
 
     done = run(request, entry=_ENTRY, title="Tuning", summary=closing)
-    found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / _RESULT)
+    found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / RESULT)
     if found is not None and found["lr"] is not None and found["lr"]["suggestion"] is None:
         return replace(done, status=1)
     return done

@@ -20,6 +20,7 @@ from framework.distributed.collectives import barrier
 from framework.distributed.process_group import process_group
 from framework.errors import ConfigError, DataError, RunError, describe_error
 from framework.jobs.tune.batch_size import BatchSizing, find_batch_size, full_steps, is_out_of_memory, train_steps
+from framework.jobs.tune.job import PLOT, RESULT
 from framework.jobs.tune.lr_range import assess, plot, range_test
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import Phase
@@ -29,8 +30,6 @@ from framework.training.data_settings import streams_of
 from framework.training.engine import build_trainer
 from framework.training.rank_setup import RankSetup, load_model, make_train_loader, setup_rank
 from framework.types import hooks
-
-RESULT, PLOT = "tune.json", "learning_rate.svg"
 
 
 def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
