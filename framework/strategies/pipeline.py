@@ -21,7 +21,7 @@ from framework.strategies.base import Sharding, Strategy
 from framework.strategies.parameters import check_dense, check_same_change
 from framework.strategies.pipeline_schedule import SCHEDULES, WindowRunner
 from framework.strategies.pipeline_stages import LocalStages, drop_other_stages, split_into_stages, stage_layout
-from framework.types import Batch, DataShare, MicroBatch, NumberFormats, StepOutput, Task, Window
+from framework.types import DataShare, MicroBatch, NumberFormats, StepOutput, Task, Window
 
 _MICROBATCHES_PER_RANK = 4  # GPipe's rule for little idle time
 
@@ -161,9 +161,8 @@ class Pipeline(Strategy):
         scale = self._share.world_size / window.global_count
         loss: Tensor | None = None
 
-        def weighted_loss(output_of: Callable[[Batch], StepOutput], micro: MicroBatch) -> Tensor:
+        def weighted_loss(output: StepOutput, micro: MicroBatch) -> Tensor:
             nonlocal loss
-            output = output_of(micro.batch)
             add(output)
             loss = output.loss.detach()
             weight = micro.num_samples * scale

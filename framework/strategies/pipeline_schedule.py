@@ -6,7 +6,7 @@ stand-in for the model that records the inputs and stops, and on the last stage'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, final
 
@@ -16,12 +16,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from framework.distributed.seed import fingerprint
 from framework.errors import TargetError
-from framework.strategies.pipeline_stages import LocalStages, OutputSpec, TensorSpec, as_tuple, check_inputs
+from framework.strategies.pipeline_stages import LocalStages, Shapes, as_tuple, check_inputs, on_meta
 from framework.types import Batch, MicroBatch, NumberFormats, StepOutput, Task
-
-WeightedLoss = Callable[[Callable[[Batch], StepOutput], MicroBatch], Tensor]
-"""Returns the weighted loss of a micro-batch, given what computes the task's output."""
-
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -53,15 +49,14 @@ class WindowRunner:
         number: int,
         task: Task,
         precision: NumberFormats,
-        weighted_loss: WeightedLoss,
+        weighted_loss: Callable[[StepOutput, MicroBatch], Tensor],
     ) -> None:
         """Run the micro-batches, padded to `number`; `weighted_loss` is called on the last stage's rank."""
-        self._local.wait_for_sends()
         self._local.sync_training_mode()
         inputs = [self._inputs_of(micro.batch, task=task, precision=precision) for micro in micro_batches]
         # The largest of this window, not of those before, which a resumed run hasn't seen.
         num_rows = max(len(tensors[0]) for tensors in inputs)
-        specs = tuple(TensorSpec((num_rows, *each.shape[1:]), each.dtype) for each in inputs[0])
+        shapes = tuple(((num_rows, *each.shape[1:]), each.dtype) for each in inputs[0])
         real_rows = [
             len(tensors[0]) if micro.num_samples else 0 for tensors, micro in zip(inputs, micro_batches, strict=True)
         ]
@@ -72,14 +67,15 @@ class WindowRunner:
             real = _first_rows(output, real_rows[index])
             if not real_rows[index]:
                 return sum((each.sum() for each in as_tuple(real)), torch.zeros((), device=self._local.device))
-            model: Any = _ModelStandIn(_returning_once(real))
+            model: Any = _ModelStandIn(output=real)
             with precision.autocast():
-                return weighted_loss(lambda batch: task.training_step(model, batch), micro_batches[index])
+                step_output = task.training_step(model, micro_batches[index].batch)
+            return weighted_loss(step_output, micro_batches[index])
 
         self._loss = loss
-        schedule, stages = self._schedule(specs, number, precision)  # type: ignore[arg-type]  # hashed by identity
+        schedule, stages = self._schedule(shapes, number, precision)  # type: ignore[arg-type]  # hashed by identity
         for stage in stages:
-            stage.begin_window(real_rows)
+            stage.real_rows = iter(real_rows)
         args: tuple[Tensor, ...] = ()
         if 0 in self._local.stages:
             padded = [[_padded(each, num_rows) for each in tensors] for tensors in inputs]
@@ -95,10 +91,10 @@ class WindowRunner:
         before = fingerprint([self._local.device])
         try:
             with precision.autocast():
-                model: Any = _ModelStandIn(_record_inputs)
+                model: Any = _ModelStandIn()
                 task.training_step(model, batch)
         except _Recorded as recorded:
-            inputs = check_inputs(recorded.inputs)
+            inputs = check_inputs(recorded.args)
         else:
             raise TargetError(f"{type(task).__name__}.training_step didn't call the model, which a pipeline needs.")
         if before != fingerprint([self._local.device]):
@@ -108,16 +104,14 @@ class WindowRunner:
             )
         return inputs
 
-    def _make_schedule(
-        self, specs: tuple[TensorSpec, ...], number: int, precision: NumberFormats
-    ) -> tuple[Any, list[_PaddedStage]]:
+    def _make_schedule(self, shapes: Shapes, number: int, precision: NumberFormats) -> tuple[Any, list[_PaddedStage]]:
         with precision.autocast():
-            outputs = self._local.output_specs(specs)
+            examples = [on_meta(shapes), *self._local.example_outputs(shapes)]  # of the first stage's inputs first
         stages: list[_PaddedStage] = []
         placed: list[PipelineStage] = []
         for index, stage in self._local.stages.items():
-            stages.append(_PaddedStage(stage, precision, outputs[index]))
-            before = specs if index == 0 else outputs[index - 1].tensors
+            before, after = examples[index : index + 2]
+            stages.append(_PaddedStage(stage, precision, after))
             placed.append(
                 PipelineStage(
                     stages[-1],
@@ -125,8 +119,8 @@ class WindowRunner:
                     self._local.num_stages,
                     self._local.device,
                     # With these, torch runs nothing to find the shapes.
-                    input_args=tuple(_example(each, has_gradient=index > 0) for each in before),
-                    output_args=tuple(_example(each, has_gradient=True) for each in outputs[index].tensors),
+                    input_args=_examples(before, have_gradients=index > 0),
+                    output_args=_examples(after, have_gradients=True),
                     group=self._local.group,
                 )
             )
@@ -148,84 +142,71 @@ class _PaddedStage(nn.Module):
     """A stage that computes the real rows of each micro-batch only, and pads its output with zeros.
 
     The trainer's autocast is entered for each micro-batch: its cache of weights is of one forward. The output is
-    contiguous, as what is received for it is. output: of a whole micro-batch.
+    contiguous, as what is received for it is. example: the output of a whole micro-batch, on the meta device.
     """
 
-    def __init__(self, stage: nn.Module, precision: NumberFormats, output: OutputSpec) -> None:
+    def __init__(self, stage: nn.Module, precision: NumberFormats, example: Tensor | tuple[Tensor, ...]) -> None:
         super().__init__()
         self.stage = stage
+        # How many rows of each micro-batch of a window are real, in the order in which every schedule takes them.
+        self.real_rows: Iterator[int] = iter(())
         self._precision = precision
-        self._output = output
-        self._real_rows: Iterator[int] = iter(())
-
-    def begin_window(self, real_rows: Iterable[int]) -> None:
-        """Set how many rows of each micro-batch are real, in the order in which every schedule takes them."""
-        self._real_rows = iter(real_rows)
+        self._example = example
 
     def forward(self, *inputs: Tensor) -> Any:
-        number = next(self._real_rows)
+        number = next(self.real_rows)
         if number == 0:
             outputs = self._zeros(inputs)
         else:
             with self._precision.autocast():
                 output = self.stage(*(_first_rows(each, number) for each in inputs))
             outputs = tuple(_padded(each, len(inputs[0])).contiguous() for each in as_tuple(output))
-        return outputs if self._output.is_tuple else outputs[0]
+        return outputs[0] if isinstance(self._example, Tensor) else outputs
 
     def _zeros(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return zeros that a backward passes through to the inputs."""
         device = inputs[0].device
         leaf = torch.zeros((), device=device, requires_grad=True)  # the first stage's inputs need no gradient
         path = sum((each.sum() for each in inputs if each.requires_grad), leaf)
-        zeros = (spec.zeros(device) for spec in self._output.tensors)
+        zeros = (torch.zeros_like(each, device=device) for each in as_tuple(self._example))
         return tuple(each + (0 * path).to(each.dtype) if each.is_floating_point() else each for each in zeros)
 
 
 class _Recorded(BaseException):
     """Ends a task's step when it has called the model. A BaseException, so that the task doesn't catch it."""
 
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.inputs = inputs
-
 
 @final
 class _ModelStandIn:
-    """Takes the model's place while a task computes. It can be called; anything else is an error."""
+    """Takes the model's place while a task computes. It can be called once; anything else is an error.
+
+    output: What the call returns; None raises _Recorded with the inputs.
+    """
 
     training = True
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
+    def __init__(self, output: Any = None) -> None:
+        self._output = output
+        self._is_called = False
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        return self._forward(*inputs, **named)
+        if named:
+            raise TargetError(
+                f"The task calls the model with {', '.join(named)}= by name. With strategy=pipeline it passes tensors "
+                "by position, which the first stage takes."
+            )
+        if self._output is None:
+            raise _Recorded(*inputs)
+        if self._is_called:
+            raise TargetError("The task calls the model more than once in a step, and a pipeline runs once.")
+        self._is_called = True
+        return self._output
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TargetError(
             f"The task asks the model for `{name}`. With strategy=pipeline no rank has the whole model, and a task can "
             "only call it."
         )
-
-
-def _record_inputs(*inputs: Any, **named: Any) -> NoReturn:
-    if named:
-        raise TargetError(
-            f"The task calls the model with {', '.join(named)}= by name. With strategy=pipeline it passes tensors by "
-            "position, which the first stage takes."
-        )
-    raise _Recorded(inputs)
-
-
-def _returning_once(output: Any) -> Callable[..., Any]:
-    outputs = [output]
-
-    def forward(*_: Any, **__: Any) -> Any:
-        if not outputs:
-            raise TargetError("The task calls the model more than once in a step, and a pipeline runs once.")
-        return outputs.pop()
-
-    return forward
 
 
 def _first_rows(output: Any, number: int) -> Any:
@@ -239,5 +220,7 @@ def _padded(tensor: Tensor, num_rows: int) -> Tensor:
     return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
-def _example(spec: TensorSpec, *, has_gradient: bool) -> Tensor:
-    return spec.zeros("meta").requires_grad_(has_gradient and spec.dtype.is_floating_point)
+def _examples(outputs: Tensor | tuple[Tensor, ...], *, have_gradients: bool) -> tuple[Tensor, ...]:
+    return tuple(
+        each.detach().requires_grad_(have_gradients and each.is_floating_point()) for each in as_tuple(outputs)
+    )

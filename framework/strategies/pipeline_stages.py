@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -136,23 +136,8 @@ def _split_evenly(children: Sequence[nn.Module], number: int) -> list[Sequence[n
 # The stages of one rank
 
 
-class TensorSpec(NamedTuple):
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def zeros(self, device: torch.device | str) -> Tensor:
-        return torch.zeros(self.size, dtype=self.dtype, device=device)
-
-
-class OutputSpec(NamedTuple):
-    """What a stage returns: one tensor, or a tuple of them."""
-
-    tensors: tuple[TensorSpec, ...]
-    is_tuple: bool
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Of the tensors that a stage takes."""
 
 
 @final
@@ -180,40 +165,44 @@ class LocalStages:
         within = set(model.modules())
         self._wrappers = [each for stage in stages.values() for each in stage.modules() if each not in within]
         self._num_ranks = dist.get_world_size(group)
-        self._known_specs: dict[tuple[TensorSpec, ...], list[OutputSpec]] = {}
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._known_outputs: dict[Shapes, list[Tensor | tuple[Tensor, ...]]] = {}
 
     def forward(self, *inputs: Any) -> Any:
         """Return the model's output on the rank with the last stage, zeros of its shape on the others.
 
-        Without gradients only; every rank of the pipeline must call it with inputs of the same shapes. It returns as
-        soon as this rank's own stages are done.
+        Without gradients only; every rank of the pipeline must call it with inputs of the same shapes. It returns when
+        the next rank has received what this rank's stages return.
         """
         self.sync_training_mode()
         hidden = check_inputs(inputs)
-        outputs = self.output_specs(tuple(map(TensorSpec.of, hidden)))
+        outputs = self.example_outputs(tuple((tuple(each.shape), each.dtype) for each in hidden))
         for number, stage in self.stages.items():
             if number > 0 and number - 1 not in self.stages:
-                hidden = tuple(spec.zeros(self.device) for spec in outputs[number - 1].tensors)
+                hidden = self.zeros_like(outputs[number - 1])
                 for tensor in hidden:
                     dist.recv(tensor, group=self.group, group_src=(number - 1) % self._num_ranks)
             hidden = as_tuple(stage(*hidden))
             if number + 1 < self.num_stages and number + 1 not in self.stages:
-                self._send(hidden, to=(number + 1) % self._num_ranks)
+                for tensor in hidden:
+                    dist.send(tensor.contiguous(), group=self.group, group_dst=(number + 1) % self._num_ranks)
         if self.num_stages - 1 not in self.stages:
-            hidden = tuple(spec.zeros(self.device) for spec in outputs[-1].tensors)
-        return hidden if outputs[-1].is_tuple else hidden[0]
+            hidden = self.zeros_like(outputs[-1])
+        return hidden[0] if isinstance(outputs[-1], Tensor) else hidden
 
-    def output_specs(self, inputs: tuple[TensorSpec, ...]) -> list[OutputSpec]:
-        """Return what each stage returns for such inputs, found by a forward of zeros the first time.
+    def example_outputs(self, inputs: Shapes) -> list[Tensor | tuple[Tensor, ...]]:
+        """Return what each stage returns for such inputs, on the meta device, found by a forward of zeros.
 
         Every rank of the pipeline must call it. Modules run in eval mode, and generators keep their state.
         """
-        if inputs not in self._known_specs:
+        if inputs not in self._known_outputs:
             devices = [] if self.device.type == "cpu" else [self.device]
             with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=self.device.type):
-                self._known_specs[inputs] = self._find_output_specs(inputs)
-        return self._known_specs[inputs]
+                self._known_outputs[inputs] = self._find_outputs(inputs)
+        return self._known_outputs[inputs]
+
+    def zeros_like(self, example: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return zeros of these shapes on this rank's device."""
+        return tuple(torch.zeros_like(each, device=self.device) for each in as_tuple(example))
 
     def sync_training_mode(self) -> None:
         """Put modules that stages have around the model's own into its mode, training or evaluation."""
@@ -225,35 +214,27 @@ class LocalStages:
         for stage in self.stages.values():
             stage.compile(*args, **options)
 
-    def wait_for_sends(self) -> None:
-        """Wait until other ranks have received all that was sent."""
-        for work, _ in self._sends:
-            work.wait()
-        self._sends.clear()
-
-    def _find_output_specs(self, inputs: tuple[TensorSpec, ...]) -> list[OutputSpec]:
-        found: list[OutputSpec] = []
+    def _find_outputs(self, inputs: Shapes) -> list[Tensor | tuple[Tensor, ...]]:
+        found: list[Tensor | tuple[Tensor, ...]] = [on_meta(inputs)]
         for number in range(self.num_stages):
-            spec: list[Any] = [None]
+            example: list[Any] = [None]
             if number in self.stages:
                 stage = self.stages[number]
                 training = [module for module in stage.modules() if module.training]
                 stage.eval()
-                output = stage(*(each.zeros(self.device) for each in (found[-1].tensors if found else inputs)))
+                output = stage(*self.zeros_like(found[-1]))
                 for module in training:
                     module.training = True
-                spec = [OutputSpec(tuple(map(TensorSpec.of, as_tuple(output))), not isinstance(output, Tensor))]
-            dist.broadcast_object_list(spec, group=self.group, group_src=number % self._num_ranks)
-            found += spec
-        return found
+                outputs = on_meta((tuple(each.shape), each.dtype) for each in as_tuple(output))
+                example = [outputs[0] if isinstance(output, Tensor) else outputs]
+            dist.broadcast_object_list(example, group=self.group, group_src=number % self._num_ranks)
+            found += example
+        return found[1:]
 
-    def _send(self, tensors: Sequence[Tensor], *, to: int) -> None:
-        self.wait_for_sends()  # of the batch before: no more than one is kept in memory
-        for tensor in tensors:
-            sent = tensor.contiguous()
-            work = dist.isend(sent, group=self.group, group_dst=to)
-            assert work is not None
-            self._sends.append((work, sent))
+
+def on_meta(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Tensor, ...]:
+    """Return contiguous tensors of these shapes on the meta device."""
+    return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes)
 
 
 def check_inputs(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
