@@ -82,7 +82,7 @@ LAUNCH = [
         name="early-exit-counts-as-finished",
         caught_by="tests/multiproc/test_failures.py::test_the_first_cause_is_reported_once",
         file="framework/launch/local.py",
-        old='        left_early = event["status"] in _SUCCESSES and not page.is_done\n',
+        old='        left_early = event["status"] in _SUCCESSES and not self._monitor.read(rank).is_done\n',
         new="        left_early = False\n",
         what="A rank that leaves with status 0 in the midst of training (os._exit(0)) makes the run look finished.",
     ),

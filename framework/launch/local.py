@@ -288,13 +288,7 @@ class NodeRun:
         rank = self._running.pop(event["key"], None)
         if rank is None:
             return  # of an earlier attempt, or no rank
-        page = self._monitor.read(rank)
-        if page.did_not_leave:
-            self.print(
-                f"Rank {rank} (pid {page.pid}) has done its work but doesn't leave: ended after {LEAVE_S:g} s. "
-                "Its log has the stacks of its threads."
-            )
-        left_early = event["status"] in _SUCCESSES and not page.is_done
+        left_early = event["status"] in _SUCCESSES and not self._monitor.read(rank).is_done
         self._exits[rank] = {**event, "rank": rank, "early": left_early}
 
     def _on_signals(self) -> None:

@@ -41,18 +41,17 @@ def rank_main(arguments: Mapping[str, Any], status_fd: int, listener_fd: int | N
     with heartbeat(rank_status):
         link = MonitorLink(rank_status, partial(open_run_store, rank.attempt))
         status = run_entry(arguments["entry"], rank, link, listener_fd=listener_fd)
-    threading.Thread(target=_end_anyway, args=(rank_status, status), daemon=True).start()
+    threading.Thread(target=_end_anyway, args=(status,), daemon=True).start()
     return status
 
 
-def _end_anyway(rank_status: RankStatus, status: int) -> None:
+def _end_anyway(status: int) -> None:
     """End this process if one of the user's threads or exit functions keeps it from exiting."""
     time.sleep(LEAVE_S)
     log = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
     with suppress(OSError, ValueError):  # a full disk, or a stream that the user's code has closed
         print(f"This process doesn't leave after its work: ended after {LEAVE_S:g} s", file=log, flush=True)
         faulthandler.dump_traceback(log)
-    rank_status.mark_not_leaving()
     os._exit(status)
 
 

@@ -74,7 +74,6 @@ class StatusPage(ctypes.Structure):
         ("is_stoppable", ctypes.c_int64),  # it would stop at the end of a step
         ("pid", ctypes.c_int64),  # 0 before the process has started
         ("is_done", ctypes.c_int64),  # its work is done, it only has to leave
-        ("did_not_leave", ctypes.c_int64),  # something held it up after its work
         ("record_bytes", ctypes.c_int64),  # of the record of a failure
     )
 
@@ -147,10 +146,6 @@ class RankStatus:
     def mark_done(self) -> None:
         """Mark this rank's work as done. Exit status 0 alone could also come from an early `os._exit(0)`."""
         self._page.is_done = True
-
-    def mark_not_leaving(self) -> None:
-        """Mark that this process is ended because it doesn't leave after its work."""
-        self._page.did_not_leave = True
 
     def record_failure(self, record: dict[str, Any]) -> None:
         """Write what this rank raised; see `launch/worker.py` for the keys. Long texts lose their middle."""
