@@ -258,8 +258,8 @@ DATA = [
         name="subset-of-a-subset-takes-other-samples",
         caught_by="tests/unit/data/test_loaders.py::test_batches_are_those_of_a_plain_loop",
         file="framework/data/tensor_samples.py",
-        old="rows=chosen if inner.rows is None else inner.rows[chosen])",
-        new="rows=chosen)",
+        old="inner.rows = chosen if inner.rows is None else inner.rows[chosen]",
+        new="inner.rows = chosen",
         what="A Subset of a Subset (also overfit_batches of a split data set) trains on the wrong samples.",
     ),
     Mutation(
@@ -416,8 +416,8 @@ CHECKPOINT = [
         name="newer-checkpoints-replace-a-damaged-last",
         caught_by="tests/unit/checkpoint/test_finding.py::test_a_changed_file_is_found_and_an_earlier_checkpoint_used",
         file="framework/checkpoint/lookup.py",
-        old="(newest is None or step <= newest):",
-        new="(newest is None or step >= newest):",
+        old="if newest is None or step < newest:",
+        new="if newest is None or step > newest:",
         what="Where the last checkpoint is damaged, earlier ones are not found and given-up newer ones are taken.",
     ),
     Mutation(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import final
 
 from framework.checkpoint.layout import (
-    BEST,
     LAST,
     MANIFEST_NAME,
     Manifest,
@@ -51,12 +50,11 @@ def last_undamaged(folder: Path, *, find_damage: Callable[[Path], str | None] = 
         damaged[directory] = fault
     if not damaged:
         return LastUndamaged(None)
-    newer = [path.name for path, _ in complete_steps(folder).values() if path not in damaged]
-    remedy = "Restore one from a copy, or start a new run."
-    if newer:
-        remedy = f"Newer than `{LAST}` there is {', '.join(newer[-_NAMES_SHOWN:])}: resume={folder / newer[-1]}"
     lines = "".join(f"  {directory.name}: {fault}\n" for directory, fault in damaged.items())
-    raise CheckpointError(f"All checkpoints in {folder} are damaged:\n{lines}{remedy}")
+    raise CheckpointError(
+        f"The checkpoints in {folder}, from `{LAST}` back, are damaged:\n{lines}"
+        "Restore one from a copy, or start a new run."
+    )
 
 
 def find(path: Path) -> Path:
@@ -75,11 +73,9 @@ def find(path: Path) -> Path:
         target = path.parent / path.readlink()
         raise CheckpointError(f"{path} points to {target.name}, which is gone.\n{describe_others(target)}")
     if path.is_file():
-        is_inside = (path.parent / MANIFEST_NAME).is_file()
-        instead = path.parent if is_inside else "outputs/RECIPE/RUN for a run's last one, or one of its checkpoints"
         raise CheckpointError(
             f"{path} is a file. init_from and checkpoint.path take a checkpoint of this framework, which is a "
-            f"directory: {instead}"
+            "directory: outputs/RECIPE/RUN for a run's last one, or outputs/RECIPE/RUN/checkpoints/best"
         )
     if not path.is_dir():
         raise CheckpointError(f"There is no {path}.\n{_what_is_near(path)}")
@@ -96,7 +92,10 @@ def find(path: Path) -> Path:
     # Only if the symlink is lost: by a kill before the first one was made, or a copy that skipped symlinks.
     if complete := complete_steps(folder):
         return complete[max(complete)][0]
-    raise CheckpointError(f"There is no complete checkpoint in {folder}.\n{_what_is_in(folder)}")
+    raise CheckpointError(
+        f"There is no complete checkpoint in {folder}: it isn't a run's directory, or the run ended before its first "
+        "checkpoint.\nUse outputs/RECIPE/RUN of a run that has one."
+    )
 
 
 def check_file(directory: Path, name: str, manifest: Manifest) -> None:
@@ -132,38 +131,20 @@ def describe_others(directory: Path) -> str:
 
 def _from_last(folder: Path) -> Iterator[Path]:
     """Yield what `last` names, then the checkpoints of earlier steps, damaged or not, the newest first."""
-    if not folder.is_dir():
-        return
-    pointer, first, newest = folder / LAST, None, None
-    if pointer.is_symlink():
-        first = pointer.resolve()
+    newest = None
+    if (folder / LAST).is_symlink():
+        first = (folder / LAST).resolve()
         newest = step_of(first.name)
-    elif pointer.is_dir():  # in a copy that was made by following symlinks
-        first, manifest = pointer, manifest_or_none(pointer)
-        newest = None if manifest is None else manifest.step
-    if first is not None:
         yield first
-    found = {step_of(path.name): path for path in folder.iterdir() if not path.is_symlink()}
+    found = {step_of(path.name): path for path in folder.glob("step_*") if not path.is_symlink()}
     for step, path in sorted(((step, path) for step, path in found.items() if step is not None), reverse=True):
-        if path != first and (newest is None or step <= newest):
+        if newest is None or step < newest:
             yield path
 
 
 def _what_is_near(path: Path) -> str:
-    parent = path.parent
-    while not parent.is_dir() and parent != parent.parent:
-        parent = parent.parent
-    folder = parent / "checkpoints" if (parent / "checkpoints").is_dir() else parent
-    return _what_is_in(folder, wanted=path.name)
-
-
-def _what_is_in(folder: Path, *, wanted: str | None = None) -> str:
-    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    if not names:
-        return f"{folder} is empty: the run ended before its first checkpoint."
-    if wanted is not None and (close := nearest(wanted, names)):
-        return f"Did you mean {folder / close}?"
-    pointers = [name for name in (BEST, LAST) if name in names]
-    steps = [step_name(step) for step in complete_steps(folder)]
-    shown = pointers + steps[-_NAMES_SHOWN:] or names[:_NAMES_SHOWN]
-    return f"In {folder} there is: {', '.join(shown)}"
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    if (folder / "checkpoints").is_dir():
+        folder /= "checkpoints"
+    close = nearest(path.name, sorted(each.name for each in folder.iterdir()))
+    return f"Did you mean {folder / close}?" if close else describe_others(folder / path.name)

@@ -21,24 +21,20 @@ def load_files(
     directory: Path, manifest: Manifest, *, parts: Collection[str], map_location: str | torch.device = "cpu"
 ) -> dict[str, Any]:
     """Return parts of a checkpoint that are files of their own; `map_location` is where the tensors of `model` go."""
-    return {
-        part: _load_file(directory, part, manifest, map_location=map_location if part == "model" else "cpu")
-        for part in dict.fromkeys(parts)
-    }
-
-
-def _load_file(directory: Path, part: str, manifest: Manifest, *, map_location: str | torch.device) -> Any:
-    name = part_file(part)
-    check_file(directory, name, manifest)
-    try:
-        return torch.load(directory / name, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        raise CheckpointError(
-            f"The checkpoint {directory} was not read: {name} holds Python objects{f' ({named[1]})' if named else ''}, "
-            "which could run any code. Only tensors and plain values are allowed; save it again from the run that made "
-            f"it.\n{describe_others(directory)}"
-        ) from error
+    found = {}
+    for part in parts:
+        name, device = part_file(part), map_location if part == "model" else "cpu"
+        check_file(directory, name, manifest)
+        try:
+            found[part] = torch.load(directory / name, map_location=device, weights_only=True)
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            raise CheckpointError(
+                f"The checkpoint {directory} was not read: {name} holds Python objects"
+                f"{f' ({named[1]})' if named else ''}, which could run any code. Only tensors and plain values are "
+                f"allowed; save it again from the run that made it.\n{describe_others(directory)}"
+            ) from error
+    return found
 
 
 def load_weights(model: nn.Module, state_dict: Mapping[str, Any], *, source: object) -> None:

@@ -116,7 +116,7 @@ def load_whole(
     """
     index = read_index(directory, manifest)
     # `training` says how the rest goes together.
-    found = load_files(directory, manifest, parts=["training", *(part for part in parts if part != "model")])
+    found = load_files(directory, manifest, parts={"training", *parts} - {"model"})
     note = found["training"].pop(NOTE)
     if "training" in parts:
         tensors = _read_all(directory, index, prefix=_OPTIMIZER)

@@ -178,8 +178,6 @@ def read_index(directory: Path, manifest: Manifest) -> Metadata:
             if f"{SHARDS}/{place.relative_path}" not in manifest.files:
                 raise ValueError(f"it names the file {place.relative_path}, which isn't one of the checkpoint's")
         return index
-    except OSError as error:
-        raise CheckpointError(f"{directory / SHARDS_INDEX} can't be read ({error.strerror or error}).") from error
     # Whatever a damaged or forged pickle may raise: it names classes and gives them arguments.
     except Exception as error:
         raise CheckpointError(

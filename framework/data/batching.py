@@ -71,16 +71,6 @@ def micro_batches(plan: BatchPlan, *, global_count: int, rank: int) -> list[rang
     return [mine[each.start : each.stop] for each in ranges]
 
 
-def own_micro_batches(plan: BatchPlan, *, count: int, rank: int) -> list[range]:
-    """Return the positions of each micro-batch in `count` samples, at most the rank's share of a full global batch.
-
-    For a rank that reads samples of its own: their number doesn't depend on what others have. No range is empty.
-    """
-    full = len(share(plan.global_batch_size, rank=rank, world_size=plan.world_size))
-    number = -(-count * plan.micro_batches // full)
-    return [share(count, rank=i, world_size=number) for i in range(number)]
-
-
 def count_windows(num_samples: int, *, global_batch_size: int) -> int:
     """Return the optimizer steps that `num_samples` take; the last, short global batch is kept."""
     return -(-num_samples // global_batch_size)

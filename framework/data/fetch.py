@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from framework.data.sample_random import Draws
-from framework.data.tensor_samples import rows_of
+from framework.data.tensor_samples import as_tensor_samples
 from framework.distributed.seed import mix, preserved_generators, seed_generators
 from framework.errors import FrameworkError, RunError
 from framework.types import Batch, MapDataset
@@ -43,7 +43,7 @@ class BatchDataset(Dataset[Batch]):
 
     def __init__(self, dataset: MapDataset, *, split: str, seed: int) -> None:
         self._dataset, self._split, self._seed = dataset, split, seed
-        self._rows = rows_of(dataset)
+        self._rows = as_tensor_samples(dataset)
 
     def __getitem__(self, request: tuple[list[int], int]) -> Batch:
         """Return the batch of these indices in this epoch. Raises RunError that names the sample that fails."""

@@ -11,7 +11,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 
 from framework.config.schema import LoaderKind
 from framework.data.batching import BatchPlan, count_windows, share
@@ -19,7 +18,7 @@ from framework.data.fetch import BatchDataset, BatchRequest, ItemLoader
 from framework.data.prefetch import pins_memory, prefetch
 from framework.data.resident import ResidentBatches, decode
 from framework.data.sampler import GlobalOrder, epoch_indices, epoch_length, windows
-from framework.data.tensor_samples import rows_of
+from framework.data.tensor_samples import as_tensor_samples
 from framework.errors import DataError
 from framework.system.formatting import format_bytes
 from framework.system.hardware import available_memory, threads_per_process
@@ -85,22 +84,22 @@ def batch_source(
     """
     source: ResidentBatches | LoadedBatches
     wants_workers = options.kind == "auto" and bool(options.num_workers)
-    rows = None if options.kind == "dataloader" or wants_workers else rows_of(dataset)
-    if rows is None and options.kind == "resident":
+    samples = None if options.kind == "dataloader" or wants_workers else as_tensor_samples(dataset)
+    if samples is None and options.kind == "resident":
         available = available_memory()
         limit = None if available is None else available // options.procs_on_node
-        rows = decode(dataset, split=split, limit_bytes=limit)
-    if rows is None:
+        samples = decode(dataset, split=split, limit_bytes=limit)
+    if samples is None:
         number = options.num_workers
         if number is None:
             number = worker_count(procs=options.procs_on_cores or options.procs_on_node)
         source = LoadedBatches(dataset, split=split, seed=seed, device=device, num_workers=number)
         how = f"loaded by {number} worker process(es)" if number else "loaded in this process"
     else:
-        if rows.device == device or rows.size_bytes <= device_limit(device, procs=options.procs_on_device):
-            rows = rows.to(device)
-        source = ResidentBatches(rows, device=device, seed=seed)
-        how = f"resident in the memory of {rows.device} ({format_bytes(rows.size_bytes)})"
+        if samples.device == device or samples.size_bytes <= device_limit(device, procs=options.procs_on_device):
+            samples = samples.to(device)
+        source = ResidentBatches(samples, device=device, seed=seed)
+        how = f"resident in the memory of {samples.device} ({format_bytes(samples.size_bytes)})"
     if options.logs:
         _log.info("data: %s is %s", split, how)
     return source
@@ -148,13 +147,8 @@ class TrainLoader:
     ) -> None:
         self.size = dataset_size(dataset, split="train")
         """Samples of the whole dataset, regardless of `limit`."""
-        if self.size != order.size:
-            raise ValueError(f"The order is of {order.size} samples, the dataset has {self.size}.")
         check_one_sample_each(self.size, plan)
         self._order, self._rank = order, rank
-        taken = epoch_length(order, plan, limit=limit)
-        if not order.shuffle and taken < self.size:  # the same in every epoch: others needn't be kept in memory
-            dataset = Subset(dataset, range(taken))  # type: ignore[arg-type]
         self._source = batch_source(dataset, split="train", seed=order.seed, device=device, options=options)
         self._set_plan(plan, limit)
 
@@ -196,7 +190,6 @@ class TrainLoader:
             micro_batches = (MicroBatch(next(batches), micro.num_samples) for micro in window.micro_batches)
             number = len(window.micro_batches)
             yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
-            assert next(micro_batches, None) is None, "a window's micro-batches were not all taken"
 
     def state_dict(self) -> None:
         """Return nothing: the number of samples taken is all the state."""

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from framework.data.batching import BatchPlan, micro_batches
 from framework.data.fetch import BatchRequest, batch_draws, collate, load_sample
 from framework.data.prefetch import prefetch, to_device
-from framework.data.tensor_samples import TensorRows, row_bytes
+from framework.data.tensor_samples import TensorSamples, row_bytes
 from framework.distributed.seed import fingerprint, preserved_generators
 from framework.errors import DataError
 from framework.system.formatting import format_bytes
@@ -30,23 +30,21 @@ _MAX_BYTES = 1 << 20  # gathered at once
 _MAX_WINDOWS = 64
 _MAX_PADDING_BYTES = 1 << 14  # of a batch: copying more costs more than an operation
 _ALIGNMENT_BYTES = 64  # of torch's memory on the CPU; an accelerator's is a multiple of it
-_BLOCK = 256  # samples decoded between two comparisons of the generators
-_READ_TWICE = 8
 
 
 @final
 class ResidentBatches:
-    """Batches of `rows` on a device, which may be another than theirs; `seed` is for random transforms."""
+    """Batches of `samples` on a device, which may be another than theirs; `seed` is for random transforms."""
 
-    def __init__(self, rows: TensorRows, *, device: torch.device, seed: int) -> None:
-        self.rows = rows
+    def __init__(self, samples: TensorSamples, *, device: torch.device, seed: int) -> None:
+        self.samples = samples
         self._device = device
         self._seed = seed
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches asked for, in order."""
         for _, tensors in self._tensors(requests):
-            yield self.rows.pack(tensors)
+            yield self.samples.pack(tensors)
 
     def windows(self, order: Tensor, plan: BatchPlan, *, rank: int, epoch: int) -> Generator[Window, None, int]:
         """Yield this rank's windows of the whole global batches in `order`; return how many samples these are.
@@ -70,7 +68,7 @@ class ResidentBatches:
         is_all, number = len(whole) == len(order), len(sizes)
         chunks = whole.view(-1, size).index_select(1, columns).split(at_once)
         for indices, tensors in self._tensors(BatchRequest(chunk.flatten(), epoch) for chunk in chunks):
-            batches = map(self.rows.pack, zip(*(_views(tensor, stride, sizes) for tensor in tensors), strict=True))
+            batches = map(self.samples.pack, zip(*(_views(tensor, stride, sizes) for tensor in tensors), strict=True))
             micro = map(MicroBatch, batches, cycle(sizes))
             shown = map(MicroIndices, _views(indices, stride, sizes), cycle(sizes))
             # One after another from the same iterators: zip gives as many to each window.
@@ -87,11 +85,11 @@ class ResidentBatches:
     def _tensors(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yield for each request its indices, on the CPU, and the rows, transformed and on the device."""
         given, asked = tee(requests)
-        there = (to_device(request.indices, self.rows.device) for request in asked)
-        gathered = ((index_B, self.rows.gather(index_B)) for index_B in there)
+        there = (to_device(request.indices, self.samples.device) for request in asked)
+        gathered = ((index_B, self.samples.gather(index_B)) for index_B in there)
         for request, (index_B, tensors) in zip(given, prefetch(gathered, self._device), strict=True):
             draws = batch_draws(index_B, seed=self._seed, epoch=request.epoch)
-            yield request.indices, self.rows.transformed(tensors, draws)
+            yield request.indices, self.samples.transformed(tensors, draws)
 
     def _alignment(self) -> tuple[int, int]:
         """Return after how many rows memory is aligned in every tensor, and the bytes of a row, transformed or not.
@@ -99,7 +97,7 @@ class ResidentBatches:
         Found by loading one sample.
         """
         _, made = next(self._tensors([BatchRequest(torch.zeros(1, dtype=torch.int64), 0)]))
-        kept, transformed = ([row_bytes(tensor) for tensor in tensors] for tensors in (self.rows.tensors, made))
+        kept, transformed = ([row_bytes(tensor) for tensor in tensors] for tensors in (self.samples.tensors, made))
         multiple = max(_ALIGNMENT_BYTES // gcd(_ALIGNMENT_BYTES, size) for size in (*kept, *transformed))
         return multiple, max(sum(kept), sum(transformed))
 
@@ -116,52 +114,44 @@ def _views(tensor: Tensor, stride: int, sizes: Sequence[int]) -> list[Tensor]:
 # Other data as tensors
 
 
-def decode(dataset: MapDataset, *, split: str, limit_bytes: int | None) -> TensorRows:
-    """Return all samples of a dataset as tensors, in its order, each loaded once; the generators are restored.
+def decode(dataset: MapDataset, *, split: str, limit_bytes: int | None) -> TensorSamples:
+    """Return all samples of a dataset as tensors, in its order; the generators are restored.
 
     limit_bytes: What they may take; None: anything. Raises DataError if they take more, or if a sample draws random
     numbers, holds anything but numbers, or differs from the others in shape; RunError if the dataset raises.
     """
-    tensors: list[Tensor] = []
-    spec: TreeSpec | None = None
     with preserved_generators():
-        for begin in range(0, len(dataset), _BLOCK):
-            end = min(begin + _BLOCK, len(dataset))
-            before = fingerprint(())
-            leaves, found = _load_block(dataset, range(begin, end), split=split)
-            if fingerprint(()) != before:
-                raise _refused(f"one of samples {begin} to {end - 1} draws random numbers", split=split)
-            if spec is None:
-                spec = found
-                size_bytes = len(dataset) * sum(map(row_bytes, leaves))
-                if limit_bytes is not None and size_bytes > limit_bytes:
-                    sizes = f"{format_bytes(size_bytes)} in each process, and {format_bytes(limit_bytes)} are available"
-                    raise _refused(f"decoded it takes {sizes}", split=split)
-                tensors = [leaf.new_empty((len(dataset), *leaf.shape[1:])) for leaf in leaves]
-            shapes, wanted = ([(each.dtype, each.shape[1:]) for each in some] for some in (leaves, tensors))
+        before = fingerprint(())
+        first, spec = _load_tensors(dataset, 0, split=split)
+        size_bytes = len(dataset) * sum(map(row_bytes, first))
+        if limit_bytes is not None and size_bytes > limit_bytes:
+            sizes = f"{format_bytes(size_bytes)} in each process, and {format_bytes(limit_bytes)} are available"
+            raise _refused(f"decoded it takes {sizes}", split=split)
+        tensors = [leaf.new_empty((len(dataset), *leaf.shape[1:])) for leaf in first]
+        for index in range(len(dataset)):
+            leaves, found = _load_tensors(dataset, index, split=split)
+            shapes, wanted = ([(each.dtype, each.shape) for each in some] for some in (leaves, first))
             if found != spec or shapes != wanted:
-                raise _refused(f"samples from {begin} on differ in shape or type from those before", split=split)
+                raise _refused(f"sample {index} differs from the first in shape or type", split=split)
             for tensor, leaf in zip(tensors, leaves, strict=True):
-                tensor[begin:end] = leaf
-        # Some again, to find a generator of the dataset's own.
-        again, _ = _load_block(dataset, range(min(_READ_TWICE, len(dataset))), split=split)
-        for tensor, leaf in zip(tensors, again, strict=True):
-            if not torch.equal(tensor[: len(leaf)].nan_to_num(), leaf.nan_to_num()):
-                raise _refused("its first samples aren't the same whenever they are loaded", split=split)
-    assert spec is not None  # an empty dataset was refused before
-    return TensorRows(tuple(tensors), pack=partial(tree_unflatten, treespec=spec))
+                tensor[index] = leaf[0]
+        if fingerprint(()) != before:
+            raise _refused("it draws random numbers", split=split)
+    # It was loaded twice, to find a generator of the dataset's own.
+    if any(not torch.equal(own[:1].nan_to_num(), leaf.nan_to_num()) for own, leaf in zip(tensors, first, strict=True)):
+        raise _refused("its first sample isn't the same whenever it is loaded", split=split)
+    samples = TensorSamples(*tensors)
+    samples.pack = partial(tree_unflatten, treespec=spec)
+    return samples
 
 
-def _load_block(dataset: MapDataset, indices: range, *, split: str) -> tuple[list[Tensor], TreeSpec]:
-    """Return some samples as `default_collate` makes a batch of them, flattened."""
-    samples = [load_sample(dataset, index, split=split) for index in indices]
-    name = f"Samples {indices.start} to {indices.stop - 1} of the {split} dataset"
-    leaves, spec = tree_flatten(collate(samples, name=name))
+def _load_tensors(dataset: MapDataset, index: int, *, split: str) -> tuple[list[Tensor], TreeSpec]:
+    """Return a sample as `default_collate` makes a batch of it, flattened."""
+    sample = load_sample(dataset, index, split=split)
+    leaves, spec = tree_flatten(collate([sample], name=f"Sample {index} of the {split} dataset"))
     others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
     if others or not leaves:
-        raise _refused(
-            f"sample {indices.start} holds {others[0] if others else 'nothing'}, not only numbers", split=split
-        )
+        raise _refused(f"sample {index} holds {others[0] if others else 'nothing'}, not only numbers", split=split)
     return [leaf.detach() for leaf in leaves], spec
 
 

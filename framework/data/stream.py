@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset
 
-from framework.data.batching import BatchPlan, count_windows, micro_batches, own_micro_batches, share
+from framework.data.batching import BatchPlan, count_windows, micro_batches, share
 from framework.data.fetch import ItemLoader, collate, failed_sample
 from framework.data.prefetch import SideStream, pins_memory, prefetch
 from framework.distributed.collectives import SideChannel, Table
@@ -83,9 +83,11 @@ class StreamPlan:
 
     def micro_batches(self, count: int, *, source: int) -> list[range]:
         """Return the positions of each micro-batch in the `count` samples that `source` has for a window."""
-        if self.is_sharded:
-            return own_micro_batches(self.batches, count=count, rank=source)
-        return micro_batches(self.batches, global_count=count, rank=self.rank)
+        plan, rank = self.batches, self.rank
+        if self.is_sharded:  # their number doesn't depend on what others have
+            own = len(share(plan.global_batch_size, rank=source, world_size=plan.world_size))
+            plan, rank = BatchPlan(own, plan.micro_batches, world_size=1), 0
+        return micro_batches(plan, global_count=count, rank=rank)
 
 
 def evaluation_plan(split: str, *, batch_size: int, rank: int, world_size: int, **options: Any) -> StreamPlan:
@@ -220,14 +222,11 @@ def first_batch(dataset: IterableDataset[Any], *, number: int, split: str) -> Ba
     return tree_map_only(Tensor, lambda column: column[rows], window.micro_batches[0].batch)
 
 
-def _no_samples(split: str, *, epoch: int, shards: Sequence[int] = ()) -> DataError:
-    where = f" for shard {', '.join(map(str, shards))}" if shards else ""
-    stop = (
-        "\nWith data.stream=stop every process needs one: use data.stream=join, or fewer processes." if shards else ""
-    )
+def _no_samples(split: str, *, epoch: int) -> DataError:
     return DataError(
-        f"The {split} stream gives no sample in epoch {epoch}{where}. Look at the keywords of data.datasets; iter() of "
-        f"the dataset must restart in every epoch.{stop}"
+        f"The {split} stream gives no sample in epoch {epoch}. Look at the keywords of data.datasets; iter() of the "
+        "dataset must restart in every epoch.\n"
+        "With data.stream=stop every process needs one: use data.stream=join, or fewer processes."
     )
 
 
@@ -320,8 +319,7 @@ class StreamLoader:
                 "trainer.limit_train_batches must not be smaller."
             )
         if here.is_over:
-            empty = [source for source, count in here.counts.items() if count == 0]
-            raise _no_samples(self._plan.split, epoch=epoch, shards=empty if any(here.counts.values()) else ())
+            raise _no_samples(self._plan.split, epoch=epoch)
         if here.samples is not None and self._check_state is not None:
             self._check_state(here.samples.end.state)  # now, and not hours later, when it is to be saved
         while not here.is_over:
@@ -354,23 +352,17 @@ class StreamLoader:
         epoch's end were others.
         """
         self._resumed = None
-        if samples == 0:
+        if samples == 0 or not states:
             return
-        now = self._shards, self._stops_first
-        # None of a checkpoint of a dataset that isn't a stream: as if all had read the same.
-        found = {(each["shards"], each["stops_first"]) for each in states} or {(None, False)}
-        if found != {now}:
+        if {(each["shards"], each["stops_first"]) for each in states} != {(self._shards, self._stops_first)}:
             raise CheckpointError(
-                f"The checkpoint is in the middle of an epoch of {_description(*next(iter(found)))}, and this run "
-                f"reads {_description(*now)}.\n"
+                "The checkpoint is in the middle of an epoch of a stream that was read with another data.stream, or by "
+                "another number of processes that each read a shard.\n"
                 "Resume with the same number of processes and data.stream, or from a checkpoint of an epoch's end."
             )
-        for each in states:
-            if each["shard"] == self._plan.source:
-                own = each["samples"] if self._plan.is_sharded else samples
-                state = each["state"] if self._loads_state else None
-                self._resumed = StreamPosition(0, own, state, bool(each["has_ended"]))
-                return
+        own = next(each for each in states if each["shard"] == self._plan.source)
+        read = own["samples"] if self._plan.is_sharded else samples
+        self._resumed = StreamPosition(0, read, own["state"] if self._loads_state else None, bool(own["has_ended"]))
 
     def close(self) -> None:
         """End the worker that reads ahead; may be called again."""
@@ -473,9 +465,3 @@ def _shard(dataset: IterableDataset[Any], plan: StreamPlan) -> IterableDataset[A
             "Write that method, or use data.stream=shared: all processes read the same stream."
         )
     return take(num_shards=plan.batches.world_size, index=plan.rank)  # type: ignore[no-any-return]
-
-
-def _description(shards: int | None, stops_first: bool) -> str:
-    if shards is None:
-        return "a stream that all processes share"
-    return f"a stream in {shards} shard(s) with data.stream={'stop' if stops_first else 'join'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
 from typing import Any, final
 
 import torch
@@ -44,6 +44,8 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
         self.tensors = tensors
         self.rows = rows
         self.transform = transform
+        self.pack: Callable[[Sequence[Tensor]], Batch] = list
+        """Makes a batch of the tensors, as `default_collate` would."""
 
     def __len__(self) -> int:
         return len(self.tensors[0] if self.rows is None else self.rows)
@@ -53,24 +55,8 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"Sample {index} of {len(self)}.")
         position = torch.tensor([index % len(self)], device=self.tensors[0].device)
-        rows = TensorRows(self.tensors, self.rows, self.transform)
         draws = Draws(lambda: int(torch.randint(1 << 62, ())), position)
-        return tuple(tensor[0] for tensor in rows.transformed(rows.gather(position), draws))
-
-
-@dataclass(frozen=True)
-class TensorRows:
-    """Samples as rows of tensors."""
-
-    tensors: tuple[Tensor, ...]
-    # Which rows are the samples, in this order; None: all.
-    rows: Tensor | None = None
-    transform: BatchTransform | None = None
-    # Makes a batch of the tensors, as `default_collate` would.
-    pack: Callable[[Sequence[Tensor]], Batch] = field(default=list)
-
-    def __len__(self) -> int:
-        return len(self.tensors[0] if self.rows is None else self.rows)
+        return tuple(tensor[0] for tensor in self.transformed(self.gather(position), draws))
 
     @property
     def device(self) -> torch.device:
@@ -82,18 +68,16 @@ class TensorRows:
         listed = 0 if self.rows is None else self.rows.nbytes
         return listed + len(self) * sum(row_bytes(tensor) for tensor in self.tensors)
 
-    def to(self, device: torch.device) -> TensorRows:
+    def to(self, device: torch.device) -> TensorSamples:
         """Return the same samples with their tensors on `device`. Only rows that are samples are copied."""
         if device == self.device:
             return self
-        used, rows = self.tensors, self.rows
-        if rows is not None and len(rows) <= len(used[0]):
-            used, rows = tuple(tensor.index_select(0, rows) for tensor in used), None
-        return replace(
-            self,
-            tensors=tuple(tensor.to(device) for tensor in used),
-            rows=None if rows is None else rows.to(device),
-        )
+        there, used = copy(self), self.tensors
+        if self.rows is not None and len(self.rows) <= len(used[0]):
+            used, there.rows = tuple(tensor.index_select(0, self.rows) for tensor in used), None
+        there.tensors = tuple(tensor.to(device) for tensor in used)
+        there.rows = None if there.rows is None else there.rows.to(device)
+        return there
 
     def gather(self, index_B: Tensor) -> list[Tensor]:
         """Return the rows of these samples; `index_B` is on the device of the tensors."""
@@ -118,20 +102,22 @@ class TensorRows:
         return rows
 
 
-def rows_of(dataset: Any) -> TensorRows | None:
+def as_tensor_samples(dataset: Any) -> TensorSamples | None:
     """Return the samples of a TensorDataset or TensorSamples, or of subsets of them, uncopied.
 
     None for other datasets, also for subclasses: they may have a `__getitem__` of their own.
     """
     if type(dataset) in (TensorDataset, TensorSamples):
         tensors = tuple(tensor.detach() for tensor in dataset.tensors)  # every batch would keep the graph alive
-        return TensorRows(tensors, getattr(dataset, "rows", None), getattr(dataset, "transform", None))
+        rows, transform = getattr(dataset, "rows", None), getattr(dataset, "transform", None)
+        return TensorSamples(*tensors, rows=rows, transform=transform)
     if type(dataset) is Subset:
-        inner = rows_of(dataset.dataset)
+        inner = as_tensor_samples(dataset.dataset)
         if inner is not None:
             chosen = torch.as_tensor(dataset.indices, dtype=torch.int64, device=inner.device)
             chosen = torch.where(chosen < 0, chosen + len(inner), chosen)  # counted from the end
-            return replace(inner, rows=chosen if inner.rows is None else inner.rows[chosen])
+            inner.rows = chosen if inner.rows is None else inner.rows[chosen]
+            return inner
     return None
 
 

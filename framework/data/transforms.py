@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import zip_longest
 from typing import final
 
 import torch
@@ -31,10 +32,9 @@ class Each:
         self._transforms = transforms
 
     def __call__(self, batch: Sequence[Tensor], draws: Draws) -> list[Tensor]:
-        rest = [None] * (len(batch) - len(self._transforms))
         return [
             tensor if transform is None else transform(tensor, draws)
-            for tensor, transform in zip(batch, (*self._transforms, *rest), strict=True)
+            for tensor, transform in zip_longest(batch, self._transforms)
         ]
 
 

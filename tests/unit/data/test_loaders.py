@@ -224,20 +224,11 @@ def test_evaluation_draws_the_same_every_time():
         loader.close()
 
 
-def test_a_limit_shortens_the_epoch_and_what_is_kept():
-    asked: list[int] = []
-
-    def make(index: int) -> Any:
-        asked.append(index)
-        return TENSORS[index]
-
-    dataset = Made(make, 23)
+def test_a_limit_shortens_the_epoch():
+    dataset = Made(lambda index: TENSORS[index], 23)
     loader = make_train(dataset, limit=2, shuffle=False, options=RESIDENT)
-    assert set(asked) == set(range(8))  # the same samples in every epoch: no others are kept in memory
     assert [epoch_of([loader], epoch, dataset=dataset) for epoch in (0, 1)] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
-    asked.clear()
     shuffled = make_train(dataset, limit=2, options=RESIDENT)
-    assert set(asked) == set(range(23))
     assert shuffled.steps_per_epoch == len(epoch_of([shuffled], 0, dataset=dataset)) == 2
 
 
@@ -325,7 +316,7 @@ def test_workers_end_with_the_process_they_load_for_and_not_before():
     loader.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.tolist())  # noqa: PTH110
     with pytest.raises(RuntimeError, match="closed"):
-        list(loader.epoch(1))
+        next(next(loader.epoch(1)).micro_batches)
 
 
 # On the way to a device

@@ -14,7 +14,6 @@ from framework import TensorSamples
 from framework.config.schema import LoaderKind
 from framework.data import loader as loading
 from framework.data.loader import DEVICE_SHARE, EvalLoader, LoadedBatches, LoaderOptions, batch_source
-from framework.data.tensor_samples import TensorRows
 from framework.errors import DataError
 from framework.system.hardware import available_memory
 
@@ -48,10 +47,10 @@ def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "threads_per_process", lambda procs: 16 // procs)
 
 
-def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> TensorRows | int:
+def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> TensorSamples | int:
     """Return what is kept in memory, or the number of loader processes."""
     source = batch_source(dataset, split="val", seed=0, device=device, options=LoaderOptions(**asked))
-    return source.num_workers if isinstance(source, LoadedBatches) else source.rows
+    return source.num_workers if isinstance(source, LoadedBatches) else source.samples
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -78,19 +77,19 @@ def test_data_is_resident_or_loaded_by_workers(dataset, asked, workers, said, ca
     with caplog.at_level("INFO", "framework"):
         found = chosen(dataset, logs=True, **asked)
     assert said in caplog.text
-    assert (None if isinstance(found, TensorRows) else found) == workers
-    if isinstance(found, TensorRows) and dataset is TENSORS:
+    assert (None if isinstance(found, TensorSamples) else found) == workers
+    if isinstance(found, TensorSamples) and dataset is TENSORS:
         assert found.tensors[0].data_ptr() == TENSORS.tensors[0].data_ptr()
 
 
 def test_data_that_does_not_fit_is_refused(monkeypatch):
     """What has to be resident may take all that is available: here 4,000 bytes."""
     monkeypatch.setattr(loading, "available_memory", lambda: 4000)
-    assert isinstance(chosen(OWN, kind=RESIDENT), TensorRows)
+    assert isinstance(chosen(OWN, kind=RESIDENT), TensorSamples)
     with pytest.raises(DataError, match=r"val dataset can't be resident(.|\n)*data.loader=dataloader"):
         chosen(OWN, kind=RESIDENT, procs_on_node=2)
     monkeypatch.setattr(loading, "available_memory", lambda: None)  # as on macOS
-    assert isinstance(chosen(OWN, kind=RESIDENT, procs_on_node=100), TensorRows)
+    assert isinstance(chosen(OWN, kind=RESIDENT, procs_on_node=100), TensorSamples)
 
 
 class Device:
@@ -115,21 +114,21 @@ def test_data_goes_to_the_device_while_its_share_lasts(monkeypatch):
     where = []
     for _ in range(3):
         rows = chosen(TENSORS, META)
-        assert isinstance(rows, TensorRows)
+        assert isinstance(rows, TensorSamples)
         assert len(rows) == 10
         where.append(rows.device)
         device.taken += rows.size_bytes if rows.device == META else 0
     assert where == [META, META, CPU]
     device.taken = 0
     shared = chosen(TENSORS, META, procs_on_device=3)
-    assert isinstance(shared, TensorRows)
+    assert isinstance(shared, TensorSamples)
     assert shared.device == CPU
 
 
 def test_only_the_rows_that_are_samples_go_to_a_device(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: Device(10_000))
     rows = chosen(TensorSamples(X, LABEL, rows=torch.tensor([1, 2])), META)
-    assert isinstance(rows, TensorRows)
+    assert isinstance(rows, TensorSamples)
     assert [tensor.shape for tensor in rows.tensors] == [(2, 4), (2,)]
 
 
@@ -169,11 +168,11 @@ def numpy_state() -> list[int]:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda i: random.random() if i == 270 else 0.0, "one of samples 256 to 299 draws random numbers"),
-        (lambda i: np.random.rand() if i == 270 else 0.0, "one of samples 256 to 299 draws random numbers"),
-        (lambda _: torch.rand(1), "one of samples 0 to 255 draws random numbers"),
-        (lambda _: torch.rand(2, generator=GENERATOR), "its first samples aren't the same"),
-        (lambda i: torch.zeros(2 if i < 256 else 3), "samples from 256 on differ"),
+        (lambda i: random.random() if i == 270 else 0.0, "it draws random numbers"),
+        (lambda i: np.random.rand() if i == 270 else 0.0, "it draws random numbers"),
+        (lambda _: torch.rand(1), "it draws random numbers"),
+        (lambda _: torch.rand(2, generator=GENERATOR), "its first sample isn't the same"),
+        (lambda i: torch.zeros(2 if i < 256 else 3), "sample 256 differs"),
         (lambda i: (i, "name"), "holds str"),
     ],
 )
@@ -211,7 +210,7 @@ def test_data_of_torchvision_give_the_numbers_of_a_plain_loop():
                 device=CPU,
                 options=LoaderOptions(RESIDENT),
             )
-            assert isinstance(chosen(dataset, kind=RESIDENT), TensorRows)
+            assert isinstance(chosen(dataset, kind=RESIDENT), TensorSamples)
             for number, micro in enumerate(loader):
                 indices = range(3 * number, min(3 * number + 3, len(dataset)))
                 wanted = default_collate([dataset[index] for index in indices])

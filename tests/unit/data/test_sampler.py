@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.data.batching import BatchPlan, own_micro_batches, plan_batches, share
+from framework.data.batching import BatchPlan, plan_batches, share
 from framework.data.sampler import GlobalOrder, WindowIndices, epoch_indices, windows
+from framework.data.stream import StreamPlan
 from framework.distributed.seed import mix
 from framework.errors import ConfigError, DataError
 
@@ -100,7 +101,7 @@ def test_samples_of_a_ranks_own_make_micro_batches_that_are_not_empty(data, plan
     plan = replace(plan, global_batch_size=max(plan.global_batch_size, plan.world_size * plan.micro_batches))
     full = len(share(plan.global_batch_size, rank=rank, world_size=plan.world_size))
     count = data.draw(st.integers(0, full))
-    parts = own_micro_batches(plan, count=count, rank=rank)
+    parts = StreamPlan("train", plan, rank, is_sharded=True).micro_batches(count, source=rank)
     assert [position for part in parts for position in part] == list(range(count))
     assert len(parts) <= plan.micro_batches
     assert all(0 < len(part) <= -(-full // plan.micro_batches) for part in parts)

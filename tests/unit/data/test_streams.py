@@ -186,7 +186,7 @@ def test_an_epoch_ends_with_the_last_stream_or_with_the_first(rank_pool: RankPoo
     refused = [replace(stop, lengths=(11, 0, 0)), replace(join, lengths=(0, 0, 0))]
     ends = rank_pool.run(steps, refused, ranks=3)
     for of_stop, of_none in ends:
-        assert "DataError: The train stream gives no sample in epoch 0 for shard 1, 2." in of_stop
+        assert "DataError: The train stream gives no sample in epoch 0." in of_stop
         assert "With data.stream=stop every process needs one: use data.stream=join, or fewer processes." in of_stop
         assert "DataError: The train stream gives no sample in epoch 0" in of_none
     assert make_loader(Parts([9]), limit=8).steps_per_epoch == 4
@@ -230,8 +230,8 @@ def test_a_shared_stream_resumes_on_another_number_of_ranks(rank_pool: RankPool)
 @pytest.mark.parametrize(
     ("now", "words"),
     [
-        ({"stops_first": True}, "CheckpointError: (?s:.*)2 shard.* data.stream=join, .*2 shard.* data.stream=stop"),
-        ({"is_sharded": False}, "CheckpointError: (?s:.*)in 2 shard.*reads a stream that all processes share"),
+        ({"stops_first": True}, "CheckpointError: (?s:.*)read with another data.stream"),
+        ({"is_sharded": False}, "CheckpointError: (?s:.*)read with another data.stream"),
         ({"lengths": (4, 4)}, "DataError: (?s:.*)at sample 8 of the train stream: in epoch 0 a process finds no more"),
         ({"limit": 8}, "DataError: (?s:.*)a process finds no more(?s:.*)trainer.limit_train_batches must not be small"),
         ({"limit": 12}, None),
