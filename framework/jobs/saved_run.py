@@ -136,9 +136,8 @@ class BaseConfig:
     @property
     def parent_run(self) -> Path | None:
         """Return the run whose checkpoint is used; None if it is in no run, or `path.outputs` is typed."""
-        if self.found is None or self.found.key != _CHECKPOINT:
-            return None
-        if {"path", "path.outputs"} & {key_of(text) for text in self.typed}:
+        typed = {key_of(text) for text in self.typed}
+        if self.found is None or self.found.key != _CHECKPOINT or typed & {"path", "path.outputs"}:
             return None
         run_dir = self.found.saved.run_dir.path
         return run_dir if is_run(run_dir) else None
@@ -177,11 +176,7 @@ def _unsaved(composed: Mapping[str, Any]) -> dict[str, Any]:
 
 def _typed_path(typed: Sequence[str], key: str) -> str | None:
     given = [text for text in typed if key_of(text) == key]
-    if not given:
-        return None
-    value = value_of(given[-1])
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{given[-1]}: must be one run directory, such as {key}=outputs/RECIPE/RUN.")
-    return value
+    value = value_of(given[-1]) if given else None
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise ConfigError(f"{given[-1]}: must be one run directory, such as {key}=outputs/RECIPE/RUN.")

@@ -8,7 +8,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import ModuleType
 from typing import final
 
 from framework.config.saved import resume_argument
@@ -17,6 +17,8 @@ from framework.jobs.request import JobResult, Request, SubRun
 from framework.jobs.summary import display_path, tensorboard_command
 from framework.system.formatting import format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
+
+_NOT_SWEPT = ("export", "parity", "plan", "tune")
 
 
 def run_sweep(requests: Sequence[Request]) -> int:
@@ -27,7 +29,7 @@ def run_sweep(requests: Sequence[Request]) -> int:
     if not requests:
         raise ConfigError("The sweep has no jobs: one of its ranges is empty.")
     for request in requests:
-        importlib.import_module(f"framework.jobs.{request.config.job}").check(request)
+        _job(request).check(request)
     outputs = [request.config.predict.output for request in requests if request.config.job == "predict"]
     if len(set(outputs)) < len(outputs):
         raise ConfigError(f"predict.output={outputs[0]} is that of several jobs. Give each its own.")
@@ -49,13 +51,12 @@ def _sub_run(request: Request) -> SubRun:
     return request.sub_run
 
 
-@dataclass(frozen=True)
-class _EndedJob:
-    request: Request
-    status: int
-    # For the table: number; how it ended, score, seconds.
-    number: str
-    cells: tuple[str, str, str]
+def _job(request: Request) -> ModuleType:
+    """Return the job's module. Raises ConfigError for a job that answers for one run."""
+    name = request.config.job
+    if name in _NOT_SWEPT:
+        raise ConfigError(f"job={name} is about one run, so it can't go with a sweep (-m). Choose one of its jobs.")
+    return importlib.import_module(f"framework.jobs.{name}")
 
 
 @final
@@ -63,7 +64,7 @@ class Sweep:
     """The jobs run so far. `run` prints how each ended, `close` prints the table."""
 
     def __init__(self) -> None:
-        self._ended: list[_EndedJob] = []
+        self._ended: list[tuple[Request, int, tuple[str, str, str]]] = []  # with how it ended, score and seconds
 
     def run(self, request: Request, *, label: str) -> JobResult:
         """Run one job. An exception is printed and makes the job a failed one.
@@ -72,7 +73,7 @@ class Sweep:
         """
         start, run_dir, number = time.perf_counter(), RunDir(_sub_run(request).path), str(_sub_run(request).number)
         try:
-            result: JobResult = importlib.import_module(f"framework.jobs.{request.config.job}").main(request)
+            result: JobResult = _job(request).main(request)
         except FrameworkError as error:
             print(error, file=sys.stderr, flush=True)
             result = JobResult(error.exit_status)
@@ -82,7 +83,7 @@ class Sweep:
         status, score = result.status, "–" if result.score is None else f"{result.score:.4f}"
         how = {0: "finished", EXIT_STOPPED: "stopped"}.get(status, f"FAILED ({status})")
         cells = (how, score, f"{time.perf_counter() - start:.1f}")
-        self._ended.append(_EndedJob(request, status, number, cells))
+        self._ended.append((request, status, cells))
         where = ""
         if status == EXIT_STOPPED:
             where = resume_argument(display_path(run_dir.path))
@@ -99,15 +100,17 @@ class Sweep:
         ended = self._ended
         if not ended:
             return EXIT_RUN_FAILED
-        monitors = {job.request.config.checkpoint.monitor or "" for job in ended}
+        requests = [request for request, _, _ in ended]
+        numbers = [str(_sub_run(request).number) for request in requests]
+        monitors = {request.config.checkpoint.monitor or "" for request in requests}
         best = f"best {monitors.pop()}".rstrip() if len(monitors) == 1 else "best"
-        labels = distinguishing([job.request.overrides for job in ended])
-        rows = [(job.number, label, *job.cells) for job, label in zip(ended, labels, strict=True)]
+        labels = distinguishing([request.overrides for request in requests])
+        rows = [(number, label, *job[2]) for number, label, job in zip(numbers, labels, ended, strict=True)]
         print(f"\n{textwrap.dedent(format_table([('job', 'overrides', 'status', best, 's'), *rows]))}")
-        failed = [job.number for job in ended if job.status not in (0, EXIT_STOPPED)]
+        failed = [number for number, job in zip(numbers, ended, strict=True) if job[1] not in (0, EXIT_STOPPED)]
         if failed:
             print(f"\n{len(failed)} of {len(ended)} jobs failed: {', '.join(failed)}")
-        folder = _sub_run(ended[0].request).folder
+        folder = _sub_run(requests[0]).folder
         if folder.is_dir():  # there is none if every job was refused
             print(f"\n{format_facts([('curves', tensorboard_command(folder))])}", flush=True)
         return EXIT_RUN_FAILED if failed else 0

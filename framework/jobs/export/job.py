@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from framework.checkpoint import read_manifest
-from framework.config.schema import Config, ExportFormat
+from framework.config.schema import ExportFormat
 from framework.config.topology import resolve_topology
 from framework.errors import ConfigError
 from framework.jobs.request import JobResult, Request
@@ -29,11 +29,13 @@ _KEY = "export.output"
 def main(request: Request) -> JobResult:
     """Write the file in a child of the fork server, and print what is in it. A failed export leaves no file."""
     output, config = check(request), request.config
+    # The model is that of the run's processes, whatever this machine has.
+    span = resolve_topology(config.topology, gpus=config.trainer.gpus or 0).span
     with atomic_output(output, key=_KEY) as path:
         facts = call_in_child(
             request.fork_server,
             "framework.jobs.export.model_file:export",
-            {"config": dict(request.raw), "span": _span(config), "path": str(path)},
+            {"config": dict(request.raw), "span": span, "path": str(path)},
             timeout_s=config.backend.init_timeout,
             purpose="export the model",
         )
@@ -54,14 +56,7 @@ def check(request: Request) -> Path:
             f"export.format={config.export.format} needs {' and '.join(missing)}, which isn't installed: "
             f"pip install {' '.join(missing)}"
         )
-    if request.sub_run is not None:
-        raise ConfigError("job=export writes one file, so it can't go with a sweep (-m). Export one after another.")
     if output is None:
         step = read_manifest(Path(str(config.checkpoint.path))).step
         output = f"{config.recipe.replace('/', '_')}_{step}{suffix}"
     return checked_output(output, key=_KEY, suffixes=[suffix])
-
-
-def _span(config: Config) -> int:
-    """Return how many devices one process of the run has, whatever this machine has."""
-    return resolve_topology(config.topology, gpus=config.trainer.gpus or 0).span

@@ -3,6 +3,6 @@
 Start with `job`, which runs three trainings; `recording` is the callback that records them, `comparison` compares.
 """
 
-from framework.jobs.parity.job import check, main
+from framework.jobs.parity.job import main
 
-__all__ = ["check", "main"]
+__all__ = ["main"]

@@ -99,19 +99,9 @@ def main(request: Request) -> JobResult:
     return JobResult(0 if answer["same"] else 1)
 
 
-def check(request: Request) -> Topology:
-    """Raise FrameworkError for what can be found wrong before anything is started; return the topology."""
-    setup = check_setup(request)
-    return checked_topology(training(request, setup, sub_run=SubRun(Path(), setup.processes), moves=False))
-
-
 def check_setup(request: Request) -> Setup:
     """Return what to compare. Raises FrameworkError for what can't be compared."""
     config = request.config
-    if request.sub_run is not None:
-        raise ConfigError(
-            "job=parity runs trainings of its own, so it can't go with a sweep (-m). Compare one of its jobs."
-        )
     if request.adopted_ranks is not None:
         raise ConfigError(
             f"job=parity starts its own processes, and {request.adopted_ranks.cluster.starter} has started these.\n"

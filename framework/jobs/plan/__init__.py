@@ -1,5 +1,5 @@
 """`job=plan`: show what a run would be. Start with `job`; `estimate` needs torch."""
 
-from framework.jobs.plan.job import check, main
+from framework.jobs.plan.job import main
 
-__all__ = ["check", "main"]
+__all__ = ["main"]

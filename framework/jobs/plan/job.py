@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.topology import Topology
-from framework.errors import ConfigError
 from framework.jobs.launcher_choice import backend_name, checked_topology, chosen_launcher, commands, environment
 from framework.jobs.request import JobResult, Request
 from framework.launch.fork_server import call_in_child
@@ -62,18 +61,11 @@ _SHOWN = (
 
 def main(request: Request) -> JobResult:
     """Print the plan. Raises FrameworkError for what training as asked would refuse."""
-    topology = check(request)
+    topology = checked_topology(request, is_planned=True)  # `trainer.gpus` needn't exist here
     plan = make_plan(request, topology)
     is_json = request.config.plan.format == "json"
     print(json.dumps(plan, indent=2) if is_json else render(plan, topology), flush=True)
     return JobResult(0)
-
-
-def check(request: Request) -> Topology:
-    """Return the topology, after the checks of a training that need no torch. `trainer.gpus` needn't exist here."""
-    if request.sub_run is not None:
-        raise ConfigError("job=plan shows one run, so it can't go with a sweep (-m). Plan one of its jobs.")
-    return checked_topology(request, is_planned=True)
 
 
 def make_plan(request: Request, topology: Topology) -> dict[str, Any]:

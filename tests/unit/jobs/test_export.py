@@ -1,10 +1,8 @@
-"""What `job=export` refuses before torch is needed, and which devices the model is made for."""
+"""What `job=export` refuses before torch is needed, and what its file is called."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from framework.config.parse import parse
 from framework.errors import ConfigError
 from framework.jobs.export import job as export
-from framework.jobs.request import Request, SubRun
+from framework.jobs.request import Request
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
 
@@ -46,20 +44,6 @@ def test_a_missing_package_is_named_and_a_folder_of_that_name_is_none(tmp_path, 
         export.main(request({"export.format": "onnx", "export.output": "some.txt"}))
 
 
-def test_wrong_names_and_sweeps_are_refused(tmp_path):
+def test_wrong_names_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"export\.output=model\.pt: must end with \.onnx\."):
         export.check(request({"export.format": "onnx", "export.output": f"{tmp_path}/model.pt"}))
-    with pytest.raises(ConfigError, match="can't go with a sweep"):
-        export.check(replace(request({"export.output": f"{tmp_path}/a.pt"}), sub_run=SubRun(Path(tmp_path), number=0)))
-
-
-@pytest.mark.parametrize(
-    ("gpus", "topology", "span"),
-    [
-        (8, {"procs_per_node": 2}, 4),
-        (0, {"gpus_per_process": 3, "nnodes": 16, "procs_per_node": 8}, 3),
-    ],
-)
-def test_a_model_is_made_for_the_devices_of_one_process_of_the_run(gpus, topology, span):
-    keys = {f"topology.{name}": value for name, value in topology.items()}
-    assert export._span(request({"trainer.gpus": gpus, **keys}).config) == span

@@ -75,7 +75,7 @@ def test_too_few_gpus_and_processes_started_by_something_else_are_refused() -> N
     place = detect({**TORCHRUN, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
     assert place is not None
     with pytest.raises(ConfigError, match="torchrun has started these"):
-        parity.check(request({}, adopted_ranks=AdoptedRanks(place, [])))
+        parity.check_setup(request({}, adopted_ranks=AdoptedRanks(place, [])))
 
 
 def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
