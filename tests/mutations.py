@@ -582,8 +582,8 @@ JOBS = [
         name="sweep-fails-only-if-all-jobs-do",
         caught_by="tests/unit/jobs/test_sweep.py::test_what_a_job_raises_is_shown_and_the_others_run",
         file="framework/jobs/sweep.py",
-        old="        return EXIT_RUN_FAILED if failed else 0\n",
-        new="        return EXIT_RUN_FAILED if len(failed) == len(ended) else 0\n",
+        old="        return EXIT_RUN_FAILED if self._failed else 0\n",
+        new="        return EXIT_RUN_FAILED if len(self._failed) == len(ended) else 0\n",
         what="A sweep exits with status 0 though one of its jobs has failed.",
     ),
     Mutation(

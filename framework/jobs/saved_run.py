@@ -155,20 +155,13 @@ def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[B
     if found is None:
         return BaseConfig(None, without_typed=None, typed=tuple(typed)), typed
     started_with = found.saved.overrides
-    try:
-        base = BaseConfig(found, without_typed=compose(started_with), typed=tuple(typed))
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}\n{found.saved.run_dir.path} was started with: {' '.join(started_with)}\n"
-            "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its absolute path."
-        ) from error
+    base = BaseConfig(found, without_typed=compose(started_with), typed=tuple(typed))
     return base, merge_overrides(started_with, [text for text in typed if not names_a_run(text)])
 
 
 def _unsaved(composed: Mapping[str, Any]) -> dict[str, Any]:
-    checkpoint = composed.get("checkpoint")
-    path = checkpoint.get("path") if isinstance(checkpoint, Mapping) else None
-    for key, value in ((_RESUME, composed.get("resume")), (_CHECKPOINT, path)):
+    checkpoint = composed.get("checkpoint") or {}
+    for key, value in ((_RESUME, composed.get("resume")), (_CHECKPOINT, checkpoint.get("path"))):
         if value is not None:
             raise ConfigError(f"{key}={value} is set in a file. Type it on the command line: {key}=RUN")
     return dict(composed)

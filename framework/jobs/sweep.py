@@ -64,7 +64,9 @@ class Sweep:
     """The jobs run so far. `run` prints how each ended, `close` prints the table."""
 
     def __init__(self) -> None:
-        self._ended: list[tuple[Request, int, tuple[str, str, str]]] = []  # with how it ended, score and seconds
+        self._ended: list[Request] = []
+        self._rows: list[tuple[str, ...]] = []  # of the table, without labels
+        self._failed: list[str] = []
 
     def run(self, request: Request, *, label: str) -> JobResult:
         """Run one job. An exception is printed and makes the job a failed one.
@@ -82,15 +84,17 @@ class Sweep:
             result = JobResult(EXIT_RUN_FAILED)
         status, score = result.status, "–" if result.score is None else f"{result.score:.4f}"
         how = {0: "finished", EXIT_STOPPED: "stopped"}.get(status, f"FAILED ({status})")
-        cells = (how, score, f"{time.perf_counter() - start:.1f}")
-        self._ended.append((request, status, cells))
+        seconds = f"{time.perf_counter() - start:.1f}"
+        self._ended.append(request)
+        self._rows.append((number, how, score, seconds))
+        self._failed += [] if status in (0, EXIT_STOPPED) else [number]
         where = ""
         if status == EXIT_STOPPED:
             where = resume_argument(display_path(run_dir.path))
         elif status != 0 and run_dir.path.is_dir():
             log = run_dir.rank_log(0)
             where = f"log: {display_path(log if log.exists() else run_dir.path)}"
-        print("  ".join([f"[{number}] {label}", *cells[:2], f"{cells[2]} s", where]).rstrip(), flush=True)
+        print("  ".join([f"[{number}] {label}", how, score, f"{seconds} s", where]).rstrip(), flush=True)
         if status == EXIT_STOPPED:
             raise KeyboardInterrupt
         return result
@@ -100,20 +104,17 @@ class Sweep:
         ended = self._ended
         if not ended:
             return EXIT_RUN_FAILED
-        requests = [request for request, _, _ in ended]
-        numbers = [str(_sub_run(request).number) for request in requests]
-        monitors = {request.config.checkpoint.monitor or "" for request in requests}
+        monitors = {request.config.checkpoint.monitor or "" for request in ended}
         best = f"best {monitors.pop()}".rstrip() if len(monitors) == 1 else "best"
-        labels = distinguishing([request.overrides for request in requests])
-        rows = [(number, label, *job[2]) for number, label, job in zip(numbers, labels, ended, strict=True)]
+        labels = distinguishing([request.overrides for request in ended])
+        rows = [(number, label, *cells) for (number, *cells), label in zip(self._rows, labels, strict=True)]
         print(f"\n{textwrap.dedent(format_table([('job', 'overrides', 'status', best, 's'), *rows]))}")
-        failed = [number for number, job in zip(numbers, ended, strict=True) if job[1] not in (0, EXIT_STOPPED)]
-        if failed:
-            print(f"\n{len(failed)} of {len(ended)} jobs failed: {', '.join(failed)}")
-        folder = _sub_run(requests[0]).folder
+        if self._failed:
+            print(f"\n{len(self._failed)} of {len(ended)} jobs failed: {', '.join(self._failed)}")
+        folder = _sub_run(ended[0]).folder
         if folder.is_dir():  # there is none if every job was refused
             print(f"\n{format_facts([('curves', tensorboard_command(folder))])}", flush=True)
-        return EXIT_RUN_FAILED if failed else 0
+        return EXIT_RUN_FAILED if self._failed else 0
 
 
 def distinguishing(overrides: Sequence[Sequence[str]]) -> list[str]:

@@ -28,7 +28,6 @@ _WEIGHTS_PER_GRADIENT = 8.0
 _MAX_NAMES = 3
 _WIDTH = 110
 _UNSURE = 0.5  # if so much is allowed, the value is nothing but rounding
-_SHARPER = "Compare in trainer.precision=32-true, or in 64-true on the CPU."
 
 
 @dataclass(frozen=True)
@@ -303,23 +302,19 @@ def render(answer: Mapping[str, Any]) -> str:
     lines += [""] if lines[-1] else []
     if answer["first_difference"] is not None:
         return "\n".join([*lines, *_difference(answer, answer["first_difference"])])
-    model, steps = answer["model"], format_count(answer["steps"], "step")
     worst = answer["parts"]["weights"]["greatest"]
-    are_weights_sure = worst is not None and worst["allowed"] < _UNSURE
-    if answer["same"]:
-        what = "weights" if are_weights_sure else "gradients"
-        processes = answer["processes"]
-        lines.append(
-            f"The same: {model} gets the same {what} from 1 process and from {processes} in {steps}, but for rounding."
+    if not answer["same"]:
+        verdict = (
+            "Nothing can be compared: rounding is as large as the gradients, or no step was made (a loss scaler skips\n"
+            "the first ones). Compare in trainer.precision=32-true, or in 64-true on the CPU."
         )
-        if not are_weights_sure:
-            lines.append(f"The weights can't be compared: rounding is as large as their changes. {_SHARPER}")
     else:
-        lines.append(
-            "Nothing can be compared: rounding is as large as the gradients, or no step was made (a loss "
-            f"scaler skips\nthe first ones). {_SHARPER}"
+        what = "weights" if worst["allowed"] < _UNSURE else "gradients (rounding is as large as the weights' changes)"
+        verdict = (
+            f"The same: {answer['model']} gets the same {what} from 1 process and from {answer['processes']} in "
+            f"{format_count(answer['steps'], 'step')}, but for rounding."
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, verdict])
 
 
 def _table(answer: Mapping[str, Any]) -> str:

@@ -102,15 +102,10 @@ def main(request: Request) -> JobResult:
 def check_setup(request: Request) -> Setup:
     """Return what to compare. Raises FrameworkError for what can't be compared."""
     config = request.config
-    if request.adopted_ranks is not None:
+    if request.adopted_ranks is not None or config.topology.nnodes > 1:
         raise ConfigError(
-            f"job=parity starts its own processes, and {request.adopted_ranks.cluster.starter} has started these.\n"
-            "Run the command once, without it."
-        )
-    if config.topology.nnodes > 1:
-        raise ConfigError(
-            f"job=parity compares on one machine, and topology.nnodes={config.topology.nnodes}.\n"
-            "Use topology.nnodes=1: what depends on the number of processes does so on one machine too."
+            "job=parity compares on one machine, with processes of its own.\n"
+            "Run the command once, without torchrun or srun, and with topology.nnodes=1."
         )
     topology = checked_topology(request)
     processes = config.parity.processes or (topology.world_size if topology.world_size > 1 else 2)
