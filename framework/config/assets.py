@@ -1,4 +1,4 @@
-"""Find the YAML folders and the names of launchers, without importing any of them."""
+"""Find the folders of YAML files and of the user's modules."""
 
 from __future__ import annotations
 
@@ -36,10 +36,3 @@ def import_from_working_dir() -> None:
     working_dir = str(Path.cwd())
     if not {working_dir, ""} & set(sys.path):
         sys.path.insert(0, working_dir)
-
-
-def launcher_names() -> tuple[str, ...]:
-    """Return the values of `launcher.name`: `auto` and the modules of `framework.launch` that define `launch`."""
-    # Read, not imported: a module may import torch, which takes seconds.
-    files = sorted((_PACKAGE / "launch").glob("[!_]*.py"))
-    return ("auto", *(file.stem for file in files if "\ndef launch(" in file.read_text(encoding="utf-8")))

@@ -14,7 +14,7 @@ import yaml
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -55,8 +55,6 @@ def _unreadable(text: str) -> str:
     key, equals, _ = text.partition("=")
     if not equals:
         return f"{text}: not of the form key=value."
-    if not key.strip("+~ "):
-        return f"{text}: there is no key before the `=`."
     return f"{text}: this value can't be read. Text with special characters needs two kinds of quotes: {key}=\"'…'\""
 
 
@@ -98,11 +96,8 @@ def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping
     section, _, below = key.partition(".")
     part, is_below_part, _ = below.partition(".")
     if key in there or override.is_add() or override.is_force_add():
-        value = None if override.is_sweep_override() else override.value()
-        for name, inner in value.items() if isinstance(value, dict) else ():  # such as trainer={gpu:1}
-            if f"{key}.{name}" not in there:
-                yield _unknown(f"{key}.{name}", f"{key}.{name}={inner}", there)
-    elif part in groups.get(section, ()) and is_below_part and f"{section}.{part}" not in there:
+        return
+    if part in groups.get(section, ()) and is_below_part and f"{section}.{part}" not in there:
         one = f"{section}.{part} isn't chosen. Choose it with {section}={part}"
         yield f"{text}: {one}, or several with {section}=[…,{part}]."
     elif isinstance(there.get(section, {}), dict):
@@ -123,26 +118,16 @@ def _shortened(error: BaseException) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1} is not valid YAML: {error.problem}."
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _missing_file(error.missing_cfg_file, error.options or ())
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        name, options = error.missing_cfg_file, error.options
+        hint = did_you_mean(nearest(name.rpartition("/")[2], options))
+        return f"There is no {name}.yaml, which a file refers to.{hint}\n    Options: {', '.join(options)}"
     if isinstance(error, OmegaConfBaseException):
         key = f"{error.full_key}: " if error.full_key else ""
         return f"{key}{_first_line(error)}"
-    if isinstance(error, OverrideParseException):
-        return _unreadable(error.override)
     cause = f" ({_first_line(error.__cause__)})" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     hint = f" {PACKAGE_LINE}" if "@recipe." in str(error) else ""
     return f"The configuration can't be composed: {_first_line(error) or type(error).__name__}{cause}{hint}"
-
-
-def _missing_file(name: str, options: Sequence[str]) -> str:
-    if not options:
-        return f"There is no {name}.yaml."
-    group, _, option = name.rpartition("/")
-    guess = nearest(option, options)
-    hint = did_you_mean(guess and f"{group}/{guess}")
-    asked = f"There is no {name}.yaml, which a configuration file refers to.{hint}"
-    return f"{asked}\n    Options: {', '.join(options)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -164,8 +164,6 @@ class _Reader:
             return self._wrong(f"{key}={show(value)}: must be {field.allowed}.")
         if field.section is not None:
             return self.read_section(field.section, value, path=f"{key}.")
-        if "_target_" in value:
-            return self._wrong(f"{key}._target_={show(value['_target_'])}: must be below a name: {key}.NAME._target_")
         return {name: self._read_node(node, key=f"{key}.{name}") for name, node in value.items() if node is not None}
 
     def _read_node(self, node: Any, *, key: str) -> Any:
@@ -189,9 +187,6 @@ class _Reader:
         return result
 
     def _report_unknown(self, key: str, value: Any, *, among: Iterable[str], within: str) -> None:
-        if key == "_target_":
-            self._wrong(f"{key}={show(value)}: below no key. Remove `# @package _global_` from the file that sets it.")
-            return
         guess = nearest_key(key, known_keys(self._raw))
         shown = key if isinstance(value, Mapping) else f"{key}={show(value)}"
         keys = "" if guess else f" {within or 'The configuration'} has {', '.join(among)}."
@@ -204,7 +199,8 @@ class _Reader:
 
 def _convert(value: Any, kind: Any) -> Any:
     if kind is Duration:
-        return _duration(value)
+        seconds = seconds_of(value)
+        return _WRONG if seconds is None else seconds
     if kind is Texts:
         is_right = isinstance(value, list) and all(_convert(text, str) is not _WRONG for text in value)
         return Texts(tuple(value)) if is_right else _WRONG
@@ -218,19 +214,11 @@ def _convert(value: Any, kind: Any) -> Any:
     return value if type(value) is kind else _WRONG
 
 
-def seconds_of(text: str) -> float | None:
-    """Return a duration such as `90s` in seconds; None if `text` isn't one."""
-    seconds = _duration(float(text) if text.replace(".", "", 1).isdecimal() else text)
-    return None if seconds is _WRONG else float(seconds)
-
-
-def _duration(value: Any) -> Any:
-    seconds: float | None = None
-    if type(value) in (int, float):
-        seconds = value
-    elif isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip())):
-        seconds = float(match[1]) * _UNIT_S[match[2]]
-    return Duration(float(seconds)) if seconds is not None and 0 < seconds <= _MAX_DURATION_S else _WRONG
+def seconds_of(value: Any) -> Duration | None:
+    """Return a duration such as `90s`, or a number of seconds, in seconds; None if it isn't one."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip())):
+        value = float(match[1]) * _UNIT_S[match[2]]
+    return Duration(float(value)) if type(value) in (int, float) and 0 < value <= _MAX_DURATION_S else None
 
 
 def _within(value: Any, bounds: Mapping[str, float]) -> bool:
@@ -242,13 +230,13 @@ def _within(value: Any, bounds: Mapping[str, float]) -> bool:
 
 def _hint(field: _Field, value: Any, *, key: str) -> str:
     """Suggest what to write instead, if there is a likely answer."""
+    if Texts in field.kinds and isinstance(value, str) and value.strip():
+        return f" Write {key}=[{value}]."
     if field.options:
         guess = nearest(_PRECISIONS.get(show(value), show(value)), field.options)
         return did_you_mean(guess and f"{key}={guess}")
     if int in field.kinds and type(value) is float and value.is_integer():
         return f" Write {key}={int(value)}."
-    if Texts in field.kinds and isinstance(value, str) and value.strip():
-        return f" Write {key}=[{value}]."
     if field.name == "recipe" and isinstance(value, Mapping):
         return f" {PACKAGE_LINE}"
     if str in field.kinds and isinstance(value, (int, float)):

@@ -45,14 +45,15 @@ InitMethod = Literal["env", "tcp", "file"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
 """Lightning's names."""
 
+LauncherName = Literal["auto", "adopted", "elastic", "in_place", "local"]
+"""`auto`, and the modules of `framework.launch` that define `launch`."""
+
 Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
 LoaderKind = Literal["auto", "resident", "dataloader"]
-StreamSharing = Literal["shared", "join", "stop"]
 Part = Literal["train", "val", "test"]
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""The modes that capture CUDA graphs, whose outputs the next call overwrites."""
+"""The modes of `torch.compile` that capture CUDA graphs, whose outputs the next call overwrites."""
 
 ClipAlgorithm = Literal["norm", "value"]
 ExportFormat = Literal["state_dict", "safetensors", "onnx", "torch_export"]
@@ -66,7 +67,7 @@ class DataConfig:
     eval_batch_size: int | None = bounded(at_least=1)  # per process; default: batch_size
     loader: LoaderKind = "auto"  # resident: kept in memory as tensors; auto: what are tensors already
     num_workers: int | None = auto(at_least=0)  # DataLoader processes per rank and part; auto: 8, or the cores left
-    stream: StreamSharing = "shared"  # how processes share a part that is an IterableDataset
+    stream: Literal["shared", "join", "stop"] = "shared"  # how processes share a part that is an IterableDataset
     shuffle: bool
     root: str | None  # folder of the data set's files; null if it has none
     mirrors: Texts | None  # addresses to download missing files from; null: the data set's own
@@ -118,8 +119,10 @@ class TrainerConfig:
     num_threads: int | None = auto(at_least=1)  # intra-op threads of a process; auto: its share of the cores
     cpu_affinity: bool = False  # pin each process to its share of the cores
     channels_last: bool = False  # store images and convolution weights as NHWC
-    compile: CompileMode | None = None  # torch.compile's mode
-    activation_checkpointing: str | Texts | None = None  # modules to recompute in the backward: auto, or class names
+    # torch.compile's mode.
+    compile: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    # Modules to recompute in the backward: auto, or class names.
+    activation_checkpointing: Literal["auto"] | Texts | None = None
     profiler: Literal["pytorch"] | None = None  # records some steps; `callbacks=[profiler]` says which
 
 
@@ -147,7 +150,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
-    name: str  # a module of framework.launch that has `launch`
+    name: LauncherName
     max_restarts: int = bounded(at_least=0)  # of the whole run after failures; launcher=elastic only
     late_after: Duration  # how long ranks wait for another one before it is reported as late
 

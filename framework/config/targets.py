@@ -24,19 +24,17 @@ class Supplied:
     """The arguments that the framework itself passes to a target.
 
     positional: number of leading positional arguments.
-    keywords: passed if the signature has them.
-    defaults: likewise, unless the node sets them.
+    keywords: passed if the signature has them and the node doesn't set them.
     """
 
     positional: int = 0
     keywords: tuple[str, ...] = ()
-    defaults: tuple[str, ...] = ()
 
 
 MODEL = Supplied(keywords=("devices",))
 STRATEGY = Supplied(keywords=("context",))
 OPTIMIZER = Supplied(positional=1)
-SCHEDULE = Supplied(positional=1, defaults=("total_steps",))
+SCHEDULE = Supplied(positional=1, keywords=("total_steps",))
 LOGGER = Supplied(keywords=("run_dir", "redraws"))
 CALLBACK = Supplied(keywords=("context", "run_dir"))
 PLAIN = Supplied()
@@ -99,36 +97,26 @@ def import_target(name: str) -> Any:
     return found
 
 
-def check_node(node: Node, key: str, supplied: Supplied = PLAIN) -> Iterator[str]:
-    """Yield the mistakes in a node and in the nodes inside it."""
-    name = node["_target_"]
-    try:
-        parameters = _parameters(import_target(name))
-    except TargetError as error:
-        yield f"{key}._target_={name}: {error}"
-    else:
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            yield from _check_keywords(node, key, supplied, parameters)
-    if node.get("_recursive_", True):
-        for keyword, value in node.items():
-            yield from _check_inside(value, f"{key}.{keyword}")
-
-
-def _check_inside(value: Any, key: str) -> Iterator[str]:
-    if isinstance(value, Mapping) and "_target_" in value:
-        yield from check_node(value, key)
-    elif isinstance(value, (Mapping, list, tuple)):
-        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _check_inside(item, f"{key}.{name}")
+def check_node(node: Any, key: str, supplied: Supplied = PLAIN) -> Iterator[str]:
+    """Yield the mistakes in a node, or in the nodes inside any other value."""
+    if isinstance(node, Mapping) and "_target_" in node:
+        try:
+            yield from _check_keywords(node, key, supplied, _parameters(import_target(node["_target_"])))
+        except TargetError as error:
+            yield f"{key}._target_={node['_target_']}: {error}"
+    if isinstance(node, list) or (isinstance(node, Mapping) and node.get("_recursive_", True)):
+        for name, item in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from check_node(item, f"{key}.{name}")
 
 
 def _check_keywords(
     node: Node, key: str, supplied: Supplied, parameters: Mapping[str, inspect.Parameter]
 ) -> Iterator[str]:
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
     target = node["_target_"]
     positional = [p.name for p in parameters.values() if p.kind in _BY_POSITION]
     filled = set(positional[: supplied.positional + len(node.get("_args_") or ())])
-    filled |= set(supplied.keywords) & parameters.keys()
     allowed = [p.name for p in parameters.values() if p.kind in _NAMED and p.name not in filled]
     takes = f"It takes {', '.join(allowed) or 'nothing'}."
     for name, value in node.items():
@@ -143,7 +131,7 @@ def _check_keywords(
             yield f"{key}.{name}: {target} has no such keyword.{hint} {takes}"
         elif isinstance(value, str) and _wants_number(parameters[name]):
             yield f"{key}.{name}={value}: must be a number for {target}."
-    given = filled | node.keys() | set(supplied.defaults)
+    given = filled | node.keys() | set(supplied.keywords)
     for p in parameters.values() if not node.get("_partial_") else ():
         if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in given:
             yield f"{key}.{p.name} is required by {target}. {takes}"
@@ -167,9 +155,7 @@ def _no_such(path: str, *, within: Any) -> str:
     guess = nearest(name, _names_in(within))
     if not parent:
         return f"there is no module {name}.{did_you_mean(guess)}"
-    # Another package of the same name may hide the one that is meant.
-    place = f" ({within.__file__})" if guess is None and getattr(within, "__file__", None) else ""
-    return f"there is no {name} in {parent}{place}.{did_you_mean(guess and f'{parent}.{guess}')}"
+    return f"there is no {name} in {parent}.{did_you_mean(guess and f'{parent}.{guess}')}"
 
 
 def _names_in(parent: Any) -> list[str]:

@@ -58,7 +58,6 @@ def test_what_fits_passes() -> None:
         (node("torch.optim.SGD", momentun=0.9), OPTIMIZER, "Did you mean k.momentum? It takes lr, momentum, "),
         (node("torch.optim.SGD", lr="abc"), OPTIMIZER, "k.lr=abc: must be a number for torch.optim.SGD."),
         (node("torch.optim.SGD", params=[]), OPTIMIZER, "k.params is filled in by the framework. Leave it out."),
-        (node("Spread", devices=[]), MODEL, "k.devices is filled in"),
         (node(f"{LR}.StepLR"), SCHEDULE, f"k.step_size is required by {LR}.StepLR"),
         (node("Watcher", patience=1), PLAIN, f"k.patience: {FAKES}.Watcher has no such keyword"),
         (node("torch.nn.Lineer"), PLAIN, "k._target_=torch.nn.Lineer: there is no Lineer in torch.nn. Did you mean"),

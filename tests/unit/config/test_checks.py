@@ -20,7 +20,6 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
     [
         ({"strategy": PIPELINE, "trainer.precision": "16-mixed"}, "pipeline can't go with trainer.precision=16-mixed"),
         ({"strategy": PIPELINE, "job": "parity"}, "strategy=pipeline can't go with job=parity"),
-        ({"launcher.name": "loca"}, "Did you mean local?"),
         ({"trainer.max_epochs": None}, "both null"),
         ({"trainer.limit_train_batches": 1.5}, "limit_train_batches=1.5: a fraction of the batches is at most 1.0"),
         ({"trainer.limit_test_batches": 2.0}, "trainer.limit_test_batches=2.0"),
@@ -28,7 +27,6 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"trainer.overfit_batches": 2, "trainer.limit_train_batches": 3}, "can't go with trainer.limit_train_batches"),
         ({"trainer.overfit_batches": 2, "trainer.limit_val_batches": 3}, "can't go with trainer.limit_val_batches"),
         ({"trainer.overfit_batches": 2, "trainer.fast_dev_run": True}, "can't go with trainer.fast_dev_run"),
-        ({"trainer.activation_checkpointing": "Block"}, "trainer.activation_checkpointing=[Block]"),
         ({"trainer.activation_checkpointing": "auto", "trainer.compile": "default"}, "can't go with trainer.compile="),
         (
             {"trainer.compile": "reduce-overhead", "trainer.accumulate_grad_batches": 2},
@@ -53,12 +51,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"launcher.max_restarts": 1, "launcher.name": "local"}, "Use launcher=elastic, or launcher.max_restarts=0"),
         ({"job": "plan", "resume": "run"}, "resume can't go with job=plan"),
         ({"job": "parity", "resume": "run"}, "Use init_from=run"),
-        ({"collectives.backends": ["gloo", "ncll"]}, "must be one of gloo, nccl. Did you mean nccl?"),
-        (
-            {"job": "collectives", "collectives.delay": "10m"},
-            "collectives.delay=600 s must be less than backend.timeout",
-        ),
-        ({"job": "tune", "tune.find_batch_size": False, "tune.find_lr": False}, "so there is nothing to tune"),
+        ({"collectives.backends": ["gloo", "ncll"]}, "collectives.backends=[ncll]: must be gloo, nccl, or both."),
         ({"job": "tune", "tune.min_lr": 10}, "tune.min_lr=10 must be less than tune.max_lr=10."),
         ({"job": "tune", "trainer.overfit_batches": 2}, "trainer.overfit_batches can't go with job=tune"),
         ({"data.global_batch_size": 3, "trainer.accumulate_grad_batches": 4}, "Use at least 4"),
@@ -93,7 +86,6 @@ def test_combinations_that_are_refused(changes: dict[str, Any], said: str) -> No
         {"trainer.max_steps": 10, "trainer.val_check_interval": 10, "trainer.check_val_every_n_epoch": 100},
         {"trainer.max_steps": 10, "trainer.val_check_interval": 11, "trainer.limit_val_batches": 0},
         {"trainer.max_epochs": None, "trainer.fast_dev_run": True},
-        {"job": "collectives", "collectives.delay": "9m"},
         {"topology.rdzv_endpoint": "node0:65535"},
         {"trainer.limit_train_batches": 1.0, "trainer.limit_val_batches": 0},
         {"scheduler.schedule": PLATEAU, "scheduler.monitor": "val/loss"},
@@ -109,7 +101,7 @@ def test_combinations_that_are_refused(changes: dict[str, Any], said: str) -> No
         {"data.global_batch_size": 4, "topology.procs_per_node": 8, "strategy": PIPELINE},
         {"resume": "run", "init_from": "what/the/run/started/from"},
         {"job": "tune", "tune.find_lr": False, "init_from": "run"},
-        {"tune.find_lr": False, "tune.find_batch_size": False, "tune.min_lr": 100, "trainer.fast_dev_run": True},
+        {"trainer.fast_dev_run": True},
     ],
 )
 def test_combinations_that_are_accepted(changes: dict[str, Any]) -> None:

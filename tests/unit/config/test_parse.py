@@ -76,6 +76,8 @@ def test_values_that_are_taken(key: str, value: object, result: object) -> None:
         ("trainer.limit_val_batches", "half", "must be a whole number or a fraction at least 0, or null"),
         ("trainer.precision", 32, "Did you mean trainer.precision=32-true?"),
         ("trainer.log_rank_losses", "Terminal", "Did you mean trainer.log_rank_losses=terminal?"),
+        ("launcher.name", "loca", "Did you mean launcher.name=local?"),
+        ("trainer.activation_checkpointing", "Block", "Write trainer.activation_checkpointing=[Block]."),
         ("backend.name", "ncll", "must be one of auto, gloo, nccl, mpi. Did you mean backend.name=nccl?"),
         ("backend.timeout", "-5s", "backend.timeout=-5s: must be a time such as 90s, 30m, 2h or 1d"),
         ("backend.timeout", 0, "backend.timeout=0: must be a time"),
