@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from framework.checkpoint import find
+from framework.config.saved import key_of
 from framework.config.schema import BackendName, Config
 from framework.config.topology import Topology, check_strategy_fits, resolve_topology
 from framework.errors import ConfigError, RequestError, TopologyError
@@ -156,5 +157,5 @@ def environment(config: Config, topology: Topology) -> dict[str, dict[str, str]]
 
 def _is_of(override: str, sections: Sequence[str]) -> bool:
     """Return True if an override such as `a.b=1`, `+a.b=1` or `a@place=x` sets a key of one of the sections."""
-    key = override.lstrip("+~").partition("=")[0].partition("@")[0]
+    key = key_of(override).partition("@")[0]
     return any(key == section or key.startswith((f"{section}.", f"{section}/")) for section in sections)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from framework.distributed import collectives
 from framework.distributed.butterfly import butterfly_all_reduce_mean, inner_ranks, rounds
-from framework.distributed.context import Context
 from framework.distributed.process_group import process_group, set_timeout
 from framework.jobs.collectives.job import PAGE
 from framework.launch.plan import MonitorLink, RankArguments
@@ -238,9 +237,16 @@ def _show(exchange: Callable[[Comm], Shown], comm: Comm, rank: RankSetup) -> str
     That is what the exchange does, its code, a table with a row for each rank, and the ranks' notes.
     """
     logger.info("%s over %s", exchange.__name__, comm.backend)
-    _run(exchange, comm, rank.context)
-    comm = replace(comm, delay_s=rank.config.collectives.delay, notes=[])
-    before, after, seconds = _run(exchange, comm, rank.context)
+    for delay_s in (0.0, rank.config.collectives.delay):  # the first run opens connections
+        comm = replace(comm, delay_s=delay_s, notes=[])
+        steps = exchange(comm)
+        before = next(steps).to("cpu", copy=True)
+        dist.barrier(group=comm.group)
+        rank.context.wait_for_devices()
+        began = time.perf_counter()
+        after = next(steps)
+        rank.context.wait_for_devices()
+        seconds = time.perf_counter() - began
     titles = ("rank", "before", "after", comm.backend)
     row = (str(comm.rank), _values(before), _values(after), format_seconds(seconds))
     shown = collectives.gather_to_all((row, comm.notes), rank.context)
@@ -248,18 +254,6 @@ def _show(exchange: Callable[[Comm], Shown], comm: Comm, rank: RankSetup) -> str
     notes = "\n".join(f"  rank {number}: {'; '.join(own)}" for number, (_, own) in enumerate(shown) if own)
     code = re.split(r"    yield .*\n", inspect.getsource(exchange))[1].rstrip()
     return "\n\n".join(filter(None, (f"{exchange.__name__}\n  {inspect.getdoc(exchange)}", code, table, notes)))
-
-
-def _run(exchange: Callable[[Comm], Shown], comm: Comm, context: Context) -> tuple[Tensor, Tensor, float]:
-    """Return the tensors before and after, and the seconds between."""
-    steps = exchange(comm)
-    before = next(steps).to("cpu", copy=True)
-    dist.barrier(group=comm.group)
-    context.wait_for_devices()
-    began = time.perf_counter()
-    after = next(steps)
-    context.wait_for_devices()
-    return before, after.cpu(), time.perf_counter() - began
 
 
 # The page

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from framework.config.schema import Config
 from framework.distributed.context import Context
@@ -33,8 +32,7 @@ def facts(config: Config, context: Context, run_dir: RunDir) -> dict[str, Any]:
         pynvml.nvmlInit()
         driver = str(pynvml.nvmlSystemGetDriverVersion())
         versions["cuda"] = torch.version.cuda
-        if dist.is_nccl_available():
-            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "rank": context.rank,
         "name": f"rank {context.rank}{f' ({host})' if context.topology.nnodes > 1 else ''}",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.distributed.butterfly import butterfly_all_reduce_mean
-from framework.distributed.collectives import barrier, from_first, gather_to_first
+from framework.distributed.collectives import barrier, gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_gloo_group, process_group, set_timeout
 from framework.errors import PreflightError, RunError, describe_error
@@ -110,28 +110,24 @@ def _run_checks(rank: RankSetup, *, seconds: float, timeout_s: float) -> dict[st
             exchanges = [measure_exchange(name, peers, max_bytes=max_bytes, seconds=share_s) for name in BUS_TURNS]
         own["matmul"] = measure_matmul(peers, seconds=_MATMUL_SHARE * seconds)
     took_s = max_over_ranks(time.perf_counter() - began, context)
-    # Rank 0 alone gets the findings of all: with thousands of ranks, they are large.
-    every = gather_to_first((own, barriers, links, peers.faults), context)
-    result: dict[str, Any] = {}
-    if every is not None:
-        ranks, all_barriers, all_links, faults = zip(*every, strict=True)
-        for each, timed, clock in zip(ranks, all_barriers, clock_offsets(all_barriers), strict=True):
-            each |= {"barrier_s": median(wait_s for wait_s, _ in timed), "clock": clock}
-        within, between = link_rounds(context.topology.nnodes, context.topology.procs_per_node)
-        result = {
-            "recipe": rank.config.recipe,
-            "backend": context.backend,
-            "seconds": seconds,
-            "took_s": took_s,
-            "max_bytes": max_bytes,
-            "ranks": ranks,
-            "links": sorted(chain.from_iterable(all_links), key=lambda link: link["ranks"]),
-            "num_links": {WITHIN: sum(map(len, within)), BETWEEN: sum(map(len, between))},
-            "checks": exchanges,
-            "faults": list(chain.from_iterable(faults)),
-        }
-        result |= assess(result, settings)
-    result = from_first(result, context)
+    every = gather_to_all((own, barriers, links, peers.faults), context)
+    ranks, all_barriers, all_links, faults = zip(*every, strict=True)
+    for each, timed, clock in zip(ranks, all_barriers, clock_offsets(all_barriers), strict=True):
+        each |= {"barrier_s": median(wait_s for wait_s, _ in timed), "clock": clock}
+    within, between = link_rounds(context.topology.nnodes, context.topology.procs_per_node)
+    result: dict[str, Any] = {
+        "recipe": rank.config.recipe,
+        "backend": context.backend,
+        "seconds": seconds,
+        "took_s": took_s,
+        "max_bytes": max_bytes,
+        "ranks": ranks,
+        "links": sorted(chain.from_iterable(all_links), key=lambda link: link["ranks"]),
+        "num_links": {WITHIN: sum(map(len, within)), BETWEEN: sum(map(len, between))},
+        "checks": exchanges,
+        "faults": list(chain.from_iterable(faults)),
+    }
+    result |= assess(result, settings)
     file, content = rank.run_dir.path / RESULT, json.dumps(result, indent=2) + "\n"
     if context.is_main:
         write_atomically(file, content)
@@ -363,8 +359,8 @@ def make_call(name: str, peers: Peers, count: int) -> tuple[Callable[[], object]
             expected = torch.cat([values([each], part, begin=rank * part) for each in range(world_size)])
             return partial(dist.all_to_all_single, received, own), received, expected
         case _:  # butterfly
-            # Divided on the CPU, as gloo's values are: a GPU's quotient may differ in the last bit.
-            mean = (total.cpu() / world_size).to(context.device)
+            # Divided where the butterfly divides: the quotients of a GPU and a CPU may differ in the last bit.
+            mean = (total.to(peers.device) / world_size).to(context.device)
             return partial(butterfly_all_reduce_mean, own, group=peers.group), own, mean
 
 

@@ -23,7 +23,7 @@ STANDS_OUT = 2.0
 """Times slower than the median from which a link or a device stands out."""
 
 _NONE = "–"
-_MAX_FAILURES, _MAX_RANKS = 10, 32
+_MAX_FAILURES = 10
 _TINY_BYTES = 1024  # bandwidths of smaller buffers say nothing
 
 
@@ -176,7 +176,7 @@ def render(found: Mapping[str, Any]) -> str:
 
 def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> str:
     rows: list[tuple[str, ...]] = [("rank", "node", "device", "matmul", "clock", "disk", "/dev/shm", "data root")]
-    for rank in ranks[:_MAX_RANKS]:
+    for rank in ranks:
         devices = ", ".join(f"{one['device']} {one['name']}".strip() for one in rank["devices"])
         ahead_s, error_s = rank["clock"]["ahead_s"], rank["clock"]["error_s"]
         clock = f"{'+' if ahead_s >= 0 else '-'}{format_seconds(abs(ahead_s))} ±{format_seconds(error_s)}"
@@ -192,8 +192,7 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> str:
                 _NONE if rank["data_root"] is None else rank["data_root"]["state"],
             )
         )
-    more = f"\n  … and {len(ranks) - _MAX_RANKS} more ranks" if len(ranks) > _MAX_RANKS else ""
-    return format_table(rows) + more
+    return format_table(rows)
 
 
 def _barriers_and_links(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

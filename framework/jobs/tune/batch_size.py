@@ -20,14 +20,12 @@ from textwrap import shorten
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import TrainLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import barrier
-from framework.distributed.process_group import new_gloo_group
 from framework.errors import RunError, describe_error
 from framework.strategies.base import Strategy
 from framework.system.formatting import format_binary_bytes
@@ -260,14 +258,13 @@ class Trials:
     def __init__(self, rank: RankSetup, loader: TrainLoader, sizing: BatchSizing, *, averages: int) -> None:
         """Every rank must make one. averages: see `find_batch_size`."""
         self._context, self._loader, self._sizing = rank.context, loader, sizing
-        self._steps, margin, backend = rank.config.tune.steps_per_trial, rank.config.tune.margin, rank.config.backend
+        self._steps, margin = rank.config.tune.steps_per_trial, rank.config.tune.margin
         self.tried: dict[int, dict[str, Any]] = {}  # as tune.json has them, by samples
         self._trainer = build_trainer(replace(rank, strategy=Strategy()), loader, None)
         for param_group in self._trainer.state.optimizer.param_groups:
             param_group["lr"] = 0.0
-        self._group = None  # to exchange outcomes over the CPU
-        if self._context.world_size > 1:  # counted: a rank that hangs in a trial is the one that the others wait for
-            self._group = new_gloo_group(max(backend.init_timeout, backend.timeout), is_monitored=True)
+        self._exchange = rank.exchange  # over the CPU
+        self._exchange.open()
         # Gradients that are exchanged are copied; some strategies keep copies of weights.
         gradients = int(self._context.world_size > 1) + rank.strategy.weight_copies
         model = self._trainer.state.bare_model
@@ -290,10 +287,8 @@ class Trials:
         size = self._sizing.pass_size(size)
         if size in self.tried:  # several sizes split a global batch in the same way
             return bool(self.tried[size]["fits"])
-        outcomes: list[Any] = [self._try(size)]
-        if self._group is not None:
-            own, outcomes = outcomes[0], [None] * self._context.world_size
-            dist.all_gather_object(outcomes, own, group=self._group)
+        own = self._try(size)
+        outcomes = [self._exchange.broadcast(own, source=rank) for rank in range(self._context.world_size)]
         refusals, peaks, times_s = zip(*outcomes, strict=True)
         refused_by = next((rank for rank, refusal in enumerate(refusals) if refusal is not None), None)
         samples = min(self._sizing.trial(size).global_batch_size, self._sizing.samples)
