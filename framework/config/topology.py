@@ -36,6 +36,11 @@ class Topology:
         return self.procs_per_node * self.span > self.gpus_per_node > 0
 
     @property
+    def procs_per_gpu(self) -> int:
+        """The most processes that use the same GPU; 1 on the CPU."""
+        return -(-self.procs_per_node * self.span // self.gpus_per_node) if self.gpus_per_node else 1
+
+    @property
     def gpus_in_view(self) -> int:
         """Number of GPUs that each process must see."""
         return min(self.span, self.gpus_per_node) if self.own_view else self.gpus_per_node

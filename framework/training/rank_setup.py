@@ -218,13 +218,12 @@ def _stream_in_worker(rank: RankSetup) -> bool:
 def loader_options(rank: RankSetup) -> LoaderOptions:
     """Return how the parts of the data are loaded on this rank."""
     data, topology = rank.config.data, rank.context.topology
-    users = topology.procs_per_node * topology.span
     return LoaderOptions(
         data.loader,
         num_workers=data.num_workers,
         procs_on_node=topology.procs_per_node,
         procs_on_cores=core_sharers(rank.config, rank.context).number,
-        procs_on_device=-(-users // topology.gpus_per_node) if topology.shares_gpus else 1,
+        procs_on_device=topology.procs_per_gpu,
         logs=rank.context.is_main,
     )
 

@@ -58,8 +58,7 @@ def buffer_limit(context: Context) -> float:
     limits = [float("inf") if host is None else host / (_BUFFERS * topology.procs_per_node)]
     module = torch.get_device_module(context.device)
     if hasattr(module, "mem_get_info"):
-        users = -(-topology.procs_per_node * topology.span // topology.gpus_per_node)
-        limits.append(module.mem_get_info(context.device)[0] / (_BUFFERS * users))
+        limits.append(module.mem_get_info(context.device)[0] / (_BUFFERS * topology.procs_per_gpu))
     return min(limits)
 
 

@@ -31,7 +31,7 @@ from framework.strategies.base import Strategy
 from framework.system.formatting import format_binary_bytes
 from framework.system.hardware import available_memory
 from framework.training.engine import build_trainer
-from framework.training.rank_setup import RankSetup, loader_options
+from framework.training.rank_setup import RankSetup
 from framework.training.trainer import Trainer
 
 _RESET_PEAK = "5"  # https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html
@@ -275,7 +275,7 @@ class Trials:
         if self._context.device.type == "cpu":
             self.memory = HostMemory(sharing=self._context.topology.procs_per_node, margin=margin)
         else:
-            sharing = loader_options(rank).procs_on_device
+            sharing = self._context.topology.procs_per_gpu
             self.memory = DeviceMemory(self._context.devices, sharing=sharing, margin=margin)
         barrier(self._context)
 
