@@ -9,6 +9,7 @@ data goes through a buffer. Without O_DIRECT (tmpfs, some network file systems, 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import zlib
@@ -54,8 +55,14 @@ class ChecksummedFile:
         view = memoryview(data).cast("B")
         self._crc32 = zlib.crc32(view, self._crc32)
         self._size_bytes += len(view)
-        for begin in range(0, len(view), _BUFFER_BYTES):
-            self._append(view[begin : begin + _BUFFER_BYTES])
+        rest = view
+        while len(rest):
+            part = rest[: _BUFFER_BYTES - self._filled]
+            self._buffer[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            rest = rest[len(part) :]
+            if self._filled == _BUFFER_BYTES:
+                self._put()
         return len(view)
 
     def tell(self) -> int:
@@ -74,17 +81,6 @@ class ChecksummedFile:
         os.fsync(self._descriptor)
         return FileFacts(size_bytes=self._size_bytes, crc32=f"{self._crc32:08x}")
 
-    def _append(self, view: memoryview) -> None:
-        """Add at most as much as the buffer takes."""
-        first = view[: _BUFFER_BYTES - self._filled]
-        self._buffer[self._filled : self._filled + len(first)] = first
-        self._filled += len(first)
-        if self._filled == _BUFFER_BYTES:
-            self._put()
-            rest = view[len(first) :]
-            self._buffer[: len(rest)] = rest
-            self._filled = len(rest)
-
     def _put(self) -> None:
         view, self._filled = memoryview(self._buffer)[: self._filled], 0
         while len(view) and self._error is None:
@@ -92,12 +88,8 @@ class ChecksummedFile:
                 view = view[os.write(self._descriptor, view) :]
             except OSError as error:
                 if error.errno == errno.EINVAL and self._is_direct:  # no whole block: the end of the file
-                    self._write_as_usual()
+                    self._is_direct = False
+                    flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                    fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
                 else:
                     self._error = error
-
-    def _write_as_usual(self) -> None:
-        import fcntl  # nothing that has O_DIRECT lacks it
-
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~_DIRECT)
-        self._is_direct = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.checkpoint.layout import Manifest, part_file
-from framework.checkpoint.lookup import check_file, describe_others
+from framework.checkpoint.lookup import check_file
 from framework.distributed.sharded import shard_like
 from framework.errors import CheckpointError
 
@@ -28,11 +27,8 @@ def load_files(
         try:
             found[part] = torch.load(directory / name, map_location=device, weights_only=True)
         except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
-                f"The checkpoint {directory} was not read: {name} holds Python objects"
-                f"{f' ({named[1]})' if named else ''}, which could run any code. Only tensors and plain values are "
-                f"allowed; save it again from the run that made it.\n{describe_others(directory)}"
+                f"{directory / name} holds Python objects, which could run any code: {error}"
             ) from error
     return found
 

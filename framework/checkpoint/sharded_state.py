@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from framework.checkpoint.layout import PARTS, Manifest, read_manifest
@@ -23,7 +24,6 @@ from framework.checkpoint.reader import load_files, load_weights
 from framework.checkpoint.replicas import mean_training
 from framework.checkpoint.shards import Shards, read_index, read_shards, tensors_of
 from framework.distributed.sharded import is_dtensor, layout_of, shard_like
-from framework.errors import CheckpointError
 
 NOTE = "sharded"
 """The entry of `training` that says what is in the shards."""
@@ -31,18 +31,13 @@ NOTE = "sharded"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
-class ShardedState(NamedTuple):
-    # What this rank writes, sharing memory with model and optimizer.
-    shards: Shards
-    # The state dict of the whole model's optimizer, without its tensors that are in the shards.
-    optimizer: dict[str, Any]
-    # For `training[NOTE]`: the model's entries that are no tensors, and for each tensor of the optimizer
-    # [number of the parameter, name in its state, name in the shards].
-    note: dict[str, Any]
+def split_state(model: nn.Module, optimizer: Optimizer) -> tuple[Shards, dict[str, Any]]:
+    """Return what this rank writes, sharing memory with model and optimizer, and the entries of `training`.
 
-
-def split_state(model: nn.Module, optimizer: Optimizer) -> ShardedState:
-    """Return what goes into the shards and what doesn't. Every rank must call it: ranks with stages communicate."""
+    These are `optimizer`, the state dict of the whole model's optimizer without its tensors that are in the shards, and
+    NOTE: the model's entries that are no tensors, and for each tensor of the optimizer [number of the parameter, name
+    in its state, name in the shards]. Every rank must call it: ranks with stages communicate.
+    """
     layout = layout_of(model)
     state = model.state_dict()  # first: it leaves only the sharded parameters in the model, which are the optimizer's
     tensors = {_MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -74,7 +69,7 @@ def split_state(model: nn.Module, optimizer: Optimizer) -> ShardedState:
             tensors = {}
     whole = {"state": dict(sorted(entries.items())), "param_groups": groups}
     note = [[number, name, key] for (number, name), key in sorted(taken.items())]
-    return ShardedState(Shards.of(tensors), whole, {"model": rest, "optimizer": note})
+    return Shards.of(tensors), {"optimizer": whole, NOTE: {"model": rest, "optimizer": note}}
 
 
 def load_sharded(directory: Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -146,11 +141,7 @@ def _whole_numbers(model: nn.Module, optimizer: Optimizer) -> list[int]:
     places = {name: place for place, name in enumerate(layout.parameters)}
     groups = [[places[names[id(parameter)]] for parameter in group["params"]] for group in optimizer.param_groups]
     of_ranks = _gather(groups)
-    if any(len(each) != len(groups) for each in of_ranks):
-        raise CheckpointError(
-            "The optimizer has different numbers of parameter groups for different stages, so their state can't be "
-            "saved as one. Let it make the same number of groups for any parameters, empty ones too."
-        )
+    # Every stage must have the same number of groups, empty ones too.
     whole = chain.from_iterable(sorted({*chain(*group)}) for group in zip(*of_ranks, strict=True))
     numbers = {place: number for number, place in enumerate(whole)}
     return [numbers[place] for place in chain(*groups)]
@@ -159,16 +150,12 @@ def _whole_numbers(model: nn.Module, optimizer: Optimizer) -> list[int]:
 def _is_its_turn(tensor: Tensor, index: int) -> bool:
     """Return True if this rank writes the tensor, or its shard of it. Rank 0 writes what isn't sharded.
 
-    Ranks with copies of the same shard take turns, so that each copies and writes as much.
+    Ranks with copies of the same shard, in rows of the mesh, take turns, so that each copies and writes as much.
     """
     if not is_dtensor(tensor):
         return dist.get_rank() == 0
-    spread: Any = tensor
-    mesh, copies, own = spread.device_mesh, 1, 0
-    for place, size, placement in zip(mesh.get_coordinate(), mesh.shape, spread.placements, strict=True):
-        if placement.is_replicate():
-            copies, own = copies * size, own * size + place
-    return index % copies == own
+    mesh: DeviceMesh = tensor.device_mesh  # type: ignore[attr-defined]
+    return mesh.ndim == 1 or index % mesh.size(0) == mesh.get_local_rank(0)
 
 
 def _gather(value: Any) -> list[Any]:

@@ -149,7 +149,7 @@ class _Files(FileSystem):
 def read_shards(directory: Path, index: Metadata, targets: Mapping[str, Tensor]) -> None:
     """Fill the targets, plain tensors or DTensors, with this process's shards of them. Doesn't communicate.
 
-    Raises CheckpointError if a shard holds something else than tensors.
+    Raises CheckpointError if a shard holds Python objects.
     """
     # Torch's own classes without `dcp.load`, which would unpickle the index, and communicate.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -160,8 +160,7 @@ def read_shards(directory: Path, index: Metadata, targets: Mapping[str, Tensor])
         reader.read_data(planner.create_local_plan(), planner).wait()
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"The checkpoint {directory} was not read: a shard holds something else than tensors, which could run any "
-            "code.\nSave it again from the run that made it."
+            f"A shard of {directory} holds Python objects, which could run any code: {error}"
         ) from error
 
 
@@ -181,8 +180,7 @@ def read_index(directory: Path, manifest: Manifest) -> Metadata:
     # Whatever a damaged or forged pickle may raise: it names classes and gives them arguments.
     except Exception as error:
         raise CheckpointError(
-            f"The checkpoint {directory} was not read: its {SHARDS_INDEX} isn't an index of plain tensors ({error}).\n"
-            "Another program or person may have made it; such a file can run any code if it is unpickled."
+            f"The checkpoint {directory} was not read: its {SHARDS_INDEX} isn't an index of plain tensors ({error})."
         ) from error
 
 

@@ -44,7 +44,7 @@ _SAVING = ".saving_"
 _DELETED = ".deleted_"
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, torch.Tensor, torch.nn.Parameter})
-_VALUES_OF_TORCH = frozenset({torch.Size, torch.device, torch.dtype})
+_VALUES |= {torch.Size, torch.device, torch.dtype}
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _SEQUENCES = frozenset({list, tuple, set})
 
@@ -116,8 +116,6 @@ def write(
 def point(folder: Path, pointer: str, *, step: int) -> None:
     """Make the symlink `pointer` name the checkpoint of `step`; a reader sees the old or the new one."""
     path, target = folder / pointer, step_name(step)
-    if path.is_symlink() and str(path.readlink()) == target:
-        return
     temporary = folder / f"{_SAVING}{pointer}"
     with disk_errors(f"The pointer {path} can't be moved to {target}"):
         if path.is_dir() and not path.is_symlink():  # in a copy that was made by following symlinks
@@ -191,7 +189,7 @@ def check_plain(state: Any, *, name: str = "") -> None:
     Types are compared exactly: a subclass would come back as something else, or not at all.
     """
     kind = type(state)
-    if kind in _VALUES or kind in _VALUES_OF_TORCH:
+    if kind in _VALUES:
         return
     if kind in _MAPPINGS:
         for key, value in state.items():

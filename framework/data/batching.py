@@ -39,13 +39,11 @@ def plan_batches(
         return BatchPlan(batch_size * world_size * accumulate, accumulate * cuts, world_size)
     passes = world_size * accumulate * cuts
     if global_batch_size < passes:
-        factors = f"{world_size} {'processes' if cuts == 1 else 'copies of the model'}"
-        factors += f" × trainer.accumulate_grad_batches={accumulate}"
-        factors += "" if cuts == 1 else f" × strategy.num_microbatches={cuts}"
         raise ConfigError(
             f"data.global_batch_size={global_batch_size} is less than one sample for each of the {passes} forward "
-            f"passes of a step ({factors}).\n"
-            f"Use data.global_batch_size={passes} or more, or lower one of these."
+            "passes of a step.\n"
+            f"Use data.global_batch_size={passes} or more, or fewer processes, trainer.accumulate_grad_batches or "
+            "strategy.num_microbatches."
         )
     return BatchPlan(global_batch_size, accumulate * cuts, world_size)
 

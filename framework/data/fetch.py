@@ -94,7 +94,6 @@ def failed_sample(name: str, error: Exception) -> RunError:
 # torch's DataLoader
 
 
-@final
 class ItemLoader:
     """A DataLoader of whole items, such as batches. Workers start with the first `items` and are kept until `close`."""
 

@@ -54,24 +54,20 @@ IN_THIS_PROCESS = LoaderOptions(num_workers=0)
 
 
 @final
-class LoadedBatches:
+class LoadedBatches(ItemLoader):
     """Batches that torch's DataLoader loads in this process or by workers, and that are copied ahead to a device."""
 
     def __init__(self, dataset: MapDataset, *, split: str, seed: int, device: torch.device, num_workers: int) -> None:
+        batches = BatchDataset(dataset, split=split, seed=seed)
+        super().__init__(batches, num_workers=num_workers, pin_memory=pins_memory(device))
         self._device = device
         self.num_workers = num_workers
-        batches = BatchDataset(dataset, split=split, seed=seed)
-        self._loader = ItemLoader(batches, num_workers=num_workers, pin_memory=pins_memory(device))
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches asked for, in order."""
         # As plain numbers: a tensor would reach a worker through shared memory, and a thread that serves it.
         keys = ((request.indices.tolist(), request.epoch) for request in requests)
-        return prefetch(self._loader.items(keys), self._device)
-
-    def close(self) -> None:
-        """End the worker processes; may be called again."""
-        self._loader.close()
+        return prefetch(self.items(keys), self._device)
 
 
 def batch_source(

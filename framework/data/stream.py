@@ -13,6 +13,7 @@ weight 0, and joins the others in every forward and backward.
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,6 @@ from framework.errors import CheckpointError, DataError
 from framework.types import Batch, MicroBatch, MicroIndices, Waiting, Window
 
 _BLOCK = 256  # samples skipped at once
-_TOLERANCE = 1e-4
-"""How much the sum of a sample's floats may differ between processors, as a share of it."""
 
 
 class StreamPosition(NamedTuple):
@@ -75,19 +74,18 @@ class StreamPlan:
         if not self.is_sharded:
             return samples
         windows, rest = divmod(samples, self.batches.global_batch_size)
-        of_window, of_rest = (
-            len(share(count, rank=self.rank, world_size=self.batches.world_size))
-            for count in (self.batches.global_batch_size, rest)
-        )
-        return windows * of_window + of_rest
+        return windows * self._shard_size(self.batches.global_batch_size, self.rank) + self._shard_size(rest, self.rank)
 
     def micro_batches(self, count: int, *, source: int) -> list[range]:
         """Return the positions of each micro-batch in the `count` samples that `source` has for a window."""
         plan, rank = self.batches, self.rank
         if self.is_sharded:  # their number doesn't depend on what others have
-            own = len(share(plan.global_batch_size, rank=source, world_size=plan.world_size))
+            own = self._shard_size(plan.global_batch_size, source)
             plan, rank = BatchPlan(own, plan.micro_batches, world_size=1), 0
         return micro_batches(plan, global_count=count, rank=rank)
+
+    def _shard_size(self, count: int, rank: int) -> int:
+        return len(share(count, rank=rank, world_size=self.batches.world_size))
 
 
 def evaluation_plan(split: str, *, batch_size: int, rank: int, world_size: int, **options: Any) -> StreamPlan:
@@ -197,20 +195,18 @@ def has_state(dataset: IterableDataset[Any]) -> bool:
 
 
 def _digest(sample: Any) -> tuple[float, float]:
-    """Return two numbers that show if two ranks have read the same sample.
+    """Return a checksum of a sample's integers, strings and shapes, and the sum of its floats' absolute values.
 
-    The first is a checksum of integers, strings and shapes, and must be equal; the second is the sum of the absolute
-    values of floats, which different processors may have computed a little differently.
+    Ranks see by them if they have read the same sample. Different processors may compute floats a little differently.
     """
-    exact, float_sum = 0, 0.0
+    checksum, float_sum = 0, 0.0
     for leaf in tree_leaves(collate([sample], name="A sample")):  # which makes tensors of numbers, also NumPy's
-        shown = repr(leaf.shape if isinstance(leaf, Tensor) else leaf)
-        exact = zlib.crc32(shown.encode(), exact)
+        checksum = zlib.crc32(repr(leaf.shape if isinstance(leaf, Tensor) else leaf).encode(), checksum)
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             float_sum += float(leaf.detach().abs().double().nan_to_num(posinf=0.0).sum())
         elif isinstance(leaf, Tensor):
-            exact = zlib.crc32(leaf.cpu().numpy().tobytes(), exact)
-    return float(exact), float_sum
+            checksum = zlib.crc32(leaf.cpu().numpy().tobytes(), checksum)
+    return checksum, float_sum
 
 
 def first_batch(dataset: IterableDataset[Any], *, number: int, split: str) -> Batch:
@@ -403,7 +399,7 @@ class StreamLoader:
         first: dict[float, tuple[int, _RankReport]] = {}
         for rank, row in enumerate(rows):
             other, found = first.setdefault(row.source, (rank, row))
-            near = abs(row.float_sum - found.float_sum) <= _TOLERANCE * max(row.float_sum, found.float_sum)
+            near = math.isclose(row.float_sum, found.float_sum, rel_tol=1e-4)
             if row.size != found.size or row.digest != found.digest or not near:
                 raise DataError(
                     f"Ranks {other} and {rank} don't read the same {self._plan.split} stream: in epoch {epoch} they "

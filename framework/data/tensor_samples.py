@@ -52,9 +52,7 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         """Return one sample, transformed; random numbers follow torch's generator, as in any other dataset."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"Sample {index} of {len(self)}.")
-        position = torch.tensor([index % len(self)], device=self.tensors[0].device)
+        position = torch.tensor([range(len(self))[index]], device=self.device)
         draws = Draws(lambda: int(torch.randint(1 << 62, ())), position)
         return tuple(tensor[0] for tensor in self.transformed(self.gather(position), draws))
 

@@ -161,11 +161,11 @@ class TrainState:
             own = {name: training[name] for name in ("optimizer", "callbacks", "task")}
             training[REPLICAS] = gather_replicas({"model": self.bare_model.state_dict(), **own}, context)
         if is_model_sharded(self.bare_model):
-            from framework.checkpoint.sharded_state import NOTE, split_state  # takes most of a second to import
+            from framework.checkpoint.sharded_state import split_state  # takes most of a second to import
 
-            split = split_state(self.bare_model, self.optimizer)
-            training |= {"optimizer": split.optimizer, NOTE: split.note}
-            weights: dict[str, Any] = {"shards": split.shards}
+            shards, entries = split_state(self.bare_model, self.optimizer)
+            training |= entries
+            weights: dict[str, Any] = {"shards": shards}
         else:
             weights = {"model": self.bare_model.state_dict()}
             if self._weight_swaps():

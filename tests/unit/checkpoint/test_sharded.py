@@ -89,15 +89,15 @@ def spread(optimizer: Any = torch.optim.Adam, *, steps: int = 2) -> tuple[nn.Mod
 
 
 def save(folder: Path, model: nn.Module, optimizer: Any, *, step: int = 5) -> Path:
-    apart = split_state(model, optimizer)
+    shards, training = split_state(model, optimizer)
     return write(
         folder,
-        {"training": {"optimizer": apart.optimizer, NOTE: apart.note}, "generators": []},
+        {"training": training, "generators": []},
         step=step,
         epoch=0,
         metrics={},
         config_text="recipe: small\n",
-        shards=apart.shards,
+        shards=shards,
     )
 
 
@@ -263,6 +263,6 @@ def test_python_objects_in_a_shard_are_refused(tmp_path: Path, monkeypatch: pyte
     for place in index.storage_data.values():
         place.offset, place.length = 0, len(evil.getvalue())
     forge(directory, index=pickle.dumps(index), shard=evil.getvalue())
-    with pytest.raises(CheckpointError, match="a shard holds something else than tensors"):
+    with pytest.raises(CheckpointError, match=r"A shard of .* holds Python objects"):
         load(directory, map_location="cpu", parts=["model"])
     assert not Path("ran").exists()
