@@ -66,7 +66,7 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
             shares = gather_to_first(own, rank.context)
             if shares is not None:
                 turns = loader.turns if isinstance(loader, StreamEvalLoader) else None
-                count = write_predictions(shares, Path(rank.config.predict.output), turns=turns)
+                count = write_predictions(shares, Path(rank.config.predict.output).expanduser(), turns=turns)
                 rank.run_dir.update_run({"results": {"samples": count}})
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.layout import CONFIG_NAME, read_manifest
-from framework.checkpoint.lookup import check_file, complete_steps, find
+from framework.checkpoint.lookup import check_file, find
 from framework.config.saved import (
     Saved,
     apply_typed,
@@ -28,7 +28,6 @@ from framework.config.saved import (
 )
 from framework.errors import ConfigError
 from framework.jobs.summary import display_path
-from framework.system.run_dir import RunDir
 
 _RESUME = "resume"
 _CHECKPOINT = "checkpoint.path"
@@ -84,19 +83,14 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
     folder = Path(composed["path"]["outputs"]) / composed["recipe"]
     found = newest_unfinished(folder.absolute())
     if composed["topology"]["node_rank"] == 0:  # the other nodes do the same
-        print(f"resume=auto: {_described(found, folder)}", file=sys.stderr, flush=True)
+        if found is None:
+            choice = f"no unfinished run in {display_path(folder)}; a new one begins"
+        else:
+            status = found.read_run()["status"]
+            how = "crashed or still running" if status == "running" else status
+            choice = f"{display_path(found.path)} ({how})"
+        print(f"resume=auto: {choice}", file=sys.stderr, flush=True)
     return others if found is None else [*others, *shlex.split(resume_argument(found.path))]
-
-
-def _described(found: RunDir | None, folder: Path) -> str:
-    if found is None:
-        return f"no unfinished run in {display_path(folder)}; a new one begins"
-    run = found.read_run()
-    how, process = run["status"], run.get("process", {})
-    if how == "running":
-        how = f"crashed or still running as process {process.get('pid')} on {process.get('host')}"
-    steps = complete_steps(found.checkpoints)  # by sizes; rank 0 reads the files, and may use an earlier checkpoint
-    return f"{display_path(found.path)} ({how}; {f'checkpoint of step {max(steps)}' if steps else 'no checkpoint yet'})"
 
 
 def names_a_run(override: str) -> bool:

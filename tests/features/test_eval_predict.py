@@ -150,7 +150,7 @@ def test_evaluations_lie_in_the_run_that_they_evaluate(command, trained, tmp_pat
     (run / "run.json").write_text(json.dumps(record | {"status": "failed"}))
     status, said = command("recipe=toy", "resume=auto", "trainer.max_epochs=3")
     assert status == 0
-    assert said.startswith(f"resume=auto: outputs/toy/{run.name} (failed; checkpoint of step ")
+    assert said.startswith(f"resume=auto: outputs/toy/{run.name} (failed)")
 
 
 def test_a_run_that_cannot_be_written_is_evaluated_elsewhere(command, trained, tmp_path):

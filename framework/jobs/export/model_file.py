@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,7 @@ Outputs of other types must be equal."""
 
 _CPU = torch.device("cpu")
 _BATCH = "batch"  # the name of the dynamic dimension
-_SMALL_BATCH = 8
+_SMALL_BATCHES = [8, 9]
 _LINES = 2  # of torch's message; the rest is advice on debugging torch
 _OPSET_WITH_BFLOAT16 = 22  # of convolutions, for instance; torch's default is older
 
@@ -85,12 +85,7 @@ def export(arguments: Mapping[str, Any]) -> dict[str, Any]:
     config, path = parse(arguments["config"]), Path(arguments["path"])
     check_targets(config)
     source = _source(config, span=arguments["span"])
-    write = {
-        "state_dict": _state_dict,
-        "safetensors": _safetensors,
-        "onnx": _graph,
-        "torch_export": _graph,
-    }[config.export.format]
+    write = _graph if config.export.format in ("onnx", "torch_export") else _weights
     return {"step": source.step, "model": source.name, "facts": write(source, path)}
 
 
@@ -115,16 +110,21 @@ def _source(config: Config, *, span: int) -> Source:
 # Weights
 
 
-def _state_dict(source: Source, path: Path) -> Facts:
+def _weights(source: Source, path: Path) -> Facts:
     state = source.model.state_dict()
-    torch.save(state, path)
-    return _counted(state)
+    if source.config.export.format == "safetensors":
+        _save_safetensors(state, source, path)
+    else:
+        torch.save(state, path)
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    kinds = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    numbers = sum(tensor.numel() for tensor in tensors)
+    return [("tensors", f"{len(tensors)}, of {numbers:,} numbers ({', '.join(kinds)})")]
 
 
-def _safetensors(source: Source, path: Path) -> Facts:
+def _save_safetensors(state: Mapping[str, Any], source: Source, path: Path) -> None:
     from safetensors.torch import save
 
-    state = source.model.state_dict()
     others = [name for name, value in state.items() if not isinstance(value, Tensor) or value.layout != torch.strided]
     if others:
         raise ConfigError(
@@ -134,14 +134,6 @@ def _safetensors(source: Source, path: Path) -> Facts:
     # Every name needs memory of its own.
     unshared = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     path.write_bytes(save(unshared, {**source.metadata, "format": "pt"}))  # `save_file` gives it to its owner only
-    return _counted(state)
-
-
-def _counted(state: Mapping[str, Any]) -> Facts:
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    kinds = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    numbers = sum(tensor.numel() for tensor in tensors)
-    return [("tensors", f"{len(tensors)}, of {numbers:,} numbers ({', '.join(kinds)})")]
 
 
 # Graphs
@@ -174,27 +166,23 @@ def _graph(source: Source, path: Path) -> Facts:
     `export.dynamic_batch` there are two small batches instead: dimensions that differ between them are dynamic.
     """
     config = source.config
-    sizes, dynamic = [config.data.eval_batch_size or config.data.batch_size], ""
-    if config.export.dynamic_batch:
-        small = max(2, min(sizes[0], _SMALL_BATCH))  # torch treats 1 as "broadcast"
-        sizes = [small, small + 1]
-        dynamic = (
-            "For batches of any size, use x.shape[0]: len(x) is a fixed number in a graph. With "
-            "export.dynamic_batch=false the file takes batches of data.eval_batch_size samples only.\n"
-        )
+    one_size = config.data.eval_batch_size or config.data.batch_size
+    sizes = _SMALL_BATCHES if config.export.dynamic_batch else [one_size]
     write = _torch_export if config.export.format == "torch_export" else _onnx
     try:
         calls = [_first_call(source, num_samples=size) for size in sizes]
         program = _traced(source.model, calls)
-        names = _dynamic_dimensions(program, num_samples=sizes[0])
+        inputs, names = _inputs(program, num_samples=sizes[0])
         by, run = write(source, program, path, names)
     except FrameworkError:
         raise
     except Exception as error:  # torch's own, of many classes, or of the user's code
         raise TargetError(
             f"{source.name} can't be exported with batches of {' and '.join(map(str, sizes))} samples: "
-            f"{describe_error(error.__cause__ or error, lines=_LINES)}\n{raised_at(error)}\n{dynamic}"
-            "Change the model there, or use export.format=state_dict or safetensors."
+            f"{describe_error(error.__cause__ or error, lines=_LINES)}\n{raised_at(error)}\n"
+            "Change the model there: for batches of any size, use x.shape[0]; len(x) is a fixed number in a graph.\n"
+            "Or use export.dynamic_batch=false, for batches of data.eval_batch_size samples only; or "
+            "export.format=state_dict or safetensors."
         ) from error
     for call, size in zip(calls, sizes, strict=True):
         try:
@@ -206,7 +194,7 @@ def _graph(source: Source, path: Path) -> Facts:
                 f"{describe_error(error, lines=4)}\nA model that draws random numbers in eval mode can't be the same."
             ) from error
     compared = f"with the model, by {by}, for batches of {' and '.join(map(str, sizes))}"
-    return [*_inputs(program, names), ("compared", compared)]
+    return [*inputs, ("compared", compared)]
 
 
 def _first_call(source: Source, *, num_samples: int) -> Call:
@@ -253,25 +241,22 @@ def _traced(model: nn.Module, calls: list[Call]) -> ExportedProgram:
         return torch.export.export(model, *first, dynamic_shapes=sizes if others else None)
 
 
-def _input_tensors(program: ExportedProgram) -> dict[str, Tensor]:
-    given = set(program.graph_signature.user_inputs)
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.name in given}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+def _inputs(program: ExportedProgram, *, num_samples: int) -> tuple[Facts, dict[str, str]]:
+    """Return a fact for each tensor input in order, `NAME: float32 [batch, 10]`, and names of dynamic dimensions.
 
-
-def _dynamic_dimensions(program: ExportedProgram, *, num_samples: int) -> dict[str, str]:
-    """Return what to call dynamic dimensions: torch's own name, such as `s77` → `batch` if it is as large."""
-    sizes: Iterator[Any] = (size for value in _input_tensors(program).values() for size in value.shape)
-    return {str(size): _BATCH for size in sizes if not isinstance(size, int) and size.node.hint == num_samples}
-
-
-def _inputs(program: ExportedProgram, names: Mapping[str, str]) -> Facts:
-    """Return a fact for each tensor input in order: `NAME: float32 [batch, 10]`."""
-    facts = []
-    for name, value in _input_tensors(program).items():
-        shape = ", ".join(names.get(str(size), str(size)) for size in value.shape)
-        facts.append(("input", f"{name}: {str(value.dtype).removeprefix('torch.')} [{shape}]"))
-    return facts
+    These are torch's own, such as `s77`, → `batch` if the dimension is as large.
+    """
+    facts, names, given = [], dict[str, str](), program.graph_signature.user_inputs
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.name in given and isinstance(value, Tensor):
+            sizes: list[Any] = list(value.shape)
+            names |= {
+                str(size): _BATCH for size in sizes if not isinstance(size, int) and size.node.hint == num_samples
+            }
+            shape = ", ".join(names.get(str(size), str(size)) for size in sizes)
+            facts.append(("input", f"{node.name}: {str(value.dtype).removeprefix('torch.')} [{shape}]"))
+    return facts, names
 
 
 def check_close(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:

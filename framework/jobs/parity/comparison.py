@@ -25,7 +25,6 @@ LAYERS, GRADIENTS, WEIGHTS, BUFFERS = "layers", "gradients", "weights", "buffers
 _FACTOR = 4.0  # times what moved weights change is allowed
 # Times what its gradient may be off by, a weight may be, too: an optimizer may enlarge small gradients.
 _WEIGHTS_PER_GRADIENT = 8.0
-_MAX_NAMES = 3
 _WIDTH = 110
 _UNSURE = 0.5  # if so much is allowed, the value is nothing but rounding
 
@@ -297,7 +296,7 @@ def render(answer: Mapping[str, Any]) -> str:
         lines.append(f"Dropout was switched off in {format_count(answer['dropouts'], 'module')}.")
     if answer["unsure"]:
         number = format_count(len(answer["unsure"]), "parameter")
-        names = _listed(answer["unsure"])
+        names = _shortened(answer["unsure"])
         lines.append(f"{number} can't be compared, since rounding is as large as the gradient: {names}")
     lines += [""] if lines[-1] else []
     if answer["first_difference"] is not None:
@@ -340,7 +339,7 @@ def _difference(answer: Mapping[str, Any], first_difference: Mapping[str, Any]) 
     text = CAUSES[first_difference["reason"]].format(
         # Random numbers that no module draws are drawn by the task.
         module="The task" if first_difference["module"] is None else first_difference["module"] or answer["model"],
-        names=_listed(first_difference["names"]),
+        names=_shortened(first_difference["names"]),
         factor=first_difference["factor"],
         shares=" or ".join(map(str, sorted(set(shares)))),
         total=sum(shares),
@@ -367,6 +366,5 @@ def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}" if value < 0.01 else f"{value:.2g}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
+def _shortened(names: Sequence[str]) -> str:
+    return textwrap.shorten(", ".join(names), _WIDTH, placeholder=" …")

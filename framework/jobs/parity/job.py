@@ -40,7 +40,7 @@ from framework.jobs.request import JobResult, Request, SubRun
 from framework.jobs.run_ranks import run
 from framework.jobs.summary import display_path, training_summary
 from framework.launch.fork_server import call_in_child
-from framework.system.formatting import format_count, format_facts
+from framework.system.formatting import format_count
 from framework.system.hardware import count_gpus
 from framework.system.run_dir import new_name, write_atomically
 
@@ -75,9 +75,7 @@ def main(request: Request) -> JobResult:
             entry = "framework.jobs.train:train_rank"
             result = run(asked, entry=entry, title="Comparing", summary=training_summary)
             if result.status != 0:
-                ranks = format_count(sub_run.number, "process", "processes")
-                print(f"\nNothing was compared: the training with {ranks} failed.")
-                print(format_facts([("logs", f"{display_path(sub_run.path)}/logs")]))
+                print(f"\nNothing was compared: a training failed. Its logs are in {display_path(sub_run.path)}/logs")
                 return result
         found = call_in_child(
             request.fork_server,
