@@ -3,6 +3,6 @@
 Start with `job` (the parent's side, without torch), then `rank`.
 """
 
-from framework.jobs.tune.job import check, main
+from framework.jobs.tune.job import main
 
-__all__ = ["check", "main"]
+__all__ = ["main"]

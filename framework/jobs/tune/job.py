@@ -27,7 +27,6 @@ from typing import Any
 from framework.config.saved import key_of, merge_overrides
 from framework.config.schema import Config
 from framework.config.topology import Topology
-from framework.errors import ConfigError
 from framework.jobs.launcher_choice import checked_topology, commands
 from framework.jobs.request import JobResult, Request
 from framework.jobs.run_ranks import run
@@ -45,7 +44,7 @@ _LIMITS = {
 
 def main(request: Request) -> JobResult:
     """Tune with any number of processes. Raises FrameworkError for what can't be tuned."""
-    topology = check(request)
+    topology = checked_topology(request)
 
     def closing(_config: Config, run_dir: RunDir, status: int) -> str:
         path, found = display_path(run_dir.path), read_object(run_dir.path / RESULT)
@@ -62,13 +61,6 @@ def main(request: Request) -> JobResult:
     if found is not None and found["lr"] is not None and found["lr"]["suggestion"] is None:
         return replace(done, status=1)
     return done
-
-
-def check(request: Request) -> Topology:
-    """Raise FrameworkError for what can be found wrong before anything is started."""
-    if request.sub_run is not None:
-        raise ConfigError("job=tune finds values for one run, so it can't go with a sweep (-m). Tune one of its jobs.")
-    return checked_topology(request)
 
 
 def _findings(found: Mapping[str, Any], config: Config) -> Iterator[str]:
