@@ -6,7 +6,7 @@ Each run trains a small model with loader workers. At a random moment, from the 
 of it gets SIGKILL: the command, the fork server, a rank or a worker; under torchrun its agent, too. (srun's own
 processes aren't killed: what happens then is SLURM's decision.) Two of three runs never end by themselves. Afterwards
 every command must end within the time-outs, and its exit status mustn't be 0 unless run.json says "finished". No
-process may be left.
+process may be left. A fork server that hadn't started a rank yet is replaced: such a run must end at a Ctrl-C.
 
     local     one command                        nodes     a command on each of two hosts (network namespaces; root)
     torchrun  two ranks of one agent             srun      four tasks on two such hosts (slurm-wlm, munge, root)
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -49,6 +50,7 @@ ROLES = {  # by the number of ancestors in the run
 TIMEOUT_S, INIT_TIMEOUT_S = 8.0, 30.0
 ENDS_S = INIT_TIMEOUT_S + 60.0  # a node may wait for one that is gone, and then for its report
 GONE_S = 20.0
+_REPLACED_S = 10.0  # by then the ranks of another fork server train
 _START_S = 240.0
 FRAMEWORK = (
     *(sys.executable, "-m", "framework", "recipe=trouble", "data.num_workers=1"),
@@ -175,6 +177,10 @@ def run(case: Case, machines: Machines, *, only: str | None) -> Result:
                 with suppress(psutil.NoSuchProcess):
                     choose.choice(found[role]).kill()
             killed_s = time.monotonic()
+            if role == "fork server" and "rank" not in found and case.endless:
+                time.sleep(_REPLACED_S)
+                for each in commands:
+                    each.process.send_signal(signal.SIGINT)
             statuses = [each.wait(timeout=ENDS_S) for each in commands]
             for each in commands:
                 each.assert_all_gone(within_s=GONE_S)

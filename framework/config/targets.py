@@ -155,7 +155,9 @@ def _no_such(path: str, *, within: Any) -> str:
     guess = nearest(name, _names_in(within))
     if not parent:
         return f"there is no module {name}.{did_you_mean(guess)}"
-    return f"there is no {name} in {parent}.{did_you_mean(guess and f'{parent}.{guess}')}"
+    # Another package of the same name may hide the one that is meant.
+    place = f" ({within.__file__})" if guess is None and getattr(within, "__file__", None) else ""
+    return f"there is no {name} in {parent}{place}.{did_you_mean(guess and f'{parent}.{guess}')}"
 
 
 def _names_in(parent: Any) -> list[str]:

@@ -149,7 +149,13 @@ def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[B
     if found is None:
         return BaseConfig(None, without_typed=None, typed=tuple(typed)), typed
     started_with = found.saved.overrides
-    base = BaseConfig(found, without_typed=compose(started_with), typed=tuple(typed))
+    try:
+        base = BaseConfig(found, without_typed=compose(started_with), typed=tuple(typed))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\n{found.saved.run_dir.path} was started with: {' '.join(started_with)}\n"
+            "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its absolute path."
+        ) from error
     return base, merge_overrides(started_with, [text for text in typed if not names_a_run(text)])
 
 

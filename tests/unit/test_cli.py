@@ -128,7 +128,7 @@ RARELY_WRONG: dict[str, list[str]] = {
     "recipe=toy strategy=single topology.procs_per_node=2": ["Use strategy=ddp (or auto), or"],
     "recipe=toy trainer.gpus=0 launcher=adopted": ["this process isn't one of several"],
     "recipe=toy trainer.gpus=0 init_from=nowhere": ["There is no nowhere"],
-    "job=plan -m recipe=toy,digits": ["job=plan shows one run"],
+    "job=plan -m recipe=toy,digits": ["job=plan is about one run"],
     "-m seed=1,-2": ["seed=-2: must be a whole number at least 0"],
     "-m recipe=toy 'optimizer.lr=range(1,1)'": ["The sweep has no jobs"],
     "-m optimizer=sgd,admm": ["optimizer=admm: optimizer has no such option. Did you mean optimizer=adam?"],
