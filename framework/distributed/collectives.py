@@ -13,7 +13,6 @@ from torch import Tensor
 
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_gloo_group
-from framework.errors import RunError
 
 Table = list[list[float]]
 """Each rank's numbers, in the order of ranks."""
@@ -114,17 +113,11 @@ class SideChannel:
             return lambda: [list(row)]
         table = torch.zeros(self._context.world_size, len(row), dtype=torch.float64)
         table[self._context.rank] = torch.tensor(row, dtype=torch.float64)
-        work = dist.all_reduce(table, group=self._opened(), async_op=True)
+        work = dist.all_reduce(table, group=self._group, async_op=True)
         assert work is not None
 
         def result() -> Table:
-            try:
-                work.wait()
-            except RuntimeError as error:  # gloo's wait raises nothing finer
-                raise RunError(
-                    f"Rank {self._context.rank} timed out waiting for what other ranks read of their streams: {error}\n"
-                    "Look at the other ranks' logs; raise backend.timeout if a stream is only slow."
-                ) from error
+            work.wait()
             rows: Table = table.tolist()
             return rows
 
@@ -135,10 +128,5 @@ class SideChannel:
         if self._context.world_size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, group=self._opened(), src=source)
+        dist.broadcast_object_list(values, group=self._group, src=source)
         return values[0]
-
-    def _opened(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise RuntimeError("Call open() first.")  # the default group would mix with training's collectives
-        return self._group

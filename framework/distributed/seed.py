@@ -82,13 +82,12 @@ def restore_generator_states(states: dict[str, Any], *, devices: Sequence[torch.
     CPU. Raises CheckpointError for states of another version of Python or NumPy.
     """
     try:
-        python, of_numpy = states["python"], states.get("numpy")
+        python, of_numpy = states["python"], states["numpy"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         torch.set_rng_state(states["cpu"].cpu())
-        if of_numpy is not None:
-            words = of_numpy["words"].cpu().numpy().astype("uint32")
-            rest = (of_numpy[key] for key in ("position", "has_gauss", "gauss"))
-            numpy.random.set_state((of_numpy["name"], words, *rest))
+        words = of_numpy["words"].cpu().numpy().astype("uint32")
+        rest = (of_numpy[key] for key in ("position", "has_gauss", "gauss"))
+        numpy.random.set_state((of_numpy["name"], words, *rest))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"The checkpoint's generator states can't be restored here: {error!r}.") from error
     accelerators = _accelerators(devices)

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from framework.distributed.butterfly import butterfly_all_reduce_mean
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
-from framework.strategies.averaging import (
-    MB,
-    SyncedBuffers,
-    average_gradients,
-    begin_all_reduce_mean,
-    broadcast_model,
-)
+from framework.strategies.averaging import MB, SyncedBuffers, average_gradients, begin_all_reduce_mean, broadcast
 from framework.strategies.base import NO_CONTEXT
 from framework.strategies.parameters import check_dense, check_same_change, trained
 from framework.types import Waiting
@@ -57,7 +51,7 @@ class AllReduce(SyncedBuffers):
         """
         self._use(model)
         if not self._is_alone:
-            broadcast_model(model)
+            broadcast([*model.parameters(), *model.buffers()])
         return model
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:

@@ -5,7 +5,6 @@ Tensors are exchanged in a few flat ones: a small collective costs about a milli
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +19,10 @@ from framework.strategies.base import Strategy
 from framework.types import Waiting
 
 MB = 1 << 20
-_BROADCAST_CAP_BYTES = 250 * MB  # DDP's, for a model at the start
+_BROADCAST_CAP_BYTES = 250 * MB  # DDP's, at the start
 
 
-def group_by_dtype(tensors: Iterable[Tensor], *, cap_bytes: float = math.inf) -> Iterator[list[Tensor]]:
+def group_by_dtype(tensors: Iterable[Tensor], *, cap_bytes: float) -> Iterator[list[Tensor]]:
     """Yield lists of one dtype and device, in order, of at most `cap_bytes` unless a single tensor is larger."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -85,17 +84,11 @@ def average_gradients(
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None, source: int = 0) -> None:
     """Give all ranks of `group` (None: of the run) rank `source`'s values, in place. Every rank of it must call it."""
-    for each in group_by_dtype(tensors):
+    for each in group_by_dtype(tensors, cap_bytes=_BROADCAST_CAP_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in each])
         dist.broadcast(flat, group=group, group_src=source)
         parts = zip(flat.split([tensor.numel() for tensor in each]), each, strict=True)
         torch._foreach_copy_(each, [part.view_as(tensor) for part, tensor in parts])
-
-
-def broadcast_model(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Give all ranks the first one's parameters and buffers, as DDP does at the start. Every rank must call it."""
-    for each in group_by_dtype([*model.parameters(), *model.buffers()], cap_bytes=_BROADCAST_CAP_BYTES):
-        broadcast(each, group=group)
 
 
 class SyncedBuffers(Strategy):

@@ -19,7 +19,7 @@ from framework.config.topology import check_strategy_fits
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
 from framework.errors import ConfigError, TopologyError
-from framework.strategies.averaging import SyncedBuffers, broadcast_model
+from framework.strategies.averaging import SyncedBuffers, broadcast
 from framework.strategies.base import NO_CONTEXT, Sharding
 from framework.strategies.parameters import check_dense, check_same_change
 from framework.strategies.wrapping import AUTO, READ_FROM_OUTSIDE, by_class, has_forward
@@ -101,7 +101,9 @@ class FSDP(SyncedBuffers):
         check_dense(model, strategy="fsdp")
         modules = self._modules_to_wrap(model)
         if self._context.world_size > 1:
-            broadcast_model(model)  # as DDP does: ranks begin with the same weights, even if the model draws others
+            broadcast(
+                [*model.parameters(), *model.buffers()]
+            )  # as DDP does: ranks begin with the same weights, even if the model draws others
         mesh, dtype = self._make_mesh(), next((each.dtype for each in model.parameters()), None)
         for module in modules:
             fully_shard(

@@ -65,11 +65,10 @@ def check_same_change(changed: Mapping[str, bool], context: Context, *, group: d
     dist.all_gather_object(of_ranks, dict(changed), group=group)
     if all(each == changed for each in of_ranks):
         return
-    described = (described_change(each) or "nothing" for each in of_ranks)
-    changes = [f"rank {rank}: {change}" for rank, change in zip(ranks, described, strict=True)]
-    shown = first_few(changes, separator="\n  ")
+    described = (described_change(each) or "nothing" for each in of_ranks[:_SHOWN])
+    shown = "".join(f"\n  rank {rank}: {change}" for rank, change in zip(ranks, described, strict=False))
     raise RunError(
-        f"The ranks would train different parameters from here on. What has changed:\n  {shown}\n"
+        f"The ranks would train different parameters from here on. What has changed: {shown}\n"
         "Set requires_grad on every rank, after the same step; it must not depend on the rank or on its samples."
     )
 
@@ -84,10 +83,10 @@ def described_change(changed: Mapping[str, bool]) -> str:
     return "; ".join(parts)
 
 
-def first_few(names: Sequence[str], *, separator: str = ", ") -> str:
+def first_few(names: Sequence[str]) -> str:
     """Return the first names, and how many more there are, for messages."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
+    return ", ".join(names[:_SHOWN]) + more
 
 
 @final

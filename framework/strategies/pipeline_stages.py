@@ -68,13 +68,8 @@ def drop_other_stages(model: nn.Module, stages: Iterable[nn.Module]) -> None:
             for name, tensor in slots.items():
                 if tensor is not None and id(tensor) not in kept:
                     slots[name] = None
-                    module._load_from_state_dict = _load_nothing  # type: ignore[method-assign]
-        if any(id(tensor) in kept for tensor in (*module._parameters.values(), *module._buffers.values())):
-            vars(module).pop("_load_from_state_dict", None)
-
-
-def _load_nothing(*_: Any, **__: Any) -> None:
-    """Replaces what loads weights into a module without any: BatchNorm's would ask for what it lacks."""
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is None:
+            module.track_running_stats = False  # it would ask for them when weights are loaded
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -89,13 +84,9 @@ def _check_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
         raise ConfigError(f"strategy=pipeline can't keep what isn't a tensor in {name}'s state: {first_few(plain)}.")
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     known = {id(each) for each in (*parameters.values(), *buffers.values())}
+    check_trained(dict(enumerate(stages)), num_stages=len(stages))
     uses: Counter[int] = Counter()
-    for index, stage in enumerate(stages):
-        if not any(each.requires_grad for each in stage.parameters()):
-            raise ConfigError(
-                f"Stage {index} of {len(stages)} of {name} has no parameter to train. Use fewer stages "
-                "(strategy.num_stages), or split the model elsewhere."
-            )
+    for stage in stages:
         uses.update({id(each) for each in _tensors(stage)})
     wrong = [key for key, each in parameters.items() if uses[id(each)] != 1]
     wrong += [key for key, each in buffers.items() if uses[id(each)] == 0]
@@ -105,6 +96,16 @@ def _check_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
             f"and each buffer in one at least. Look at {first_few(wrong)}.\n"
             "Untie parameters that several stages share, use fewer stages, or use strategy=ddp or fsdp."
         )
+
+
+def check_trained(stages: Mapping[int, nn.Module], *, num_stages: int) -> None:
+    """Raise ConfigError for a stage without a parameter to train, through which no backward would pass."""
+    for index, stage in stages.items():
+        if not any(parameter.requires_grad for parameter in stage.parameters()):
+            raise ConfigError(
+                f"Stage {index} of {num_stages} has no parameter to train, and strategy=pipeline needs one in each.\n"
+                "Train one, or use fewer stages (strategy.num_stages) or another strategy."
+            )
 
 
 def _split_evenly(children: Sequence[nn.Module], number: int) -> list[Sequence[nn.Module]]:
