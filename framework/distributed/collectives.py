@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -53,21 +52,14 @@ def gather_to_first(value: Any, context: Context) -> list[Any] | None:
     """
     if context.world_size == 1:
         return [value]
-    file = io.BytesIO()
-    pickle.dump(value, file)
-    own = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    sizes = gather_to_all(own.numel(), context)
-    gathered = [torch.empty(size, dtype=torch.uint8) for size in sizes] if context.is_main else []
-    for begin in range(0, max(sizes), _CHUNK_BYTES):
-        piece = torch.zeros(min(_CHUNK_BYTES, max(sizes) - begin), dtype=torch.uint8, device=context.device)
-        mine = own[begin : begin + len(piece)]
-        piece[: len(mine)].copy_(mine)
-        pieces = [torch.empty_like(piece) for _ in gathered]
-        dist.gather(piece, pieces if context.is_main else None)
-        for whole, given in zip(gathered, pieces, strict=True):
-            place = whole[begin : begin + len(given)]
-            place.copy_(given[: len(place)])
-    return [pickle.loads(each.numpy().tobytes()) for each in gathered] if context.is_main else None
+    own = pickle.dumps(value)
+    gathered = [bytearray() for _ in range(context.world_size)]
+    for begin in range(0, max(gather_to_all(len(own), context)), _CHUNK_BYTES):
+        pieces: list[Any] | None = [None] * context.world_size if context.is_main else None
+        dist.gather_object(own[begin : begin + _CHUNK_BYTES], pieces)
+        for whole, piece in zip(gathered, pieces or [], strict=False):
+            whole += piece
+    return [pickle.loads(each) for each in gathered] if context.is_main else None
 
 
 def from_first(value: Any, context: Context) -> Any:

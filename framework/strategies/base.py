@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +20,6 @@ from framework.types import DataShare, NumberFormats, StepOutput, Task, Waiting,
 NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
-@final
-@dataclass(frozen=True)
-class Sharding:
-    """Over how many neighbouring ranks a copy of the model is sharded, and in which formats they exchange it."""
-
-    ranks: int = 1
-    # Formats to gather weights and reduce gradients in; None: as they are stored.
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-
-
 class Strategy:
     """Keeps the ranks' copies of the model equal. Inherit from it and override what differs.
 
@@ -42,8 +30,11 @@ class Strategy:
 
     # Ranks communicate in every forward, evaluation included, so each must run as many as any other.
     forward_communicates: bool = False
-    # For job=plan: how a copy of the model is sharded.
-    sharding: Sharding = Sharding()
+    # For job=plan: over how many neighbouring ranks a copy of the model is sharded, and in which formats they gather
+    # weights and reduce gradients; None: as they are stored.
+    num_shards: int = 1
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     # Ranks with the same index hold the same weights, which are compared at each checkpoint; None: compared with none.
     shard_index: int | None = 0
     # The number of stages the model is split into: then it is built on the CPU, and `wrap` moves it. None: not split.

@@ -20,7 +20,7 @@ from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
 from framework.errors import ConfigError, TopologyError
 from framework.strategies.averaging import SyncedBuffers, broadcast
-from framework.strategies.base import NO_CONTEXT, Sharding
+from framework.strategies.base import NO_CONTEXT
 from framework.strategies.parameters import check_dense, check_same_change
 from framework.strategies.wrapping import AUTO, READ_FROM_OUTSIDE, by_class, has_forward
 
@@ -69,17 +69,13 @@ class FSDP(SyncedBuffers):
         self._min_num_params = min_num_params
         self._reshard_after_forward = reshard_after_forward
         self._policy = _parse_policy(mp_policy)
-        self._degree = _shard_degree(data_parallel_shard_degree, context)
+        self.num_shards = _shard_degree(data_parallel_shard_degree, context)
         if cpu_offload:
-            _check_offload(context, degree=self._degree)
+            _check_offload(context, degree=self.num_shards)
         self._offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
         self.exchanges_on_cpu = cpu_offload
-        self.sharding = Sharding(
-            ranks=self._degree,
-            param_dtype=self._policy.param_dtype,
-            reduce_dtype=self._policy.reduce_dtype,
-        )
-        self.shard_index = context.rank % self._degree
+        self.param_dtype, self.reduce_dtype = self._policy.param_dtype, self._policy.reduce_dtype
+        self.shard_index = context.rank % self.num_shards
         self._synchronises = True
 
     def check_precision(self, precision: Precision) -> None:
@@ -143,7 +139,7 @@ class FSDP(SyncedBuffers):
 
     def _make_mesh(self) -> DeviceMesh:
         """Return the mesh of all ranks; with several copies its first dimension is that of the copies."""
-        context, degree = self._context, self._degree
+        context, degree = self._context, self.num_shards
         # Given explicitly: torch would take a GPU if there is one, even for a run on the CPU.
         kind = context.device.type
         # Groups of our own: those that init_device_mesh makes have torch's time-out, half an hour.

@@ -19,7 +19,7 @@ from framework.distributed.sharded import set_layout
 from framework.errors import ConfigError, TargetError, TopologyError
 from framework.monitoring.rank_status import Phase
 from framework.strategies.averaging import MB, average_gradients, begin_all_reduce_mean, broadcast
-from framework.strategies.base import Sharding, Strategy
+from framework.strategies.base import Strategy
 from framework.strategies.parameters import check_dense, check_same_change
 from framework.strategies.pipeline_stages import (
     LocalStages,
@@ -91,12 +91,14 @@ class Pipeline(Strategy):
         self.shard_index = self._position
         self._share = DataShare(copy, copies, self._microbatches if context.world_size > 1 else 1)
         self.copies_gradients = copies > 1
-        self.sharding = Sharding(self._ranks if context.world_size > 1 else 1)
+        self.num_shards = self._ranks if context.world_size > 1 else 1
         self._cap_bytes = bucket_cap_mb * MB
         self._copies_group: dist.ProcessGroup | None = None  # ranks with the same stages
         self._pipeline_group: dist.ProcessGroup | None = None
         self._local: LocalStages | None = None
-        self._runner: _WindowRunner | None = None
+        # Of full windows, and of the short one that ends an epoch.
+        self._schedule_for = lru_cache(maxsize=2)(self._make_schedule)
+        self._loss: Callable[[Any, Tensor], Tensor] | None = None  # of the window under way
 
     def data_share(self, context: Context) -> DataShare:
         return self._share
@@ -132,7 +134,6 @@ class Pipeline(Strategy):
         self._local = LocalStages(
             model, local, num_stages=self.num_stages, group=self._pipeline_group, device=context.device
         )
-        self._runner = _WindowRunner(self._local, self._schedule)
         model.forward = self._local.forward
         model.compile = self._local.compile  # type: ignore[method-assign]
         return model
@@ -163,28 +164,59 @@ class Pipeline(Strategy):
         mark: Callable[[Phase], None],
     ) -> Tensor:
         """Run forward and backward of all micro-batches; gradients are then the mean over the global batch."""
-        assert self._runner is not None
+        local, device = self._local, self._context.device
+        assert local is not None
         micro_batches = [MicroBatch(precision.convert_batch(each), count) for each, count in window.micro_batches]
         mark(Phase.FORWARD)
         mark(Phase.BACKWARD)  # in which one rank may wait for another
         self._share_buffers(model)
+        local.sync_training_mode()
+        # Torch's schedules need a fixed number of micro-batches of one size: so micro-batches are padded with rows, and
+        # the window with micro-batches. Stages and the task see the real rows only: padding gets no gradient, and
+        # doesn't count in BatchNorm's statistics.
         number = -(-len(micro_batches) // self._microbatches) * self._microbatches
+        inputs = [_inputs_of(micro.batch, task=task, precision=precision, device=device) for micro in micro_batches]
+        # The largest of this window, not of those before, which a resumed run hasn't seen.
+        num_rows = max(len(tensors[0]) for tensors in inputs)
+        shapes = tuple(((num_rows, *each.shape[1:]), each.dtype) for each in inputs[0])
+        real_rows = [
+            len(tensors[0]) if micro.num_samples else 0 for tensors, micro in zip(inputs, micro_batches, strict=True)
+        ]
+        real_rows += [0] * (number - len(real_rows))
         scale = self._share.world_size / window.global_count
-        loss: Tensor | None = None
+        last_loss: Tensor | None = None
 
-        def weighted_loss(output: StepOutput, micro: MicroBatch) -> Tensor:
-            nonlocal loss
-            add(output)
-            loss = output.loss.detach()
-            weight = micro.num_samples * scale
-            return output.loss if weight == 1.0 else output.loss * weight
+        def weighted_loss(output: Any, position: Tensor) -> Tensor:
+            nonlocal last_loss
+            index = int(position)
+            real = _first_rows(output, real_rows[index])
+            if not real_rows[index]:
+                return sum((each.sum() for each in as_tuple(real)), torch.zeros((), device=device))
+            stand_in: Any = _ModelStandIn(output=real)
+            with precision.autocast():
+                step_output = task.training_step(stand_in, micro_batches[index].batch)
+            add(step_output)
+            last_loss = step_output.loss.detach()
+            weight = micro_batches[index].num_samples * scale
+            return step_output.loss if weight == 1.0 else step_output.loss * weight
 
-        self._runner.run(micro_batches, number=number, task=task, precision=precision, weighted_loss=weighted_loss)
+        self._loss = weighted_loss
+        schedule, stages = self._schedule_for(shapes, number, precision)  # type: ignore[arg-type]  # hashed by identity
+        for stage in stages:
+            stage.real_rows = iter(real_rows)
+        args: tuple[Tensor, ...] = ()
+        if 0 in local.stages:
+            padded = [[_padded(each, num_rows) for each in tensors] for tensors in inputs]
+            padded += padded[-1:] * (number - len(padded))
+            args = tuple(torch.cat(column) for column in zip(*padded, strict=True))
+        position = torch.arange(number) if self.num_stages - 1 in local.stages else None
+        schedule.step(*args, target=position, return_outputs=False)
+        self._loss = None
         if self._copies_group is not None:
             trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
             begin_mean = partial(begin_all_reduce_mean, group=self._copies_group)
             average_gradients(trained, cap_bytes=self._cap_bytes, begin_mean=begin_mean)
-        return self._loss_of_last_stage(loss)
+        return self._loss_of_last_stage(last_loss)
 
     @torch.no_grad()
     def total_norm(self, norm: Tensor) -> Tensor:
@@ -197,6 +229,41 @@ class Pipeline(Strategy):
     def _share_buffers(self, model: nn.Module) -> None:
         if self._copies_group is not None:
             broadcast(model.buffers(), group=self._copies_group)
+
+    def _make_schedule(self, shapes: Shapes, number: int, precision: NumberFormats) -> tuple[Any, list[_PaddedStage]]:
+        local, device = self._local, self._context.device
+        assert local is not None
+        with precision.autocast():
+            examples = [on_meta(shapes), *local.example_outputs(shapes)]  # of the first stage's inputs first
+        stages: list[_PaddedStage] = []
+        placed: list[PipelineStage] = []
+        for index, stage in local.stages.items():
+            before, after = examples[index : index + 2]
+            stages.append(_PaddedStage(stage, precision, after))
+            placed.append(
+                PipelineStage(
+                    stages[-1],
+                    index,
+                    self.num_stages,
+                    device,
+                    # With these, torch runs nothing to find the shapes.
+                    input_args=_examples(before, have_gradients=index > 0),
+                    output_args=_examples(after, have_gradients=True),
+                    group=local.group,
+                )
+            )
+        kind = _SCHEDULES[self._schedule]
+        schedule = kind(
+            placed if kind is ScheduleInterleaved1F1B else placed[0],
+            n_microbatches=number,
+            loss_fn=self._current_loss,
+            scale_grads=False,
+        )
+        return schedule, stages
+
+    def _current_loss(self, output: Any, position: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(output, position)
 
     def _loss_of_last_stage(self, loss: Tensor | None) -> Tensor:
         """Return the last stage's loss on every rank of the pipeline."""
@@ -232,119 +299,28 @@ def _size_of(schedule: str, num_stages: int | None, stages_per_rank: int | None,
     return stages, ranks
 
 
-@final
-class _WindowRunner:
-    """Runs forward and backward of windows, the micro-batches of one step, with a task that knows no stages.
+# A task knows no stages: it calls a model and computes a loss from its output. It is called twice: on every rank of the
+# pipeline with a stand-in for the model that records the inputs and stops, and on the last stage's rank with one that
+# returns the output.
 
-    A task calls a model and computes a loss from its output. Here it is called twice: on every rank of the pipeline
-    with a stand-in for the model that records the inputs and stops, and on the last stage's rank with one that returns
-    the output.
 
-    Torch's schedules need a fixed number of micro-batches of one size: so micro-batches are padded with rows, and the
-    window with micro-batches. Stages and the task see the real rows only: padding gets no gradient, and doesn't count
-    in BatchNorm's statistics.
-    """
-
-    def __init__(self, local: LocalStages, schedule: str) -> None:
-        self._local = local
-        self._kind = _SCHEDULES[schedule]
-        # Of full windows, and of the short one that ends an epoch.
-        self._schedule = lru_cache(maxsize=2)(self._make_schedule)
-        self._loss: Callable[[Any, Tensor], Tensor] | None = None
-
-    def run(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        number: int,
-        task: Task,
-        precision: NumberFormats,
-        weighted_loss: Callable[[StepOutput, MicroBatch], Tensor],
-    ) -> None:
-        """Run the micro-batches, padded to `number`; `weighted_loss` is called on the last stage's rank."""
-        self._local.sync_training_mode()
-        inputs = [self._inputs_of(micro.batch, task=task, precision=precision) for micro in micro_batches]
-        # The largest of this window, not of those before, which a resumed run hasn't seen.
-        num_rows = max(len(tensors[0]) for tensors in inputs)
-        shapes = tuple(((num_rows, *each.shape[1:]), each.dtype) for each in inputs[0])
-        real_rows = [
-            len(tensors[0]) if micro.num_samples else 0 for tensors, micro in zip(inputs, micro_batches, strict=True)
-        ]
-        real_rows += [0] * (number - len(real_rows))
-
-        def loss(output: Any, position: Tensor) -> Tensor:
-            index = int(position)
-            real = _first_rows(output, real_rows[index])
-            if not real_rows[index]:
-                return sum((each.sum() for each in as_tuple(real)), torch.zeros((), device=self._local.device))
-            model: Any = _ModelStandIn(output=real)
-            with precision.autocast():
-                step_output = task.training_step(model, micro_batches[index].batch)
-            return weighted_loss(step_output, micro_batches[index])
-
-        self._loss = loss
-        schedule, stages = self._schedule(shapes, number, precision)  # type: ignore[arg-type]  # hashed by identity
-        for stage in stages:
-            stage.real_rows = iter(real_rows)
-        args: tuple[Tensor, ...] = ()
-        if 0 in self._local.stages:
-            padded = [[_padded(each, num_rows) for each in tensors] for tensors in inputs]
-            padded += padded[-1:] * (number - len(padded))
-            args = tuple(torch.cat(column) for column in zip(*padded, strict=True))
-        has_loss = self._local.num_stages - 1 in self._local.stages
-        position = torch.arange(number) if has_loss else None
-        schedule.step(*args, target=position, return_outputs=False)
-        self._loss = None
-
-    def _inputs_of(self, batch: Batch, *, task: Task, precision: NumberFormats) -> tuple[Tensor, ...]:
-        """Return what the task calls the model with."""
-        before = fingerprint([self._local.device])
-        try:
-            with precision.autocast():
-                model: Any = _ModelStandIn()
-                task.training_step(model, batch)
-        except _Recorded as recorded:
-            inputs = check_inputs(recorded.args)
-        else:
-            raise TargetError(f"{type(task).__name__}.training_step didn't call the model, which a pipeline needs.")
-        if before != fingerprint([self._local.device]):
-            raise TargetError(
-                f"{type(task).__name__}.training_step draws random numbers before it calls the model. With strategy="
-                "pipeline it runs on several ranks, which would draw different ones: draw in the dataset or the model."
-            )
-        return inputs
-
-    def _make_schedule(self, shapes: Shapes, number: int, precision: NumberFormats) -> tuple[Any, list[_PaddedStage]]:
+def _inputs_of(batch: Batch, *, task: Task, precision: NumberFormats, device: torch.device) -> tuple[Tensor, ...]:
+    """Return what the task calls the model with."""
+    before = fingerprint([device])
+    try:
         with precision.autocast():
-            examples = [on_meta(shapes), *self._local.example_outputs(shapes)]  # of the first stage's inputs first
-        stages: list[_PaddedStage] = []
-        placed: list[PipelineStage] = []
-        for index, stage in self._local.stages.items():
-            before, after = examples[index : index + 2]
-            stages.append(_PaddedStage(stage, precision, after))
-            placed.append(
-                PipelineStage(
-                    stages[-1],
-                    index,
-                    self._local.num_stages,
-                    self._local.device,
-                    # With these, torch runs nothing to find the shapes.
-                    input_args=_examples(before, have_gradients=index > 0),
-                    output_args=_examples(after, have_gradients=True),
-                    group=self._local.group,
-                )
-            )
-        schedule = self._kind(
-            placed if self._kind is ScheduleInterleaved1F1B else placed[0],
-            n_microbatches=number,
-            loss_fn=self._current_loss,
-            scale_grads=False,
+            model: Any = _ModelStandIn()
+            task.training_step(model, batch)
+    except _Recorded as recorded:
+        inputs = check_inputs(recorded.args)
+    else:
+        raise TargetError(f"{type(task).__name__}.training_step didn't call the model, which a pipeline needs.")
+    if before != fingerprint([device]):
+        raise TargetError(
+            f"{type(task).__name__}.training_step draws random numbers before it calls the model. With strategy="
+            "pipeline it runs on several ranks, which would draw different ones: draw in the dataset or the model."
         )
-        return schedule, stages
-
-    def _current_loss(self, output: Any, position: Tensor) -> Tensor:
-        assert self._loss is not None
-        return self._loss(output, position)
+    return inputs
 
 
 @final

@@ -83,7 +83,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     return {
         "strategy": type(strategy).__name__,
         "exchanges_every": strategy.exchanges_every,
-        "shards": strategy.sharding.ranks,
+        "shards": strategy.num_shards,
         "batch": {
             "global": plan.global_batch_size,
             "per_rank": {"least": least, "most": most},
@@ -160,10 +160,10 @@ def _sizes(
         state_bytes = optimizer_state_bytes(lambda some: build.build_optimizer(config.optimizer, some), trainable)
     except Exception as error:  # maybe the user's own optimizer: the other sizes are still known
         notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
-    world, sharding, shards = context.world_size, strategy.sharding, strategy.sharding.ranks
+    world, shards = context.world_size, strategy.num_shards
     stages = 1 if strategy.num_stages is None else shards  # a stage exchanges gradients only with its copies
-    gathered = tensor_bytes(model.parameters(), sharding.param_dtype)
-    reduced = -(-tensor_bytes(trainable, sharding.reduce_dtype) // stages) if world > stages else 0
+    gathered = tensor_bytes(model.parameters(), strategy.param_dtype)
+    reduced = -(-tensor_bytes(trainable, strategy.reduce_dtype) // stages) if world > stages else 0
     if strategy.num_stages is not None:
         split_into_stages(model, strategy.num_stages)  # raises FrameworkError for a model that can't be split
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)  # raises FrameworkError, too
