@@ -12,6 +12,7 @@ from torch import Tensor
 
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_gloo_group
+from framework.errors import RunError
 
 Table = list[list[float]]
 """Each rank's numbers, in the order of ranks."""
@@ -109,7 +110,13 @@ class SideChannel:
         assert work is not None
 
         def result() -> Table:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:  # gloo's wait raises nothing finer
+                raise RunError(
+                    f"Rank {self._context.rank} timed out waiting for what other ranks read of their streams: {error}\n"
+                    "Look at the other ranks' logs; raise backend.timeout if a stream is only slow."
+                ) from error
             rows: Table = table.tolist()
             return rows
 

@@ -70,8 +70,11 @@ class FSDP(SyncedBuffers):
         self._reshard_after_forward = reshard_after_forward
         self._policy = _parse_policy(mp_policy)
         self.num_shards = _shard_degree(data_parallel_shard_degree, context)
-        if cpu_offload:
-            _check_offload(context, degree=self.num_shards)
+        if cpu_offload and (not context.topology.gpus_per_node or self.num_shards < context.world_size):
+            raise ConfigError(
+                "strategy.cpu_offload=true is for GPUs, and for one copy of the model over all processes.\n"
+                "Use strategy.cpu_offload=false, or strategy.data_parallel_shard_degree=null on GPUs."
+            )
         self._offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
         self.exchanges_on_cpu = cpu_offload
         self.param_dtype, self.reduce_dtype = self._policy.param_dtype, self._policy.reduce_dtype
@@ -167,20 +170,6 @@ def _shard_degree(given: int | str | None, context: Context) -> int:
             f"model.\nUse one of {divisors}; auto, for those of a node; or null, for one copy over all."
         )
     return given
-
-
-def _check_offload(context: Context, *, degree: int) -> None:
-    if not context.topology.gpus_per_node:
-        raise ConfigError(
-            "strategy.cpu_offload=true keeps weights in the CPU's memory until a GPU needs them, and these processes "
-            "compute on the CPU, where they are already.\nUse strategy.cpu_offload=false."
-        )
-    if degree < context.world_size:
-        raise ConfigError(
-            f"strategy.cpu_offload=true is for one copy of the model over all {context.world_size} processes, and "
-            f"here each {degree} have one.\n"
-            "Use strategy.data_parallel_shard_degree=null, or strategy.cpu_offload=false."
-        )
 
 
 def _by_size(model: nn.Module, at_least: int) -> Iterator[nn.Module]:

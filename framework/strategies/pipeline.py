@@ -221,8 +221,7 @@ class Pipeline(Strategy):
     @torch.no_grad()
     def total_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of all stages' gradients, given that of this rank's. Every rank must call it."""
-        dtype = torch.float32 if self._context.device.type == "mps" else torch.float64
-        square = norm.to(device=self._context.device, dtype=dtype).square()
+        square = norm.to(device=self._context.device, dtype=torch.float64).square()
         dist.all_reduce(square, group=self._pipeline_group)
         return square.sqrt().to(norm.dtype)
 

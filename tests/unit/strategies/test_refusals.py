@@ -54,12 +54,12 @@ def powersgd(**options: Any) -> Make:
         (partial(FSDP, mp_policy={"param_dtpye": "bf16"}), FOUR, ConfigError, "param_dtype and reduce_dtype"),
         (partial(FSDP, mp_policy={"reduce_dtype": "bfloat16"}), FOUR, ConfigError, "one of fp32, bf16, fp16, or null"),
         (partial(FSDP, mp_policy=NO_MAPPING), FOUR, ConfigError, r"mp_policy=bf16: it has param_dtype"),
-        (partial(FSDP, cpu_offload=True), FOUR, ConfigError, r"compute on the CPU, where they are already"),
+        (partial(FSDP, cpu_offload=True), FOUR, ConfigError, "cpu_offload=true is for GPUs"),
         (
             partial(FSDP, cpu_offload=True, data_parallel_shard_degree=2),
             gpus(procs=4),
             ConfigError,
-            r"one copy of the model over all 4 processes, and here each 2 have one",
+            "for one copy of the model over all processes",
         ),
         *(
             (partial(FSDP, data_parallel_shard_degree=degree), FOUR, TopologyError, r"\nUse one of 1, 2, 4; auto")
