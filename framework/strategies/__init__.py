@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from framework.strategies.allreduce import AllReduce, Butterfly
-from framework.strategies.ddp import DDP
+from framework.strategies.base import Single
+from framework.strategies.ddp import DDP, auto
 from framework.strategies.local_sgd import LocalSGD
-from framework.strategies.single import Single, auto
 
 if TYPE_CHECKING:
     from framework.strategies.fsdp import FSDP

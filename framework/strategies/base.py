@@ -1,16 +1,17 @@
-"""The base class of all strategies: one copy of the model per rank and nothing exchanged."""
+"""The base class of all strategies, one copy of the model per rank and nothing exchanged; and that of one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from framework.config.schema import Precision
+from framework.config.topology import check_strategy_fits
 from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.monitoring.rank_status import Phase
@@ -142,3 +143,14 @@ class Strategy:
     def total_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of all gradients, given the norm of those on this rank."""
         return norm
+
+
+@final
+class Single(Strategy):
+    """One process. Raises TopologyError with more than one."""
+
+    def __init__(self, *, context: Context) -> None:
+        check_strategy_fits("Single", context.topology, backend=context.backend)
+
+    def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
+        return model

@@ -18,6 +18,7 @@ from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.strategies.averaging import SyncedBuffers, broadcast
+from framework.strategies.base import Single
 from framework.strategies.comm_hooks import HOOKS, POWERSGD, PowerSGD, parse_comm_hook
 from framework.strategies.parameters import check_dense, check_one_device, check_same_change, trained
 from framework.types import Waiting
@@ -224,6 +225,14 @@ class DDP(SyncedBuffers):
             if parameter.requires_grad
         }
         self._handles += handles.values()
+
+
+def auto(*, context: Context, **options: Any) -> Single | DDP:
+    """Return `Single` for one process, else `DDP` with these keywords: the config needn't know how many there are."""
+    return Single(context=context) if context.world_size == 1 else DDP(context=context, **options)
+
+
+auto.__signature__ = inspect.signature(DDP)  # type: ignore[attr-defined]  # by which keywords are checked
 
 
 @final

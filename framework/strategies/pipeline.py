@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NoReturn, final
 
@@ -22,13 +22,8 @@ from framework.strategies.averaging import MB, average_gradients, begin_all_redu
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import check_dense, check_same_change
 from framework.strategies.pipeline_stages import (
-    LocalStages,
-    Shapes,
-    as_tuple,
-    check_inputs,
     check_trained,
     drop_other_stages,
-    on_meta,
     split_into_stages,
     stage_layout,
 )
@@ -40,6 +35,9 @@ _SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
 }
 _MICROBATCHES_PER_RANK = 4  # GPipe's rule for little idle time
+
+_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Of the tensors that a stage takes."""
 
 
 @final
@@ -95,7 +93,9 @@ class Pipeline(Strategy):
         self._cap_bytes = bucket_cap_mb * MB
         self._copies_group: dist.ProcessGroup | None = None  # ranks with the same stages
         self._pipeline_group: dist.ProcessGroup | None = None
-        self._local: LocalStages | None = None
+        self._stages: dict[int, nn.Module] = {}  # this rank's, by number
+        self._wrappers: list[nn.Module] = []  # modules that stages have around the model's own
+        self._known_outputs: dict[_Shapes, list[Tensor | tuple[Tensor, ...]]] = {}
         # Of full windows, and of the short one that ends an epoch.
         self._schedule_for = lru_cache(maxsize=2)(self._make_schedule)
         self._loss: Callable[[Any, Tensor], Tensor] | None = None  # of the window under way
@@ -120,8 +120,10 @@ class Pipeline(Strategy):
         stages = split_into_stages(model, self.num_stages)
         own = range(self._position, self.num_stages, self._ranks)
         set_layout(model, stage_layout(model, stages, own, writes=self._share.rank == 0))
-        local = {index: stages[index] for index in own}
-        drop_other_stages(model, local.values())
+        self._stages = {index: stages[index] for index in own}
+        within = set(model.modules())
+        self._wrappers = [each for stage in self._stages.values() for each in stage.modules() if each not in within]
+        drop_other_stages(model, self._stages.values())
         model.to(context.device)
         pipelines = [range(copy, context.world_size, copies) for copy in range(copies)]
         self._pipeline_group = new_subgroup(pipelines, context)
@@ -131,11 +133,8 @@ class Pipeline(Strategy):
             self._copies_group = new_subgroup([range(begin, begin + copies) for begin in begins], context)
             self.groups = [self._pipeline_group, self._copies_group]
             broadcast([*model.parameters(), *model.buffers()], group=self._copies_group)
-        self._local = LocalStages(
-            model, local, num_stages=self.num_stages, group=self._pipeline_group, device=context.device
-        )
-        model.forward = self._local.forward
-        model.compile = self._local.compile  # type: ignore[method-assign]
+        model.forward = partial(self._forward, model)
+        model.compile = self._compile  # type: ignore[method-assign]
         return model
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
@@ -143,8 +142,7 @@ class Pipeline(Strategy):
 
         Raises ConfigError for a stage without a parameter to train, through which no backward would pass.
         """
-        assert self._local is not None
-        check_trained(self._local.stages, num_stages=self.num_stages)
+        check_trained(self._stages, num_stages=self.num_stages)
         if self._copies_group is not None:
             check_same_change(changed, self._context, group=self._copies_group)
         return model
@@ -164,13 +162,12 @@ class Pipeline(Strategy):
         mark: Callable[[Phase], None],
     ) -> Tensor:
         """Run forward and backward of all micro-batches; gradients are then the mean over the global batch."""
-        local, device = self._local, self._context.device
-        assert local is not None
+        device = self._context.device
         micro_batches = [MicroBatch(precision.convert_batch(each), count) for each, count in window.micro_batches]
         mark(Phase.FORWARD)
         mark(Phase.BACKWARD)  # in which one rank may wait for another
         self._share_buffers(model)
-        local.sync_training_mode()
+        self._sync_training_mode(model)
         # Torch's schedules need a fixed number of micro-batches of one size: so micro-batches are padded with rows, and
         # the window with micro-batches. Stages and the task see the real rows only: padding gets no gradient, and
         # doesn't count in BatchNorm's statistics.
@@ -191,7 +188,7 @@ class Pipeline(Strategy):
             index = int(position)
             real = _first_rows(output, real_rows[index])
             if not real_rows[index]:
-                return sum((each.sum() for each in as_tuple(real)), torch.zeros((), device=device))
+                return sum((each.sum() for each in _as_tuple(real)), torch.zeros((), device=device))
             stand_in: Any = _ModelStandIn(output=real)
             with precision.autocast():
                 step_output = task.training_step(stand_in, micro_batches[index].batch)
@@ -205,11 +202,11 @@ class Pipeline(Strategy):
         for stage in stages:
             stage.real_rows = iter(real_rows)
         args: tuple[Tensor, ...] = ()
-        if 0 in local.stages:
+        if 0 in self._stages:
             padded = [[_padded(each, num_rows) for each in tensors] for tensors in inputs]
             padded += padded[-1:] * (number - len(padded))
             args = tuple(torch.cat(column) for column in zip(*padded, strict=True))
-        position = torch.arange(number) if self.num_stages - 1 in local.stages else None
+        position = torch.arange(number) if self.num_stages - 1 in self._stages else None
         schedule.step(*args, target=position, return_outputs=False)
         self._loss = None
         if self._copies_group is not None:
@@ -229,14 +226,77 @@ class Pipeline(Strategy):
         if self._copies_group is not None:
             broadcast(model.buffers(), group=self._copies_group)
 
-    def _make_schedule(self, shapes: Shapes, number: int, precision: NumberFormats) -> tuple[Any, list[_PaddedStage]]:
-        local, device = self._local, self._context.device
-        assert local is not None
+    def _forward(self, model: nn.Module, *inputs: Any) -> Any:
+        """Return the model's output on the rank with the last stage, zeros of its shape on the others.
+
+        Without gradients only; every rank of the pipeline must call it with inputs of the same shapes. It returns when
+        the next rank has received what this rank's stages return.
+        """
+        self._sync_training_mode(model)
+        hidden = _check_inputs(inputs)
+        outputs = self._example_outputs(tuple((tuple(each.shape), each.dtype) for each in hidden))
+        for number, stage in self._stages.items():
+            if number > 0 and number - 1 not in self._stages:
+                hidden = self._zeros_like(outputs[number - 1])
+                for tensor in hidden:
+                    dist.recv(tensor, group=self._pipeline_group, group_src=(number - 1) % self._ranks)
+            hidden = _as_tuple(stage(*hidden))
+            if number + 1 < self.num_stages and number + 1 not in self._stages:
+                for tensor in hidden:
+                    dist.send(tensor.contiguous(), group=self._pipeline_group, group_dst=(number + 1) % self._ranks)
+        if self.num_stages - 1 not in self._stages:
+            hidden = self._zeros_like(outputs[-1])
+        return hidden[0] if isinstance(outputs[-1], Tensor) else hidden
+
+    def _example_outputs(self, inputs: _Shapes) -> list[Tensor | tuple[Tensor, ...]]:
+        """Return what each stage returns for such inputs, on the meta device, found by a forward of zeros.
+
+        Every rank of the pipeline must call it. Modules run in eval mode, and generators keep their state.
+        """
+        if inputs not in self._known_outputs:
+            devices = [] if self._context.device.type == "cpu" else [self._context.device]
+            with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=self._context.device.type):
+                self._known_outputs[inputs] = self._find_outputs(inputs)
+        return self._known_outputs[inputs]
+
+    def _zeros_like(self, example: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return zeros of these shapes on this rank's device."""
+        return tuple(torch.zeros_like(each, device=self._context.device) for each in _as_tuple(example))
+
+    def _sync_training_mode(self, model: nn.Module) -> None:
+        """Put modules that stages have around the model's own into its mode, training or evaluation."""
+        for module in self._wrappers:
+            module.training = model.training
+
+    def _compile(self, *args: Any, **options: Any) -> None:
+        """Compile each of this rank's stages."""
+        for stage in self._stages.values():
+            stage.compile(*args, **options)
+
+    def _find_outputs(self, inputs: _Shapes) -> list[Tensor | tuple[Tensor, ...]]:
+        found: list[Tensor | tuple[Tensor, ...]] = [_on_meta(inputs)]
+        for number in range(self.num_stages):
+            example: list[Any] = [None]
+            if number in self._stages:
+                stage = self._stages[number]
+                training = [module for module in stage.modules() if module.training]
+                stage.eval()
+                output = stage(*self._zeros_like(found[-1]))
+                for module in training:
+                    module.training = True
+                outputs = _on_meta((tuple(each.shape), each.dtype) for each in _as_tuple(output))
+                example = [outputs[0] if isinstance(output, Tensor) else outputs]
+            dist.broadcast_object_list(example, group=self._pipeline_group, group_src=number % self._ranks)
+            found += example
+        return found[1:]
+
+    def _make_schedule(self, shapes: _Shapes, number: int, precision: NumberFormats) -> tuple[Any, list[_PaddedStage]]:
+        device = self._context.device
         with precision.autocast():
-            examples = [on_meta(shapes), *local.example_outputs(shapes)]  # of the first stage's inputs first
+            examples = [_on_meta(shapes), *self._example_outputs(shapes)]  # of the first stage's inputs first
         stages: list[_PaddedStage] = []
         placed: list[PipelineStage] = []
-        for index, stage in local.stages.items():
+        for index, stage in self._stages.items():
             before, after = examples[index : index + 2]
             stages.append(_PaddedStage(stage, precision, after))
             placed.append(
@@ -248,7 +308,7 @@ class Pipeline(Strategy):
                     # With these, torch runs nothing to find the shapes.
                     input_args=_examples(before, have_gradients=index > 0),
                     output_args=_examples(after, have_gradients=True),
-                    group=local.group,
+                    group=self._pipeline_group,
                 )
             )
         kind = _SCHEDULES[self._schedule]
@@ -298,6 +358,37 @@ def _size_of(schedule: str, num_stages: int | None, stages_per_rank: int | None,
     return stages, ranks
 
 
+def _on_meta(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Tensor, ...]:
+    """Return contiguous tensors of these shapes on the meta device."""
+    return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes)
+
+
+def _check_inputs(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return them. Raises TargetError unless all are tensors with the same number of samples."""
+    sizes = {each.shape[0] if isinstance(each, Tensor) and each.ndim else None for each in inputs}
+    if not inputs or None in sizes or len(sizes) > 1:
+        given = ", ".join(
+            f"a tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            for each in inputs
+        )
+        raise TargetError(
+            f"strategy=pipeline calls the model with tensors whose first dimension is the sample, and the task passed "
+            f"{given or 'nothing'}."
+        )
+    return tuple(inputs)
+
+
+def _as_tuple(output: Any) -> tuple[Tensor, ...]:
+    """Return a stage's output as a tuple. Raises TargetError if it is neither a tensor nor a tuple of tensors."""
+    if isinstance(output, Tensor):
+        return (output,)
+    if isinstance(output, (tuple, list)) and output and all(isinstance(each, Tensor) for each in output):
+        return tuple(output)
+    raise TargetError(
+        f"A stage of a pipeline must return a tensor or a tuple of tensors, and one returned a {type(output).__name__}."
+    )
+
+
 # A task knows no stages: it calls a model and computes a loss from its output. It is called twice: on every rank of the
 # pipeline with a stand-in for the model that records the inputs and stops, and on the last stage's rank with one that
 # returns the output.
@@ -311,7 +402,7 @@ def _inputs_of(batch: Batch, *, task: Task, precision: NumberFormats, device: to
             model: Any = _ModelStandIn()
             task.training_step(model, batch)
     except _Recorded as recorded:
-        inputs = check_inputs(recorded.args)
+        inputs = _check_inputs(recorded.args)
     else:
         raise TargetError(f"{type(task).__name__}.training_step didn't call the model, which a pipeline needs.")
     if before != fingerprint([device]):
@@ -345,7 +436,7 @@ class _PaddedStage(nn.Module):
         else:
             with self._precision.autocast():
                 output = self.stage(*(_first_rows(each, number) for each in inputs))
-            outputs = tuple(_padded(each, len(inputs[0])).contiguous() for each in as_tuple(output))
+            outputs = tuple(_padded(each, len(inputs[0])).contiguous() for each in _as_tuple(output))
         return outputs[0] if isinstance(self._example, Tensor) else outputs
 
     def _zeros(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -353,7 +444,7 @@ class _PaddedStage(nn.Module):
         device = inputs[0].device
         leaf = torch.zeros((), device=device, requires_grad=True)  # the first stage's inputs need no gradient
         path = sum((each.sum() for each in inputs if each.requires_grad), leaf)
-        zeros = (torch.zeros_like(each, device=device) for each in as_tuple(self._example))
+        zeros = (torch.zeros_like(each, device=device) for each in _as_tuple(self._example))
         return tuple(each + (0 * path).to(each.dtype) if each.is_floating_point() else each for each in zeros)
 
 
@@ -407,5 +498,5 @@ def _padded(tensor: Tensor, num_rows: int) -> Tensor:
 
 def _examples(outputs: Tensor | tuple[Tensor, ...], *, have_gradients: bool) -> tuple[Tensor, ...]:
     return tuple(
-        each.detach().requires_grad_(have_gradients and each.is_floating_point()) for each in as_tuple(outputs)
+        each.detach().requires_grad_(have_gradients and each.is_floating_point()) for each in _as_tuple(outputs)
     )
