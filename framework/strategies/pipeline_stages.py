@@ -1,4 +1,4 @@
-"""Split a model into stages, of which each rank keeps some, and pass tensors between them."""
+"""Split a model into stages, of which each rank keeps some."""
 
 from __future__ import annotations
 
