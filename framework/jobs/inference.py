@@ -140,7 +140,7 @@ def write_predictions(shares: Sequence[Columns], output: Path, *, turns: int | N
         turns: how many samples each rank has in turn, of a stream; None if one share follows another.
 
     Raises:
-        ConfigError: `output` exists.
+        RunError: the disk refuses.
     """
     columns = joined([part for part in (shares if turns is None else _interleaved(shares, turns)) if part])
     with atomic_output(output, key="predict.output") as path:

@@ -37,7 +37,7 @@ from framework.monitoring.rank_log import rank_log
 from framework.strategies.base import Strategy
 from framework.system.allocator import keep_freed_memory
 from framework.system.hardware import Sharers, sharers_of_cores, threads_per_process
-from framework.system.late_dynamo import late_dynamo
+from framework.system.late_dynamo import import_dynamo_late
 from framework.system.run_dir import RunDir
 from framework.training import build
 from framework.training.data_settings import apply_fast_dev_run, apply_limit, first_samples, steps_per_epoch
@@ -84,7 +84,8 @@ def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetu
         local_rank=arguments.local_rank,
         backend_name=config.backend.name,
     )
-    with rank_log(run_dir, context), late_dynamo():
+    import_dynamo_late()
+    with rank_log(run_dir, context):
         if context.device.type == "cpu":
             keep_freed_memory()
         if config.trainer.num_threads is not None:

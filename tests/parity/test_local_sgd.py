@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from framework.callbacks.ema import EMAWeightAveraging
 from framework.distributed.context import Context
-from framework.system.late_dynamo import late_dynamo
+from framework.system.late_dynamo import import_dynamo_late
 from recipes.toy import ToyModel
 from tests.helpers import results
 from tests.helpers.loops import toy_batches
@@ -86,11 +86,11 @@ def train_and_look(context: Context, *, looks: bool) -> tuple[list[dict[str, Ten
     """Give the weights after every step, and their moving average. looks: evaluate and log after every step."""
     watch, ema = WeightsOfSteps(), EMAWeightAveraging(decay=0.5)
     strategy = STRATEGIES["diloco"](context=context, every_n_steps=3, warmup_steps=2)
-    with late_dynamo():
-        trainer = training.trainer_of(
-            context, strategy, NORMED, steps=10, callbacks={"watch": watch, "ema": ema}, every=1 if looks else 100
-        )
-        trainer.fit()
+    import_dynamo_late()
+    trainer = training.trainer_of(
+        context, strategy, NORMED, steps=10, callbacks={"watch": watch, "ema": ema}, every=1 if looks else 100
+    )
+    trainer.fit()
     return watch.weights, ema.state_dict()["average"]
 
 

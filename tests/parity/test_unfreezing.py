@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from framework.distributed.context import Context
 from framework.errors import RunError
-from framework.system.late_dynamo import late_dynamo
+from framework.system.late_dynamo import import_dynamo_late
 from framework.training.trainer import Trainer
 from framework.types import FitInfo, StepReport
 from tests.helpers import results
@@ -61,9 +61,9 @@ def trained(
     made = STRATEGIES[strategy](context=context, **options)
     model = HOW.model(seed=made.data_share(context).rank)
     model.get_submodule("0").requires_grad_(not freezes)
-    with late_dynamo():
-        trainer = training.trainer_of(context, made, HOW, steps=STEPS, model=model, callbacks=callbacks)
-        trainer.fit()
+    import_dynamo_late()
+    trainer = training.trainer_of(context, made, HOW, steps=STEPS, model=model, callbacks=callbacks)
+    trainer.fit()
     return trainer
 
 

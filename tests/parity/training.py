@@ -20,7 +20,7 @@ from framework.distributed.context import Context
 from framework.distributed.sharded import full_tensor
 from framework.strategies import DDP, FSDP, AllReduce, Butterfly, LocalSGD, Pipeline
 from framework.strategies.base import Strategy
-from framework.system.late_dynamo import late_dynamo
+from framework.system.late_dynamo import import_dynamo_late
 from framework.training.activation_checkpointing import apply_activation_checkpointing
 from framework.training.precision import PrecisionPlugin
 from framework.training.trainer import Trainer
@@ -152,12 +152,12 @@ class Trained(NamedTuple):
 def train(context: Context, strategy: str, how: How, **options: Any) -> Trained:
     """Call it on every rank. options: more of the strategy."""
     numbers = Numbers()
-    with late_dynamo():
-        made = STRATEGIES[strategy](context=context, **options)
-        trainer = trainer_of(context, made, how, loggers={"numbers": numbers})
-        trainer.fit()
-        with trainer.state.evaluation_weights():
-            weights = weights_of(trainer.state.bare_model)
+    import_dynamo_late()
+    made = STRATEGIES[strategy](context=context, **options)
+    trainer = trainer_of(context, made, how, loggers={"numbers": numbers})
+    trainer.fit()
+    with trainer.state.evaluation_weights():
+        weights = weights_of(trainer.state.bare_model)
     norms = [values["train/grad_norm"] for _, _, values in numbers.logged if "train/grad_norm" in values]
     return Trained(weights, norms, trainer.state.val_metrics["val/loss"])
 

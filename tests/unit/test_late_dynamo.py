@@ -12,7 +12,7 @@ STEPS = """
 import sys
 import torch
 from torch import nn
-from framework.system.late_dynamo import late_dynamo
+from framework.system.late_dynamo import import_dynamo_late
 
 REAL = "torch._dynamo.convert_frame"  # a part of it that nothing else imports
 
@@ -40,23 +40,27 @@ def wrapped():
 """
 
 NOT_IMPORTED = f"""{STEPS}
-with late_dynamo():
-    late = trained()
-    wrapped()
-    assert REAL not in sys.modules
-assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)
-assert torch.equal(trained(), late)
+import_dynamo_late()
+late = trained()
+wrapped()
+assert REAL not in sys.modules
+from torch._dynamo.utils import counters
 assert REAL in sys.modules
+assert counters is torch._dynamo.utils.counters is sys.modules["torch._dynamo.utils"].counters
+assert torch.equal(trained(), late)
 """
 
 IMPORTED = f"""{STEPS}
-with late_dynamo():
-    trained()
-    model = nn.Linear(3, 2)
-    model.compile(backend="eager")
-    model(torch.ones(5, 3)).sum().backward()
-    assert REAL in sys.modules
-    trained()
+import_dynamo_late()
+trained()
+assert REAL not in sys.modules
+model = nn.Linear(3, 2)
+model.compile(backend="eager")
+model(torch.ones(5, 3)).sum().backward()
+assert REAL in sys.modules
+assert "__dynamo_disable" not in vars(torch.optim.Optimizer.zero_grad.__wrapped__)
+trained()
+assert "__dynamo_disable" in vars(torch.optim.Optimizer.zero_grad.__wrapped__)
 assert torch._dynamo is sys.modules["torch._dynamo"]
 """
 

@@ -15,7 +15,7 @@ from framework.distributed.context import Context
 from framework.distributed.sharded import has_output, is_model_sharded, num_parameters
 from framework.errors import TargetError
 from framework.strategies import Pipeline
-from framework.system.late_dynamo import late_dynamo
+from framework.system.late_dynamo import import_dynamo_late
 from framework.training.precision import PrecisionPlugin
 from framework.types import DataShare, MicroBatch, StepOutput, Window
 from tests.helpers.contexts import CPU, cpu_context
@@ -135,7 +135,8 @@ def refusal_of(context: Context, task: Any) -> str:
     torch.manual_seed(0)
     model = strategy.wrap(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     micros = iter([MicroBatch((torch.ones(2, 3), torch.ones(2)), 2)] * 2)
-    with pytest.raises(TargetError) as raised, late_dynamo():
+    import_dynamo_late()
+    with pytest.raises(TargetError) as raised:
         strategy.run_window(
             model,
             Window(micros, 2, 4, epoch_end=False),
