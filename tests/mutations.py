@@ -177,8 +177,8 @@ TRAINER = [
         name="early-stopping-waits-once-more",
         caught_by="tests/unit/callbacks/test_early_stopping.py::test_the_evaluation_it_stops_at",
         file="framework/callbacks/early_stopping.py",
-        old="        if self._wait_count < self._patience:\n",
-        new="        if self._wait_count <= self._patience:\n",
+        old="        if self._wait_count < self.patience:\n",
+        new="        if self._wait_count <= self.patience:\n",
         what="EarlyStopping ends training one evaluation later than its patience says.",
     ),
     Mutation(

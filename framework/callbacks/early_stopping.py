@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, final, get_args
 
 from framework.config.schema import Mode
@@ -11,6 +12,7 @@ from framework.types import EvalReport, Stop
 
 
 @final
+@dataclass(eq=False)
 class EarlyStopping:
     """Stop after `patience` evaluations in a row without an improvement of `monitor`, as Lightning's EarlyStopping.
 
@@ -19,33 +21,25 @@ class EarlyStopping:
     divergence_threshold: stop once the metric is worse.
     """
 
-    def __init__(
-        self,
-        monitor: str,
-        mode: str = "min",
-        patience: int = 3,
-        min_delta: float = 0.0,
-        check_finite: bool = True,
-        stopping_threshold: float | None = None,
-        divergence_threshold: float | None = None,
-    ) -> None:
-        if mode not in (known := get_args(Mode)):
-            raise ConfigError(f"EarlyStopping: mode={mode!r} is not known. Use one of: {', '.join(known)}.")
-        for name, value in (("patience", patience), ("min_delta", min_delta)):
+    monitor: str
+    mode: str = "min"
+    patience: int = 3
+    min_delta: float = 0.0
+    check_finite: bool = True
+    stopping_threshold: float | None = None
+    divergence_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in (known := get_args(Mode)):
+            raise ConfigError(f"EarlyStopping: mode={self.mode!r} is not known. Use one of: {', '.join(known)}.")
+        for name, value in (("patience", self.patience), ("min_delta", self.min_delta)):
             if value < 0:
                 raise ConfigError(f"EarlyStopping: {name}={value} is below 0. Give 0 or more.")
-        self._monitor = monitor
-        self._mode = mode
-        self._patience = patience
-        self._min_delta = min_delta
-        self._check_finite = check_finite
-        self._stopping_threshold = stopping_threshold
-        self._divergence_threshold = divergence_threshold
         self._wait_count = 0
-        self._best_score = math.inf if self._mode == "min" else -math.inf
+        self._best_score = math.inf if self.mode == "min" else -math.inf
 
     def on_validation_end(self, report: EvalReport) -> Stop | None:
-        reason = self._reason_to_stop(report.metrics[self._monitor])
+        reason = self._reason_to_stop(report.metrics[self.monitor])
         return None if reason is None else Stop(f"EarlyStopping: {reason} (step {report.step})")
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,22 +50,22 @@ class EarlyStopping:
         self._best_score = state["best_score"]
 
     def _reason_to_stop(self, score: float) -> str | None:
-        metric = f"{self._monitor} = {score:.6g}"
-        if self._check_finite and not math.isfinite(score):
+        metric = f"{self.monitor} = {score:.6g}"
+        if self.check_finite and not math.isfinite(score):
             return f"{metric} is not finite; the best was {self._best_score:.6g}"
-        if self._stopping_threshold is not None and self._is_better(score, than=self._stopping_threshold):
-            return f"{metric} reached stopping_threshold={self._stopping_threshold}"
-        if self._divergence_threshold is not None and self._is_better(self._divergence_threshold, than=score):
-            return f"{metric} is worse than divergence_threshold={self._divergence_threshold}"
-        delta = self._min_delta if self._mode == "min" else -self._min_delta
+        if self.stopping_threshold is not None and self._is_better(score, than=self.stopping_threshold):
+            return f"{metric} reached stopping_threshold={self.stopping_threshold}"
+        if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, than=score):
+            return f"{metric} is worse than divergence_threshold={self.divergence_threshold}"
+        delta = self.min_delta if self.mode == "min" else -self.min_delta
         if self._is_better(score + delta, than=self._best_score):
             self._best_score = score
             self._wait_count = 0
             return None
         self._wait_count += 1
-        if self._wait_count < self._patience:
+        if self._wait_count < self.patience:
             return None
-        return f"{self._monitor} did not improve in {self._wait_count} evaluations; the best was {self._best_score:.6g}"
+        return f"{self.monitor} did not improve in {self._wait_count} evaluations; the best was {self._best_score:.6g}"
 
     def _is_better(self, score: float, *, than: float) -> bool:
-        return score < than if self._mode == "min" else score > than
+        return score < than if self.mode == "min" else score > than

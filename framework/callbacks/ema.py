@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from framework.types import FitInfo, StepReport
 
 
 @final
+@dataclass(eq=False)
 class EMAWeightAveraging:
     """Keep average = decay · average + (1 - decay) · weights, starting from the weights, as Lightning's callback does.
 
@@ -27,23 +29,19 @@ class EMAWeightAveraging:
 
     # Not `AveragedModel`: its `update_parameters` copies a count to the GPU, and waits for that, in every step.
 
-    averages_buffers_by = "use_buffers"
+    averages_buffers_by: ClassVar = "use_buffers"
 
-    def __init__(
-        self,
-        decay: float = 0.999,
-        update_every_n_steps: int = 1,
-        update_starting_at_step: int | None = None,
-        use_buffers: bool = True,
-    ) -> None:
-        if not 0 <= decay <= 1:
-            raise ConfigError(f"EMAWeightAveraging: decay={decay} is not between 0 and 1.")
-        if update_every_n_steps < 1:
-            raise ConfigError(f"EMAWeightAveraging: update_every_n_steps={update_every_n_steps} is below 1.")
-        self._update_average = get_ema_multi_avg_fn(decay)
-        self._every = update_every_n_steps
-        self._first_index = update_starting_at_step or 0
-        self._use_buffers = use_buffers
+    decay: float = 0.999
+    update_every_n_steps: int = 1
+    update_starting_at_step: int | None = None
+    use_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay <= 1:
+            raise ConfigError(f"EMAWeightAveraging: decay={self.decay} is not between 0 and 1.")
+        if self.update_every_n_steps < 1:
+            raise ConfigError(f"EMAWeightAveraging: update_every_n_steps={self.update_every_n_steps} is below 1.")
+        self._update_average = get_ema_multi_avg_fn(self.decay)
         self._num_averaged = 0
         self._loaded: dict[str, Any] | None = None  # until there is a copy of the model to load it into
         self._model: nn.Module
@@ -60,7 +58,7 @@ class EMAWeightAveraging:
     @torch.no_grad()
     def on_train_step_end(self, report: StepReport) -> None:
         index = report.step - 1
-        if index < self._first_index or index % self._every:
+        if index < (self.update_starting_at_step or 0) or index % self.update_every_n_steps:
             return
         pairs = list(zip(self._tensors(self._averaged), self._tensors(self._model), strict=True))
         if self._num_averaged == 0:
@@ -72,7 +70,7 @@ class EMAWeightAveraging:
                 if of_kind:
                     averages, currents = map(list, zip(*of_kind, strict=True))
                     self._update_average(averages, currents, self._num_averaged)
-        if not self._use_buffers:
+        if not self.use_buffers:
             for average, current in zip(self._averaged.buffers(), self._model.buffers(), strict=True):
                 average.copy_(current)
         self._num_averaged += 1
@@ -111,4 +109,4 @@ class EMAWeightAveraging:
             average.copy_(kept)
 
     def _tensors(self, model: nn.Module) -> Iterator[Tensor]:
-        return chain(model.parameters(), model.buffers() if self._use_buffers else ())
+        return chain(model.parameters(), model.buffers() if self.use_buffers else ())
