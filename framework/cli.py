@@ -30,15 +30,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from framework.config.assets import config_dir, import_from_working_dir, user_config_dir
+from framework.config.checks import check
+from framework.config.explain import explain
+from framework.config.parse import parse, spelled_out
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
+from framework.jobs.request import JobResult, Request, SubRun
 from framework.jobs.saved_run import BaseConfig, find_base, names_a_run
+from framework.jobs.sweep import Sweep, run_sweep
 from framework.system.run_dir import new_name
 from framework.system.versions import installed_versions
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
-    from framework.jobs.request import JobResult, Request
     from framework.launch.fork_server import ForkServer
     from framework.launch.handshake import AdoptedRanks
 
@@ -46,10 +50,7 @@ _MULTIRUN = "hydra.mode=MULTIRUN"
 
 
 def main(
-    argv: Sequence[str] | None = None,
-    *,
-    fork_server: ForkServer | None = None,
-    adopted_ranks: AdoptedRanks | None = None,
+    arguments: Sequence[str], *, fork_server: ForkServer | None = None, adopted_ranks: AdoptedRanks | None = None
 ) -> int:
     """Run the command and return its exit status.
 
@@ -57,11 +58,10 @@ def main(
     next job runs.
 
     Args:
-        argv: the arguments; by default those of the process.
+        arguments: those of the command line.
         fork_server: the fork server to start ranks from.
         adopted_ranks: set on rank 0 of ranks that torchrun, srun or Kubernetes started.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     answer = _own_answer(arguments)
     if answer is not None:
         print(answer)
@@ -97,10 +97,8 @@ class _Command:
     """One command: its arguments, and what is composed, checked and run for them."""
 
     def __init__(
-        self, arguments: list[str], *, fork_server: ForkServer | None, adopted_ranks: AdoptedRanks | None
+        self, arguments: Sequence[str], *, fork_server: ForkServer | None, adopted_ranks: AdoptedRanks | None
     ) -> None:
-        from framework.config.parse import spelled_out
-
         self._arguments = arguments
         self._parser = get_args_parser()
         self._flags = _parse_flags(self._parser, arguments)
@@ -136,8 +134,6 @@ class _Command:
                     compositions = [_resolved(config)]
         # All are composed and checked before the first one runs.
         if is_sweep:
-            from framework.jobs.sweep import run_sweep
-
             return run_sweep([self._request(*each, number=number) for number, each in enumerate(compositions)])
         request = self._request(*compositions[0])
         result: JobResult = importlib.import_module(f"framework.jobs.{request.config.job}").main(request)
@@ -151,8 +147,6 @@ class _Command:
         try:
             yield hydra
         except Exception as error:
-            from framework.config.explain import explain
-
             explain(error, loader=hydra.config_loader, typed=overrides, is_sweep=self._is_sweep)
             raise
 
@@ -197,8 +191,6 @@ class _Command:
 
     def _run_sweeper(self, hydra: Hydra, overrides: list[str], *, outputs: str) -> int:
         """Run the jobs as a sweeper such as Optuna's chooses them, by their results; return the exit status."""
-        from framework.jobs.sweep import Sweep
-
         sweep = Sweep()
 
         def run_job(config: DictConfig) -> float | None:
@@ -218,10 +210,6 @@ class _Command:
 
     def _request(self, composed: Mapping[str, Any], overrides: Sequence[str], *, number: int | None = None) -> Request:
         """Return what a job is handed. number: of the job in a sweep."""
-        from framework.config.checks import check
-        from framework.config.parse import parse
-        from framework.jobs.request import Request, SubRun
-
         raw = self._base.configuration(composed)
         config = parse(raw)
         check(config)
