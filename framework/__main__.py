@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from framework.errors import EXIT_INTERRUPTED, FrameworkError
@@ -57,14 +58,11 @@ def _command() -> int:
         if status is not None:
             return status
         if not _starts_ranks(arguments):
-            return _answer(arguments, fork_server=None)
+            return _answer(arguments)
         from framework.launch.fork_server import ForkServer
 
-        fork_server = ForkServer.start(PRELOAD)
-        try:
+        with closing(ForkServer.start(PRELOAD)) as fork_server:
             return _answer(arguments, fork_server=fork_server)
-        finally:
-            fork_server.close()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
@@ -79,12 +77,7 @@ def _answer(
 
 def _adopted(arguments: list[str]) -> int | None:
     """Run this process's part if torchrun, srun or Kubernetes started it as a rank, else return None."""
-    from framework.launch.environment import (
-        ReportedByRankZeroError,
-        chooses_own_ranks,
-        detect,
-        typed_value,
-    )
+    from framework.launch.environment import ReportedByRankZeroError, chooses_own_ranks, detect, typed_value
 
     if chooses_own_ranks(arguments):
         return None

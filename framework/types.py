@@ -168,13 +168,11 @@ class Waiting(Protocol):
 
     def begin_waiting(self) -> None:
         """Waiting ends with `end_waiting`, or when the next phase begins."""
-        ...
 
     def end_waiting(self) -> None: ...
 
     def waiting_unknown(self) -> None:
         """Report that the time this rank has waited is unknown."""
-        ...
 
 
 class Callback(Protocol):

@@ -6,7 +6,7 @@ of them are right, the mistake is in a file, and the error that was raised is sh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -101,17 +101,13 @@ def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping
         one = f"{section}.{part} isn't chosen. Choose it with {section}={part}"
         yield f"{text}: {one}, or several with {section}=[…,{part}]."
     elif isinstance(there.get(section, {}), dict):
-        yield _unknown(key, text, [*there, *groups], is_deletion=override.is_delete())
-
-
-def _unknown(key: str, text: str, known: Collection[str], *, is_deletion: bool = False) -> str:
-    near = nearest_key(key, known)
-    node = key.rpartition(".")[0]
-    while node and f"{node}._target_" not in known:
-        node = node.rpartition(".")[0]
-    more = f" To pass {node} another keyword, write +{text}." if node and not is_deletion else ""
-    help_line = "" if near or more else " `--cfg job` shows every key, `--help` every group."
-    return f"{text}: there is no such key.{did_you_mean(near)}{more}{help_line}"
+        near = nearest_key(key, [*there, *groups])
+        node = key.rpartition(".")[0]
+        while node and f"{node}._target_" not in there:
+            node = node.rpartition(".")[0]
+        more = f" To pass {node} another keyword, write +{text}." if node and not override.is_delete() else ""
+        help_line = "" if near or more else " `--cfg job` shows every key, `--help` every group."
+        yield f"{text}: there is no such key.{did_you_mean(near)}{more}{help_line}"
 
 
 def _shortened(error: BaseException) -> str:

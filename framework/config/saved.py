@@ -34,10 +34,6 @@ class Saved:
     overrides: tuple[str, ...]
     step: Path | None = None
 
-    @property
-    def recipe(self) -> str:
-        return str(self.raw.get("recipe"))
-
 
 def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Write `config.yaml` and `overrides.yaml`; even after a kill, each is complete or absent."""

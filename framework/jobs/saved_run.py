@@ -64,7 +64,7 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
         directory = find(Path(path))
         check_file(directory, CONFIG_NAME, read_manifest(directory))
         found = SavedRun(key, load_checkpoint(directory), checkpoint=directory)
-    recipe = found.saved.recipe
+    recipe = found.saved.raw.get("recipe")
     other = [text for text in typed if text.startswith("recipe=") and text != f"recipe={recipe}"]
     if other:
         raise ConfigError(

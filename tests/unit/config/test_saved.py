@@ -40,7 +40,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 def test_a_saved_configuration_is_loaded_as_it_was(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run_dir.path.parent)
     saved = load_saved(run_dir.path.name)
-    assert (saved.overrides, saved.recipe) == (("recipe=some", "seed=3", "+model.x=1"), "some")
+    assert (saved.overrides, saved.raw["recipe"]) == (("recipe=some", "seed=3", "+model.x=1"), "some")
     changes = {"optimizer.note": "ünïcode: yes", "optimizer.eps": 1e-8, "optimizer.text": "1e-3"}
     raw = save(run_dir, changes, "recipe=some")
     saved = load_saved(run_dir.path)
