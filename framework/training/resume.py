@@ -76,7 +76,7 @@ def _own_checkpoint(rank: RankSetup) -> LastUndamaged:
         )
     if context.is_main:
         for directory, text in looked.damaged:
-            warn(f"The checkpoint {directory} can't be used: {text}. An earlier one is; nothing is deleted")
+            warn(f"The checkpoint {directory} can't be used: {text}. An earlier one is used; nothing is deleted")
         if chosen is None:
             warn("There is no checkpoint yet: the run starts from scratch")
     return LastUndamaged(chosen, looked.damaged)
