@@ -41,7 +41,6 @@ class TorchProfiler:
         self._folder = run_dir.path / "profile"
         self._context = context
         self._steps = wait + warmup + active
-        self._last_step = 0
         self._is_on = False
         self._has_written = False
         # Read when the first profile begins; otherwise it prints that it found no GPU.

@@ -23,7 +23,6 @@ from framework.config.parse import PACKAGE_LINE, raise_mistakes, walk
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
-_HYDRA = "hydra"
 _COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)  # what composing raises
 
 
@@ -59,14 +58,14 @@ def _unreadable(text: str) -> str:
 
 
 def _typed_mistakes(overrides: Sequence[Override], loader: Any, *, is_sweep: bool) -> Iterator[str]:
-    groups = {group: loader.get_group_options(group) for group in loader.list_groups("") if group != _HYDRA}
+    groups = {group: loader.get_group_options(group) for group in loader.list_groups("") if group != "hydra"}
     right: list[str] = []  # choices to compose, so that the keys are known
     keys: list[Override] = []
     for each in overrides:
         text, group, is_swept = str(each.input_line), each.key_or_group, each.is_sweep_override()
         if is_swept and not is_sweep:
             yield f"{text}: several values start several runs, which needs -m. Give one value or a list, or add -m."
-        if group.startswith(_HYDRA):
+        if group.startswith("hydra"):
             continue
         if group not in groups or (not is_swept and isinstance(each.value(), dict)):
             keys.append(each)

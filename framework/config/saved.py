@@ -81,7 +81,7 @@ def newest_unfinished(folder: Path) -> RunDir | None:
     It may still be running: then `locked` refuses it.
     """
     places = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []  # names begin with the time
-    return next((RunDir(place) for place in places if is_run(place) and _is_unfinished(RunDir(place))), None)
+    return next((RunDir(place) for place in places if _is_unfinished(RunDir(place))), None)
 
 
 def load_checkpoint(directory: Path) -> Saved:
@@ -179,7 +179,7 @@ def _is_unfinished(run_dir: RunDir) -> bool:
         if run_dir.read_run()["status"] == "finished":
             return False
         raw, _ = _saved_in(run_dir)
-    except (OSError, ValueError, KeyError, ConfigError):  # killed while it was made, or edited since
+    except (OSError, ValueError, KeyError, ConfigError):  # no run, killed while it was made, or edited since
         return False
     return raw.get("job") == "train"
 

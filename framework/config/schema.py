@@ -45,9 +45,6 @@ InitMethod = Literal["env", "tcp", "file"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
 """Lightning's names."""
 
-LauncherName = Literal["auto", "adopted", "elastic", "in_place", "local"]
-"""`auto`, and the modules of `framework.launch` that define `launch`."""
-
 Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
 LoaderKind = Literal["auto", "resident", "dataloader"]
@@ -150,7 +147,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
-    name: LauncherName
+    name: Literal["auto", "adopted", "elastic", "in_place", "local"]  # auto, or a module of framework.launch
     max_restarts: int = bounded(at_least=0)  # of the whole run after failures; launcher=elastic only
     late_after: Duration  # how long ranks wait for another one before it is reported as late
 

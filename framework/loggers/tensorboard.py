@@ -42,7 +42,6 @@ class TensorBoardLogger:
         self._pending_texts: list[tuple[str, str]] = []
         self._start_step: int | None = None
         self._purge_step: int | None = None  # TensorBoard hides what older files have from this step on
-        self._has_charts = False
         self._is_refused = False
 
     def fit_start(self, info: FitInfo) -> None:

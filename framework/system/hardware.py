@@ -200,9 +200,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
     None if that isn't known, as outside Linux.
     """
-    known = [
-        int(kilobytes) * 1024 for kilobytes in re.findall(r"^MemAvailable:\s*(\d+)", _read(root / "proc/meminfo"), re.M)
-    ]
+    known = [int(kib) * 1024 for kib in re.findall(r"^MemAvailable:\s*(\d+)", _read(root / "proc/meminfo"), re.M)]
     for levels, version in control_groups("memory", root=root):
         names = ("memory.max", "memory.current", "inactive_file")
         if version == 1:
