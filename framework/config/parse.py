@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -75,27 +75,20 @@ def show(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
 
 
-@dataclass(frozen=True)
 class _Field:
     """One key, as described by the type hint and metadata of a dataclass field."""
 
-    name: str
-    kinds: tuple[Any, ...]  # a dataclass, or types that the schema lists
-    nullable: bool
-    auto: bool
-    default: Any  # `dataclasses.MISSING` for none
-    bounds: Mapping[str, float]  # at_least, above, at_most
-
-    @property
-    def section(self) -> type | None:
-        """The dataclass below this key."""
-        kind = self.kinds[0]
-        return kind if isinstance(kind, type) and is_dataclass(kind) else None
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The names that are allowed, if it takes one of several."""
-        return tuple(name for kind in self.kinds if get_origin(kind) is Literal for name in get_args(kind))
+    def __init__(self, field: Field[Any], hint: Any) -> None:
+        kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+        self.name, self.default = field.name, field.default  # `dataclasses.MISSING` for none
+        self.nullable, self.auto = NoneType in kinds, "auto" in field.metadata
+        self.bounds: Mapping[str, float] = field.metadata.get("bounds", {})  # at_least, above, at_most
+        # A dataclass, or types that the schema lists.
+        self.kinds = [kind for kind in kinds if kind is not NoneType]
+        # The dataclass below this key, if it has one.
+        self.section: Any = kinds[0] if is_dataclass(kinds[0]) else None
+        # The names that are allowed, if it takes one of several.
+        self.options = [name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
 
     @property
     def allowed(self) -> str:
@@ -119,15 +112,9 @@ class _Field:
 
 
 @cache
-def _fields_of(section: type) -> tuple[_Field, ...]:
-    found, hints = [], get_type_hints(section)
-    for field in fields(section):
-        hint, auto, bounds = hints[field.name], "auto" in field.metadata, field.metadata.get("bounds", {})
-        kinds = list(get_args(hint)) if get_origin(hint) in (UnionType, Union) else [hint]
-        if nullable := NoneType in kinds:
-            kinds.remove(NoneType)
-        found.append(_Field(field.name, tuple(kinds), nullable, auto, default=field.default, bounds=bounds))
-    return tuple(found)
+def _fields_of(section: type) -> list[_Field]:
+    hints = get_type_hints(section)
+    return [_Field(field, hints[field.name]) for field in fields(section)]
 
 
 class _Reader:

@@ -33,7 +33,7 @@ class Topology:
     @property
     def shares_gpus(self) -> bool:
         """True if a GPU is used more than once, by several processes or by one."""
-        return self.procs_per_node * self.span > self.gpus_per_node > 0
+        return self.procs_per_gpu > 1
 
     @property
     def procs_per_gpu(self) -> int:
