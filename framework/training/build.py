@@ -126,24 +126,22 @@ def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps
     """
     key, node = "scheduler.schedule", settings.schedule
     if node is None:
-        return Schedule(None, interval=settings.interval, monitor=settings.monitor)
-    takes_length = takes(node, "total_steps") and "total_steps" not in node
-    length: int | None = node.get("total_steps")
-    supplied = {}
-    if settings.total_steps is not None and not takes_length:
-        is_given = "total_steps" in node
-        reason = f"{key}.total_steps is set too" if is_given else f"{node['_target_']} takes no total_steps"
-        raise ConfigError(f"scheduler.total_steps={settings.total_steps} has no effect: {reason}. Set it to null.")
-    if takes_length:
+        return Schedule(None, settings)
+    if "total_steps" in node or not takes(node, "total_steps"):
+        length: int | None = node.get("total_steps")
+        if settings.total_steps is not None:
+            is_given = "total_steps" in node
+            reason = f"{key}.total_steps is set too" if is_given else f"{node['_target_']} takes no total_steps"
+            raise ConfigError(f"scheduler.total_steps={settings.total_steps} has no effect: {reason}. Set it to null.")
+    else:
         length = total_steps if settings.total_steps is None else settings.total_steps
-        if length is not None:
-            supplied["total_steps"] = length
-        elif requires(node, "total_steps"):
+        if length is None and requires(node, "total_steps"):
             raise ConfigError(
                 f"{node['_target_']} must know when training ends, and that isn't known: trainer.max_steps is null, "
                 "and so is max_epochs, or the number of steps in an epoch of a stream is unknown.\n"
                 "Set trainer.max_steps, or scheduler.total_steps."
             )
+    supplied = {} if length is None else {"total_steps": length}
     scheduler = _build(key, node, optimizer, **supplied)
     if not isinstance(scheduler, LRScheduler):
         raise _wrong_result(key, node, scheduler, expected="a torch.optim.lr_scheduler.LRScheduler")
@@ -152,13 +150,7 @@ def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps
             f"{node['_target_']} ends after {scheduler.total_steps} steps and can't continue, and the run has "
             f"{total_steps}.\nSet its total_steps to at least that, or train for fewer steps."
         )
-    return Schedule(
-        scheduler,
-        interval=settings.interval,
-        monitor=settings.monitor,
-        total_steps=length,
-        may_stretch=settings.total_steps is not None,
-    )
+    return Schedule(scheduler, settings, total_steps=length)
 
 
 def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: RunDir) -> dict[str, Callback]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from framework.config.schema import ClipAlgorithm, Interval
+from framework.config.schema import SchedulerConfig, TrainerConfig
 from framework.distributed.sharded import full_tensor, is_dtensor
 from framework.errors import ConfigError
 from framework.monitoring.rank_log import logger
@@ -28,33 +28,21 @@ class Schedule:
 
     ReduceLROnPlateau steps after validations, by the metric `monitor`; all others after steps or epochs.
 
-    Args:
-        total_steps: the scheduler's length, counted in `interval`; None if it has none.
-        may_stretch: `load_state_dict` accepts the state of a schedule of another length.
+    total_steps: the scheduler's length, counted in `settings.interval`; None if it has none.
     """
 
     def __init__(
-        self,
-        scheduler: LRScheduler | None,
-        *,
-        interval: Interval,
-        monitor: str | None,
-        total_steps: int | None = None,
-        may_stretch: bool = False,
+        self, scheduler: LRScheduler | None, settings: SchedulerConfig, *, total_steps: int | None = None
     ) -> None:
         self._scheduler: Any = scheduler
-        self._monitor = monitor
+        self._settings = settings
         self._total_steps = total_steps
-        self._may_stretch = may_stretch
-        self._interval = interval
-        self._steps_after: str | None = None if scheduler is None else interval
-        if isinstance(scheduler, ReduceLROnPlateau):
-            self._steps_after = "validation"
+        self._steps_after = "validation" if isinstance(scheduler, ReduceLROnPlateau) else settings.interval
 
     def step_after(self, what: str, metrics: Mapping[str, float] | None = None) -> None:
         """Step the scheduler if it is due after a `step`, an `epoch` or, with its metrics, a `validation`."""
-        if self._steps_after == what:
-            self._scheduler.step(*([] if metrics is None else [metrics[str(self._monitor)]]))
+        if self._scheduler is not None and self._steps_after == what:
+            self._scheduler.step(*([] if metrics is None else [metrics[str(self._settings.monitor)]]))
 
     def state_dict(self) -> dict[str, Any]:
         if self._scheduler is None:
@@ -66,7 +54,8 @@ class Schedule:
         """Load what `state_dict` returned, after the optimizer's state.
 
         Raises:
-            ConfigError: if the state is of a schedule of another length, unless this schedule may and can be stretched.
+            ConfigError: if the state is of a schedule of another length, unless `settings.total_steps` asks to stretch
+                it and it can be stretched.
         """
         if self._scheduler is None:
             return
@@ -76,16 +65,17 @@ class Schedule:
             self._scheduler.load_state_dict(state)
             return
         can_stretch = isinstance(self._scheduler, LambdaLR)
-        if not (can_stretch and self._may_stretch):
+        if not can_stretch or self._settings.total_steps is None:
             stretches = f"\n  - scheduler.total_steps={self._total_steps} stretches it." if can_stretch else ""
             raise ConfigError(
-                f"The learning-rate schedule was made for {made_for} {self._interval}s, and this run has "
+                f"The learning-rate schedule was made for {made_for} {self._settings.interval}s, and this run has "
                 f"{self._total_steps}. To resume, choose:\n"
                 f"  - scheduler.total_steps={made_for} keeps the schedule as it was.{stretches}\n"
                 "  - trainer.max_epochs, trainer.max_steps and the batch size as they were.\n"
                 "  - a new run from these weights, with init_from."
             )
-        logger.info("the schedule is stretched from %d to %d %ss", made_for, self._total_steps, self._interval)
+        interval = self._settings.interval
+        logger.info("the schedule is stretched from %d to %d %ss", made_for, self._total_steps, interval)
         # The position and the base rates are those of the state; callables keep this run's length.
         self._scheduler.load_state_dict({**state, "lr_lambdas": [None] * len(state["base_lrs"])})
         for group, base, factor in zip(
@@ -183,24 +173,20 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def clip_gradients(
-    parameters: Sequence[Tensor],
-    *,
-    value: float | None,
-    algorithm: ClipAlgorithm,
-    total_norm: Callable[[Tensor], Tensor],
+    parameters: Sequence[Tensor], settings: TrainerConfig, *, total_norm: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """Clip the gradients in place and return their 2-norm before; doesn't wait for the device.
+    """Clip the gradients in place as the settings say, and return their 2-norm before; doesn't wait for the device.
 
     They must be unscaled and synchronised. If they are sharded, every rank must call it.
 
     Args:
-        value: the largest total norm, or the largest element; None: only the norm is computed.
         total_norm: `Strategy.total_norm`: returns the norm over all ranks, given that of this rank's gradients.
 
     Returns:
         The norm, on the first gradient's device; None if elements are clipped.
     """
-    if value is not None and algorithm == "value":
+    value = settings.gradient_clip_val
+    if value is not None and settings.gradient_clip_algorithm == "value":
         nn.utils.clip_grad_value_(parameters, value)
         return None
     with torch.no_grad():

@@ -208,12 +208,8 @@ class Trainer:
         scaler = state.precision.scaler
         if settings.gradient_clip_val is not None or (self.progress.step + 1) % settings.log_every_n_steps == 0:
             scaler.unscale_(state.optimizer)
-            self._grad_norm = clip_gradients(
-                state.trainable.parameters,
-                value=settings.gradient_clip_val,
-                algorithm=settings.gradient_clip_algorithm,
-                total_norm=state.strategy.total_norm,
-            )
+            parameters, total_norm = state.trainable.parameters, state.strategy.total_norm
+            self._grad_norm = clip_gradients(parameters, settings, total_norm=total_norm)
         self._lr = state.optimizer.param_groups[0]["lr"]
         self._has_stepped = not self._may_skip_steps
         scaler.step(state.optimizer)

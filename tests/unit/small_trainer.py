@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from framework.checkpoint import complete_steps
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.parse import parse
-from framework.config.schema import Interval, Precision, TrainerConfig
+from framework.config.schema import Interval, Precision, SchedulerConfig, TrainerConfig
 from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.sampler import GlobalOrder
@@ -166,7 +166,10 @@ def make_trainer(
         strategy=strategy,
         precision=plugin,
         optimizer=opt,
-        schedule=Schedule(None if scheduler is None else scheduler(opt), interval=interval, monitor=monitor),
+        schedule=Schedule(
+            None if scheduler is None else scheduler(opt),
+            SchedulerConfig(schedule=None, interval=interval, monitor=monitor),
+        ),
         callbacks=callbacks or {},
         loggers=loggers or {},
         train_loader=TrainLoader(dataset, order=order, plan=plan, rank=share.rank, device=CPU),

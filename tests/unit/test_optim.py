@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+from framework.config.schema import SchedulerConfig
 from framework.errors import ConfigError
 from framework.training.optimizer import (
     Schedule,
@@ -31,7 +32,7 @@ def sgd(lr: float = 1.0) -> torch.optim.SGD:
 
 
 def by_step(scheduler: Any) -> Schedule:
-    return Schedule(scheduler, interval="step", monitor=None)
+    return Schedule(scheduler, SchedulerConfig(schedule=None, interval="step", monitor=None))
 
 
 def rates(schedule: Schedule, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
@@ -65,7 +66,8 @@ def test_cosine_refuses_numbers_out_of_range(wrong):
 def test_another_learning_rate_keeps_what_a_plateau_made_of_the_one_before_and_0_cannot_be_scaled():
     plateau = sgd(0.1)  # which knows no base of its own
     plateau.param_groups[0]["lr"] /= 10  # it has moved
-    schedule = Schedule(ReduceLROnPlateau(plateau), interval="epoch", monitor="val/loss")
+    settings = SchedulerConfig(schedule=None, interval="epoch", monitor="val/loss")
+    schedule = Schedule(ReduceLROnPlateau(plateau), settings)
     schedule.set_learning_rate(plateau, 1.0, before=0.1)
     assert plateau.param_groups[0]["lr"] == pytest.approx(0.1)
     for before in (None, 0.0):
