@@ -590,8 +590,8 @@ JOBS = [
         name="last-weights-are-tested",
         caught_by="tests/features/test_checkpoints.py::test_last_and_best_are_relative_links_and_the_best_is_what_is_tested",
         file="framework/training/engine.py",
-        old="    if is_ranked and from_first(",
-        new="    if not is_ranked and from_first(",
+        old="    if is_ranked and broadcast_object(",
+        new="    if not is_ranked and broadcast_object(",
         what="The test at the end, and its column in the summary, are of the last weights instead of the best.",
     ),
     Mutation(

@@ -37,12 +37,15 @@ def any_over_ranks(flag: bool, context: Context) -> bool:
     return bool(sum_over_ranks(torch.tensor([float(flag)], device=context.device), context).item())
 
 
-def gather_to_all(value: Any, context: Context) -> Sequence[Any]:
-    """Return every rank's value, in the order of ranks. Pickled between our own processes; for small values."""
+def gather_to_all(value: Any, context: Context, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the value of every rank of `group` (None: of the run), in the order of ranks.
+
+    Pickled between our own processes; for small values.
+    """
     if context.world_size == 1:
         return [value]
-    values: list[Any] = [None] * context.world_size
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -63,12 +66,15 @@ def gather_to_first(value: Any, context: Context) -> list[Any] | None:
     return [pickle.loads(each) for each in gathered] if context.is_main else None
 
 
-def from_first(value: Any, context: Context) -> Any:
-    """Return the first rank's value on every rank. Pickled between our own processes."""
+def broadcast_object(value: Any, context: Context, *, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the value of rank `source` of `group` (None: of the run) on every rank of it.
+
+    Pickled between our own processes.
+    """
     if context.world_size == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, group=group, group_src=source)
     return values[0]
 
 
@@ -124,8 +130,4 @@ class SideChannel:
 
     def broadcast(self, value: Any, *, source: int) -> Any:
         """Return the value that rank `source` has, on every rank. Pickled between our own processes."""
-        if self._context.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, group=self._group, src=source)
-        return values[0]
+        return broadcast_object(value, self._context, source=source, group=self._group)

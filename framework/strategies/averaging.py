@@ -118,7 +118,7 @@ class SyncedBuffers(Strategy):
         if self._broadcasts_buffers:
             return {}
         own = {name: buffer.cpu() for name, buffer in self.unwrap(model).named_buffers()}
-        return {"buffers": list(gather_to_all(own, self._context))}
+        return {"buffers": gather_to_all(own, self._context)}
 
     @torch.no_grad()
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:

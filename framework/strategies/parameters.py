@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 import torch.distributed as dist
 from torch import nn
 
+from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.errors import ConfigError, RunError, TopologyError
 
@@ -58,13 +59,10 @@ def check_same_change(changed: Mapping[str, bool], context: Context, *, group: d
 
     changed: name → whether it is trained now, for the parameters where that has changed.
     """
-    if context.world_size == 1:
-        return
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    of_ranks: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(of_ranks, dict(changed), group=group)
+    of_ranks = gather_to_all(dict(changed), context, group=group)
     if all(each == changed for each in of_ranks):
         return
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     described = (described_change(each) or "nothing" for each in of_ranks[:_SHOWN])
     shown = "".join(f"\n  rank {rank}: {change}" for rank, change in zip(ranks, described, strict=False))
     raise RunError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NoReturn, final
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from framework.config.topology import check_strategy_fits
+from framework.distributed.collectives import broadcast_object
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
 from framework.distributed.seed import fingerprint
@@ -95,10 +96,10 @@ class Pipeline(Strategy):
         self._pipeline_group: dist.ProcessGroup | None = None
         self._stages: dict[int, nn.Module] = {}  # this rank's, by number
         self._wrappers: list[nn.Module] = []  # modules that stages have around the model's own
-        self._known_outputs: dict[_Shapes, list[Tensor | tuple[Tensor, ...]]] = {}
+        self._examples_for = cache(self._find_examples)
         # Of full windows, and of the short one that ends an epoch.
         self._schedule_for = lru_cache(maxsize=2)(self._make_schedule)
-        self._loss: Callable[[Any, Tensor], Tensor] | None = None  # of the window under way
+        self._loss: Any = None  # the function of the window under way
 
     def data_share(self, context: Context) -> DataShare:
         return self._share
@@ -234,10 +235,10 @@ class Pipeline(Strategy):
         """
         self._sync_training_mode(model)
         hidden = _check_inputs(inputs)
-        outputs = self._example_outputs(tuple((tuple(each.shape), each.dtype) for each in hidden))
+        examples = self._examples_for(tuple((tuple(each.shape), each.dtype) for each in hidden))
         for number, stage in self._stages.items():
             if number > 0 and number - 1 not in self._stages:
-                hidden = self._zeros_like(outputs[number - 1])
+                hidden = self._zeros_like(examples[number])
                 for tensor in hidden:
                     dist.recv(tensor, group=self._pipeline_group, group_src=(number - 1) % self._ranks)
             hidden = _as_tuple(stage(*hidden))
@@ -245,19 +246,8 @@ class Pipeline(Strategy):
                 for tensor in hidden:
                     dist.send(tensor.contiguous(), group=self._pipeline_group, group_dst=(number + 1) % self._ranks)
         if self.num_stages - 1 not in self._stages:
-            hidden = self._zeros_like(outputs[-1])
-        return hidden[0] if isinstance(outputs[-1], Tensor) else hidden
-
-    def _example_outputs(self, inputs: _Shapes) -> list[Tensor | tuple[Tensor, ...]]:
-        """Return what each stage returns for such inputs, on the meta device, found by a forward of zeros.
-
-        Every rank of the pipeline must call it. Modules run in eval mode, and generators keep their state.
-        """
-        if inputs not in self._known_outputs:
-            devices = [] if self._context.device.type == "cpu" else [self._context.device]
-            with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=self._context.device.type):
-                self._known_outputs[inputs] = self._find_outputs(inputs)
-        return self._known_outputs[inputs]
+            hidden = self._zeros_like(examples[-1])
+        return hidden[0] if isinstance(examples[-1], Tensor) else hidden
 
     def _zeros_like(self, example: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return zeros of these shapes on this rank's device."""
@@ -273,27 +263,35 @@ class Pipeline(Strategy):
         for stage in self._stages.values():
             stage.compile(*args, **options)
 
-    def _find_outputs(self, inputs: _Shapes) -> list[Tensor | tuple[Tensor, ...]]:
-        found: list[Tensor | tuple[Tensor, ...]] = [_on_meta(inputs)]
+    @torch.no_grad()
+    def _find_examples(self, inputs: _Shapes) -> list[Tensor | tuple[Tensor, ...]]:
+        """Return what each stage takes and what the last returns, on the meta device, found by a forward of zeros.
+
+        Every rank of the pipeline must call it. Modules run in eval mode, and generators keep their state.
+        """
+        context = self._context
+        devices = [] if context.device.type == "cpu" else [context.device]
+        examples: list[Tensor | tuple[Tensor, ...]] = [_on_meta(inputs)]
         for number in range(self.num_stages):
-            example: list[Any] = [None]
+            example: Tensor | tuple[Tensor, ...] = ()
             if number in self._stages:
                 stage = self._stages[number]
                 training = [module for module in stage.modules() if module.training]
                 stage.eval()
-                output = stage(*self._zeros_like(found[-1]))
+                with torch.random.fork_rng(devices=devices, device_type=context.device.type):
+                    output = stage(*self._zeros_like(examples[-1]))
                 for module in training:
                     module.training = True
                 outputs = _on_meta((tuple(each.shape), each.dtype) for each in _as_tuple(output))
-                example = [outputs[0] if isinstance(output, Tensor) else outputs]
-            dist.broadcast_object_list(example, group=self._pipeline_group, group_src=number % self._ranks)
-            found += example
-        return found[1:]
+                example = outputs[0] if isinstance(output, Tensor) else outputs
+            source = number % self._ranks
+            examples.append(broadcast_object(example, context, source=source, group=self._pipeline_group))
+        return examples
 
     def _make_schedule(self, shapes: _Shapes, number: int, precision: NumberFormats) -> tuple[Any, list[_PaddedStage]]:
         device = self._context.device
         with precision.autocast():
-            examples = [_on_meta(shapes), *self._example_outputs(shapes)]  # of the first stage's inputs first
+            examples = self._examples_for(shapes)
         stages: list[_PaddedStage] = []
         placed: list[PipelineStage] = []
         for index, stage in self._stages.items():
@@ -315,14 +313,10 @@ class Pipeline(Strategy):
         schedule = kind(
             placed if kind is ScheduleInterleaved1F1B else placed[0],
             n_microbatches=number,
-            loss_fn=self._current_loss,
+            loss_fn=lambda output, position: self._loss(output, position),
             scale_grads=False,
         )
         return schedule, stages
-
-    def _current_loss(self, output: Any, position: Tensor) -> Tensor:
-        assert self._loss is not None
-        return self._loss(output, position)
 
     def _loss_of_last_stage(self, loss: Tensor | None) -> Tensor:
         """Return the last stage's loss on every rank of the pipeline."""

@@ -16,7 +16,7 @@ from framework.checkpoint.layout import BEST, step_of
 from framework.checkpoint.manager import CheckpointManager
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.stream import StreamEvalLoader, StreamLoader
-from framework.distributed.collectives import from_first
+from framework.distributed.collectives import broadcast_object
 from framework.distributed.process_group import new_gloo_group, process_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
 from framework.distributed.sharded import num_parameters
@@ -247,7 +247,7 @@ def _test(rank: RankSetup, trainer: Trainer, loader: EvalLoader | StreamEvalLoad
         return None
     step: int | None = trainer.progress.step
     best, is_ranked = rank.run_dir.checkpoints / BEST, trainer.checkpoints is not None and trainer.checkpoints.monitor
-    if is_ranked and from_first(best.exists(), rank.context):
+    if is_ranked and broadcast_object(best.exists(), rank.context):
         step = step_of(load_model(rank, trainer.state.bare_model, best).name)
         metrics = trainer.state.evaluate(loader, prefix="test")
     else:

@@ -16,7 +16,7 @@ from framework.checkpoint.replicas import own_training
 from framework.checkpoint.writer import point
 from framework.config.saved import load_yaml
 from framework.config.schema import Config
-from framework.distributed.collectives import barrier, from_first, gather_to_all
+from framework.distributed.collectives import barrier, broadcast_object, gather_to_all
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
 from framework.distributed.sharded import is_model_sharded
 from framework.errors import CheckpointError, ConfigError, RunError
@@ -58,7 +58,7 @@ def _own_checkpoint(rank: RankSetup) -> LastUndamaged:
     context = rank.context
     faults: dict[Path, str | None] = {}  # of the checkpoints whose files were read
     while True:  # until the one that rank 0 finds is whole, of which every rank reads its share
-        looked = from_first(_look(source, faults, is_last=is_last) if context.is_main else None, context)
+        looked = broadcast_object(_look(source, faults, is_last=is_last) if context.is_main else None, context)
         if isinstance(looked, str):
             raise CheckpointError(looked)
         chosen: Path | None = looked.directory

@@ -15,7 +15,7 @@ from framework.distributed.collectives import (
     SideChannel,
     any_over_ranks,
     barrier,
-    from_first,
+    broadcast_object,
     gather_to_all,
     gather_to_first,
     sum_over_ranks,
@@ -36,7 +36,7 @@ def test_one_rank_exchanges_nothing_and_needs_no_group() -> None:
     assert (
         gather_to_all({"some": "thing"}, context) == gather_to_first({"some": "thing"}, context) == [{"some": "thing"}]
     )
-    assert from_first(3, context) == 3
+    assert broadcast_object(3, context) == 3
     barrier(context)
     exchange = SideChannel(context, timeout_s=1.0)
     assert exchange.gather([1.0, 2.0])() == [[1.0, 2.0]]
@@ -59,7 +59,7 @@ def every_collective(context: Context, folder: str) -> None:
     else:
         assert gathered is not None
         assert [(len(each), set(each)) for each in gathered] == [((17 << 20) - 1000 * r, {r}) for r in range(world)]
-    assert from_first({"rank": mine}, context) == {"rank": 0}
+    assert broadcast_object({"rank": mine}, context) == {"rank": 0}
     for number in range(20):
         Path(folder, f"{number}_{mine}").touch()
         barrier(context)
