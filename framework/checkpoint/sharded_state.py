@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from framework.checkpoint.layout import PARTS, Manifest, read_manifest
@@ -154,7 +153,7 @@ def _is_its_turn(tensor: Tensor, index: int) -> bool:
     """
     if not is_dtensor(tensor):
         return dist.get_rank() == 0
-    mesh: DeviceMesh = tensor.device_mesh  # type: ignore[attr-defined]
+    mesh = tensor.device_mesh
     return mesh.ndim == 1 or index % mesh.size(0) == mesh.get_local_rank(0)
 
 
@@ -224,7 +223,7 @@ def _shard(value: Tensor, *, like: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = like.device_mesh  # type: ignore[attr-defined]
+    mesh = like.device_mesh
     return DTensor.from_local(value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 

@@ -38,8 +38,18 @@ def process_group(
     # Before the group is made: otherwise the first collective of every rank opens a context on GPU 0.
     if context.device.type != "cpu":
         torch.accelerator.set_device_index(context.device)
+    # With a device, NCCL connects eagerly and every collective knows its GPU; a replica on several has no single one.
+    one_gpu = context.device.type != "cpu" and len(context.devices) == 1 and context.backend != "gloo"
+    timeout = timedelta(seconds=settings.init_timeout)
     try:
-        _init(backends(context, with_cpu=with_cpu), context, settings, rendezvous=rendezvous)
+        dist.init_process_group(
+            backends(context, with_cpu=with_cpu),
+            store=dist.HashStore() if rendezvous is None else _meet(rendezvous, context, timeout=timeout),
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timeout,
+            device_id=context.device if one_gpu else None,
+        )
     except RuntimeError as error:  # dist.DistError is one, and gloo's own wait raises nothing finer
         raise RunError(
             f"Rank {context.rank} of {context.world_size} could not join the process group within "
@@ -116,20 +126,6 @@ def backends(context: Context, *, with_cpu: bool) -> str:
     """Return the context's backend for `init_process_group`, with gloo for the CPU if that is asked for."""
     kind = context.device.type
     return f"{kind}:{context.backend},cpu:gloo" if with_cpu and kind != "cpu" else context.backend
-
-
-def _init(backend: str, context: Context, settings: BackendConfig, *, rendezvous: str | None) -> None:
-    # With a device, NCCL connects eagerly and every collective knows its GPU; a replica on several has no single one.
-    one_gpu = context.device.type != "cpu" and len(context.devices) == 1 and context.backend != "gloo"
-    timeout = timedelta(seconds=settings.init_timeout)
-    dist.init_process_group(
-        backend,
-        store=dist.HashStore() if rendezvous is None else _meet(rendezvous, context, timeout=timeout),
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=timeout,
-        device_id=context.device if one_gpu else None,
-    )
 
 
 def _meet(rendezvous: str, context: Context, *, timeout: timedelta) -> dist.Store:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, TypeGuard, final
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _LAYOUT = "_stage_layout"
 
@@ -45,7 +48,7 @@ def num_parameters(model: nn.Module) -> int:
     return sum(each.numel() for each in model.parameters()) if layout is None else layout.num_parameters
 
 
-def is_dtensor(value: object) -> bool:
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return True for a DTensor, without importing its module, which takes most of a second."""
     if type(value) is Tensor or type(value) is nn.Parameter:  # nearly always; a missing attribute costs microseconds
         return False
@@ -59,14 +62,12 @@ def is_model_sharded(model: nn.Module) -> bool:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the values of all ranks as a plain tensor. Every rank of a DTensor's mesh must call it."""
-    full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return full
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor, detached, sharing its memory."""
-    mine: Tensor = tensor.detach().to_local() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
-    return mine
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 @torch.no_grad()
@@ -79,7 +80,6 @@ def shard_like(own: Tensor, full: Tensor) -> Tensor:
         return full
     from torch.distributed.tensor import distribute_tensor
 
-    like: Any = own
-    shard = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    shard = distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
     # Copied: the shard may be a view, which would keep all of `full`.
     return torch.empty_like(own.detach(), dtype=full.dtype).copy_(shard)

@@ -82,9 +82,8 @@ class AllReduce(SyncedBuffers):
     @contextmanager
     def _exchange_at_exit(self) -> Iterator[None]:
         yield
-        if self._waiting is not None:
-            self._waiting.begin_waiting()
-        average_gradients(self._trained.values(), cap_bytes=self._cap_bytes, begin_mean=self.begin_mean)
+        with self._reported_as_waiting():
+            average_gradients(self._trained.values(), cap_bytes=self._cap_bytes, begin_mean=self.begin_mean)
 
 
 @final

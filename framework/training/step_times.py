@@ -72,8 +72,7 @@ class StepTimer:
         self._takes_stamps = not clock.is_sampled
         self._kinds: list[int] = []  # what began at each stamp
         self._stamps: list[Any] = []
-        self._has_settled = False
-        self._is_known = True
+        self._is_complete = False  # nothing is unknown of the steps since the last reading
         self._steps = 0
         self._sums = list(_NOTHING)
         self._skips_step = False  # the one after an evaluation or a checkpoint
@@ -111,13 +110,13 @@ class StepTimer:
 
     def waiting_unknown(self) -> None:
         """Drop the steps since the last reading."""
-        self._is_known = False
+        self._is_complete = False
 
     def start(self) -> None:
         """Begin training: forget earlier marks; the first reading will be empty."""
         self._kinds.clear()
         self._stamps.clear()
-        self._has_settled, self._is_known, self._skips_step = False, True, False
+        self._is_complete = self._skips_step = False
 
     def read(self) -> Spent:
         """Return the times of the steps since the last reading; waits for a GPU. Call it outside of a step."""
@@ -131,10 +130,9 @@ class StepTimer:
             callbacks=seconds[Phase.LOGGING],
             waiting=seconds[_WAITING],
         )
-        is_good = self._has_settled and self._is_known
-        self._has_settled = self._is_known = True
+        is_complete, self._is_complete = self._is_complete, True
         self._steps, self._sums = 0, list(_NOTHING)
-        return spent if is_good else Spent()
+        return spent if is_complete else Spent()
 
     def _stamp(self, kind: int) -> None:
         if self._takes_stamps:

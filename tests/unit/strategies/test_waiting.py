@@ -86,9 +86,9 @@ ALL, SOME = ["gradient"] * 4, ["gradient"] * 2
             True,
             [[*ALL, "waits"], [*SOME, "not known"], SOME],
         ),
-        ("allreduce", [(False, False), (True, False)], True, [ALL, [*ALL, "waits"]]),
+        ("allreduce", [(False, False), (True, False)], True, [ALL, [*ALL, "waits", "goes on"]]),
         # A step of warm-up, then an average in every second.
-        ("local_sgd", [(True, False)] * 3, True, [[*ALL, "waits"], ALL, [*ALL, "waits", "goes on"]]),
+        ("local_sgd", [(True, False)] * 3, True, [[*ALL, "waits", "goes on"], ALL, [*ALL, "waits", "goes on"]]),
         # It waits in the midst of backward.
         ("ddp powersgd", [(True, False)], False, [ALL]),
     ],
