@@ -16,18 +16,13 @@ from framework.distributed.collectives import broadcast_object
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
 from framework.distributed.seed import fingerprint
-from framework.distributed.sharded import set_layout
+from framework.distributed.sharded import StageLayout, set_layout
 from framework.errors import ConfigError, TargetError, TopologyError
 from framework.monitoring.rank_status import Phase
 from framework.strategies.averaging import MB, average_gradients, begin_all_reduce_mean, broadcast
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import check_dense, check_same_change
-from framework.strategies.pipeline_stages import (
-    check_trained,
-    drop_other_stages,
-    split_into_stages,
-    stage_layout,
-)
+from framework.strategies.pipeline_stages import check_trained, drop_other_stages, split_into_stages
 from framework.types import Batch, DataShare, MicroBatch, NumberFormats, StepOutput, Task, Window
 
 _SCHEDULES: dict[str, Any] = {
@@ -120,7 +115,14 @@ class Pipeline(Strategy):
             check_dense(model, strategy="pipeline")
         stages = split_into_stages(model, self.num_stages)
         own = range(self._position, self.num_stages, self._ranks)
-        set_layout(model, stage_layout(model, stages, own, writes=self._share.rank == 0))
+        layout = StageLayout(
+            names=frozenset(model.state_dict()),
+            parameters=tuple(name for name, _ in model.named_parameters()),
+            num_parameters=sum(each.numel() for each in model.parameters()),
+            writes=self._share.rank == 0,
+            has_output=self.num_stages - 1 in own,
+        )
+        set_layout(model, layout)
         self._stages = {index: stages[index] for index in own}
         within = set(model.modules())
         self._wrappers = [each for stage in self._stages.values() for each in stage.modules() if each not in within]

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from framework.distributed.sharded import StageLayout
 from framework.errors import ConfigError, TargetError
 from framework.strategies.parameters import first_few
 
@@ -40,21 +39,6 @@ def split_into_stages(model: nn.Module, number: int) -> list[nn.Module]:
         )
     _check_stages(model, stages)
     return stages
-
-
-def stage_layout(model: nn.Module, stages: Sequence[nn.Module], own: Sequence[int], *, writes: bool) -> StageLayout:
-    """Return what a rank with the stages `own` needs to know about the whole model, which must still be complete.
-
-    writes: this rank writes its part to checkpoints.
-    """
-    parameters = dict(model.named_parameters())
-    return StageLayout(
-        names=frozenset(model.state_dict()),
-        parameters=tuple(parameters),
-        num_parameters=sum(each.numel() for each in parameters.values()),
-        writes=writes,
-        has_output=len(stages) - 1 in own,
-    )
 
 
 def drop_other_stages(model: nn.Module, stages: Iterable[nn.Module]) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from framework.config.schema import Precision
-from framework.types import Task
+from framework.types import Batch, Task
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _TRUE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
-
-_Tree = TypeVar("_Tree")
 
 
 @final
@@ -56,12 +54,11 @@ class PrecisionPlugin:
             module.to(device=self._device, dtype=self.dtype)
         return task
 
-    def convert_batch(self, batch: _Tree) -> _Tree:
+    def convert_batch(self, batch: Batch) -> Batch:
         """Return the batch with its floating-point tensors in the true precision's type."""
         if self.dtype is None and self._memory_format is None:
             return batch
-        converted: _Tree = tree_map_only(Tensor, self._convert, batch)
-        return converted
+        return tree_map_only(Tensor, self._convert, batch)
 
     def _convert(self, tensor: Tensor) -> Tensor:
         memory_format = self._memory_format if tensor.ndim == 4 else None

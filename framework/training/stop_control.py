@@ -24,7 +24,7 @@ class StopControl:
         self.own_reason: str | None = None  # of a callback of this rank, before that
         self.stopped_by: str | None = None  # what requested it, such as "SIGTERM"
         self._context = context
-        self._request = StopRequest(link, world_size=context.world_size)
+        self.request = StopRequest(link, world_size=context.world_size)
 
     @property
     def should_stop(self) -> bool:
@@ -35,11 +35,6 @@ class StopControl:
     def on_request(self) -> bool:
         """True if training was stopped on request before its own end, so it can be resumed."""
         return self.stopped_by is not None and self.reason is None
-
-    @property
-    def is_requested(self) -> bool:
-        """True if this rank knows of a request to stop; costs one read of memory."""
-        return self._request.pending
 
     def handle(self, answer: Stop | None) -> None:
         """Note what a callback returned. Raises TargetError unless that is None or a Stop."""
@@ -59,10 +54,10 @@ class StopControl:
             reasons = gather_to_all(self.own_reason, self._context)
             self.reason = next(reason for reason in reasons if reason is not None)
 
-    def handle_request(self, step: int, *, steps_ahead: int = STEPS_TO_STOP) -> None:
+    def handle_request(self, step: int, *, steps_ahead: int) -> None:
         """Stop if all ranks do so after this step. Wait for this rank's devices first. See `StopRequest.due`."""
-        if self._request.due(step, steps_ahead=steps_ahead):
-            self.stopped_by = self._request.signal_name
+        if self.request.due(step, steps_ahead=steps_ahead):
+            self.stopped_by = self.request.signal_name
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load `reason`, and `wishes`: each rank's own reason."""

@@ -19,7 +19,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -106,7 +105,11 @@ class Trainer:
         if self.val_loader is None or is_never_due or number == 0 or self.progress.step > 0:
             return []
         self._timer.set_phase(Phase.EVALUATE)
-        with self.state.without_side_effects(), _uncompiled():
+        # Eagerly: other batch sizes would cause dynamic recompilation. Without Dynamo, which takes seconds to import,
+        # nothing has been compiled.
+        has_compiled = "torch._dynamo.eval_frame" in sys.modules
+        eager = torch.compiler.set_stance("force_eager") if has_compiled else NO_CONTEXT
+        with self.state.without_side_effects(), eager:
             meter = run_batches(
                 self.state.bare_model,
                 self.val_loader.first(number),
@@ -151,7 +154,7 @@ class Trainer:
                 self.evaluate()
             if self._save_due(epoch_end=window.epoch_end):
                 self.save()
-            if self.stop.is_requested:
+            if self.stop.request.pending:
                 self._handle_request()
             self._timer.set_phase(Phase.DATA)
         self._finish()
@@ -429,11 +432,3 @@ class Trainer:
         """Make what is logged so far survive a kill."""
         for flush in hooks(self.state.loggers.values(), "flush"):
             flush()
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which compiled models run eagerly: other batch sizes would cause dynamic recompilation."""
-    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing has been compiled, and importing it takes seconds
-        return NO_CONTEXT
-    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return eager
