@@ -136,10 +136,8 @@ class DDP(SyncedBuffers):
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        if isinstance(model, DistributedDataParallel):
-            module: nn.Module = model.module
-            return module
-        return model
+        module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        return module
 
     @contextmanager
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> Iterator[None]:

@@ -96,7 +96,7 @@ class TrainState:
         """
         changed, before = self.trainable.update(), self.model
         self.model = self.strategy.rewrap(self.model, changed=changed)
-        if not any(parameter.requires_grad for parameter in self.bare_model.parameters()):
+        if not self.trainable.parameters:
             raise ConfigError(
                 f"No parameter is left to train ({described_change(changed)}).\n"
                 "Keep one trained, or end training: return framework.Stop(reason) from the callback."

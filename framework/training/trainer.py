@@ -87,8 +87,7 @@ class Trainer:
         # CUDA graphs write the outputs of every step to the same memory.
         self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and context.device.type == "cuda"
         self._has_stepped = True
-        self._may_skip_steps = state.precision.scaler.is_enabled()  # those whose gradients overflow
-        if self._may_skip_steps:
+        if state.precision.scaler.is_enabled():  # it skips steps whose gradients overflow
             state.optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
         self._throughput = Throughput()
         self._usage = DeviceUsage(context.devices)
@@ -214,7 +213,7 @@ class Trainer:
             parameters, total_norm = state.trainable.parameters, state.strategy.total_norm
             self._grad_norm = clip_gradients(parameters, settings, total_norm=total_norm)
         self._lr = state.optimizer.param_groups[0]["lr"]
-        self._has_stepped = not self._may_skip_steps
+        self._has_stepped = not scaler.is_enabled()
         scaler.step(state.optimizer)
         scaler.update()
         for parameter in state.trainable.parameters:  # without zero_grad's mark for the profiler, 3 % of a toy step
