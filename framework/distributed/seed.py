@@ -29,9 +29,8 @@ def mix(seed: int, *parts: int | str) -> int:
 def seed_everything(seed: int, *, rank: int) -> None:
     """Seed Python, NumPy, torch's CPU and all its devices. Ranks get unrelated streams: dropout differs over ranks."""
     mixed = mix(seed, "rank", rank)
-    random.seed(mixed)
+    seed_generators(mixed)
     torch.manual_seed(mixed)  # also every accelerator, lazily: opens none
-    numpy.random.seed(mixed % 2**32)
 
 
 def seed_generators(seed: int) -> None:

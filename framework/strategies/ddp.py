@@ -55,13 +55,12 @@ class DDP(SyncedBuffers):
         comm_hook: str | Mapping[str, Any] | None = None,
         sync_batchnorm: bool = False,
     ) -> None:
+        super().__init__(context, broadcast_buffers=broadcast_buffers)
+        self.mixes_samples = sync_batchnorm
         if sync_batchnorm:
             _check_sync_batchnorm(context)
-        super().__init__(context, broadcast_buffers=broadcast_buffers)
-        self._syncs_batchnorm = self.mixes_samples = sync_batchnorm
-        self.copies_gradients = not gradient_as_bucket_view
-        if sync_batchnorm:
             self.buffers_differ = False  # statistics over all samples are the same on all ranks
+        self.copies_gradients = not gradient_as_bucket_view
         self._options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -100,7 +99,7 @@ class DDP(SyncedBuffers):
         Raises ConfigError for a model without parameters to train, and for an embedding with sparse gradients if the
         hook needs dense ones.
         """
-        if self._syncs_batchnorm:
+        if self.mixes_samples:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if self._context.world_size > 1:
             broadcast(model.buffers())
@@ -167,7 +166,7 @@ class DDP(SyncedBuffers):
         """
         # PowerSGD exchanges within the backward, SyncBatchNorm within the forward too: computing can't be told from
         # waiting.
-        if self._powersgd is not None or self._syncs_batchnorm:
+        if self._powersgd is not None or self.mixes_samples:
             return False
         assert isinstance(model, DistributedDataParallel)
         self._waiting = waiting

@@ -100,9 +100,8 @@ class FSDP(SyncedBuffers):
         check_dense(model, strategy="fsdp")
         modules = self._modules_to_wrap(model)
         if self._context.world_size > 1:
-            broadcast(
-                [*model.parameters(), *model.buffers()]
-            )  # as DDP does: ranks begin with the same weights, even if the model draws others
+            # As DDP does: ranks begin with the same weights, even if the model draws others.
+            broadcast([*model.parameters(), *model.buffers()])
         mesh, dtype = self._make_mesh(), next((each.dtype for each in model.parameters()), None)
         for module in modules:
             fully_shard(

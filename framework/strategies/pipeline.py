@@ -184,7 +184,7 @@ class Pipeline(Strategy):
         ]
         real_rows += [0] * (number - len(real_rows))
         scale = self._share.world_size / window.global_count
-        last_loss: Tensor | None = None
+        last_loss = torch.zeros((), device=device)
 
         def weighted_loss(output: Any, position: Tensor) -> Tensor:
             nonlocal last_loss
@@ -196,7 +196,7 @@ class Pipeline(Strategy):
             with precision.autocast():
                 step_output = task.training_step(stand_in, micro_batches[index].batch)
             add(step_output)
-            last_loss = step_output.loss.detach()
+            last_loss = step_output.loss.detach().float()
             weight = micro_batches[index].num_samples * scale
             return step_output.loss if weight == 1.0 else step_output.loss * weight
 
@@ -216,7 +216,8 @@ class Pipeline(Strategy):
             trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
             begin_mean = partial(begin_all_reduce_mean, group=self._copies_group)
             average_gradients(trained, cap_bytes=self._cap_bytes, begin_mean=begin_mean)
-        return self._loss_of_last_stage(last_loss)
+        dist.broadcast(last_loss, group=self._pipeline_group, group_src=(self.num_stages - 1) % self._ranks)
+        return last_loss
 
     @torch.no_grad()
     def total_norm(self, norm: Tensor) -> Tensor:
@@ -319,14 +320,6 @@ class Pipeline(Strategy):
             scale_grads=False,
         )
         return schedule, stages
-
-    def _loss_of_last_stage(self, loss: Tensor | None) -> Tensor:
-        """Return the last stage's loss on every rank of the pipeline."""
-        value = torch.zeros((), device=self._context.device)
-        if loss is not None:
-            value.copy_(loss)
-        dist.broadcast(value, group=self._pipeline_group, group_src=(self.num_stages - 1) % self._ranks)
-        return value if loss is None else loss
 
 
 def _size_of(schedule: str, num_stages: int | None, stages_per_rank: int | None, context: Context) -> tuple[int, int]:

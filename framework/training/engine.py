@@ -157,7 +157,7 @@ def build_trainer(
     # The schedule is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
     steps = data_settings.steps_per_epoch(rank.requested.trainer, rank.plan, size=train_loader.size)
     length = data_settings.schedule_length(rank.requested, steps)
-    callbacks = config.callbacks
+    callbacks, loggers = config.callbacks, config.logger if context.is_main else {}
     if settings.profiler is not None and "profiler" not in callbacks:
         callbacks = {**callbacks, "profiler": {"_target_": "framework.callbacks.profiler.TorchProfiler"}}
     state = TrainState(
@@ -168,9 +168,7 @@ def build_trainer(
         optimizer=optimizer,
         schedule=build.build_scheduler(config.scheduler, optimizer, length),
         callbacks=build.build_callbacks(callbacks, context=context, run_dir=rank.run_dir),
-        loggers=build.build_loggers(config.logger, run_dir=rank.run_dir, redraws=rank.link.is_watched)
-        if context.is_main
-        else {},
+        loggers=build.build_loggers(loggers, run_dir=rank.run_dir, redraws=rank.link.is_watched),
         train_loader=train_loader,
         stop=StopControl(rank.link, context=context),
         context=context,

@@ -47,8 +47,7 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         if self._scheduler is None:
             return {}
-        length = {} if self._total_steps is None else {_LENGTH: self._total_steps}
-        return {**self._scheduler.state_dict(), **length}
+        return {**self._scheduler.state_dict(), _LENGTH: self._total_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, after the optimizer's state.
