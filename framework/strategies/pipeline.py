@@ -292,26 +292,22 @@ class Pipeline(Strategy):
         return examples
 
     def _make_schedule(self, shapes: _Shapes, number: int, precision: NumberFormats) -> tuple[Any, list[_PaddedStage]]:
-        device = self._context.device
         with precision.autocast():
             examples = self._examples_for(shapes)
-        stages: list[_PaddedStage] = []
-        placed: list[PipelineStage] = []
-        for index, stage in self._stages.items():
-            before, after = examples[index : index + 2]
-            stages.append(_PaddedStage(stage, precision, after))
-            placed.append(
-                PipelineStage(
-                    stages[-1],
-                    index,
-                    self.num_stages,
-                    device,
-                    # With these, torch runs nothing to find the shapes.
-                    input_args=_examples(before, have_gradients=index > 0),
-                    output_args=_examples(after, have_gradients=True),
-                    group=self._pipeline_group,
-                )
+        stages = {index: _PaddedStage(stage, precision, examples[index + 1]) for index, stage in self._stages.items()}
+        placed = [
+            PipelineStage(
+                stage,
+                index,
+                self.num_stages,
+                self._context.device,
+                # With these, torch runs nothing to find the shapes.
+                input_args=_examples(examples[index], have_gradients=index > 0),
+                output_args=_examples(examples[index + 1], have_gradients=True),
+                group=self._pipeline_group,
             )
+            for index, stage in stages.items()
+        ]
         kind = _SCHEDULES[self._schedule]
         schedule = kind(
             placed if kind is ScheduleInterleaved1F1B else placed[0],
@@ -319,7 +315,7 @@ class Pipeline(Strategy):
             loss_fn=lambda output, position: self._loss(output, position),
             scale_grads=False,
         )
-        return schedule, stages
+        return schedule, list(stages.values())
 
 
 def _size_of(schedule: str, num_stages: int | None, stages_per_rank: int | None, context: Context) -> tuple[int, int]:
