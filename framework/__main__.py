@@ -61,7 +61,7 @@ def _command() -> int:
             return _answer(arguments)
         from framework.launch.fork_server import ForkServer
 
-        with closing(ForkServer.start(PRELOAD)) as fork_server:
+        with closing(ForkServer(PRELOAD)) as fork_server:
             return _answer(arguments, fork_server=fork_server)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -103,7 +103,7 @@ def fork_server() -> Iterator[ForkServer]:
     from framework.launch.fork_server import ForkServer
 
     costly = ("framework.strategies.fsdp", "framework.strategies.pipeline", "framework.checkpoint.sharded_state")
-    server = ForkServer.start((*PRELOAD, *costly))  # else each rank that needs them imports them for seconds
+    server = ForkServer((*PRELOAD, *costly))  # else each rank that needs them imports them for seconds
     yield server
     server.close()
 

@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -29,8 +29,6 @@ from framework.system.hardware import openmp_environment
 from framework.system.parent_death import die_with_parent
 from framework.system.signals import STOP_SIGNALS, catching_signals
 
-# Read by libraries when they are loaded; the user's own values count. Threads of a BLAS pool would be lost in forks.
-_LOAD_TIME_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 _PRELOAD = ("torch", "torch.distributed")  # by a server that is started when a process is needed at once
 _END_TIMEOUT_S = 5.0
 _KILL_TIMEOUT_S = 10.0  # only a process in an uninterruptible system call outlives SIGKILL for so long
@@ -40,28 +38,19 @@ _KILL_TIMEOUT_S = 10.0  # only a process in an uninterruptible system call outli
 class ForkServer:
     """A running fork server. `close` ends it and all its children."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], connection: Connection, *, defaults: Mapping[str, str]
-    ) -> None:
-        """defaults: variables for libraries of the server and its children, unless the user sets them."""
-        self._process = process
-        self._connection = connection
-        self._defaults = defaults
-
-    @staticmethod
-    def start(preload: Sequence[str]) -> ForkServer:
+    def __init__(self, preload: Sequence[str]) -> None:
         """Start the server, which begins to import `preload` at once. Takes milliseconds."""
-        connection, theirs = Pipe()
-        defaults = {**_LOAD_TIME_ENVIRONMENT, **openmp_environment()}
+        # Read by libraries when they are loaded; the user's own values count. Forks would lose a BLAS pool's threads.
+        self._defaults = {"OPENBLAS_NUM_THREADS": "1", **openmp_environment()}
+        self._connection, theirs = Pipe()
         # A session of its own: Ctrl-C at the terminal reaches only the parent, which decides for all.
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "framework.launch.fork_server", str(theirs.fileno()), str(os.getpid()), *preload],
             pass_fds=[theirs.fileno()],
-            env={**defaults, **os.environ},
+            env={**self._defaults, **os.environ},
             start_new_session=True,
         )
         theirs.close()
-        return ForkServer(process, connection, defaults=defaults)
 
     @property
     def alive(self) -> bool:
@@ -143,11 +132,8 @@ def running_fork_server(given: ForkServer | None) -> Iterator[ForkServer]:
     if given is not None and given.alive:
         yield given
         return
-    server = ForkServer.start(_PRELOAD)
-    try:
+    with closing(ForkServer(_PRELOAD)) as server:
         yield server
-    finally:
-        server.close()
 
 
 # Calling one function in a process that has torch

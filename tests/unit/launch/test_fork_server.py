@@ -26,7 +26,7 @@ def start() -> Iterator[Callable[..., ForkServer]]:
     servers: list[ForkServer] = []
 
     def call(*preload: str) -> ForkServer:
-        servers.append(ForkServer.start(preload))
+        servers.append(ForkServer(preload))
         return servers[-1]
 
     yield call
