@@ -29,7 +29,7 @@ def launch(plan: LaunchPlan) -> Outcome:
     except BdbQuit:
         raise KeyboardInterrupt from None
     except RequestError as error:
-        if rank_status.step == 0:
+        if rank_status.read().step == 0:
             raise
         print(error, file=sys.stderr, flush=True)
         return Outcome(error.exit_status)

@@ -114,12 +114,6 @@ class RankStatus:
         """Mark optimizer step `step`, counted from 1, as done."""
         self._page.step = step
 
-    @property
-    def step(self) -> int:
-        """The last step that `finish_step` was given, 0 before the first."""
-        step: int = self._page.step
-        return step
-
     def beat(self, collectives: int) -> None:
         """Show that the process runs, and how many collectives it has begun."""
         self._page.collectives = collectives
