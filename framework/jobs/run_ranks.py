@@ -55,7 +55,7 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
     setup, launcher = _setup(request, topology), chosen_launcher(request)
     joined: AbstractContextManager[ElasticNode | None] = nullcontext()
     if setup.endpoint is not None:  # this command is typed on several nodes: wait for all of them
-        joined = joined_nodes(setup, fork_server=request.fork_server, arguments=sys.argv[1:])
+        joined = joined_nodes(setup, arguments=sys.argv[1:])
     with joined as elastic:
         if elastic is not None and elastic.spec is not None:
             return _join(request, setup, elastic, elastic.spec)
@@ -83,6 +83,8 @@ def _setup(request: Request, topology: Topology) -> NodeSetup:
             timeout_s=config.backend.timeout,
             late_after_s=config.launcher.late_after,
         ),
+        init_method=config.backend.init_method,
+        fork_server=request.fork_server,
         terminal=request.sub_run is None,
         node=config.topology.node_rank,
         endpoint=split_endpoint(endpoint) if has_others and endpoint is not None else None,
@@ -95,8 +97,6 @@ def _plan(request: Request, setup: NodeSetup, run_dir: RunDir, *, entry: str) ->
         **vars(setup),
         entry=entry,
         run_dir=run_dir,
-        init_method=request.config.backend.init_method,
-        fork_server=request.fork_server,
         adopted_ranks=request.adopted_ranks,
         names=_needed(request.config),
     )

@@ -20,7 +20,6 @@ from typing import TypeVar, final
 from framework.errors import EXIT_RUN_FAILED, FrameworkError, LaunchError
 from framework.launch import local
 from framework.launch.child import silence_compiled_code
-from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import Fingerprint, Handshake, RunSpec, fingerprint
 from framework.launch.local import NodeRun, node_run
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
@@ -37,9 +36,7 @@ def launch(plan: LaunchPlan) -> Outcome:
 
 
 @contextmanager
-def joined_nodes(
-    setup: NodeSetup, *, fork_server: ForkServer | None, arguments: Sequence[str]
-) -> Iterator[ElasticNode]:
+def joined_nodes(setup: NodeSetup, *, arguments: Sequence[str]) -> Iterator[ElasticNode]:
     """Yield this node's part of a run on several nodes, once every node has joined with the same command.
 
     arguments: of the command. Raises ConfigError if a node differs, RunError if one doesn't join in time; then nothing
@@ -49,7 +46,7 @@ def joined_nodes(
     topology = setup.topology
     processes = f"{topology.procs_per_node} with {topology.gpus_per_node} GPUs"  # by default from each node's own GPUs
     own["processes on a node"] = processes
-    with node_run(setup, fork_server=fork_server) as run:
+    with node_run(setup) as run:
         node = ElasticNode(run, own)
         try:
             node.join()

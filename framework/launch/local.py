@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import count
@@ -20,13 +20,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
 
-from framework.config.schema import InitMethod
 from framework.errors import EXIT_STOPPED, LaunchError
 from framework.launch.child import Child, Message
 from framework.launch.environment import LOOPBACK
 from framework.launch.fork_server import ForkServer, running_fork_server
 from framework.launch.interfaces import network_environment
-from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, rank_environment, rendezvous_url
+from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, rank_environment
 from framework.launch.stopping import shown_signal
 from framework.launch.store import RunStore, listen
 from framework.launch.worker import LEAVE_S
@@ -58,24 +57,21 @@ def launch(plan: LaunchPlan) -> Outcome:
     Raises LaunchError if processes can't be started or are lost, KeyboardInterrupt if the run is ended at once: on
     Ctrl-C or another of `STOP_SIGNALS` if nothing would be saved, otherwise on a second Ctrl-C. No rank is left then.
     """
-    with node_run(plan, fork_server=plan.fork_server, init_method=plan.init_method) as run:
+    with node_run(plan) as run:
         numbers = count()
         return run.run(plan, next_attempt=lambda _: next(numbers))
 
 
 @contextmanager
-def node_run(setup: NodeSetup, *, fork_server: ForkServer | None, init_method: InitMethod = "env") -> Iterator[NodeRun]:
+def node_run(setup: NodeSetup) -> Iterator[NodeRun]:
     """Yield this node's part of a run, with nothing started yet; no process of it is left afterwards."""
     with (
         catching_signals() as signals,
-        running_fork_server(fork_server) as server,
-        TemporaryDirectory(prefix="framework_") if init_method == "file" else nullcontext("") as folder,
+        running_fork_server(setup.fork_server) as server,
+        TemporaryDirectory(prefix="framework_") if setup.init_method == "file" else nullcontext("") as folder,
+        closing(NodeRun(setup, server, folder=Path(folder), signals=signals)) as run,
     ):
-        run = NodeRun(setup, server, folder=Path(folder), signals=signals)
-        try:
-            yield run
-        finally:
-            run.close()
+        yield run
 
 
 @final
@@ -83,7 +79,10 @@ class NodeRun:
     """One node's ranks of a run, over all attempts, and the loop that monitors them. Call `close` in any case."""
 
     def __init__(self, setup: NodeSetup, server: ForkServer, *, folder: Path, signals: Signals) -> None:
-        """folder: for rendezvous files, with backend.init_method=file."""
+        """folder: for rendezvous files, with backend.init_method=file.
+
+        It can't be the run directory, which the user names: torch cuts the path at `#` and `?` and undoes no quoting.
+        """
         self.setup = setup
         self.server = server
         self.store: Store | None = None  # of a run on several nodes
@@ -218,16 +217,16 @@ class NodeRun:
     def _spawn_ranks(self, plan: LaunchPlan, host: str, port: int, *, listener: socket.socket | None = None) -> None:
         topology = plan.topology
         file = self._folder / f"rendezvous_{self._number}"  # none can be used twice
-        rendezvous = rendezvous_url(plan.init_method, host=host, port=port, file=file)
+        rendezvous = {"env": "env://", "tcp": f"tcp://{host}:{port}", "file": f"file://{file}"}[plan.init_method]
+        run_dir, interface = str(plan.run_dir.path), network_environment(host, nnodes=topology.nnodes)
         for local_rank in range(topology.procs_per_node):
             rank = topology.rank_of(plan.node, local_rank)
-            run_dir = str(plan.run_dir.path)
             arguments = RankArguments(run_dir, topology, rank=rank, rendezvous=rendezvous, attempt=self._number)
             child = Child(
                 "framework.launch.worker:rank_main",
                 {"entry": plan.entry, "rank": arguments},
                 environment={
-                    **network_environment(host, nnodes=topology.nnodes),
+                    **interface,
                     **rank_environment(topology, rank=rank, host=host, port=port, attempt=self._number),
                 },
                 log=plan.run_dir.rank_log(rank),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from framework.config.schema import InitMethod
@@ -26,6 +25,8 @@ class NodeSetup:
 
     topology: Topology
     limits: Limits
+    init_method: InitMethod
+    fork_server: ForkServer | None  # None: one is started if the launcher needs it
     terminal: bool  # rank 0's output goes there as well as to its log
     node: int = 0  # this machine's
     endpoint: tuple[str, int] | None = None  # host and port of the store on node 0; None on one node
@@ -41,8 +42,6 @@ class LaunchPlan(NodeSetup):
 
     entry: str
     run_dir: RunDir
-    init_method: InitMethod
-    fork_server: ForkServer | None
     adopted_ranks: AdoptedRanks | None = None  # in rank 0 of ranks that something else has started
     names: tuple[str, ...] = ()  # of what every rank needs besides the fork server's preload
 
@@ -101,19 +100,6 @@ class MonitorLink:
     def is_watched(self) -> bool:
         """True if a launcher monitors the rank; False with `launcher=in_place`."""
         return self.open_store is not None
-
-
-def rendezvous_url(method: InitMethod, *, host: str, port: int, file: Path) -> str:
-    """Return the URL of the rendezvous: the run's store with `env` and `tcp`, the new file `file` with `file`.
-
-    The file can't be in the run directory, which the user names: torch cuts the path at `#` and `?` and undoes no
-    quoting.
-    """
-    return {
-        "env": "env://",
-        "tcp": f"tcp://{host}:{port}",
-        "file": f"file://{file}",
-    }[method]
 
 
 def rank_environment(topology: Topology, *, rank: int, host: str, port: int, attempt: int = 0) -> dict[str, str]:
