@@ -18,8 +18,8 @@ from typing import Any, TextIO, final
 
 from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED
 from framework.launch.plan import Outcome, RankArguments
-from framework.launch.store import RunStore, UnverifiedError
-from framework.monitoring.node_exchange import DeadlineExecutor, NodeExchange, StoreGoneError
+from framework.launch.store import RunStore, StoreGoneError, UnverifiedError, call_with_deadline
+from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
@@ -56,10 +56,7 @@ class AdoptedMonitor:
         self._signals = signals
         self._run_dir = RunDir(Path(arguments.run_dir))
         self._monitor = NodeMonitor(node=arguments.node_rank, limits=limits, own=rank_status)
-        self._exchange: NodeExchange | None = None
-        if topology.nnodes > 1:
-            self._exchange = NodeExchange(store, self._monitor, nnodes=topology.nnodes)
-        self._ask = DeadlineExecutor()
+        self._exchange = NodeExchange(store, self._monitor, nnodes=topology.nnodes)
         self._ended = threading.Event()
         self._reported = threading.Event()
         self._settling = threading.Event()
@@ -72,7 +69,7 @@ class AdoptedMonitor:
 
     def start(self) -> None:
         with suppress(StoreGoneError, TimeoutError):  # the ranks that were opened until then are monitored
-            DeadlineExecutor()(self._open_rank_statuses, timeout_s=2 * self._limits.init_timeout_s)
+            call_with_deadline(self._open_rank_statuses, timeout_s=2 * self._limits.init_timeout_s)
         self._thread.start()
 
     def settle(self, status: int) -> Outcome:
@@ -120,13 +117,13 @@ class AdoptedMonitor:
                 os._exit(error.exit_status)
 
     def _look(self) -> None:
-        exchange, monitor = self._exchange, self._monitor
+        monitor = self._monitor
         if self._acts_for_node():
-            if exchange is not None:
-                exchange.step()
+            if self._topology.nnodes > 1:
+                self._exchange.step()
             elif (requested := monitor.received_signal()) and not monitor.stop_signal:
                 monitor.set_stop_signal(requested)
-        for event in monitor.check(elsewhere=None if exchange is None else exchange.progress_elsewhere):
+        for event in monitor.check(elsewhere=self._exchange.progress_elsewhere):
             if event["event"] == "hung":
                 self._hung = True
             elif self._acts_for_node():
@@ -147,7 +144,7 @@ class AdoptedMonitor:
             return f"rank {min(failed)} failed"
         if self._hung:
             return "the ranks have waited too long"
-        alarm = None if self._exchange is None else self._exchange.alarm
+        alarm = self._exchange.alarm
         return None if alarm is None else f"node {alarm['node']}: {alarm['cause']}"
 
     def _end(self, cause: str) -> None:
@@ -186,10 +183,7 @@ class AdoptedMonitor:
             file = self._run_dir.failure_of(node=node, attempt=self._arguments.attempt, is_last=True)
             with suppress(OSError):
                 return FailureReport.from_plain(json.loads(file.read_text()))
-        try:
-            report = self._ask(lambda: self._store.get("report"))
-        except StoreGoneError:
-            return None
+        report = self._exchange.find_report()
         return None if report is None else FailureReport.from_plain(report)
 
     def _make_report(self, cause: str) -> FailureReport:
@@ -203,9 +197,6 @@ class AdoptedMonitor:
             attempt=self._arguments.attempt,
             is_last=True,
         )
-        if self._exchange is None:
-            with suppress(StoreGoneError):
-                self._ask(lambda: self._store.set("report", report.to_plain()))
         # Node 0's report is shown there; another node shows only one of its own side of a cut.
         self._shows_report = self._monitor.node in (0, report.node)
         return report

@@ -23,7 +23,7 @@ from framework.launch.child import silence_compiled_code
 from framework.launch.handshake import Fingerprint, Handshake, RunSpec, fingerprint
 from framework.launch.local import NodeRun, node_run
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
-from framework.monitoring.node_exchange import DeadlineExecutor, StoreGoneError, call_in_thread
+from framework.launch.store import StoreGoneError, call_in_thread, call_with_deadline
 from framework.monitoring.report import FailureReport
 
 T = TypeVar("T")
@@ -77,7 +77,6 @@ class ElasticNode:
             port_option="topology.rdzv_endpoint",
         )
         silence_compiled_code()  # this process is a client of the store, which may be lost
-        self._ask = DeadlineExecutor()
         self.status = EXIT_RUN_FAILED
         self.spec: RunSpec | None = None
 
@@ -149,7 +148,7 @@ class ElasticNode:
     def _others_are_done(self) -> bool:
         """Report that this node's ranks have succeeded; return True if those of all nodes have."""
         try:
-            return self._ask(self._handshake.all_done)
+            return call_with_deadline(self._handshake.all_done)
         except StoreGoneError as error:
             raise self._lost_store() from error
 

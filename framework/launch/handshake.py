@@ -39,13 +39,14 @@ from framework.launch.store import (
     PROBE_S,
     STORE_TIMEOUT_S,
     RunStore,
+    StoreGoneError,
     UnverifiedError,
     await_listener,
+    call_with_deadline,
     connect,
     host_store,
     listen,
 )
-from framework.monitoring.node_exchange import DeadlineExecutor, StoreGoneError
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import list_ranks
 from framework.system.run_dir import RunDir, write_atomically
@@ -165,7 +166,7 @@ class Handshake:
         with suppress(FrameworkError, RuntimeError, StoreGoneError):  # it was printed, or is why this process ends
             if self._number > 0:
                 if self._store is not None:
-                    DeadlineExecutor()(lambda: self._keys.set(f"handshake/left/{self._number}", True))
+                    call_with_deadline(lambda: self._keys.set(f"handshake/left/{self._number}", True))
                 return
             if not self._is_answered:
                 self.open(timeout_s=_CLOSE_TIMEOUT_S)
@@ -218,7 +219,7 @@ class Handshake:
         deadline = time.monotonic() + timeout_s
         self.open(timeout_s=timeout_s)
         try:  # with a deadline of its own: if the link to the store is cut, torch's calls don't return
-            return DeadlineExecutor()(lambda: self._compare_and_receive(deadline), timeout_s=timeout_s + PROBE_S)
+            return call_with_deadline(lambda: self._compare_and_receive(deadline), timeout_s=timeout_s + PROBE_S)
         except (TimeoutError, StoreGoneError) as error:
             has = f"has waited {timeout_s:g} s for" if isinstance(error, TimeoutError) else "has lost"
             raise RunError(
@@ -312,7 +313,7 @@ class Handshake:
             )
         left_s = max(PROBE_S, deadline - time.monotonic())
         try:  # torch's client waits forever if something else listens there and says nothing
-            return DeadlineExecutor()(partial(connect, host, port, timeout_s=left_s), timeout_s=left_s)
+            return call_with_deadline(partial(connect, host, port, timeout_s=left_s), timeout_s=left_s)
         except StoreGoneError as error:
             raise RunError(
                 f"{self._self} got no answer from a store at {self._named} within {timeout_s:g} s: something else may "

@@ -30,7 +30,7 @@ from framework.launch.stopping import shown_signal
 from framework.launch.store import RunStore, listen
 from framework.launch.worker import LEAVE_S
 from framework.monitoring.failure import FailureKind
-from framework.monitoring.node_exchange import NodeExchange, StoreGoneError
+from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
@@ -310,11 +310,7 @@ class NodeRun:
         if self._exchange is None:
             self._monitor.set_stop_signal(signal_number)
             return True
-        try:
-            self._exchange.request_stop(signal_number)
-        except StoreGoneError:
-            return False
-        return True
+        return self._exchange.request_stop(signal_number)
 
     # Ending
 

@@ -11,6 +11,8 @@ statement/NODE        what the node's monitor knows of its ranks
 report                the failure report made of the statements
 taken/NODE            this node has the report, so that the host of the store may leave
 
+If the host of the store is cut off, torch's calls never return: see `call_with_deadline`.
+
 Torch's store has no authentication: whoever reaches its port can read and write it. So each value carries an HMAC of
 its key and itself, made with the run's secret, and a value that doesn't verify is refused. Counters can't carry one.
 """
@@ -23,9 +25,12 @@ import ipaddress
 import json
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from framework.errors import RunError
 from framework.launch.environment import LOOPBACK, SECRET
@@ -33,13 +38,19 @@ from framework.launch.environment import LOOPBACK, SECRET
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+T = TypeVar("T")
 PROBE_S = 1.0
 STORE_TIMEOUT_S = 10.0
 
+_CALL_TIMEOUT_S = 5.0
 _DIGEST_CHARS = 2 * hashlib.sha256().digest_size
 _BACKLOG = 4096
 _POLL_S = 0.05
 _LONG_POLL_S = 0.5
+
+
+class StoreGoneError(Exception):
+    """The run's store doesn't answer: its node is down, or the link to it is cut."""
 
 
 class UnverifiedError(RunError):
@@ -165,3 +176,28 @@ def host_store(listener: socket.socket, host: str = LOOPBACK) -> Store:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),  # the store owns and closes it from here on
     )
+
+
+def call_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Make a call in a thread that may be left behind, unlike those of an executor."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    return future
+
+
+def call_with_deadline(call: Callable[[], T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
+    """Return the result. Raises StoreGoneError if it takes too long or raises RuntimeError, as stores do."""
+    future = call_in_thread(call)
+    if not wait([future], timeout=timeout_s).done:
+        raise StoreGoneError
+    try:
+        return future.result()
+    except RuntimeError as error:
+        raise StoreGoneError from error

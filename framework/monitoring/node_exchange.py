@@ -1,68 +1,21 @@
-"""What the monitors of several nodes exchange through the run's store. Every call has a deadline.
-
-If the host of the store is cut off, torch's calls never return. So each is made in a thread, and the store counts as
-gone after the deadline.
-"""
+"""What the monitors of several nodes exchange through the run's store. After one call that fails it counts as gone."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar, final
 
-from framework.launch.store import RunStore
+from framework.launch.store import RunStore, StoreGoneError, call_with_deadline
 from framework.monitoring.node_monitor import NodeMonitor, Progress, max_progress
 
 T = TypeVar("T")
-_CALL_TIMEOUT_S = 5.0
 _EXCHANGE_EVERY_S = 1.0
 _STATEMENTS_TIMEOUT_S = 4.0
 _REPORT_TIMEOUT_S = 8.0
 _TAKEN_TIMEOUT_S = 3.0
 _POLL_S = 0.1
-
-
-class StoreGoneError(Exception):
-    """The run's store doesn't answer: its node is down, or the link to it is cut."""
-
-
-def call_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Make a call in a thread that may be left behind, unlike those of an executor."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="store", daemon=True).start()
-    return future
-
-
-@final
-class DeadlineExecutor:
-    """Makes calls with a deadline. After one that failed every later one raises at once."""
-
-    def __init__(self) -> None:
-        self._gone = False
-
-    def __call__(self, call: Callable[[], T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
-        """Return the result. Raises StoreGoneError if it takes too long or raises RuntimeError, as stores do."""
-        if self._gone:
-            raise StoreGoneError
-        future = call_in_thread(call)
-        if not wait([future], timeout=timeout_s).done:
-            self._gone = True
-            raise StoreGoneError
-        try:
-            return future.result()
-        except RuntimeError as error:
-            self._gone = True
-            raise StoreGoneError from error
 
 
 @final
@@ -73,7 +26,6 @@ class NodeExchange:
         self._store = run_store
         self._monitor = monitor
         self._nnodes = nnodes
-        self._call = DeadlineExecutor()
         self._next_s = 0.0
         self._counter = 0
         self._heard = dict.fromkeys(range(nnodes), (0, time.monotonic()))  # node → its counter, and when it changed
@@ -85,13 +37,14 @@ class NodeExchange:
 
     def step(self) -> None:
         """Exchange progress with the other nodes, pass on stop requests, look for an alarm."""
-        if not self.is_cut and time.monotonic() >= self._next_s:
+        if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _EXCHANGE_EVERY_S
             self._try(self._exchange)
 
-    def request_stop(self, signal_number: int) -> None:
-        """Ask the ranks of all nodes to stop together. Raises StoreGoneError."""
-        self._call(lambda: self._store.request_stop(signal_number))
+    def request_stop(self, signal_number: int) -> bool:
+        """Ask the ranks of all nodes to stop together; return False if the store is gone."""
+        self._try(lambda: self._store.request_stop(signal_number))
+        return not self.is_cut
 
     def raise_alarm(self, cause: str) -> None:
         """Tell the nodes that can be reached that the attempt has failed."""
@@ -113,6 +66,10 @@ class NodeExchange:
         """Give the report to the nodes that made a statement, and wait until they have it: the store may go then."""
         self._try(lambda: self._store.set("report", report))
         self._collect([f"taken/{node}" for node in self._stated], timeout_s=_TAKEN_TIMEOUT_S)
+
+    def find_report(self) -> dict[str, Any] | None:
+        """Return the report if it is published; None if it isn't, or the store is gone."""
+        return self._try(lambda: self._store.get("report"))
 
     def await_report(self, own: dict[str, Any], *, cause: str) -> dict[str, Any] | None:
         """Raise the alarm, make this node's statement, and return node 0's report; None if it doesn't come in time."""
@@ -153,8 +110,10 @@ class NodeExchange:
 
     def _try(self, call: Callable[[], T]) -> T | None:
         """Return the result, or None if the store is gone."""
+        if self.is_cut:
+            return None
         try:
-            return self._call(call)
+            return call_with_deadline(call)
         except StoreGoneError:
             self.is_cut = True
             return None
