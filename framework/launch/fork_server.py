@@ -215,7 +215,7 @@ class ForkServerProcess:
     def __init__(self, connection: Connection, *, preload: Sequence[str]) -> None:
         self._connection = connection
         self._preload = list(preload)
-        self._keys: dict[int, str] = {}  # pid → key, of children not yet reaped
+        self._pids: dict[str, int] = {}  # by key, of children not yet reaped
 
     def serve(self) -> tuple[Message, list[int]]:
         """Serve requests. Return only in a forked child: what it is to run, and its file descriptors.
@@ -243,8 +243,8 @@ class ForkServerProcess:
                         self._preload += message["names"]
                         while self._preload:
                             self._preload_next()
-                    else:
-                        self._kill(message["key"])
+                    elif message["key"] in self._pids:  # to kill, if it still runs
+                        os.kill(self._pids[message["key"]], signal.SIGKILL)
                 elif self._preload:
                     self._preload_next()
 
@@ -270,19 +270,15 @@ class ForkServerProcess:
                 print(f"A process can't be started: {error}", file=sys.stderr, flush=True)
                 self._report(key, pid=0, status=1)
                 return -1
-        self._keys[pid] = key
+        self._pids[key] = pid
         return pid
 
-    def _kill(self, key: str) -> None:
-        for pid, its_key in self._keys.items():
-            if its_key == key:
-                os.kill(pid, signal.SIGKILL)
-
     def _reap(self) -> None:
-        for pid in list(self._keys):
+        for key, pid in list(self._pids.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                self._report(self._keys.pop(pid), pid=pid, status=os.waitstatus_to_exitcode(status))
+                del self._pids[key]
+                self._report(key, pid=pid, status=os.waitstatus_to_exitcode(status))
 
     def _report(self, key: str, *, pid: int, status: int) -> None:
         self._connection.send({"key": key, "pid": pid, "status": status, "time": time.time()})

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
@@ -58,8 +57,7 @@ def launch(plan: LaunchPlan) -> Outcome:
     Ctrl-C or another of `STOP_SIGNALS` if nothing would be saved, otherwise on a second Ctrl-C. No rank is left then.
     """
     with node_run(plan) as run:
-        numbers = count()
-        return run.run(plan, next_attempt=lambda _: next(numbers))
+        return run.run(plan, next_attempt=lambda failed: 0 if failed is None else failed.attempt + 1)
 
 
 @contextmanager
