@@ -18,21 +18,16 @@ from pathlib import Path
 from typing import TypeVar, final
 
 from framework.errors import EXIT_RUN_FAILED, FrameworkError, LaunchError
-from framework.launch import local
 from framework.launch.child import silence_compiled_code
 from framework.launch.handshake import Fingerprint, Handshake, RunSpec, fingerprint
 from framework.launch.local import NodeRun, node_run
+from framework.launch.local import launch as launch  # of one node, with restarts; for several see `joined_nodes`
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.launch.store import StoreGoneError, call_in_thread, call_with_deadline
 from framework.monitoring.report import FailureReport
 
 T = TypeVar("T")
 _MARGIN_S = 30.0  # a call that takes so much longer than it should has lost the link to the store
-
-
-def launch(plan: LaunchPlan) -> Outcome:
-    """Run the ranks of one node, with restarts. With several nodes, see `joined_nodes`."""
-    return local.launch(plan)
 
 
 @contextmanager
