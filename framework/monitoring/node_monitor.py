@@ -21,13 +21,7 @@ import psutil
 
 from framework.monitoring.failure import failure_facts
 from framework.monitoring.oom_killer import count_oom_kills, killed_since
-from framework.monitoring.rank_status import (
-    CRASH,
-    STACKS_SIGNAL,
-    Phase,
-    RankStatus,
-    StatusPage,
-)
+from framework.monitoring.rank_status import CRASH, STACKS_SIGNAL, Phase, RankStatus, StatusPage
 
 _STACKS_TIMEOUT_S = 1.5
 _STACKS_POLL_S = 0.02
@@ -195,7 +189,7 @@ class NodeMonitor:
         """
         states = self.states()
         late, seconds = waited_for(states, elsewhere=elsewhere)
-        in_training = all(rank.status.read().step > 0 for rank in self._ranks.values())
+        in_training = all(state.step > 0 for state in states)
         limit_s = (self._limits.timeout_s if in_training else self._limits.init_timeout_s) + _HUNG_MARGIN_S
         counts = seconds >= min(self._limits.late_after_s, limit_s)  # a hung rank was late before
         events = list(self._note_late(states, {each.rank for each in late}, seconds=seconds if counts else None))
