@@ -1,4 +1,4 @@
-"""The batches of one rank, on its device: `TrainLoader` for optimizer steps, `EvalLoader` for every sample once."""
+"""The batches of one rank, on its device: `MapLoader` of a map-style dataset, and `EvalLoader` to evaluate any data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from framework.config.schema import LoaderKind
-from framework.data.batching import BatchPlan, count_windows, share
+from framework.data.batching import BatchPlan, count_windows
 from framework.data.fetch import BatchDataset, BatchRequest, ItemLoader
 from framework.data.prefetch import pins_memory, prefetch
 from framework.data.resident import ResidentBatches, decode
 from framework.data.sampler import GlobalOrder, epoch_indices, epoch_length, windows
+from framework.data.stream import StreamLoader
 from framework.data.tensor_samples import as_tensor_samples
 from framework.errors import DataError
 from framework.system.formatting import format_bytes
 from framework.system.hardware import available_memory, threads_per_process
-from framework.types import Batch, MapDataset, MicroBatch, MicroIndices, Window
+from framework.types import Batch, MapDataset, MicroBatch, Window
 
 MAX_WORKERS = 8
 DEVICE_SHARE = 0.25
@@ -123,29 +124,30 @@ def device_limit(device: torch.device, *, procs: int) -> int:
 
 
 @final
-class TrainLoader:
-    """This rank's part of every global batch. All ranks make one with the same order, plan and limit.
+class MapLoader:
+    """This rank's part of every global batch of a map-style dataset. All ranks make one with the same arguments.
 
-    limit: global batches per epoch at most. Raises DataError if the dataset is empty or has fewer samples than there
-    are processes.
+    split: `train`, `val` or `test`, for messages. limit: global batches per epoch at most. Raises DataError if the
+    dataset is empty.
     """
 
     def __init__(
         self,
         dataset: MapDataset,
         *,
-        order: GlobalOrder,
+        split: str,
         plan: BatchPlan,
         rank: int,
         device: torch.device,
         options: LoaderOptions = IN_THIS_PROCESS,
+        seed: int = 0,
+        shuffle: bool = False,
         limit: int | None = None,
     ) -> None:
-        self.size = dataset_size(dataset, split="train")
+        self.size = dataset_size(dataset, split=split)
         """Samples of the whole dataset, regardless of `limit`."""
-        check_one_sample_each(self.size, plan)
-        self._order, self._rank = order, rank
-        self._source = batch_source(dataset, split="train", seed=order.seed, device=device, options=options)
+        self._order, self._rank = GlobalOrder(self.size, seed, shuffle), rank
+        self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
         self._set_plan(plan, limit)
 
     def _set_plan(self, plan: BatchPlan, limit: int | None) -> None:
@@ -154,7 +156,7 @@ class TrainLoader:
         taken = epoch_length(self._order, plan, limit=limit)
         self.steps_per_epoch = count_windows(taken, global_batch_size=plan.global_batch_size)
 
-    def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> TrainLoader:
+    def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> MapLoader:
         """Return a loader of the same data with another plan and limit. For a loader without a limit of its own.
 
         Use one of the two at a time; closing either closes both.
@@ -163,13 +165,17 @@ class TrainLoader:
         other._set_plan(plan, limit)
         return other
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
+    def epoch(self, epoch: int, start: int = 0, *, limit: int | None = None) -> Iterator[Window]:
         """Yield the windows of `epoch` from sample `start` of its order on; samples before it are not loaded.
 
         Take all micro-batches of a window before the next window, and end one epoch before another is begun.
         Raises DataError if `start` isn't inside the epoch, RunError if a sample can't be loaded.
+
+        Args:
+            limit: global batches of the epoch at most; None: the loader's own limit.
         """
-        indices = epoch_indices(self._order, self._plan, epoch=epoch, start=start, limit=self._limit)
+        limit = self._limit if limit is None else limit
+        indices = epoch_indices(self._order, self._plan, epoch=epoch, start=start, limit=limit)
         gathered = 0
         if isinstance(self._source, ResidentBatches):
             gathered = yield from self._source.windows(indices, self._plan, rank=self._rank, epoch=epoch)
@@ -200,48 +206,33 @@ class TrainLoader:
 
 @final
 class EvalLoader:
-    """This rank's share of a whole dataset: over all ranks every sample exactly once, in the dataset's order.
+    """This rank's part of the data to evaluate: over all ranks every sample exactly once.
 
-    Ranks may have different numbers of batches, or none; if `is_even`, those with fewer get stand-ins of no samples.
-    Random transforms draw the same in every evaluation. split: `val` or `test`, for messages. Raises DataError if the
-    dataset is empty.
+    Rank r of W takes batch r, r + W, …, and a share of what is left at the end; or it reads a shard of its own. Ranks
+    may have different numbers of batches, or none. Random transforms draw the same in every evaluation. With a stream,
+    every rank must iterate.
+
+    Args:
+        loader: One micro-batch of a rank to a window, not shuffled.
+        turns: Samples that each rank takes in turn; None if it reads a shard of its own.
+        is_even: Ranks with fewer batches get stand-ins of no samples.
     """
 
-    def __init__(
-        self,
-        dataset: MapDataset,
-        *,
-        split: str,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        options: LoaderOptions = IN_THIS_PROCESS,
-        is_even: bool = False,
-    ) -> None:
-        size = dataset_size(dataset, split=split)
-        mine = share(size, rank=rank, world_size=world_size)
-        batches = (mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size))
-        self._batches = [MicroIndices(torch.arange(each.start, each.stop), len(each)) for each in batches]
-        if is_even:
-            most = -(-len(share(size, rank=0, world_size=world_size)) // batch_size)
-            # Any sample of it will do: its results are left out.
-            self._batches += [MicroIndices(torch.zeros(1, dtype=torch.int64), 0)] * (most - len(self._batches))
-        self._source = batch_source(dataset, split=split, seed=0, device=device, options=options)
+    def __init__(self, loader: MapLoader | StreamLoader, *, turns: int | None, is_even: bool = False) -> None:
+        self._loader, self._is_even = loader, is_even
+        self.turns = turns
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self.first(None)
 
     def first(self, number: int | None) -> Iterator[MicroBatch]:
-        """Yield this rank's first `number` batches, or all if it has fewer or `number` is None."""
-        batches = self._batches[:number]
-        requests = (BatchRequest(micro.indices, epoch=0) for micro in batches)
-        for micro, batch in zip(batches, self._source.batches(requests), strict=True):
-            yield MicroBatch(batch, micro.num_samples)
+        """Yield this rank's batches of the first `number` windows, None for all."""
+        for window in self._loader.epoch(0, limit=number):
+            yield from (micro for micro in window.micro_batches if micro.num_samples or self._is_even)
 
     def close(self) -> None:
         """End the loader's worker processes; may be called again."""
-        self._source.close()
+        self._loader.close()
 
 
 def dataset_size(dataset: MapDataset, *, split: str) -> int:

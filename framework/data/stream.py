@@ -1,8 +1,8 @@
 """Streams: an IterableDataset, whose samples come one after another.
 
-`StreamLoader` gives the batches of one rank for optimizer steps, `StreamEvalLoader` every sample once. `StreamReader`
-reads the samples, in this process or in a worker, with generators seeded by (seed, epoch, position in the stream): what
-the dataset draws depends on neither the number of ranks nor earlier interruptions.
+`StreamLoader` gives the batches of one rank. `StreamReader` reads the samples, in this process or in a worker, with
+generators seeded by (seed, epoch, position in the stream): what the dataset draws depends on neither the number of
+ranks nor earlier interruptions.
 
 All ranks have the same windows, though each may read a shard of its own. The ranks exchange how many samples each has
 for a window two windows ahead, beside the computation. So before a window's first forward every rank knows its number
@@ -61,8 +61,6 @@ class StreamPlan:
     limit: int | None = None
     # Read ahead in a process of its own.
     in_worker: bool = False
-    # In evaluation: ranks have the same number of batches, by stand-ins of no samples.
-    is_even: bool = False
 
     @property
     def source(self) -> int:
@@ -86,11 +84,6 @@ class StreamPlan:
 
     def _shard_size(self, count: int, rank: int) -> int:
         return len(share(count, rank=rank, world_size=self.batches.world_size))
-
-
-def evaluation_plan(split: str, *, batch_size: int, rank: int, world_size: int, **options: Any) -> StreamPlan:
-    """Plan one batch for each rank at a time."""
-    return StreamPlan(split, BatchPlan(batch_size * world_size, 1, world_size), rank, **options)
 
 
 # Reading
@@ -251,6 +244,7 @@ class _AgreedWindow(NamedTuple):
     is_over: bool
 
 
+@final
 class StreamLoader:
     """This rank's part of every window of a stream. All ranks make one with the same plan, limit and rule.
 
@@ -294,13 +288,19 @@ class StreamLoader:
         """Report to `waiting` when this rank waits for others."""
         self._waiting = waiting
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
+    def epoch(self, epoch: int, start: int = 0, *, limit: int | None = None) -> Iterator[Window]:
         """Yield the windows of `epoch` after its first `start` samples over all ranks. Every rank must call it.
 
         Take all micro-batches of a window before the next window; stop after the same window on every rank. Raises
         DataError if there is no sample, or if ranks that should read the same don't; RunError if a sample can't be
         read; and what `check_state` raises.
+
+        Args:
+            limit: windows at most.
         """
+        return islice(self._windows(epoch, start), limit)
+
+    def _windows(self, epoch: int, start: int) -> Iterator[Window]:
         position = StreamPosition(epoch, start)
         if start and self._resumed is not None:
             position, self._resumed = self._resumed._replace(epoch=epoch), None
@@ -426,29 +426,6 @@ class StreamLoader:
             tuple(map(MicroIndices, indices, sizes)),
             first_rank,
         )
-
-
-@final
-class StreamEvalLoader(StreamLoader):
-    """This rank's part of a stream to evaluate, with a plan by `evaluation_plan`: over all ranks every sample once.
-
-    If all read the same, rank r takes batch r, r + W, …, and a share of what is left at the end. Random numbers are the
-    same in every evaluation. Every rank must iterate.
-    """
-
-    @property
-    def turns(self) -> int | None:
-        """Samples that each rank takes in turn, in the order of the stream; None if it reads a shard of its own."""
-        plan = self._plan
-        return None if plan.is_sharded else plan.batches.largest_share
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self.first(None)
-
-    def first(self, number: int | None) -> Iterator[MicroBatch]:
-        """Yield this rank's batches of the first `number` windows, None for all. Every rank must iterate."""
-        for window in islice(self.epoch(0), number):
-            yield from (micro for micro in window.micro_batches if micro.num_samples or self._plan.is_even)
 
 
 def _shard(dataset: IterableDataset[Any], plan: StreamPlan) -> IterableDataset[Any]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from framework.config.schema import Part
 from framework.data.loader import EvalLoader
-from framework.data.stream import StreamEvalLoader
 from framework.distributed.collectives import gather_to_first
 from framework.distributed.process_group import process_group
 from framework.errors import ConfigError, DataError
@@ -65,14 +64,12 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
             own = joined(list(_predictions(model, loader, task=task, precision=precision)))
             shares = gather_to_first(own, rank.context)
             if shares is not None:
-                turns = loader.turns if isinstance(loader, StreamEvalLoader) else None
-                count = write_predictions(shares, Path(rank.config.predict.output).expanduser(), turns=turns)
+                output = Path(rank.config.predict.output).expanduser()
+                count = write_predictions(shares, output, turns=loader.turns)
                 rank.run_dir.update_run({"results": {"samples": count}})
 
 
-def _predictions(
-    model: nn.Module, loader: EvalLoader | StreamEvalLoader, *, task: Any, precision: PrecisionPlugin
-) -> Iterator[Columns]:
+def _predictions(model: nn.Module, loader: EvalLoader, *, task: Any, precision: PrecisionPlugin) -> Iterator[Columns]:
     model.eval()
     with torch.inference_mode():
         for micro in loader:
@@ -84,7 +81,7 @@ def _predictions(
 @contextmanager
 def _ready(
     rank: RankSetup, arguments: RankArguments, *, part: Part
-) -> Iterator[tuple[nn.Module, EvalLoader | StreamEvalLoader, PrecisionPlugin]]:
+) -> Iterator[tuple[nn.Module, EvalLoader, PrecisionPlugin]]:
     """Yield the model with its weights, this rank's loader and the precision, inside the process group."""
     config, context = rank.config, rank.context
     datasets = build.build_datasets(config.data.datasets)

@@ -14,8 +14,8 @@ from typing import Any
 
 from framework.checkpoint.layout import BEST, step_of
 from framework.checkpoint.manager import CheckpointManager
-from framework.data.loader import EvalLoader, TrainLoader
-from framework.data.stream import StreamEvalLoader, StreamLoader
+from framework.data.loader import EvalLoader, MapLoader
+from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
 from framework.distributed.process_group import new_gloo_group, process_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
@@ -78,7 +78,7 @@ def run_rank(
             return _run(rank, datasets, train_loader)
 
 
-def _run(rank: RankSetup, datasets: Datasets, train_loader: TrainLoader | StreamLoader) -> int | None:
+def _run(rank: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader) -> int | None:
     """Build, restore, train, test: inside the process group."""
     val_loader = make_eval_loader(rank, datasets.val, part="val", strategy=rank.strategy)
     test_loader = make_eval_loader(rank, datasets.test, part="test", strategy=rank.strategy)
@@ -134,9 +134,7 @@ def _bind_to_cores(sharers: Sharers) -> None:
         warn(f"trainer.cpu_affinity=true is ignored: {sharers.number} processes can't be bound to {len(cores)} cores.")
 
 
-def build_trainer(
-    rank: RankSetup, train_loader: TrainLoader | StreamLoader, val_loader: EvalLoader | StreamEvalLoader | None
-) -> Trainer:
+def build_trainer(rank: RankSetup, train_loader: MapLoader | StreamLoader, val_loader: EvalLoader | None) -> Trainer:
     """Build the model, the optimizer and all else that training needs. Every rank must call it."""
     config, context = rank.config, rank.context
     # The same on every rank: replicas start equal, even if the strategy doesn't make them so.
@@ -235,7 +233,7 @@ def _estimated_bytes(rank: RankSetup, trainer: Trainer) -> int:
     return estimated * num_parameters(model) // max(here, 1)  # with several stages, this rank has only some of them
 
 
-def _test(rank: RankSetup, trainer: Trainer, loader: EvalLoader | StreamEvalLoader | None) -> dict[str, Any] | None:
+def _test(rank: RankSetup, trainer: Trainer, loader: EvalLoader | None) -> dict[str, Any] | None:
     """Evaluate the test part with the best weights, or the last if there are none. Every rank must call it.
 
     Returns:

@@ -24,9 +24,15 @@ from framework.config.saved import load_yaml
 from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.data.batching import BatchPlan, plan_batches
-from framework.data.loader import EvalLoader, LoaderOptions, TrainLoader, dataset_size, worker_count
-from framework.data.sampler import GlobalOrder
-from framework.data.stream import StreamEvalLoader, StreamLoader, StreamPlan, evaluation_plan
+from framework.data.loader import (
+    EvalLoader,
+    LoaderOptions,
+    MapLoader,
+    check_one_sample_each,
+    dataset_size,
+    worker_count,
+)
+from framework.data.stream import StreamLoader, StreamPlan
 from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context, make_context
 from framework.distributed.seed import set_deterministic
@@ -122,19 +128,21 @@ def plan_training(config: Config, context: Context) -> tuple[Strategy, BatchPlan
     return strategy, plan
 
 
-def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any]) -> TrainLoader | StreamLoader:
+def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any]) -> MapLoader | StreamLoader:
     """Return the loader of the train part."""
     config = rank.config
     if not isinstance(dataset, IterableDataset):
         size = dataset_size(dataset, split="train")
-        shuffle = config.data.shuffle and config.trainer.overfit_batches is None
-        return TrainLoader(
+        check_one_sample_each(size, rank.plan)
+        return MapLoader(
             dataset,
-            order=GlobalOrder(size, seed=config.seed, shuffle=shuffle),
+            split="train",
             plan=rank.plan,
             rank=rank.data_share.rank,
             device=rank.context.device,
             options=loader_options(rank),
+            seed=config.seed,
+            shuffle=config.data.shuffle and config.trainer.overfit_batches is None,
             limit=steps_per_epoch(config.trainer, rank.plan, size=size),
         )
     steps = steps_per_epoch(config.trainer, rank.plan, size=None)
@@ -164,7 +172,7 @@ def make_eval_loader(
     *,
     part: str,
     strategy: Strategy | None = None,
-) -> EvalLoader | StreamEvalLoader | None:
+) -> EvalLoader | None:
     """Return the loader of an evaluation part, cut to `limit_PART_batches`; None if there is nothing to evaluate.
 
     strategy: the one that wraps the model to evaluate; None if each rank has all of it.
@@ -175,37 +183,32 @@ def make_eval_loader(
     context, data = rank.context, rank.config.data
     batch_size = data.eval_batch_size or data.batch_size
     share = DataShare(context.rank, context.world_size) if strategy is None else rank.data_share
-    is_even = strategy is not None and strategy.forward_communicates
+    plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=share.world_size, accumulate=1)
+    is_sharded = isinstance(dataset, IterableDataset) and data.stream != "shared"
+    loader: MapLoader | StreamLoader
     if isinstance(dataset, IterableDataset):
-        return StreamEvalLoader(
+        loader = StreamLoader(
             dataset,
-            plan=evaluation_plan(
+            plan=StreamPlan(
                 part,
-                batch_size=batch_size,
-                rank=share.rank,
-                world_size=share.world_size,
-                is_sharded=data.stream != "shared",
+                plan,
+                share.rank,
+                is_sharded=is_sharded,
                 limit=None if limit is None else int(limit) * batch_size,
                 in_worker=_stream_in_worker(rank),
-                is_even=is_even,
             ),
             device=context.device,
             exchange=rank.exchange,
         )
-    if limit is not None:
-        # Counted in one process's batches, so that the same samples are evaluated on any number of processes.
-        batches = apply_limit(-(-dataset_size(dataset, split=part) // batch_size), limit)
-        dataset = first_samples(dataset, batches * batch_size)
-    return EvalLoader(
-        dataset,
-        split=part,
-        batch_size=batch_size,
-        rank=share.rank,
-        world_size=share.world_size,
-        device=context.device,
-        options=loader_options(rank),
-        is_even=is_even,
-    )
+    else:
+        if limit is not None:
+            # Counted in one process's batches, so that the same samples are evaluated on any number of processes.
+            batches = apply_limit(-(-dataset_size(dataset, split=part) // batch_size), limit)
+            dataset = first_samples(dataset, batches * batch_size)
+        options = loader_options(rank)
+        loader = MapLoader(dataset, split=part, plan=plan, rank=share.rank, device=context.device, options=options)
+    is_even = strategy is not None and strategy.forward_communicates
+    return EvalLoader(loader, turns=None if is_sharded else batch_size, is_even=is_even)
 
 
 def _stream_in_worker(rank: RankSetup) -> bool:

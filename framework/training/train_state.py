@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from framework.checkpoint.replicas import REPLICAS, gather_replicas
-from framework.data.loader import TrainLoader
+from framework.data.loader import MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
@@ -72,7 +72,7 @@ class TrainState:
     schedule: Schedule
     callbacks: Mapping[str, Callback]
     loggers: Mapping[str, Logger]  # empty except on rank 0
-    train_loader: TrainLoader | StreamLoader
+    train_loader: MapLoader | StreamLoader
     stop: StopControl
     context: Context
     compile_mode: str | None = None  # of `torch.compile`, for when the model is wrapped again; None: not compiled

@@ -27,7 +27,6 @@ from torch import Tensor
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.schema import CUDA_GRAPH_MODES, TrainerConfig
 from framework.data.loader import EvalLoader
-from framework.data.stream import StreamEvalLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.errors import DiskError
 from framework.launch.plan import MonitorLink
@@ -55,7 +54,7 @@ class Trainer:
         state: TrainState,
         settings: TrainerConfig,
         *,
-        val_loader: EvalLoader | StreamEvalLoader | None,
+        val_loader: EvalLoader | None,
         checkpoints: CheckpointManager | None,
         after_first_step: Callable[[], None],
         check_metrics: Callable[[Collection[str]], None],

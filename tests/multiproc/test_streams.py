@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from framework.checkpoint.reader import load_weights
-from framework.data.stream import StreamEvalLoader, evaluation_plan
 from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context
 from framework.distributed.process_group import set_group_timeouts
@@ -28,7 +27,7 @@ from framework.types import MicroBatch, Window
 from tests.helpers.contexts import CPU
 from tests.helpers.rank_pool import RankPool
 from tests.unit.small_trainer import make_trainer, settings
-from tests.unit.streams import Parts, Stateful, make_loader, opened, sample
+from tests.unit.streams import Parts, Stateful, make_eval_loader, make_loader, opened, sample
 
 pytestmark = pytest.mark.multiproc
 
@@ -96,13 +95,8 @@ def trainer_of(
     trainer.train_loader = trainer.state.train_loader = make_loader(
         dataset(lengths), context, exchange=exchange, is_sharded=True, batch_size=BATCH, accumulate=ACCUMULATE
     )
-    trainer.val_loader = StreamEvalLoader(
-        Parts(VAL_LENGTHS[:world_size]),
-        plan=evaluation_plan(
-            "val", batch_size=2, rank=context.rank, world_size=world_size, is_sharded=True, is_even=True
-        ),
-        device=CPU,
-        exchange=exchange,
+    trainer.val_loader = make_eval_loader(
+        Parts(VAL_LENGTHS[:world_size]), context, exchange=exchange, is_sharded=True, batch_size=2, is_even=True
     )
     return trainer
 

@@ -19,8 +19,7 @@ from framework.checkpoint.manager import CheckpointManager
 from framework.config.parse import parse
 from framework.config.schema import Interval, Precision, SchedulerConfig, TrainerConfig
 from framework.data.batching import plan_batches
-from framework.data.loader import EvalLoader, TrainLoader
-from framework.data.sampler import GlobalOrder
+from framework.data.loader import EvalLoader, MapLoader
 from framework.distributed.context import Context
 from framework.launch.plan import MonitorLink
 from framework.monitoring.rank_status import Phase
@@ -32,6 +31,7 @@ from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
 from framework.types import DataShare, EvalReport, FitInfo, StepOutput, StepReport, Stop
+from tests.helpers import loaders
 from tests.helpers.contexts import CPU, cpu_context
 from tests.unit.config.raw import raw_config
 
@@ -158,7 +158,6 @@ def make_trainer(
         world_size=share.world_size,
         accumulate=how.accumulate_grad_batches * share.micro_batches,
     )
-    order = GlobalOrder(len(dataset), seed=0, shuffle=shuffle)
     watched = link() if watched is None else watched
     state = TrainState(
         model=wrapped,
@@ -172,7 +171,7 @@ def make_trainer(
         ),
         callbacks=callbacks or {},
         loggers=loggers or {},
-        train_loader=TrainLoader(dataset, order=order, plan=plan, rank=share.rank, device=CPU),
+        train_loader=MapLoader(dataset, split="train", plan=plan, rank=share.rank, device=CPU, seed=0, shuffle=shuffle),
         stop=StopControl(watched, context=context),
         context=context,
     )
@@ -189,8 +188,7 @@ def make_trainer(
 
 
 def eval_loader(dataset: Any, place: Context | DataShare, *, is_even: bool = False) -> EvalLoader:
-    ranks: Any = {"rank": place.rank, "world_size": place.world_size}
-    return EvalLoader(dataset, split="val", batch_size=5, device=CPU, is_even=is_even, **ranks)
+    return loaders.eval_loader(dataset, batch_size=5, rank=place.rank, world_size=place.world_size, is_even=is_even)
 
 
 def still(parameters: Any) -> SGD:

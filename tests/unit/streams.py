@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from framework.data.batching import plan_batches
-from framework.data.stream import StreamEvalLoader, StreamLoader, StreamPlan, evaluation_plan
+from framework.data.loader import EvalLoader
+from framework.data.stream import StreamLoader, StreamPlan
 from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context
 from tests.helpers.contexts import CPU, cpu_context
@@ -128,11 +129,8 @@ def make_loader(
 
 def make_eval_loader(
     dataset: Any, context: Context, *, exchange: SideChannel, is_sharded: bool, batch_size: int, is_even: bool
-) -> StreamEvalLoader:
-    ranks = {"rank": context.rank, "world_size": context.world_size}
-    return StreamEvalLoader(
-        dataset,
-        plan=evaluation_plan("val", batch_size=batch_size, is_sharded=is_sharded, is_even=is_even, **ranks),
-        device=CPU,
-        exchange=exchange,
-    )
+) -> EvalLoader:
+    plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=context.world_size, accumulate=1)
+    reading = StreamPlan("val", plan, context.rank, is_sharded)
+    loader = StreamLoader(dataset, plan=reading, device=CPU, exchange=exchange)
+    return EvalLoader(loader, turns=None if is_sharded else batch_size, is_even=is_even)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from framework.config.schema import Precision
-from framework.data.loader import EvalLoader
 from framework.distributed.context import Context
 from framework.training.evaluation import evaluate
 from framework.training.precision import PrecisionPlugin
 from framework.types import MicroBatch, StepOutput
 from tests.helpers.contexts import CPU, cpu_context
+from tests.helpers.loaders import eval_loader
 from tests.helpers.rank_pool import RankPool
 
 FP32 = PrecisionPlugin("32-true", device=CPU)
@@ -44,18 +44,12 @@ class Square(nn.Module):
         return numbers.square()
 
 
-def loader(size: int, *, batch_size: int, rank: int = 0, world_size: int = 1, is_even: bool = False) -> EvalLoader:
-    dataset = TensorDataset(torch.arange(size))
-    return EvalLoader(
-        dataset, split="val", batch_size=batch_size, rank=rank, world_size=world_size, device=CPU, is_even=is_even
-    )
-
-
 def evaluate_sizes(context: Context, batch_size: int, is_even: bool) -> list[tuple[dict[str, float], list[int]]]:
     found = []
     place: Any = {"rank": context.rank, "world_size": context.world_size}
     for size in (1, 2, 3, 7, 8, 22, 29):
-        task, batches = Exact(), loader(size, batch_size=batch_size, is_even=is_even, **place)
+        dataset = TensorDataset(torch.arange(size))
+        task, batches = Exact(), eval_loader(dataset, batch_size=batch_size, is_even=is_even, **place)
         values = evaluate(Square(), batches, task=task, precision=FP32, context=context, prefix="val")
         found.append((values, task.seen))
     return found

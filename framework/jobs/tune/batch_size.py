@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from framework.data.batching import BatchPlan, plan_batches
-from framework.data.loader import TrainLoader
+from framework.data.loader import MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import barrier
 from framework.errors import RunError, describe_error
@@ -39,7 +39,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|(can't allocate|not enough) memory|s
 
 
 def find_batch_size(
-    rank: RankSetup, loader: TrainLoader, sizing: BatchSizing, *, averages: int
+    rank: RankSetup, loader: MapLoader, sizing: BatchSizing, *, averages: int
 ) -> tuple[int, dict[str, Any]]:
     """Return the largest size that fits, and what tune.json has of it. Raises RunError if one sample doesn't fit.
 
@@ -231,12 +231,12 @@ class DeviceMemory:
         return max(0, taken - self._before) if self._devices else None
 
 
-def full_steps(loader: TrainLoader, plan: BatchPlan) -> TrainLoader:
+def full_steps(loader: MapLoader, plan: BatchPlan) -> MapLoader:
     """Return a loader of steps as planned, without a short one at the end of an epoch; at least one."""
     return loader.replanned(plan, limit=max(1, loader.size // plan.global_batch_size))
 
 
-def train_steps(trainer: Trainer, loader: TrainLoader | StreamLoader, num_steps: int) -> Iterator[float]:
+def train_steps(trainer: Trainer, loader: MapLoader | StreamLoader, num_steps: int) -> Iterator[float]:
     """Train `num_steps` steps, over as many epochs as that takes, and yield the seconds of each."""
     windows = (window for epoch in count() for window in loader.epoch(epoch))
     for window in islice(windows, num_steps):
@@ -255,7 +255,7 @@ class Trials:
 
     memory: HostMemory | DeviceMemory
 
-    def __init__(self, rank: RankSetup, loader: TrainLoader, sizing: BatchSizing, *, averages: int) -> None:
+    def __init__(self, rank: RankSetup, loader: MapLoader, sizing: BatchSizing, *, averages: int) -> None:
         """Every rank must make one. averages: see `find_batch_size`."""
         self._context, self._loader, self._sizing = rank.context, loader, sizing
         self._steps, margin = rank.config.tune.steps_per_trial, rank.config.tune.margin

@@ -15,7 +15,7 @@ from typing import Any
 
 from framework.config.schema import Config
 from framework.config.targets import takes
-from framework.data.loader import TrainLoader
+from framework.data.loader import MapLoader
 from framework.distributed.collectives import barrier
 from framework.distributed.process_group import process_group
 from framework.errors import ConfigError, DataError, RunError, describe_error
@@ -124,7 +124,7 @@ def _write(rank: RankSetup, found: dict[str, Any]) -> None:
         rank.run_dir.update_run({"results": {"overrides": found["overrides"]}})
 
 
-def _train_together(rank: RankSetup, loader: TrainLoader, batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _train_together(rank: RankSetup, loader: MapLoader, batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Train with all ranks: the range test, of which tune.json's `lr` is returned, or a few steps without one.
 
     Raises RunError if the batch that was found doesn't fit though each rank by itself had room for it.

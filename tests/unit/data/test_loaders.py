@@ -8,6 +8,7 @@ import random
 import signal
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,12 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from framework import TensorSamples
 from framework.data.batching import plan_batches
-from framework.data.loader import EvalLoader, TrainLoader
+from framework.data.loader import EvalLoader, MapLoader, check_one_sample_each
 from framework.data.loader import LoaderOptions as Options
 from framework.data.prefetch import prefetch, to_device
 from framework.data.sampler import GlobalOrder
 from framework.errors import DataError, RunError
+from tests.helpers.loaders import eval_loader
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 # torch's DataLoader sets a handler for SIGCHLD when it first starts workers.
@@ -56,15 +58,14 @@ class Doubled(TensorDataset):
 
 def make_train(
     dataset: Any, *, rank=0, world_size=1, batch_size=4, accumulate=1, shuffle=True, seed=5, **kwargs
-) -> TrainLoader:
+) -> MapLoader:
     plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=world_size, accumulate=accumulate)
-    order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
-    return TrainLoader(dataset, order=order, plan=plan, rank=rank, device=CPU, **kwargs)
+    how = {"seed": seed, "shuffle": shuffle, **kwargs}
+    return MapLoader(dataset, split="train", plan=plan, rank=rank, device=CPU, **how)
 
 
-def make_eval(dataset: Any, *, rank=0, world_size=1, batch_size=4, **kwargs) -> EvalLoader:
-    ranks = {"rank": rank, "world_size": world_size}
-    return EvalLoader(dataset, split="val", batch_size=batch_size, device=CPU, **ranks, **kwargs)
+def make_eval(dataset: Any, **kwargs: Any) -> EvalLoader:
+    return eval_loader(dataset, batch_size=4, **kwargs)
 
 
 def assert_same_batch(given: Any, wanted: Any) -> None:
@@ -75,7 +76,7 @@ def assert_same_batch(given: Any, wanted: Any) -> None:
         assert torch.equal(one, other)
 
 
-def epoch_of(loaders: list[TrainLoader], epoch: int, start: int = 0, *, dataset: Any) -> list[list[int]]:
+def epoch_of(loaders: list[MapLoader], epoch: int, start: int = 0, *, dataset: Any) -> list[list[int]]:
     """Return the samples of each step, over all ranks, after comparing every batch with the dataset's own samples."""
     steps = []
     for windows in zip(*(loader.epoch(epoch, start) for loader in loaders), strict=True):
@@ -208,7 +209,9 @@ def test_evaluation_loads_every_sample_once(world_size, is_even):
         if is_even:
             assert len({len(found) for found in batches}) == 1
         counted = [micro for found in batches for micro in found if micro.num_samples]
-        assert torch.cat([micro.batch[1] for micro in counted]).tolist() == list(range(size))
+        assert sorted(torch.cat([micro.batch[1] for micro in counted]).tolist()) == list(range(size))
+        in_turn = [micro for of_window in zip_longest(*batches) for micro in of_window if micro and micro.num_samples]
+        assert torch.cat([micro.batch[1] for micro in in_turn]).tolist() == list(range(size))
         assert all(micro.num_samples == len(micro.batch[0]) <= 4 for micro in counted)
         assert all(len(micro.batch[0]) == 1 for found in batches for micro in found if not micro.num_samples)
         (first,) = list(loaders[0].first(1))
@@ -291,8 +294,9 @@ def test_an_empty_dataset_is_refused(make):
 
 
 def test_less_than_a_sample_per_process_is_refused():
+    plan = plan_batches(batch_size=1, global_batch_size=None, world_size=4, accumulate=1)
     with pytest.raises(DataError, match="3 samples for 4 processes"):
-        make_train(Subset(TENSORS, range(3)), world_size=4)
+        check_one_sample_each(3, plan)
 
 
 # Workers

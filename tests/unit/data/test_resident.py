@@ -13,9 +13,10 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 from framework import TensorSamples
 from framework.config.schema import LoaderKind
 from framework.data import loader as loading
-from framework.data.loader import DEVICE_SHARE, EvalLoader, LoadedBatches, LoaderOptions, batch_source
+from framework.data.loader import DEVICE_SHARE, LoadedBatches, LoaderOptions, batch_source
 from framework.errors import DataError
 from framework.system.hardware import available_memory
+from tests.helpers.loaders import eval_loader
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 RESIDENT: LoaderKind = "resident"
@@ -201,15 +202,7 @@ def test_data_of_torchvision_give_the_numbers_of_a_plain_loop():
         whole: Any = FakeData(12, (3, 8, 10), 4, transform=transform)
         datasets: list[Any] = [whole, Subset(whole, [11, 3, 4, 8]), ConcatDataset([whole, whole])]
         for dataset in datasets:
-            loader = EvalLoader(
-                dataset,
-                split="val",
-                batch_size=3,
-                rank=0,
-                world_size=1,
-                device=CPU,
-                options=LoaderOptions(RESIDENT),
-            )
+            loader = eval_loader(dataset, batch_size=3, options=LoaderOptions(RESIDENT))
             assert isinstance(chosen(dataset, kind=RESIDENT), TensorSamples)
             for number, micro in enumerate(loader):
                 indices = range(3 * number, min(3 * number + 3, len(dataset)))
