@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from io import FileIO
+from pathlib import Path
 from typing import Any, final
 
-from framework.system.json_lines import JsonLines
-from framework.system.run_dir import RunDir
+from framework.monitoring.rank_log import warn
+from framework.system.run_dir import RunDir, write_atomically
 from framework.types import FitInfo
+
+_encode = json.JSONEncoder(allow_nan=False).encode  # made once: `json.dumps` makes one at each call
 
 
 @final
@@ -48,3 +54,81 @@ class JsonlLogger:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+@final
+class JsonLines:
+    """A file of rows, each with its `step`, to append to. Each row reaches the kernel at once, whole or not at all.
+
+    A disk that refuses is reported once, in the log and on the terminal. Rows then wait in memory, and are written
+    before the next row once there is room for all of them. One process at a time may append.
+    """
+
+    def __init__(self, path: Path, *, last_step: int | None) -> None:
+        """Cut off rows after `last_step` (None keeps all), and a line that a kill left unfinished."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            text = path.read_text(errors="replace")
+            kept = "".join(line for line, row in _rows(text) if last_step is None or row["step"] <= last_step)
+            if kept != text:
+                write_atomically(path, kept)
+        self._path = path
+        self._file: FileIO | None = None
+        self._pending = b""
+        self._is_refused = False
+        self.flush()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append `row`. Raises ValueError for a number that is not finite, which JSON doesn't have."""
+        self._pending += f"{_encode(row)}\n".encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the pending rows, among them those that the disk refused."""
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            _append(self._file, self._pending)
+        except OSError as error:
+            if not self._is_refused:
+                warn(f"{self._path} can't be written: {error.strerror or error}. Its rows wait in memory")
+            self._is_refused = True
+            return
+        self._pending = b""
+        if self._is_refused:
+            warn(f"{self._path} is written again")
+        self._is_refused = False
+
+    def close(self) -> None:
+        """Write what is pending and close the file; calling it again is fine."""
+        if self._pending:
+            self.flush()
+        if self._pending:
+            warn(f"{self._path} lacks {len(self._pending.splitlines())} rows that the disk refused")
+            self._pending = b""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _append(file: FileIO, rows: bytes) -> None:
+    """Write all of it, or nothing and raise OSError: a full disk takes a part first."""
+    size_bytes = os.fstat(file.fileno()).st_size
+    try:
+        while rows:
+            rows = rows[file.write(rows) :]
+    except OSError:
+        file.truncate(size_bytes)
+        raise
+
+
+def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            return
+        try:
+            row = json.loads(line)
+            int(row["step"])
+        except (ValueError, TypeError, KeyError):
+            continue
+        yield line, row

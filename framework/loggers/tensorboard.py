@@ -11,7 +11,7 @@ from textwrap import indent
 from types import ModuleType
 from typing import Any, final
 
-from framework.system.json_lines import report
+from framework.monitoring.rank_log import warn
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo
 
@@ -77,7 +77,7 @@ class TensorBoardLogger:
         except OSError as error:
             if not self._is_refused:
                 self._is_refused = True
-                report(f"{self._folder} can't be written: {error.strerror or error}. TensorBoard will lack numbers")
+                warn(f"{self._folder} can't be written: {error.strerror or error}. TensorBoard will lack numbers")
             self._drop_writer()
 
     def _open(self) -> None:
@@ -92,7 +92,7 @@ class TensorBoardLogger:
         self._has_charts = False
         if self._is_refused:
             self._is_refused = False
-            report(f"{self._folder} is written again")
+            warn(f"{self._folder} is written again")
 
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from framework.distributed.context import Context
 from framework.distributed.seed import generator_states
 from framework.distributed.sharded import local_tensor
-from framework.system.json_lines import JsonLines
+from framework.loggers.jsonl import JsonLines
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo, StepReport
 

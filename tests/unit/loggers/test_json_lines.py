@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from framework.system import json_lines
-from framework.system.json_lines import JsonLines
+from framework.loggers.jsonl import JsonLines
 from tests.helpers.disks import full_at
 from tests.helpers.records import read_rows
 
@@ -54,12 +53,11 @@ def test_a_refusal_and_its_end_are_each_reported_once_and_so_is_what_was_lost(
     assert "lacks 1 rows" in lost
 
 
-def test_closing_tries_again_and_the_newest_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lines, "_MAX_PENDING_ROWS", 3)
+def test_closing_tries_again(tmp_path: Path) -> None:
     with closing(opened(tmp_path / "file")) as file, full_at(ROW_BYTES + 5):
         for step in range(9):
             file.write({"step": step})
-    assert steps(tmp_path / "file") == [0, 6, 7, 8]
+    assert steps(tmp_path / "file") == [*range(9)]
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
