@@ -27,10 +27,8 @@ from typing import Any, final
 
 from framework.errors import CheckpointError
 
-WHOLE_VERSION = 1
-SHARDED_VERSION = 2
-FORMAT_VERSION = SHARDED_VERSION
-"""The newest version that is read. Each checkpoint has the oldest version that reads it."""
+FORMAT_VERSION = 2
+"""What is written, and the newest that is read. Version 1 is the same without sharded models."""
 
 PARTS = ("model", "training", "generators")
 """The entries of a checkpoint's state; each is one file."""
@@ -84,7 +82,7 @@ class Manifest:
     files: Mapping[str, FileFacts]
     framework_version: str
     torch_version: str
-    format_version: int = WHOLE_VERSION
+    format_version: int = FORMAT_VERSION
 
     @property
     def is_sharded(self) -> bool:

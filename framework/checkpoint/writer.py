@@ -24,9 +24,7 @@ from framework.checkpoint.layout import (
     CONFIG_NAME,
     MANIFEST_NAME,
     PARTS,
-    SHARDED_VERSION,
     SHARDS,
-    WHOLE_VERSION,
     FileFacts,
     Manifest,
     encode,
@@ -93,7 +91,6 @@ def write(
             files=files,
             framework_version=installed_versions(("framework",))["framework"],
             torch_version=torch.__version__,
-            format_version=WHOLE_VERSION if shards is None else SHARDED_VERSION,
         )
         _write_text(temporary / MANIFEST_NAME, encode(manifest))
         if manifest.is_sharded:
