@@ -6,8 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from framework.config.schema import Config, Node
@@ -19,26 +18,6 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@dataclass(frozen=True)
-class Supplied:
-    """The arguments that the framework itself passes to a target.
-
-    positional: number of leading positional arguments.
-    keywords: passed if the signature has them and the node doesn't set them.
-    """
-
-    positional: int = 0
-    keywords: tuple[str, ...] = ()
-
-
-MODEL = Supplied(keywords=("devices",))
-STRATEGY = Supplied(keywords=("context",))
-OPTIMIZER = Supplied(positional=1)
-SCHEDULE = Supplied(positional=1, keywords=("total_steps",))
-LOGGER = Supplied(keywords=("run_dir", "redraws"))
-CALLBACK = Supplied(keywords=("context", "run_dir"))
-PLAIN = Supplied()
-
 # Of annotations that allow numbers but no strings.
 _NUMERIC_WORDS = {"int", "float", "None", "NoneType", "Optional", "Union", "Tensor", "torch"}
 
@@ -48,18 +27,19 @@ def check_targets(config: Config) -> None:
 
     Raises TargetError with all mistakes, one per line. An exception raised by a module's import is passed on.
     """
-    nodes = [
-        (config.model, "model", MODEL),
-        (config.data.datasets, "data.datasets", PLAIN),
-        (config.task, "task", PLAIN),
-        (config.strategy, "strategy", STRATEGY),
-        (config.optimizer, "optimizer", OPTIMIZER),
-        *((node, f"logger.{name}", LOGGER) for name, node in config.logger.items()),
-        *((node, f"callbacks.{name}", CALLBACK) for name, node in config.callbacks.items()),
+    mistakes = [
+        *check_node(config.model, "model", keywords=("devices",)),
+        *check_node(config.data.datasets, "data.datasets"),
+        *check_node(config.task, "task"),
+        *check_node(config.strategy, "strategy", keywords=("context",)),
+        *check_node(config.optimizer, "optimizer", positional=1),
     ]
-    if config.scheduler.schedule is not None:
-        nodes.append((config.scheduler.schedule, "scheduler.schedule", SCHEDULE))
-    mistakes = [mistake for node in nodes for mistake in check_node(*node)]
+    for name, node in config.logger.items():
+        mistakes += check_node(node, f"logger.{name}", keywords=("run_dir", "redraws"))
+    for name, node in config.callbacks.items():
+        mistakes += check_node(node, f"callbacks.{name}", keywords=("context", "run_dir"))
+    schedule = config.scheduler.schedule
+    mistakes += check_node(schedule, "scheduler.schedule", positional=1, keywords=("total_steps",))
     if mistakes:
         raise TargetError("\n".join(mistakes))
 
@@ -97,11 +77,17 @@ def import_target(name: str) -> Any:
     return found
 
 
-def check_node(node: Any, key: str, supplied: Supplied = PLAIN) -> Iterator[str]:
-    """Yield the mistakes in a node, or in the nodes inside any other value."""
+def check_node(node: Any, key: str, *, positional: int = 0, keywords: Collection[str] = ()) -> Iterator[str]:
+    """Yield the mistakes in a node, or in the nodes inside any other value.
+
+    Args:
+        positional: Leading positional arguments that the framework passes.
+        keywords: Those that it passes if the signature has them and the node doesn't set them.
+    """
     if isinstance(node, Mapping) and "_target_" in node:
         try:
-            yield from _check_keywords(node, key, supplied, _parameters(import_target(node["_target_"])))
+            parameters = _parameters(import_target(node["_target_"]))
+            yield from _check_keywords(node, key, parameters, positional=positional, supplied=keywords)
         except TargetError as error:
             yield f"{key}._target_={node['_target_']}: {error}"
     if isinstance(node, list) or (isinstance(node, Mapping) and node.get("_recursive_", True)):
@@ -110,13 +96,13 @@ def check_node(node: Any, key: str, supplied: Supplied = PLAIN) -> Iterator[str]
 
 
 def _check_keywords(
-    node: Node, key: str, supplied: Supplied, parameters: Mapping[str, inspect.Parameter]
+    node: Node, key: str, parameters: Mapping[str, inspect.Parameter], *, positional: int, supplied: Collection[str]
 ) -> Iterator[str]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     target = node["_target_"]
-    positional = [p.name for p in parameters.values() if p.kind in _BY_POSITION]
-    filled = set(positional[: supplied.positional + len(node.get("_args_") or ())])
+    by_position = [p.name for p in parameters.values() if p.kind in _BY_POSITION]
+    filled = set(by_position[: positional + len(node.get("_args_") or ())])
     allowed = [p.name for p in parameters.values() if p.kind in _NAMED and p.name not in filled]
     takes = f"It takes {', '.join(allowed) or 'nothing'}."
     for name, value in node.items():
@@ -131,7 +117,7 @@ def _check_keywords(
             yield f"{key}.{name}: {target} has no such keyword.{hint} {takes}"
         elif isinstance(value, str) and _wants_number(parameters[name]):
             yield f"{key}.{name}={value}: must be a number for {target}."
-    given = filled | node.keys() | set(supplied.keywords)
+    given = filled | node.keys() | set(supplied)
     for p in parameters.values() if not node.get("_partial_") else ():
         if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in given:
             yield f"{key}.{p.name} is required by {target}. {takes}"

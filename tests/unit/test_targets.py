@@ -8,21 +8,15 @@ from typing import Any
 
 import pytest
 
-from framework.config.targets import (
-    MODEL,
-    OPTIMIZER,
-    PLAIN,
-    SCHEDULE,
-    check_node,
-    check_targets,
-    import_target,
-    requires,
-    takes,
-)
+from framework.config.targets import check_node, check_targets, import_target, requires, takes
 from framework.errors import TargetError
 
 FAKES = "tests.unit.fake_targets"
 LR = "torch.optim.lr_scheduler"
+# What the framework passes.
+PLAIN: dict[str, Any] = {}
+MODEL, OPTIMIZER = {"keywords": ("devices",)}, {"positional": 1}
+SCHEDULE = {**OPTIMIZER, "keywords": ("total_steps",)}
 
 
 def node(name: str, **keywords: Any) -> dict[str, Any]:
@@ -72,7 +66,7 @@ def test_what_fits_passes() -> None:
     ],
 )
 def test_each_mistake_names_its_key_and_what_is_right(given: Any, supplied: Any, message: str) -> None:
-    (mistake,) = check_node(given, "k", supplied)
+    (mistake,) = check_node(given, "k", **supplied)
     assert message in mistake
 
 
@@ -87,7 +81,7 @@ def test_each_mistake_names_its_key_and_what_is_right(given: Any, supplied: Any,
     ],
 )
 def test_what_could_be_right_is_not_refused(given: Any, supplied: Any) -> None:
-    assert list(check_node(given, "k", supplied)) == []
+    assert list(check_node(given, "k", **supplied)) == []
 
 
 def test_every_section_is_checked_and_all_mistakes_are_reported_together() -> None:
