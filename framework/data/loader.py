@@ -235,18 +235,14 @@ class EvalLoader:
         self._loader.close()
 
 
-def dataset_size(dataset: MapDataset, *, split: str) -> int:
-    """Return the number of samples. Raises DataError if there are none."""
+def dataset_size(dataset: MapDataset, *, split: str, processes: int = 1) -> int:
+    """Return the number of samples. Raises DataError if there are none, or not one for each process."""
     size = len(dataset)
     if size == 0:
         raise DataError(f"The {split} dataset is empty. Look at the keywords of data.datasets.")
-    return size
-
-
-def check_one_sample_each(size: int, plan: BatchPlan) -> None:
-    """Raise DataError if a train dataset of `size` samples leaves processes without any."""
-    if size < plan.world_size:
+    if size < processes:
         raise DataError(
-            f"The train dataset has {size} samples for {plan.world_size} processes: some would never get one.\n"
+            f"The {split} dataset has {size} samples for {processes} processes: some would never get one.\n"
             f"Use at most {size} processes (topology.procs_per_node), or more data."
         )
+    return size

@@ -24,14 +24,7 @@ from framework.config.saved import load_yaml
 from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.data.batching import BatchPlan, plan_batches
-from framework.data.loader import (
-    EvalLoader,
-    LoaderOptions,
-    MapLoader,
-    check_one_sample_each,
-    dataset_size,
-    worker_count,
-)
+from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
 from framework.data.stream import StreamLoader, StreamPlan
 from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context, make_context
@@ -132,8 +125,7 @@ def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any
     """Return the loader of the train part."""
     config = rank.config
     if not isinstance(dataset, IterableDataset):
-        size = dataset_size(dataset, split="train")
-        check_one_sample_each(size, rank.plan)
+        size = dataset_size(dataset, split="train", processes=rank.plan.world_size)
         return MapLoader(
             dataset,
             split="train",

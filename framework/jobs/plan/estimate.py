@@ -18,7 +18,7 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.data.batching import BatchPlan
-from framework.data.loader import check_one_sample_each, dataset_size
+from framework.data.loader import dataset_size
 from framework.distributed.context import Context
 from framework.errors import DataError, FrameworkError, TargetError, describe_error, raised_at
 from framework.strategies.base import Strategy
@@ -129,7 +129,7 @@ def _data(
     if isinstance(datasets.train, IterableDataset):
         notes.append("The train part is a stream: its number of samples and the steps of an epoch are unknown.")
     else:
-        check_one_sample_each(len(datasets.train), plan)
+        dataset_size(datasets.train, split="train", processes=plan.world_size)
     return datasets, data
 
 

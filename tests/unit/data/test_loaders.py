@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from framework import TensorSamples
 from framework.data.batching import plan_batches
-from framework.data.loader import EvalLoader, MapLoader, check_one_sample_each
+from framework.data.loader import EvalLoader, MapLoader, dataset_size
 from framework.data.loader import LoaderOptions as Options
 from framework.data.prefetch import prefetch, to_device
 from framework.data.sampler import GlobalOrder
@@ -294,9 +294,8 @@ def test_an_empty_dataset_is_refused(make):
 
 
 def test_less_than_a_sample_per_process_is_refused():
-    plan = plan_batches(batch_size=1, global_batch_size=None, world_size=4, accumulate=1)
     with pytest.raises(DataError, match="3 samples for 4 processes"):
-        check_one_sample_each(3, plan)
+        dataset_size(Subset(TENSORS, range(3)), split="train", processes=4)
 
 
 # Workers
