@@ -34,11 +34,11 @@ class Draws:
     """The random numbers of a batch of B samples. Each call continues each sample's sequence.
 
     Args:
-        key: A number below 2**63 for seed and epoch, or a function that returns it when something is first drawn.
+        key: Returns a number below 2**63 for seed and epoch, when something is first drawn.
         index_B: int64, on the device that the numbers are wanted on.
     """
 
-    def __init__(self, key: int | Callable[[], int], index_B: Tensor) -> None:
+    def __init__(self, key: Callable[[], int], index_B: Tensor) -> None:
         self._key = key
         self._index_B = index_B
         self._streams_B: Tensor | None = None
@@ -64,8 +64,7 @@ class Draws:
     def _bits(self, n: int) -> Tensor:
         """Return (B, n) hashes of the next counters."""
         if self._streams_B is None:
-            key = self._key if isinstance(self._key, int) else self._key()
-            self._streams_B = _mixed((self._index_B + 1) * _GAMMA + _signed(key))
+            self._streams_B = _mixed((self._index_B + 1) * _GAMMA + _signed(self._key()))
         counters = torch.arange(self._used + 1, self._used + n + 1, device=self._index_B.device)
         self._used += n
         return _mixed(self._streams_B.unsqueeze(1) + counters * _GAMMA)

@@ -239,7 +239,6 @@ class _AgreedWindow(NamedTuple):
     samples: _WindowSamples | None
     # Samples of each source.
     counts: Mapping[int, int]
-    num_micro_batches: int
     # There is no such window.
     is_over: bool
 
@@ -391,8 +390,7 @@ class StreamLoader:
             self._batch = batch if self._batch is None else self._batch
         if self._waiting is not None:
             self._waiting.end_waiting()
-        number = max(len(self._plan.micro_batches(count, source=source)) for source, count in counts.items())
-        return _AgreedWindow(samples, counts, number, is_over)
+        return _AgreedWindow(samples, counts, is_over)
 
     def _counts(self, rows: Sequence[_RankReport], *, epoch: int) -> dict[int, int]:
         """Return the samples of each source. Raises DataError, on every rank, if ranks of one source read others."""
@@ -411,7 +409,8 @@ class StreamLoader:
 
     def _window(self, agreed: _AgreedWindow, *, epoch_end: bool) -> Window:
         kept = [] if agreed.samples is None else list(zip(*agreed.samples[:2], strict=True))
-        kept += [(MicroBatch(self._batch, 0), range(1))] * (agreed.num_micro_batches - len(kept))
+        number = max(len(self._plan.micro_batches(count, source=source)) for source, count in agreed.counts.items())
+        kept += [(MicroBatch(self._batch, 0), range(1))] * (number - len(kept))
         sizes = [micro.num_samples for micro, _ in kept]
         batches = prefetch((micro.batch for micro, _ in kept), self._device, side_stream=self._side_stream)
         indices = (torch.arange(each.start, each.stop) for _, each in kept)

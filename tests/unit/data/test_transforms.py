@@ -44,7 +44,7 @@ def reference(key: int, index: int, n: int) -> list[int]:
 
 
 def draws(indices: list[int], key: int = 17) -> Draws:
-    return Draws(key, torch.tensor(indices))
+    return Draws(lambda: key, torch.tensor(indices))
 
 
 @given(key=KEYS, indices=st.lists(st.integers(0, 2**40), min_size=1, max_size=5), low=st.integers(-(2**40), 2**40))
