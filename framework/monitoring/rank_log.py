@@ -8,10 +8,12 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from framework.distributed.context import Context
 from framework.system.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from framework.distributed.context import Context
 
 logger = logging.getLogger("framework")
 
