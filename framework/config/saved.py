@@ -26,13 +26,16 @@ _NOT_THERE = object()
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What a run directory holds, with absolute paths. step: the checkpoint to resume from; None for the last."""
+class SavedRun:
+    """The run that an override names, with absolute paths."""
 
+    # The override: `resume` or `checkpoint.path`.
+    key: str
     run_dir: RunDir
     raw: Mapping[str, Any]
     overrides: tuple[str, ...]
-    step: Path | None = None
+    # The step directory that is named; None for the last one of `resume`.
+    checkpoint: Path | None
 
 
 def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
@@ -53,16 +56,16 @@ def run_of(path: str | Path) -> RunDir:
     raise ConfigError(f"resume={path}: not a run directory: it has no config.yaml and overrides.yaml.{_hint(given)}")
 
 
-def load_saved(path: str | Path) -> Saved:
+def load_saved(path: str | Path) -> SavedRun:
     """Load what was saved in the run directory `path`, which may also name its checkpoints or one of them.
 
     Raises ConfigError if there is no run, its files can't be read, or `path` is something else in it.
     """
     given, run_dir = Path(path).expanduser().absolute(), run_of(path)
-    step = None
+    checkpoint = None
     if given not in (run_dir.path, run_dir.checkpoints, run_dir.checkpoints / "last"):
-        step = given.resolve()
-        if step.parent != run_dir.checkpoints.resolve() or not step.is_dir():
+        checkpoint = given.resolve()
+        if checkpoint.parent != run_dir.checkpoints.resolve() or not checkpoint.is_dir():
             raise ConfigError(
                 f"resume={path}: this is neither a run directory nor one of its checkpoints.\n"
                 f"Resume from the run's last checkpoint with {resume_argument(run_dir.path)}"
@@ -72,7 +75,7 @@ def load_saved(path: str | Path) -> Saved:
         raise ConfigError(
             f"resume={path}: this is the directory of a job={raw['job']}. Only training runs can be resumed."
         )
-    return Saved(run_dir=run_dir, raw=raw, overrides=tuple(overrides), step=step)
+    return SavedRun("resume", run_dir, raw, tuple(overrides), checkpoint)
 
 
 def newest_unfinished(folder: Path) -> RunDir | None:
@@ -84,7 +87,7 @@ def newest_unfinished(folder: Path) -> RunDir | None:
     return next((RunDir(place) for place in places if _is_unfinished(RunDir(place))), None)
 
 
-def load_checkpoint(directory: Path) -> Saved:
+def load_checkpoint(directory: Path) -> SavedRun:
     """Load what was saved with the checkpoint `directory`, which may be a copy outside of its run.
 
     Raises ConfigError if its configuration can't be read.
@@ -92,7 +95,7 @@ def load_checkpoint(directory: Path) -> Saved:
     raw = _load(directory / "config.yaml", dict)
     run_dir = RunDir(directory.parent.parent)
     typed = _saved_in(run_dir)[1] if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
-    return Saved(run_dir=run_dir, raw=raw, overrides=tuple(typed))
+    return SavedRun("checkpoint.path", run_dir, raw, tuple(typed), directory)
 
 
 def key_of(override: str) -> str:

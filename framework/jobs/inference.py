@@ -139,21 +139,18 @@ def write_predictions(shares: Sequence[Columns], output: Path, *, turns: int | N
     Raises:
         RunError: the disk refuses.
     """
-    columns = joined([part for part in (shares if turns is None else _interleaved(shares, turns)) if part])
+    sizes = [len(next(iter(share.values()), ())) for share in shares]
+    columns = joined([share for share in shares if share])
+    if turns is not None:
+        rounds = torch.cat([torch.arange(size) // turns for size in sizes])
+        order = rounds.argsort(stable=True)  # the samples of a round lie in the order of ranks
+        columns = {name: values[order] for name, values in columns.items()}
     with atomic_output(output, key="predict.output") as path:
         if output.suffix == ".csv":
             _write_csv(columns, path)
         else:
             torch.save(columns, path)
-    return len(next(iter(columns.values()), ()))
-
-
-def _interleaved(shares: Sequence[Columns], turns: int) -> Iterator[Columns]:
-    sizes = [len(next(iter(share.values()), ())) for share in shares]
-    rounds = sum(sizes) // (turns * len(shares))
-    for begin in range(0, rounds * turns, turns):
-        yield from ({name: values[begin : begin + turns] for name, values in share.items()} for share in shares)
-    yield from ({name: values[rounds * turns :] for name, values in share.items()} for share in shares)
+    return sum(sizes)
 
 
 def _write_csv(columns: Columns, path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from framework.checkpoint.layout import CONFIG_NAME, read_manifest
 from framework.checkpoint.lookup import check_file, find
 from framework.config.saved import (
-    Saved,
+    SavedRun,
     apply_typed,
     is_run,
     key_of,
@@ -35,17 +35,6 @@ _AUTO = "auto"
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """The run that an override names."""
-
-    # `resume` or `checkpoint.path`.
-    key: str
-    saved: Saved
-    # The step directory it names; None for the last one of `resume`.
-    checkpoint: Path | None
-
-
 def saved_run(typed: Sequence[str]) -> SavedRun | None:
     """Return the run that is named, if any.
 
@@ -58,13 +47,14 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
         raise ConfigError("resume can't go with checkpoint.path: each names the run to start from. Leave one out.")
     ((key, path),) = named.items()
     if key == _RESUME:
-        saved = load_saved(path)
-        found = SavedRun(key, saved, checkpoint=None if saved.step is None else find(saved.step))
+        found = load_saved(path)
+        if found.checkpoint is not None:
+            find(found.checkpoint)  # raises CheckpointError if it isn't complete
     else:
         directory = find(Path(path))
         check_file(directory, CONFIG_NAME, read_manifest(directory))
-        found = SavedRun(key, load_checkpoint(directory), checkpoint=directory)
-    recipe = found.saved.raw.get("recipe")
+        found = load_checkpoint(directory)
+    recipe = found.raw.get("recipe")
     other = [text for text in typed if text.startswith("recipe=") and text != f"recipe={recipe}"]
     if other:
         raise ConfigError(
@@ -119,9 +109,9 @@ class BaseConfig:
         if "init_from" in map(key_of, typed):
             raise ConfigError(f"{found.key} can't go with init_from: each names initial weights. Leave one out.")
         own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
-        raw = apply_typed(found.saved.raw, before=self.without_typed, after=composed, typed=own)
+        raw = apply_typed(found.raw, before=self.without_typed, after=composed, typed=own)
         is_resumed = found.key == _RESUME
-        raw["resume"] = str(found.checkpoint or found.saved.run_dir.path) if is_resumed else None
+        raw["resume"] = str(found.checkpoint or found.run_dir.path) if is_resumed else None
         raw["checkpoint"] = {**raw["checkpoint"], "path": None if is_resumed else str(found.checkpoint)}
         if not is_resumed:
             raw["init_from"] = None
@@ -133,7 +123,7 @@ class BaseConfig:
         typed = {key_of(text) for text in self.typed}
         if self.found is None or self.found.key != _CHECKPOINT or typed & {"path", "path.outputs"}:
             return None
-        run_dir = self.found.saved.run_dir.path
+        run_dir = self.found.run_dir.path
         return run_dir if is_run(run_dir) else None
 
 
@@ -148,12 +138,12 @@ def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[B
     found = saved_run(typed)
     if found is None:
         return BaseConfig(None, without_typed=None, typed=tuple(typed)), typed
-    started_with = found.saved.overrides
+    started_with = found.overrides
     try:
         base = BaseConfig(found, without_typed=compose(started_with), typed=tuple(typed))
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\n{found.saved.run_dir.path} was started with: {' '.join(started_with)}\n"
+            f"{error}\n{found.run_dir.path} was started with: {' '.join(started_with)}\n"
             "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its absolute path."
         ) from error
     return base, merge_overrides(started_with, [text for text in typed if not names_a_run(text)])

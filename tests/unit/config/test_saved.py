@@ -55,9 +55,9 @@ def test_a_path_into_the_checkpoints_names_the_run(run_dir: RunDir) -> None:
     for pointer in ("last", "best"):
         (run_dir.checkpoints / pointer).symlink_to(step.name)
     for last in (run_dir.path, run_dir.checkpoints, run_dir.checkpoints / "last"):
-        assert (load_saved(last).run_dir, load_saved(last).step) == (run_dir, None)
+        assert (load_saved(last).run_dir, load_saved(last).checkpoint) == (run_dir, None)
     for one in (step, run_dir.checkpoints / "best"):
-        assert (load_saved(one).run_dir, load_saved(one).step) == (run_dir, step)
+        assert (load_saved(one).run_dir, load_saved(one).checkpoint) == (run_dir, step)
     for place in (run_dir.logs, run_dir.config_file, run_dir.checkpoints / "file"):
         with pytest.raises(ConfigError, match=f"resume={run_dir.path}"):
             load_saved(place)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.config.saved import save_config
+from framework.config.saved import SavedRun, save_config
 from framework.errors import CheckpointError, ConfigError
-from framework.jobs.saved_run import BaseConfig, SavedRun, find_auto_run, find_base, names_a_run, saved_run
+from framework.jobs.saved_run import BaseConfig, find_auto_run, find_base, names_a_run, saved_run
 from framework.system.run_dir import RunDir, create_run_dir
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
@@ -37,12 +37,12 @@ def named(*typed: str) -> SavedRun:
 def test_a_run_or_a_checkpoint_is_named(run_dir: RunDir) -> None:
     assert saved_run(["recipe=toy", "resume=null", "checkpoint.path=null"]) is None
     resumed = named(f"resume={run_dir.path}")
-    assert (resumed.key, resumed.checkpoint, resumed.saved.run_dir) == ("resume", None, run_dir)
+    assert (resumed.key, resumed.checkpoint, resumed.run_dir) == ("resume", None, run_dir)
     for path, step in ((run_dir.path, 20), (run_dir.checkpoints / "step_00000010", 10)):
         used = named(f"checkpoint.path={path}", "recipe=some")
         assert (used.key, used.checkpoint) == ("checkpoint.path", run_dir.checkpoints / f"step_{step:08d}")
-        assert used.saved.raw["data"]["batch_size"] == 77
-        assert used.saved.overrides == ("recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=4")
+        assert used.raw["data"]["batch_size"] == 77
+        assert used.overrides == ("recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=4")
 
 
 def test_a_damaged_configuration_of_a_checkpoint_is_refused(run_dir: RunDir) -> None:
@@ -61,7 +61,7 @@ def test_a_run_whose_last_checkpoint_is_gone_can_be_resumed(run_dir: RunDir) -> 
     (run_dir.checkpoints / "last").symlink_to("step_00000030")
     for what in (".", "checkpoints/last"):
         resumed = named(f"resume={run_dir.path / what}")
-        assert (resumed.checkpoint, resumed.saved.run_dir) == (None, run_dir)
+        assert (resumed.checkpoint, resumed.run_dir) == (None, run_dir)
 
 
 def test_the_runs_own_overrides_are_composed_with_the_typed_ones(run_dir: RunDir) -> None:
@@ -142,7 +142,7 @@ def test_auto_is_the_newest_unfinished_training(tmp_path: Path, capsys: pytest.C
     make_run(folder, "2026-01-05", status=None)  # killed before it had begun
     create_run_dir(folder, name="2026-01-06")
     write_small(running.checkpoints, 20)
-    assert named(*found(outputs, "resume=auto", "seed=3")).saved.run_dir == running
+    assert named(*found(outputs, "resume=auto", "seed=3")).run_dir == running
     said = capsys.readouterr().err
     assert "2026-01-02 (crashed or still running)" in said
     assert found(outputs, "resume=auto", node_rank=1)
