@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.distributed.context import Context
-from framework.distributed.process_group import new_gloo_group
+from framework.distributed.process_group import new_group
 from framework.errors import RunError
 
 Table = list[list[float]]
@@ -99,7 +99,7 @@ class SideChannel:
 
     def open(self) -> None:
         if self._context.world_size > 1 and self._group is None:
-            self._group = new_gloo_group(self._timeout_s, is_monitored=True)
+            self._group = new_group(self._timeout_s, is_monitored=True)
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:

@@ -80,14 +80,16 @@ def new_subgroup(ranks: Sequence[Sequence[int]], context: Context) -> dist.Proce
     return mine
 
 
-def new_gloo_group(timeout_s: float, *, is_monitored: bool = False) -> dist.ProcessGroup:
-    """Make another group of all ranks, over the CPU, for exchanges apart from training's. Every rank must call it.
+def new_group(timeout_s: float, *, backend: str = "gloo", is_monitored: bool = False) -> dist.ProcessGroup:
+    """Make another group of all ranks, for exchanges apart from training's: over the CPU, unless `backend` is another.
+
+    Every rank must call it.
 
     is_monitored: the monitor finds the rank that is behind by counting this group's collectives together with the
     default group's, which all ranks must begin in one order.
     """
     described = COUNTED_GROUP if is_monitored else None
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=described)
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s), group_desc=described)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

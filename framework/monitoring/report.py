@@ -6,7 +6,6 @@ Every node's monitor makes a statement of its ranks (`NodeMonitor.statement`). `
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 import time
@@ -21,7 +20,7 @@ from framework.monitoring.failure import FailureKind, RankFailure, advice
 from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor, RankState, max_progress, ranks_behind
 from framework.monitoring.rank_status import main_stack
-from framework.system.run_dir import RunDir, write_atomically
+from framework.system.run_dir import RunDir, write_object
 
 _WAITED_SHARE = 0.5  # of the time-out: a rank that waited for less wasn't waiting for a hung one
 _NOTICE_S = 5.0  # how much later than its peers' errors the end of a process may be seen
@@ -198,7 +197,7 @@ def report_failure(
     file = run_dir.failure_of(node=monitor.node, attempt=attempt, is_last=is_last or report.first.is_final)
     report = replace(report, file=str(file), node=monitor.node)
     try:
-        write_atomically(file, json.dumps(report.to_plain(), indent=2) + "\n")
+        write_object(file, report.to_plain())
     except OSError as error:  # a full disk, which may be the very failure
         report = replace(report, file=None, unsaved=f"{file} can't be written: {error.strerror or error}.")
     if exchange is not None and monitor.node == 0:

@@ -53,7 +53,7 @@ class RunDir:
     def update_run(self, facts: Mapping[str, Any]) -> None:
         """Add to `run.json`. One process at a time may: the parent before and after the ranks, rank 0 in between."""
         known = self.read_run() if self.run_file.exists() else {}
-        write_atomically(self.run_file, json.dumps({**known, **facts}, indent=2) + "\n")
+        write_object(self.run_file, {**known, **facts})
 
 
 @contextmanager
@@ -142,6 +142,11 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_object(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically."""
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from framework.checkpoint.manager import CheckpointManager
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
-from framework.distributed.process_group import new_gloo_group, process_group, set_group_timeouts, set_timeout
+from framework.distributed.process_group import new_group, process_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
 from framework.distributed.sharded import num_parameters
 from framework.errors import EXIT_STOPPED, RunError
@@ -199,7 +199,7 @@ def _checkpoints(rank: RankSetup) -> CheckpointManager | None:
         is_writer=rank.context.is_main,
         warn=warn,
         # A group of its own, since checkpoints are written while training uses the others.
-        shard_group=new_gloo_group(timeout_s) if rank.strategy.forward_communicates else None,
+        shard_group=new_group(timeout_s) if rank.strategy.forward_communicates else None,
     )
 
 

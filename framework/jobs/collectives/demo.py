@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,11 @@ from torch import Tensor
 
 from framework.distributed import collectives
 from framework.distributed.butterfly import butterfly_all_reduce_mean, inner_ranks, rounds
-from framework.distributed.process_group import process_group, set_timeout
+from framework.distributed.process_group import new_group, process_group, set_timeout
 from framework.jobs.collectives.job import PAGE
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_log import logger
-from framework.monitoring.rank_status import COUNTED_GROUP, Phase
+from framework.monitoring.rank_status import Phase
 from framework.system.formatting import format_seconds, format_table
 from framework.system.run_dir import write_atomically
 from framework.training.rank_setup import RankSetup, setup_rank
@@ -221,11 +220,9 @@ def collectives_rank(arguments: RankArguments, link: MonitorLink) -> None:
 
 def _connect(backend: str, rank: RankSetup) -> Comm:
     """Make the groups of one backend. Every rank must call it."""
-    context, timeout = rank.context, timedelta(seconds=rank.config.backend.timeout)
-    group = dist.new_group(backend=backend, timeout=timeout, group_desc=COUNTED_GROUP)
-    p2p = dist.new_group(backend=backend, timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)
-    assert isinstance(p2p, dist.ProcessGroup)
+    context, timeout_s = rank.context, rank.config.backend.timeout
+    group = new_group(timeout_s, backend=backend, is_monitored=True)
+    p2p = new_group(timeout_s, backend=backend)
     device = torch.device("cpu") if backend == dist.Backend.GLOO else context.device
     dist.barrier(group=p2p)  # NCCL connects only now; sends and receives need all ranks to have connected
     return Comm(backend, context.rank, context.world_size, group, p2p, device)

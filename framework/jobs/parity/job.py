@@ -22,7 +22,6 @@ Exit status 0: the same; 1: not the same, or a training failed; 2: can't be comp
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from copy import deepcopy
@@ -42,7 +41,7 @@ from framework.jobs.summary import display_path, training_summary
 from framework.launch.fork_server import call_in_child
 from framework.system.formatting import format_count
 from framework.system.hardware import count_gpus
-from framework.system.run_dir import new_name, write_atomically
+from framework.system.run_dir import new_name, write_object
 
 _RECORDS = "parity"  # in each run directory, as in `recording`
 
@@ -92,7 +91,7 @@ def main(request: Request) -> JobResult:
         "precision": config.trainer.precision,
         **found["answer"],
     }
-    write_atomically(folder / "parity.json", json.dumps(answer, indent=2) + "\n")
+    write_object(folder / "parity.json", answer)
     print(f"{found['text']}\n\n  {display_path(folder / 'parity.json')}", flush=True)
     return JobResult(0 if answer["same"] else 1)
 

@@ -6,12 +6,12 @@ The result is the same on every machine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from framework.config.parse import parse
@@ -173,8 +173,8 @@ def _sizes(
     return {
         "model": {
             "name": type(model).__name__,
-            "parameters": _count(model.parameters()),
-            "trainable": _count(trainable),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "trainable": sum(parameter.numel() for parameter in trainable),
         },
         "memory": {
             "parameters": -(-parameters // shards),
@@ -202,10 +202,6 @@ def _traffic(strategy: Strategy, ranks: int, world: int, *, reduced: int, gather
     within = (ranks - 1) * (reduced + 2 * gathered) // ranks
     between = 2 * (copies - 1) * (reduced // ranks) // copies
     return {"reduced": reduced // every, "ring_per_rank": (within + between) // every}
-
-
-def _count(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() for each in tensors)
 
 
 def _build_model(config: Config, context: Context, *, num_stages: int | None) -> nn.Module:

@@ -5,7 +5,6 @@ Values are checked first, then times are measured.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +21,14 @@ from torch import Tensor
 from framework.distributed.butterfly import butterfly_all_reduce_mean
 from framework.distributed.collectives import barrier, gather_to_all
 from framework.distributed.context import Context
-from framework.distributed.process_group import new_gloo_group, process_group, set_timeout
+from framework.distributed.process_group import new_group, process_group, set_timeout
 from framework.errors import PreflightError, RunError, describe_error
 from framework.jobs.preflight.machine import buffer_limit, facts
 from framework.jobs.preflight.report import BETWEEN, RESULT, WITHIN, assess, slowest_lines, verdict
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_log import logger
 from framework.monitoring.rank_status import Phase
-from framework.system.run_dir import write_atomically
+from framework.system.run_dir import write_object
 from framework.training.rank_setup import RankSetup, setup_rank
 
 NUM_BARRIERS = 20
@@ -128,12 +127,12 @@ def _run_checks(rank: RankSetup, *, seconds: float, timeout_s: float) -> dict[st
         "faults": list(chain.from_iterable(faults)),
     }
     result |= assess(result, settings)
-    file, content = rank.run_dir.path / RESULT, json.dumps(result, indent=2) + "\n"
+    file = rank.run_dir.path / RESULT
     if context.is_main:
-        write_atomically(file, content)
+        write_object(file, result)
     barrier(context)
     if context.local_rank == 0 and not file.exists():  # a node that doesn't share rank 0's disk
-        write_atomically(file, content)
+        write_object(file, result)
     return result
 
 
@@ -202,7 +201,7 @@ def connect_peers(context: Context, *, timeout_s: float) -> Iterator[Peers]:
     if context.backend != dist.Backend.GLOO:
         yield Peers(context, None, context.device)
         return
-    group = new_gloo_group(timeout_s)
+    group = new_group(timeout_s)
     yield Peers(context, group, torch.device("cpu"))  # gloo sends from the CPU only
     barrier(context)  # no rank leaves while another still needs it
     dist.destroy_process_group(group)

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import re
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,19 +40,27 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|(can't allocate|not enough) memory|s
 
 
 def find_batch_size(
-    rank: RankSetup, loader: MapLoader, sizing: BatchSizing, *, averages: int
-) -> tuple[int, dict[str, Any]]:
-    """Return the largest size that fits, and what tune.json has of it. Raises RunError if one sample doesn't fit.
+    rank: RankSetup, loader: MapLoader, *, averages: int
+) -> tuple[BatchPlan, dict[str, Any], dict[str, float]]:
+    """Return steps with the largest batch that fits, what tune.json has of it, and the overrides for it.
 
-    averages: how many callbacks keep a copy of the model to evaluate.
+    Every rank must call it. Raises RunError if one sample doesn't fit, ConfigError if the global batch can't be split
+    as finely as needed. averages: how many callbacks keep a copy of the model to evaluate.
     """
-    settings, trials = rank.config.tune, Trials(rank, loader, sizing, averages=averages)
+    config, settings = rank.config, rank.config.tune
+    sizing = BatchSizing(
+        rank.data_share.world_size,
+        config.trainer.accumulate_grad_batches,
+        config.data.global_batch_size,
+        samples=loader.size,
+    )
+    trials = Trials(rank, loader, sizing, averages=averages)
     memory, (most, limited_by) = trials.memory, sizing.most(settings.max_batch_size)
     if rank.context.is_main:
         room = "an unknown amount" if memory.room_bytes is None else format_binary_bytes(memory.room_bytes)
         print(f"Batches of 1 to {most:,}: {room} of memory for a process's steps", flush=True)
     # A batch too large for the host would get the process killed: start small and predict.
-    start = 2 if isinstance(memory, HostMemory) else rank.config.data.batch_size
+    start = 2 if isinstance(memory, HostMemory) else config.data.batch_size
     size = largest_fitting(trials.fits, start=start, most=most)
     if size == 0:
         raise RunError(
@@ -59,13 +68,17 @@ def find_batch_size(
             "Use a smaller model, trainer.precision=bf16-mixed, trainer.activation_checkpointing=auto, or a strategy "
             "that shards the model: strategy=fsdp"
         )
-    return size, {
+    plan = sizing.plan(size)
+    found = {
         "batch_size": sizing.pass_size(size),
         "limited_by": limited_by if size == most else "memory",
         "margin": settings.margin,
         "room_bytes": memory.room_bytes,
+        "global_batch_size": plan.global_batch_size,
+        "accumulate_grad_batches": plan.micro_batches,
         "trials": list(trials.tried.values()),
     }
+    return plan, found, sizing.overrides(size)
 
 
 # Which sizes to try
@@ -79,23 +92,19 @@ def resolution(size: int) -> int:
 def largest_fitting(fits: Callable[[int], bool], *, start: int, most: int) -> int:
     """Return the largest size from 1 to `most` for which `fits`, to within `resolution`; 0 if 1 doesn't fit.
 
-    Doubles from `start`, or halves if that is too large, then halves the interval. No size is tried twice. Every rank
+    Doubles from `start`, or halves if that is too large, then bisects the interval. No size is tried twice. Every rank
     must call it with the same numbers, and `fits` must return the same on all.
     """
-    fitting, failing, size = 0, None, min(start, most)
-    while fitting < most and (failing is None or failing - fitting > resolution(fitting)):
+    fitting, failing, size = 0, most + 1, min(start, most)
+    while fitting < size < failing:
         if fits(size):
-            fitting = size
+            fitting, size = size, min(2 * size, most)
         else:
-            failing = size
-        if failing is None:
-            size = min(2 * fitting, most)
-        elif fitting == 0:
-            size = failing // 2
-        else:
-            step = resolution(fitting)
-            size = max((fitting + failing) // 2 // step * step, fitting + step)
-    return fitting
+            failing, size = size, size // 2
+    step = resolution(fitting)
+    between = range(fitting // step * step + step, failing, step)
+    num_fitting = bisect_left(between, True, key=lambda size: not fits(size))
+    return between[num_fitting - 1] if num_fitting else fitting
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ No checkpoint is written; callbacks, schedules and evaluation are left out.
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,12 +18,12 @@ from framework.data.loader import MapLoader
 from framework.distributed.collectives import barrier
 from framework.distributed.process_group import process_group
 from framework.errors import ConfigError, DataError, RunError, describe_error
-from framework.jobs.tune.batch_size import BatchSizing, find_batch_size, full_steps, is_out_of_memory, train_steps
+from framework.jobs.tune.batch_size import find_batch_size, full_steps, is_out_of_memory, train_steps
 from framework.jobs.tune.job import PLOT, RESULT
 from framework.jobs.tune.lr_range import assess, plot, range_test
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import Phase
-from framework.system.run_dir import write_atomically
+from framework.system.run_dir import write_atomically, write_object
 from framework.training import build
 from framework.training.data_settings import streams_of
 from framework.training.engine import build_trainer
@@ -37,8 +36,8 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
 
     Raises FrameworkError, and passes what the user's code raises.
     """
-    with setup_rank(arguments, link) as given, ExitStack() as stack:
-        rank = replace(given, config=_tuned_config(given))
+    with setup_rank(arguments, link) as rank, ExitStack() as stack:
+        rank = replace(rank, config=_tuned_config(rank))
         config, context = rank.config, rank.context
         datasets = build.build_datasets(config.data.datasets)
         if "train" in streams_of(datasets):
@@ -61,21 +60,9 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
         }
         plan = rank.plan
         if config.tune.find_batch_size:
-            callbacks = build.build_callbacks(given.config.callbacks, context=context, run_dir=rank.run_dir)
+            callbacks = build.build_callbacks(rank.requested.callbacks, context=context, run_dir=rank.run_dir)
             averages = len(hooks(callbacks.values(), "evaluation_weights"))
-            sizing = BatchSizing(
-                rank.data_share.world_size,
-                config.trainer.accumulate_grad_batches,
-                config.data.global_batch_size,
-                samples=loader.size,
-            )
-            size, batch = find_batch_size(rank, loader, sizing, averages=averages)
-            plan = sizing.plan(size)
-            sizes = {
-                "global_batch_size": plan.global_batch_size,
-                "accumulate_grad_batches": plan.micro_batches,
-            }
-            found |= {"batch_size": {**batch, **sizes}, "overrides": sizing.overrides(size)}
+            plan, found["batch_size"], found["overrides"] = find_batch_size(rank, loader, averages=averages)
             _write(rank, found)
         gc.collect()  # of the trials' model
         found["lr"] = _train_together(rank, full_steps(loader, plan), found["batch_size"])
@@ -120,7 +107,7 @@ def _tuned_config(rank: RankSetup) -> Config:
 def _write(rank: RankSetup, found: dict[str, Any]) -> None:
     """Write what was found so far, on rank 0."""
     if rank.context.is_main:
-        write_atomically(rank.run_dir.path / RESULT, json.dumps(found, indent=2) + "\n")
+        write_object(rank.run_dir.path / RESULT, found)
         rank.run_dir.update_run({"results": {"overrides": found["overrides"]}})
 
 
