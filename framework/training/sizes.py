@@ -12,7 +12,7 @@ from framework.strategies.base import Strategy
 
 _PROBE = (3, 5, 7, 11, 13)
 _BYTES_PER_RANK = 16_000  # generators, on the CPU
-_REST_BYTES = 9_000  # manifest, progress, and what files have between tensors
+_REST_BYTES = 12_000  # configuration, manifest, progress, and what files have between tensors
 
 
 def tensor_bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:

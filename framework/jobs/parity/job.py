@@ -25,7 +25,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +46,10 @@ from framework.system.run_dir import new_name, write_object
 _RECORDS = "parity"  # in each run directory, as in `recording`
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What the trainings have in common."""
-
-    processes: int  # of the training that is compared with one process
-    global_batch_size: int
-    topology: Topology  # of the run
-
-
 def main(request: Request) -> JobResult:
     """Compare, print and write the answer. Raises FrameworkError for what can't be compared."""
-    setup, config = check_setup(request), request.config
-    processes, size = setup.processes, setup.global_batch_size
+    config = request.config
+    topology, processes, size = check_setup(request)
     folder = Path(config.path.outputs, config.recipe, "parity", new_name())
     runs = {  # several processes first: more can go wrong with them
         "many": SubRun(folder / "processes", processes),
@@ -70,7 +61,7 @@ def main(request: Request) -> JobResult:
     print(display_path(folder), flush=True)
     try:
         for side, sub_run in runs.items():
-            asked = training(request, setup, sub_run=sub_run, moves=side == "moved")
+            asked = training(request, topology, global_batch_size=size, sub_run=sub_run, moves=side == "moved")
             entry = "framework.jobs.train:train_rank"
             result = run(asked, entry=entry, title="Comparing", summary=training_summary)
             if result.status != 0:
@@ -96,8 +87,11 @@ def main(request: Request) -> JobResult:
     return JobResult(0 if answer["same"] else 1)
 
 
-def check_setup(request: Request) -> Setup:
-    """Return what to compare. Raises FrameworkError for what can't be compared."""
+def check_setup(request: Request) -> tuple[Topology, int, int]:
+    """Return the run's topology, how many processes to compare with one, and the samples of a step.
+
+    Raises FrameworkError for what can't be compared.
+    """
     config = request.config
     if request.adopted_ranks is not None or config.topology.nnodes > 1:
         raise ConfigError(
@@ -120,19 +114,19 @@ def check_setup(request: Request) -> Setup:
             f"{processes} processes of {topology.span} GPU(s) each need {needed} GPUs; there are {count_gpus()}.\n"
             "Use fewer (parity.processes), topology.share_gpus=true, or the CPU: trainer.gpus=0"
         )
-    return Setup(processes, size, topology)
+    return topology, processes, size
 
 
-def training(request: Request, setup: Setup, *, sub_run: SubRun, moves: bool) -> Request:
+def training(request: Request, topology: Topology, *, global_batch_size: int, sub_run: SubRun, moves: bool) -> Request:
     """Return one of the trainings: the user's, except for its length, its processes, and what only costs time.
 
     Schedules keep their length: the callback stops the training, once the ranks agree on it when they log.
     """
     raw: dict[str, Any] = deepcopy(dict(request.raw))
-    processes, span, gpus = sub_run.number, setup.topology.span, setup.topology.gpus_per_node
+    processes, span, gpus = sub_run.number, topology.span, topology.gpus_per_node
     if gpus:
         gpus = min(gpus, processes * span) if request.config.topology.share_gpus else processes * span
-    raw["data"] |= {"global_batch_size": setup.global_batch_size}
+    raw["data"] |= {"global_batch_size": global_batch_size}
     raw["topology"] |= {"procs_per_node": processes, "gpus_per_process": span}
     raw["trainer"] |= {
         "gpus": gpus,

@@ -78,7 +78,6 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
         {"config": dict(request.raw), "topology": asdict(topology), "backend": backend},
         timeout_s=config.backend.init_timeout,
     )
-    config_bytes = len(json.dumps(request.raw))
     return {
         "recipe": config.recipe,
         "launcher": chosen_launcher(request, is_planned=True),
@@ -95,7 +94,6 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
             "timeout_s": config.backend.timeout,
         },
         **facts,
-        "checkpoint": None if facts["checkpoint"] is None else facts["checkpoint"] + config_bytes,
         "run_dir": str(Path(config.path.outputs, config.recipe, "<date>_<time>_<4 hex>")),
         "environment": environment(config, topology),
         "commands": commands(request, topology),

@@ -40,8 +40,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_processes_and_the_global_batch_are_the_runs(changes: dict[str, Any], processes: int, size: int) -> None:
-    setup = parity.check_setup(request(changes))
-    assert (setup.processes, setup.global_batch_size) == (processes, size)
+    assert parity.check_setup(request(changes))[1:] == (processes, size)
 
 
 SHARED = {"trainer.gpus": 1, "topology.share_gpus": True, "topology.gpus_per_process": 1, "parity.processes": 3}
@@ -60,10 +59,11 @@ def test_each_process_gets_as_many_gpus_as_in_the_run(
     changes: dict[str, Any], one: tuple[int, ...], many: tuple[int, ...]
 ) -> None:
     asked = request(changes)
-    setup = parity.check_setup(asked)
+    topology, processes, size = parity.check_setup(asked)
     found = []
-    for processes in (1, setup.processes):
-        config = parity.training(asked, setup, sub_run=SubRun(Path(), processes), moves=False).config
+    for number in (1, processes):
+        sub_run = SubRun(Path(), number)
+        config = parity.training(asked, topology, global_batch_size=size, sub_run=sub_run, moves=False).config
         found.append((config.topology.procs_per_node, config.trainer.gpus, config.topology.gpus_per_process))
     assert found == [one, many]
 
@@ -86,8 +86,8 @@ def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
     }
     asked = request(changes | {"launcher.max_restarts": 3})
     before = repr(asked.raw)
-    setup = parity.check_setup(asked)
-    made = parity.training(asked, setup, sub_run=SubRun(Path("folder"), 2), moves=True)
+    topology, _, size = parity.check_setup(asked)
+    made = parity.training(asked, topology, global_batch_size=size, sub_run=SubRun(Path("folder"), 2), moves=True)
     config = made.config
     assert repr(asked.raw) == before
     assert parse(made.raw) == config
