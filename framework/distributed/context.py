@@ -47,8 +47,8 @@ class Context:
 def make_context(topology: Topology, *, node_rank: int, local_rank: int, backend_name: BackendName) -> Context:
     """Return the context of one rank. Makes no process group and opens no GPU.
 
-    Raises RequestError for a backend that this torch lacks or that doesn't support the devices, TopologyError if torch
-    sees fewer GPUs than the topology names.
+    Raises RequestError for a backend that this torch lacks, TopologyError if torch sees fewer GPUs than the topology
+    names.
     """
     devices = _devices(topology, local_rank)
     return Context(
@@ -79,11 +79,6 @@ def _backend(name: BackendName, *, device: torch.device, shared: bool) -> str:
     backend = dist.get_default_backend_for_device(device) if name == "auto" else name
     if shared and name == "auto":
         backend = "gloo"  # nccl needs a whole GPU for each process
-    if backend == "nccl" and device.type == "cpu":
-        raise RequestError(
-            "backend.name=nccl needs GPUs, and these processes run on the CPU (trainer.gpus=0, or auto without any).\n"
-            "Use backend.name=gloo or backend.name=auto."
-        )
     if not dist.is_backend_available(backend):
         there = ", ".join(name for name in get_args(BackendName) if name == "auto" or dist.is_backend_available(name))
         raise RequestError(f"backend.name={backend} isn't in this torch, {torch.__version__}. Use one of {there}.")
