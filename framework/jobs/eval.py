@@ -12,5 +12,4 @@ __all__ = ["check", "main"]
 
 def main(request: Request) -> JobResult:
     """Evaluate on any number of processes. Raises FrameworkError for a request that can't be met."""
-    entry = "framework.jobs.inference:evaluate_rank"
-    return run(request, entry=entry, title="Evaluating", summary=evaluation_summary)
+    return run(request, entry="framework.jobs.inference:evaluate_rank", title="Evaluating", summary=evaluation_summary)

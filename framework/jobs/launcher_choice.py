@@ -19,8 +19,7 @@ from framework.system.hardware import count_gpus, resolve_gpus
 _ENDPOINT = "HOST:29400"
 _ONE_NODE_PORT = "(a free port)"
 # Keys that don't define the run: how its ranks are started, and the settings of other jobs.
-_LAUNCHING = ("launcher",)
-_OWN_KEYS = (*_LAUNCHING, "job", "plan", "parity", "tune", "export", "topology.node_rank", "topology.rdzv_endpoint")
+_OWN_KEYS = ("launcher", "job", "plan", "parity", "tune", "export", "topology.node_rank", "topology.rdzv_endpoint")
 
 
 def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:
@@ -114,7 +113,7 @@ def commands(request: Request, topology: Topology) -> dict[str, list[str]]:
     config, procs = request.config, topology.procs_per_node
     endpoint = config.topology.rdzv_endpoint or _ENDPOINT
     run = [text for text in request.overrides if not _is_of(text, _OWN_KEYS)]
-    launching = [text for text in request.overrides if _is_of(text, _LAUNCHING) and config.launcher.name != "adopted"]
+    launching = [text for text in request.overrides if _is_of(text, ["launcher"]) and config.launcher.name != "adopted"]
     framework = ["python", "-m", "framework", *run, *launching]
     torchrun = ["torchrun", "--standalone", f"--nproc-per-node={procs}"]
     srun = ["srun", f"--nodes={topology.nnodes}", f"--ntasks-per-node={procs}"]

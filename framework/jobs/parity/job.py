@@ -62,8 +62,7 @@ def main(request: Request) -> JobResult:
     try:
         for side, sub_run in runs.items():
             asked = training(request, topology, global_batch_size=size, sub_run=sub_run, moves=side == "moved")
-            entry = "framework.jobs.train:train_rank"
-            result = run(asked, entry=entry, title="Comparing", summary=training_summary)
+            result = run(asked, entry="framework.jobs.train:train_rank", title="Comparing", summary=training_summary)
             if result.status != 0:
                 print(f"\nNothing was compared: a training failed. Its logs are in {display_path(sub_run.path)}/logs")
                 return result

@@ -38,12 +38,10 @@ from framework.system.run_dir import RunDir, read_object
 
 __all__ = ["check", "main"]
 
-_ENTRY = "framework.jobs.preflight.rank:preflight_rank"
-
 
 def main(request: Request) -> JobResult:
     """Check with any number of processes. Raises FrameworkError for what can't be started."""
-    done = run(request, entry=_ENTRY, title="Preflight of", summary=_closing)
+    done = run(request, entry="framework.jobs.preflight.rank:preflight_rank", title="Preflight of", summary=_closing)
     found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / RESULT)
     if found is None:
         return done

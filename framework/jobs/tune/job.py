@@ -34,7 +34,6 @@ from framework.jobs.summary import display_path
 from framework.system.formatting import format_facts
 from framework.system.run_dir import RunDir, read_object
 
-_ENTRY = "framework.jobs.tune.rank:tune_rank"
 RESULT, PLOT = "tune.json", "learning_rate.svg"  # in the run directory
 _LIMITS = {
     "memory": "by memory, of which {margin:.0%} stays free",
@@ -56,7 +55,7 @@ def main(request: Request) -> JobResult:
             lines += ["", "Use:", f"  {command(request, topology, found['overrides'])}"]
         return "\n".join([*lines, "", format_facts(facts)])
 
-    done = run(request, entry=_ENTRY, title="Tuning", summary=closing)
+    done = run(request, entry="framework.jobs.tune.rank:tune_rank", title="Tuning", summary=closing)
     found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / RESULT)
     if found is not None and found["lr"] is not None and found["lr"]["suggestion"] is None:
         return replace(done, status=1)
