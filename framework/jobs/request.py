@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from framework.config.schema import Config
+from framework.launch.fork_server import ForkServer
+from framework.launch.handshake import AdoptedRanks
 from framework.system.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from framework.launch.fork_server import ForkServer
-    from framework.launch.handshake import AdoptedRanks
 
 
 @dataclass(frozen=True)

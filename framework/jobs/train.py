@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from framework.jobs.launcher_choice import checked_topology as check
 from framework.jobs.request import JobResult, Request
 from framework.jobs.run_ranks import run
 from framework.jobs.summary import training_summary
-
-if TYPE_CHECKING:
-    from framework.launch.plan import MonitorLink, RankArguments
+from framework.launch.plan import MonitorLink, RankArguments
 
 __all__ = ["check", "main", "train_rank"]
 
