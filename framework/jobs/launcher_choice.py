@@ -17,7 +17,6 @@ from framework.launch.plan import rank_environment
 from framework.system.hardware import count_gpus, resolve_gpus
 
 _ENDPOINT = "HOST:29400"
-_ONE_NODE_PORT = "(a free port)"
 # Keys that don't define the run: how its ranks are started, and the settings of other jobs.
 _OWN_KEYS = ("launcher", "job", "plan", "parity", "tune", "export", "topology.node_rank", "topology.rdzv_endpoint")
 
@@ -139,7 +138,7 @@ def environment(config: Config, topology: Topology) -> dict[str, dict[str, str]]
     """
     if config.launcher.name == "in_place":
         return {"common": {}, "first_rank": {}, "last_rank": {}}
-    host, port = LOOPBACK, _ONE_NODE_PORT
+    host, port = LOOPBACK, "(a free port)"
     if topology.nnodes > 1:
         host, _, port = (config.topology.rdzv_endpoint or _ENDPOINT).rpartition(":")
     first, last = (

@@ -31,7 +31,6 @@ from framework.jobs.summary import display_path
 
 _RESUME = "resume"
 _CHECKPOINT = "checkpoint.path"
-_AUTO = "auto"
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 
 
@@ -67,7 +66,7 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
 def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
     """Replace `resume=auto` by the recipe's newest unfinished run in `path.outputs`, or drop it; print which."""
     others = [text for text in typed if key_of(text) != _RESUME]
-    if _typed_path(typed, _RESUME) != _AUTO:
+    if _typed_path(typed, _RESUME) != "auto":
         return list(typed)
     composed = compose([text for text in others if not names_a_run(text)])
     folder = Path(composed["path"]["outputs"]) / composed["recipe"]

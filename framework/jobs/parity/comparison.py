@@ -136,16 +136,12 @@ class Comparison:
 def _layers(one: StepTrace, moved: StepTrace, many: Sequence[StepTrace]) -> Iterator[Compared]:
     """Yield what passes through modules in the order of the forward, as long as all took the same path."""
     ranks = [trace for trace in many if trace.num_samples]  # a rank may have no sample of a short batch
+    roots = torch.tensor([1.0, *(1 / power for power in POWERS)])  # they give moments in the unit of the values
     for first, second, *others in zip(one.events, moved.events, *(trace.events for trace in ranks), strict=False):
         if any(event.place != first.place for event in (second, *others)):
             return
         together = torch.stack([event.moments for event in others]).sum(dim=0)
-        yield first.module, [_roots(each / one.num_samples) for each in (first.moments, second.moments, together)]
-
-
-def _roots(moments: Tensor) -> Tensor:
-    """Return the moments in the unit of the values."""
-    return moments ** torch.tensor([1.0, *(1 / power for power in POWERS)])
+        yield first.module, [(each / one.num_samples) ** roots for each in (first.moments, second.moments, together)]
 
 
 def tensor_difference(one: Tensor | None, other: Tensor | None) -> float:

@@ -51,7 +51,6 @@ from framework.system.formatting import format_bytes, format_count, format_table
 
 _WIDTH = 100
 _MAX_RANKS = 16  # of more, the first and the last ones are shown
-_NUMBER = "{:,.12g}".format
 _SIZES = ("memory", "traffic", "checkpoint")
 _SHOWN = (
     *("launcher", "backend", "strategy", "shards", "optimizer", "batch", "data", "steps", "model", "memory"),
@@ -105,7 +104,7 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
 
 def render(plan: Mapping[str, Any], topology: Topology) -> str:
     """Return the page for what `make_plan` returned, under the same names."""
-    facts = [(key, _text(plan[key], format_bytes if key in _SIZES else _NUMBER)) for key in _SHOWN]
+    facts = [(key, _text(plan[key], format_bytes if key in _SIZES else "{:,.12g}".format)) for key in _SHOWN]
     together = format_bytes(sum(size or 0 for size in plan["memory"].values()))
     facts.append(("on each rank", f"{together} of memory; activations besides"))
     names = {"common": "environment", "first_rank": "of rank 0", "last_rank": f"of rank {topology.world_size - 1}"}
