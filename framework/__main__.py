@@ -42,7 +42,7 @@ def main() -> int:
         if not _silence_broken_streams():
             raise
         status = EXIT_BROKEN_PIPE
-    if "torch" in sys.modules:  # a client of several nodes' store, which a thread may still be waiting for
+    if "torch" in sys.modules:  # a rank, or a client of several nodes' store, which a thread may still be waiting for
         from framework.launch.child import leave
 
         leave(status)
@@ -90,13 +90,10 @@ def _adopted(arguments: list[str]) -> int | None:
     if cluster is None:
         return None
     from framework.launch.adopted import run_adopted
-    from framework.launch.child import leave
 
-    status = run_adopted(
+    return run_adopted(
         cluster, arguments, command=lambda adopted_ranks: _answer(adopted_ranks.arguments, adopted_ranks=adopted_ranks)
     )
-    # Leave at once: torchrun ends all ranks when the first one fails, and rank 0 has reported the error.
-    return leave(status)
 
 
 def _starts_ranks(arguments: list[str]) -> bool:
