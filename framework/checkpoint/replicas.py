@@ -34,7 +34,7 @@ def gather_replicas(own: Mapping[str, Any], context: Context) -> list[dict[str, 
     file = io.BytesIO()
     if not context.is_main:  # it has its own
         torch.save(dict(own), file)
-    given = gather_to_first(file.getvalue(), context) or []
+    given = gather_to_first(file.getvalue(), context)
     return [torch.load(io.BytesIO(each), map_location="cpu", weights_only=True) for each in given[1:]]
 
 

@@ -49,8 +49,8 @@ def gather_to_all(value: Any, context: Context, *, group: dist.ProcessGroup | No
     return values
 
 
-def gather_to_first(value: Any, context: Context) -> list[Any] | None:
-    """Return every rank's value on the first rank, in the order of ranks; None on the others.
+def gather_to_first(value: Any, context: Context) -> list[Any]:
+    """Return every rank's value on the first rank, in the order of ranks; nothing on the others.
 
     Pickled between our own processes. For large values: they are sent in pieces, and to that rank alone.
     """
@@ -63,7 +63,7 @@ def gather_to_first(value: Any, context: Context) -> list[Any] | None:
         dist.gather_object(own[begin : begin + _CHUNK_BYTES], pieces)
         for whole, piece in zip(gathered, pieces or [], strict=False):
             whole += piece
-    return [pickle.loads(each) for each in gathered] if context.is_main else None
+    return [pickle.loads(each) for each in gathered] if context.is_main else []
 
 
 def broadcast_object(value: Any, context: Context, *, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:

@@ -63,7 +63,7 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
             precision.convert_task(task)
             own = joined(list(_predictions(model, loader, task=task, precision=precision)))
             shares = gather_to_first(own, rank.context)
-            if shares is not None:
+            if rank.context.is_main:
                 output = Path(rank.config.predict.output).expanduser()
                 count = write_predictions(shares, output, turns=loader.turns)
                 rank.run_dir.update_run({"results": {"samples": count}})

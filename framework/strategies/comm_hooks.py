@@ -105,7 +105,7 @@ class PowerSGD:
             "iter": state.iter,
             "rng": [torch.from_numpy(keys.astype("int64")), *position],
             "memories": [_copied(getattr(state, name), "cpu") for name in _MATRICES],
-            "errors": gather_to_first(_copied(state.error_dict, "cpu"), self._context) or [],
+            "errors": gather_to_first(_copied(state.error_dict, "cpu"), self._context),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

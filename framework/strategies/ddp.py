@@ -78,7 +78,7 @@ class DDP(SyncedBuffers):
         if self._hook == POWERSGD:
             self._powersgd = PowerSGD(hook_options, context=context, cap_mb=bucket_cap_mb)
         self.gradients_kept = int(self._powersgd is not None and self._powersgd.keeps_errors)
-        self._has_reported = True  # in this step
+        self._must_report = False  # when it waits, in this step
         self._exchanges = 0
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
         self._handles: list[RemovableHandle] = []  # of hooks on parameters
@@ -145,9 +145,8 @@ class DDP(SyncedBuffers):
         self._begin_forward(model, synchronise=synchronise)
         # Torch records a static graph in the first backward, which must exchange gradients.
         exchanges = synchronise or (self._options["static_graph"] and not self._exchanges)
-        if exchanges:
-            self._exchanges += 1
-            self._has_reported = False
+        self._exchanges += int(exchanges)
+        self._must_report = exchanges
         try:
             with nullcontext() if exchanges else model.no_sync():
                 yield
@@ -155,7 +154,7 @@ class DDP(SyncedBuffers):
             if not self._options["find_unused_parameters"]:
                 _check_unused(model.module, error)
             raise
-        if exchanges and self._waiting is not None and not self._has_reported:
+        if self._must_report and self._waiting is not None:
             self._waiting.waiting_unknown()
 
     def observe_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
@@ -205,7 +204,7 @@ class DDP(SyncedBuffers):
         DDP queues its waiting for the exchange when the last parameter is done, after any hook of a parameter.
         """
         assert self._waiting is not None
-        self._has_reported = True
+        self._must_report = False
         torch.autograd.Variable._execution_engine.queue_callback(self._waiting.begin_waiting)
 
     def _note_order(self, model: DistributedDataParallel) -> None:
