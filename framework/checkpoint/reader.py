@@ -40,10 +40,10 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any], *, source: obj
     partly changed then.
     """
     own = model.state_dict()
-    sharded = {
-        name: shard_like(own[name], value) if isinstance(value, Tensor) and _has_shape(own.get(name), value) else value
-        for name, value in state_dict.items()
-    }
+    sharded = dict(state_dict)
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor) and getattr(own.get(name), "shape", None) == value.shape:
+            sharded[name] = shard_like(own[name], value)
     try:
         model.load_state_dict(sharded)
     except RuntimeError as error:
@@ -51,7 +51,3 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any], *, source: obj
             f"The weights in {source} don't fit the model. {error}\n"
             "Choose the model they were trained with, or a checkpoint of this model."
         ) from error
-
-
-def _has_shape(own: object, value: Tensor) -> bool:
-    return isinstance(own, Tensor) and own.shape == value.shape

@@ -17,7 +17,7 @@ from framework.data.batching import BatchPlan, count_windows
 from framework.data.fetch import BatchDataset, BatchRequest, ItemLoader
 from framework.data.prefetch import pins_memory, prefetch
 from framework.data.resident import ResidentBatches, decode
-from framework.data.sampler import GlobalOrder, epoch_indices, epoch_length, windows
+from framework.data.sampler import GlobalOrder, epoch_indices, windows
 from framework.data.stream import StreamLoader
 from framework.data.tensor_samples import as_tensor_samples
 from framework.errors import DataError
@@ -153,8 +153,8 @@ class MapLoader:
     def _set_plan(self, plan: BatchPlan, limit: int | None) -> None:
         self._plan, self._limit = plan, limit
         self.global_batch_size = plan.global_batch_size
-        taken = epoch_length(self._order, plan, limit=limit)
-        self.steps_per_epoch = count_windows(taken, global_batch_size=plan.global_batch_size)
+        steps = count_windows(self.size, global_batch_size=plan.global_batch_size)
+        self.steps_per_epoch = steps if limit is None else min(steps, limit)
 
     def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> MapLoader:
         """Return a loader of the same data with another plan and limit. For a loader without a limit of its own.

@@ -35,19 +35,14 @@ class GlobalOrder:
         return torch.randperm(self.size, generator=generator)
 
 
-def epoch_length(order: GlobalOrder, plan: BatchPlan, *, limit: int | None) -> int:
-    """Return the samples an epoch consumes over all ranks; `limit`: the largest number of global batches."""
-    return order.size if limit is None else min(order.size, limit * plan.global_batch_size)
-
-
 def epoch_indices(
     order: GlobalOrder, plan: BatchPlan, *, epoch: int, start: int = 0, limit: int | None = None
 ) -> Tensor:
     """Return the indices that `epoch` consumes from its sample `start` on: int64, on the CPU.
 
-    Raises DataError if `start` isn't inside the epoch.
+    limit: global batches of the epoch at most. Raises DataError if `start` isn't inside the epoch.
     """
-    end = epoch_length(order, plan, limit=limit)
+    end = order.size if limit is None else min(order.size, limit * plan.global_batch_size)
     if not 0 <= start < end:
         raise DataError(
             f"Training can't continue at sample {start} of an epoch of {end} samples.\n"
