@@ -42,7 +42,8 @@ def main() -> int:
         if not _silence_broken_streams():
             raise
         status = EXIT_BROKEN_PIPE
-    if "torch" in sys.modules:  # a rank, or a client of several nodes' store, which a thread may still be waiting for
+    # this was a rank, or a client of the nodes' store, for which a thread may still be waiting
+    if "torch" in sys.modules:
         from framework.launch.child import leave
 
         leave(status)

@@ -28,7 +28,7 @@ from typing import Any, final
 from framework.errors import CheckpointError
 
 FORMAT_VERSION = 2
-"""What is written, and the newest that is read. Version 1 is the same without sharded models."""
+"""The version that is written, and the newest that is read. Version 1 had no sharded models."""
 
 PARTS = ("model", "training", "generators")
 """The entries of a checkpoint's state; each is one file."""

@@ -42,8 +42,9 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any], *, source: obj
     own = model.state_dict()
     sharded = dict(state_dict)
     for name, value in state_dict.items():
-        if isinstance(value, Tensor) and getattr(own.get(name), "shape", None) == value.shape:
-            sharded[name] = shard_like(own[name], value)
+        tensor = own.get(name)
+        if isinstance(value, Tensor) and isinstance(tensor, Tensor) and tensor.shape == value.shape:
+            sharded[name] = shard_like(tensor, value)
     try:
         model.load_state_dict(sharded)
     except RuntimeError as error:

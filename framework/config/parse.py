@@ -80,8 +80,10 @@ class _Field:
 
     def __init__(self, field: Field[Any], hint: Any) -> None:
         kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
-        self.name, self.default = field.name, field.default  # `dataclasses.MISSING` for none
-        self.nullable, self.auto = NoneType in kinds, "auto" in field.metadata
+        self.name = field.name
+        self.default = field.default  # `dataclasses.MISSING` for none
+        self.auto = "auto" in field.metadata
+        self.nullable = NoneType in kinds
         self.bounds: Mapping[str, float] = field.metadata.get("bounds", {})  # at_least, above, at_most
         # A dataclass, or types that the schema lists.
         self.kinds = [kind for kind in kinds if kind is not NoneType]

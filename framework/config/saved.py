@@ -29,12 +29,12 @@ _NOT_THERE = object()
 class SavedRun:
     """The run that an override names, with absolute paths."""
 
-    # The override: `resume` or `checkpoint.path`.
+    # The key of that override: resume or checkpoint.path.
     key: str
     run_dir: RunDir
     raw: Mapping[str, Any]
     overrides: tuple[str, ...]
-    # The step directory that is named; None for the last one of `resume`.
+    # The checkpoint that was named; None: the last one (resume only).
     checkpoint: Path | None
 
 
@@ -75,7 +75,7 @@ def load_saved(path: str | Path) -> SavedRun:
         raise ConfigError(
             f"resume={path}: this is the directory of a job={raw['job']}. Only training runs can be resumed."
         )
-    return SavedRun("resume", run_dir, raw, tuple(overrides), checkpoint)
+    return SavedRun("resume", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=checkpoint)
 
 
 def newest_unfinished(folder: Path) -> RunDir | None:
@@ -95,7 +95,7 @@ def load_checkpoint(directory: Path) -> SavedRun:
     raw = _load(directory / "config.yaml", dict)
     run_dir = RunDir(directory.parent.parent)
     typed = _saved_in(run_dir)[1] if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
-    return SavedRun("checkpoint.path", run_dir, raw, tuple(typed), directory)
+    return SavedRun("checkpoint.path", run_dir=run_dir, raw=raw, overrides=tuple(typed), checkpoint=directory)
 
 
 def key_of(override: str) -> str:
@@ -182,7 +182,7 @@ def _is_unfinished(run_dir: RunDir) -> bool:
         if run_dir.read_run()["status"] == "finished":
             return False
         raw, _ = _saved_in(run_dir)
-    except (OSError, ValueError, KeyError, ConfigError):  # no run, killed while it was made, or edited since
+    except (OSError, ValueError, KeyError, ConfigError):  # not a run, killed while it was created, or edited since
         return False
     return raw.get("job") == "train"
 

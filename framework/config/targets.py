@@ -17,7 +17,6 @@ _SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-
 # Of annotations that allow numbers but no strings.
 _NUMERIC_WORDS = {"int", "float", "None", "NoneType", "Optional", "Union", "Tensor", "torch"}
 
@@ -28,18 +27,18 @@ def check_targets(config: Config) -> None:
     Raises TargetError with all mistakes, one per line. An exception raised by a module's import is passed on.
     """
     mistakes = [
-        *check_node(config.model, "model", keywords=("devices",)),
+        *check_node(config.model, "model", supplied=("devices",)),
         *check_node(config.data.datasets, "data.datasets"),
         *check_node(config.task, "task"),
-        *check_node(config.strategy, "strategy", keywords=("context",)),
+        *check_node(config.strategy, "strategy", supplied=("context",)),
         *check_node(config.optimizer, "optimizer", positional=1),
     ]
     for name, node in config.logger.items():
-        mistakes += check_node(node, f"logger.{name}", keywords=("run_dir", "redraws"))
+        mistakes += check_node(node, f"logger.{name}", supplied=("run_dir", "redraws"))
     for name, node in config.callbacks.items():
-        mistakes += check_node(node, f"callbacks.{name}", keywords=("context", "run_dir"))
+        mistakes += check_node(node, f"callbacks.{name}", supplied=("context", "run_dir"))
     schedule = config.scheduler.schedule
-    mistakes += check_node(schedule, "scheduler.schedule", positional=1, keywords=("total_steps",))
+    mistakes += check_node(schedule, "scheduler.schedule", positional=1, supplied=("total_steps",))
     if mistakes:
         raise TargetError("\n".join(mistakes))
 
@@ -77,17 +76,17 @@ def import_target(name: str) -> Any:
     return found
 
 
-def check_node(node: Any, key: str, *, positional: int = 0, keywords: Collection[str] = ()) -> Iterator[str]:
+def check_node(node: Any, key: str, *, positional: int = 0, supplied: Collection[str] = ()) -> Iterator[str]:
     """Yield the mistakes in a node, or in the nodes inside any other value.
 
     Args:
-        positional: Leading positional arguments that the framework passes.
-        keywords: Those that it passes if the signature has them and the node doesn't set them.
+        positional: Number of leading positional arguments that the framework passes.
+        supplied: Keywords that it passes if the signature has them and the node doesn't set them.
     """
     if isinstance(node, Mapping) and "_target_" in node:
         try:
             parameters = _parameters(import_target(node["_target_"]))
-            yield from _check_keywords(node, key, parameters, positional=positional, supplied=keywords)
+            yield from _check_keywords(node, key, parameters, positional=positional, supplied=supplied)
         except TargetError as error:
             yield f"{key}._target_={node['_target_']}: {error}"
     if isinstance(node, list) or (isinstance(node, Mapping) and node.get("_recursive_", True)):

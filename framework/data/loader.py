@@ -1,4 +1,4 @@
-"""The batches of one rank, on its device: `MapLoader` of a map-style dataset, and `EvalLoader` to evaluate any data."""
+"""The batches of one rank, on its device: `MapLoader` for a map-style dataset, `EvalLoader` for evaluation."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def device_limit(device: torch.device, *, procs: int) -> int:
 
 @final
 class MapLoader:
-    """This rank's part of every global batch of a map-style dataset. All ranks make one with the same arguments.
+    """This rank's part of every global batch of a map-style dataset.
+
+    All ranks make one with the same arguments except rank and device.
 
     split: `train`, `val` or `test`, for messages. limit: global batches per epoch at most. Raises DataError if the
     dataset is empty.
@@ -146,7 +148,8 @@ class MapLoader:
     ) -> None:
         self.size = dataset_size(dataset, split=split)
         """Samples of the whole dataset, regardless of `limit`."""
-        self._order, self._rank = GlobalOrder(self.size, seed, shuffle), rank
+        self._order = GlobalOrder(self.size, seed, shuffle)
+        self._rank = rank
         self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
         self._set_plan(plan, limit)
 
@@ -208,14 +211,14 @@ class MapLoader:
 class EvalLoader:
     """This rank's part of the data to evaluate: over all ranks every sample exactly once.
 
-    Rank r of W takes batch r, r + W, …, and a share of what is left at the end; or it reads a shard of its own. Ranks
-    may have different numbers of batches, or none. Random transforms draw the same in every evaluation. With a stream,
-    every rank must iterate.
+    Rank r of W takes batches r, r + W, … and its share of what is left at the end, unless it reads a shard of its own.
+    Ranks may have different numbers of batches, or none. Random transforms draw the same numbers in every evaluation.
+    With a stream, every rank must iterate.
 
     Args:
-        loader: One micro-batch of a rank to a window, not shuffled.
-        turns: Samples that each rank takes in turn; None if it reads a shard of its own.
-        is_even: Ranks with fewer batches get stand-ins of no samples.
+        loader: Yields windows with one micro-batch per rank, not shuffled.
+        turns: Samples that a rank takes before it is the next rank's turn; None if each rank reads its own shard.
+        is_even: Give ranks with fewer batches stand-ins without samples.
     """
 
     def __init__(self, loader: MapLoader | StreamLoader, *, turns: int | None, is_even: bool = False) -> None:
@@ -236,7 +239,7 @@ class EvalLoader:
 
 
 def dataset_size(dataset: MapDataset, *, split: str, processes: int = 1) -> int:
-    """Return the number of samples. Raises DataError if there are none, or not one for each process."""
+    """Return the number of samples. Raises DataError if there are none, or fewer than `processes`."""
     size = len(dataset)
     if size == 0:
         raise DataError(f"The {split} dataset is empty. Look at the keywords of data.datasets.")

@@ -34,7 +34,7 @@ class Draws:
     """The random numbers of a batch of B samples. Each call continues each sample's sequence.
 
     Args:
-        key: Returns a number below 2**63 for seed and epoch, when something is first drawn.
+        key: Called at the first draw; returns a number below 2**63 that stands for seed and epoch.
         index_B: int64, on the device that the numbers are wanted on.
     """
 

@@ -295,7 +295,7 @@ class StreamLoader:
         read; and what `check_state` raises.
 
         Args:
-            limit: windows at most.
+            limit: windows at most, besides the plan's limit; None: no further limit.
         """
         return islice(self._windows(epoch, start), limit)
 

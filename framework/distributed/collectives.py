@@ -50,7 +50,7 @@ def gather_to_all(value: Any, context: Context, *, group: dist.ProcessGroup | No
 
 
 def gather_to_first(value: Any, context: Context) -> list[Any]:
-    """Return every rank's value on the first rank, in the order of ranks; nothing on the others.
+    """Return every rank's value on the first rank, in the order of ranks; an empty list on the others.
 
     Pickled between our own processes. For large values: they are sent in pieces, and to that rank alone.
     """
@@ -67,7 +67,7 @@ def gather_to_first(value: Any, context: Context) -> list[Any]:
 
 
 def broadcast_object(value: Any, context: Context, *, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of rank `source` of `group` (None: of the run) on every rank of it.
+    """Return, on every rank of `group` (None: all ranks), the value that the group's rank `source` has.
 
     Pickled between our own processes.
     """

@@ -81,10 +81,9 @@ def new_subgroup(ranks: Sequence[Sequence[int]], context: Context) -> dist.Proce
 
 
 def new_group(timeout_s: float, *, backend: str = "gloo", is_monitored: bool = False) -> dist.ProcessGroup:
-    """Make another group of all ranks, for exchanges apart from training's: over the CPU, unless `backend` is another.
+    """Make another group of all ranks, for exchanges apart from training's. Every rank must call it.
 
-    Every rank must call it.
-
+    backend: gloo exchanges over the CPU.
     is_monitored: the monitor finds the rank that is behind by counting this group's collectives together with the
     default group's, which all ranks must begin in one order.
     """

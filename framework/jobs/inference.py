@@ -134,17 +134,19 @@ def write_predictions(shares: Sequence[Columns], output: Path, *, turns: int | N
     Args:
         shares: of each rank, in the order of ranks; a rank without samples has no columns.
         output: `.csv` (a header, one row for each sample, an index first) or `.pt` (a dict of tensors).
-        turns: how many samples each rank has in turn, of a stream; None if one share follows another.
+        turns: how many samples each rank has in turn; None if one share follows another (each rank read a shard of a
+            stream).
 
     Raises:
         RunError: the disk refuses.
     """
     sizes = [len(next(iter(share.values()), ())) for share in shares]
     columns = joined([share for share in shares if share])
-    if turns is not None:
+    if turns is not None and len(shares) > 1:
         rounds = torch.cat([torch.arange(size) // turns for size in sizes])
-        order = rounds.argsort(stable=True)  # the samples of a round lie in the order of ranks
-        columns = {name: values[order] for name, values in columns.items()}
+        order = rounds.argsort(stable=True)  # stable: within a round, samples stay in the order of ranks
+        for name in columns:
+            columns[name] = columns[name][order]
     with atomic_output(output, key="predict.output") as path:
         if output.suffix == ".csv":
             _write_csv(columns, path)

@@ -40,7 +40,8 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str]) -> None:
         """Start the server, which begins to import `preload` at once. Takes milliseconds."""
-        # Read by libraries when they are loaded; the user's own values count. Forks would lose a BLAS pool's threads.
+        # Libraries read these when they are loaded; the user's own values win. A BLAS thread pool would not survive a
+        # fork.
         self._defaults = {"OPENBLAS_NUM_THREADS": "1", **openmp_environment()}
         self._connection, theirs = Pipe()
         # A session of its own: Ctrl-C at the terminal reaches only the parent, which decides for all.
@@ -243,8 +244,10 @@ class ForkServerProcess:
                         self._preload += message["names"]
                         while self._preload:
                             self._preload_next()
-                    elif message["key"] in self._pids:  # to kill, if it still runs
-                        os.kill(self._pids[message["key"]], signal.SIGKILL)
+                    else:  # kill
+                        pid = self._pids.get(message["key"])
+                        if pid is not None:  # it hasn't been reaped
+                            os.kill(pid, signal.SIGKILL)
                 elif self._preload:
                     self._preload_next()
 

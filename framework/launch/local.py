@@ -77,9 +77,9 @@ class NodeRun:
     """One node's ranks of a run, over all attempts, and the loop that monitors them. Call `close` in any case."""
 
     def __init__(self, setup: NodeSetup, server: ForkServer, *, folder: Path, signals: Signals) -> None:
-        """folder: for rendezvous files, with backend.init_method=file.
+        """folder: for rendezvous files, with `backend.init_method=file`.
 
-        It can't be the run directory, which the user names: torch cuts the path at `#` and `?` and undoes no quoting.
+        Not the run directory, whose name is the user's: torch cuts the path at `#` and `?`, and can't unquote it.
         """
         self.setup = setup
         self.server = server
@@ -216,7 +216,8 @@ class NodeRun:
         topology = plan.topology
         file = self._folder / f"rendezvous_{self._number}"  # none can be used twice
         rendezvous = {"env": "env://", "tcp": f"tcp://{host}:{port}", "file": f"file://{file}"}[plan.init_method]
-        run_dir, interface = str(plan.run_dir.path), network_environment(host, nnodes=topology.nnodes)
+        run_dir = str(plan.run_dir.path)
+        network = network_environment(host, nnodes=topology.nnodes)
         for local_rank in range(topology.procs_per_node):
             rank = topology.rank_of(plan.node, local_rank)
             arguments = RankArguments(run_dir, topology, rank=rank, rendezvous=rendezvous, attempt=self._number)
@@ -224,7 +225,7 @@ class NodeRun:
                 "framework.launch.worker:rank_main",
                 {"entry": plan.entry, "rank": arguments},
                 environment={
-                    **interface,
+                    **network,
                     **rank_environment(topology, rank=rank, host=host, port=port, attempt=self._number),
                 },
                 log=plan.run_dir.rank_log(rank),

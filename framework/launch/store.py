@@ -193,7 +193,7 @@ def call_in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def call_with_deadline(call: Callable[[], T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
-    """Return the result. Raises StoreGoneError if it takes too long or raises RuntimeError, as stores do."""
+    """Make a call to the store and return its result. Raises StoreGoneError if it times out or raises RuntimeError."""
     future = call_in_thread(call)
     if not wait([future], timeout=timeout_s).done:
         raise StoreGoneError

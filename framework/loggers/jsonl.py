@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
@@ -61,7 +62,7 @@ class JsonLines:
     """A file of rows, each with its `step`, to append to. Each row reaches the kernel at once, whole or not at all.
 
     A disk that refuses is reported once, in the log and on the terminal. Rows then wait in memory, and are written
-    before the next row once there is room for all of them. One process at a time may append.
+    before the next row once there is room. One process at a time may append.
     """
 
     def __init__(self, path: Path, *, last_step: int | None) -> None:
@@ -74,13 +75,13 @@ class JsonLines:
                 write_atomically(path, kept)
         self._path = path
         self._file: FileIO | None = None
-        self._pending = b""
+        self._pending: deque[bytes] = deque()
         self._is_refused = False
         self.flush()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append `row`. Raises ValueError for a number that is not finite, which JSON doesn't have."""
-        self._pending += f"{_encode(row)}\n".encode()
+        self._pending.append(f"{_encode(row)}\n".encode())
         self.flush()
 
     def flush(self) -> None:
@@ -88,13 +89,14 @@ class JsonLines:
         try:
             if self._file is None:
                 self._file = self._path.open("ab", buffering=0)
-            _append(self._file, self._pending)
+            while self._pending:
+                _append(self._file, self._pending[0])
+                self._pending.popleft()
         except OSError as error:
             if not self._is_refused:
                 warn(f"{self._path} can't be written: {error.strerror or error}. Its rows wait in memory")
             self._is_refused = True
             return
-        self._pending = b""
         if self._is_refused:
             warn(f"{self._path} is written again")
         self._is_refused = False
@@ -104,19 +106,20 @@ class JsonLines:
         if self._pending:
             self.flush()
         if self._pending:
-            warn(f"{self._path} lacks {len(self._pending.splitlines())} rows that the disk refused")
-            self._pending = b""
+            warn(f"{self._path} lacks {len(self._pending)} rows that the disk refused")
+            self._pending.clear()
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
-def _append(file: FileIO, rows: bytes) -> None:
+def _append(file: FileIO, row: bytes) -> None:
     """Write all of it, or nothing and raise OSError: a full disk takes a part first."""
     size_bytes = os.fstat(file.fileno()).st_size
     try:
-        while rows:
-            rows = rows[file.write(rows) :]
+        while row:
+            num_written = file.write(row)
+            row = row[num_written:]
     except OSError:
         file.truncate(size_bytes)
         raise

@@ -177,7 +177,7 @@ _BY_PHASE = {
     "preflight": "The end of its log names the check. Look at its device and at its network.",
     "collectives": "The end of its log names the exchange. Look at its network.",
     "building": "It was building the model or reading a checkpoint.",
-    "data": "It was loading data: look at its disk and its share of the files. If workers load it, "
+    "data": "It was loading data: look at its disk and its share of the files. If DataLoader workers load the data, "
     "data.num_workers=0 shows the line.",
     "checkpoint": "It was saving: look at the disk below the run directory.",
     "evaluate": "It was evaluating: look at validation_step and the data it got.",

@@ -1,4 +1,4 @@
-"""What the monitors of several nodes exchange through the run's store. After one call that fails it counts as gone."""
+"""What the monitors of a run exchange through its store. After one failed call the store counts as gone."""
 
 from __future__ import annotations
 

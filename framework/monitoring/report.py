@@ -176,7 +176,7 @@ def report_failure(
     of what can be seen from its side of the cut.
 
     Args:
-        exchange: None if nothing but this process needs the report.
+        exchange: None if no other process needs the report.
         exits: how ranks ended that weren't ended on purpose: rank, status (None: unknown), time, early.
         cause: sent to the other nodes.
         is_last: the run isn't restarted after this attempt.

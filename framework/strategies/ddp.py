@@ -78,7 +78,7 @@ class DDP(SyncedBuffers):
         if self._hook == POWERSGD:
             self._powersgd = PowerSGD(hook_options, context=context, cap_mb=bucket_cap_mb)
         self.gradients_kept = int(self._powersgd is not None and self._powersgd.keeps_errors)
-        self._must_report = False  # when it waits, in this step
+        self._must_report = False  # this step's waiting hasn't been reported yet
         self._exchanges = 0
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
         self._handles: list[RemovableHandle] = []  # of hooks on parameters
@@ -145,7 +145,8 @@ class DDP(SyncedBuffers):
         self._begin_forward(model, synchronise=synchronise)
         # Torch records a static graph in the first backward, which must exchange gradients.
         exchanges = synchronise or (self._options["static_graph"] and not self._exchanges)
-        self._exchanges += int(exchanges)
+        if exchanges:
+            self._exchanges += 1
         self._must_report = exchanges
         try:
             with nullcontext() if exchanges else model.no_sync():

@@ -94,7 +94,7 @@ class Pipeline(Strategy):
         self._examples_for = cache(self._find_examples)
         # Of full windows, and of the short one that ends an epoch.
         self._schedule_for = lru_cache(maxsize=2)(self._make_schedule)
-        self._loss: Any = None  # the function of the window under way
+        self._loss: Any = None  # the loss function of the current window
 
     def data_share(self, context: Context) -> DataShare:
         return self._share
@@ -115,6 +115,7 @@ class Pipeline(Strategy):
             check_dense(model, strategy="pipeline")
         stages = split_into_stages(model, self.num_stages)
         own = range(self._position, self.num_stages, self._ranks)
+        # Of the whole model: other stages are dropped below.
         layout = StageLayout(
             names=frozenset(model.state_dict()),
             parameters=tuple(name for name, _ in model.named_parameters()),
@@ -184,7 +185,7 @@ class Pipeline(Strategy):
         ]
         real_rows += [0] * (number - len(real_rows))
         scale = self._share.world_size / window.global_count
-        last_loss = torch.zeros((), device=device)
+        last_loss = torch.zeros((), device=device)  # stays 0 except on the rank with the last stage
 
         def weighted_loss(output: Any, position: Tensor) -> Tensor:
             nonlocal last_loss
@@ -196,7 +197,7 @@ class Pipeline(Strategy):
             with precision.autocast():
                 step_output = task.training_step(stand_in, micro_batches[index].batch)
             add(step_output)
-            last_loss = step_output.loss.detach().float()
+            last_loss = step_output.loss.detach().float()  # the type in which the other ranks receive it
             weight = micro_batches[index].num_samples * scale
             return step_output.loss if weight == 1.0 else step_output.loss * weight
 
@@ -216,6 +217,7 @@ class Pipeline(Strategy):
             trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
             begin_mean = partial(begin_all_reduce_mean, group=self._copies_group)
             average_gradients(trained, cap_bytes=self._cap_bytes, begin_mean=begin_mean)
+        # The last stage's loss, to every rank of the pipeline.
         dist.broadcast(last_loss, group=self._pipeline_group, group_src=(self.num_stages - 1) % self._ranks)
         return last_loss
 
@@ -268,7 +270,7 @@ class Pipeline(Strategy):
 
     @torch.no_grad()
     def _find_examples(self, inputs: _Shapes) -> list[Tensor | tuple[Tensor, ...]]:
-        """Return what each stage takes and what the last returns, on the meta device, found by a forward of zeros.
+        """Return each stage's input and the last stage's output, as meta tensors, found by a forward of zeros.
 
         Every rank of the pipeline must call it. Modules run in eval mode, and generators keep their state.
         """
@@ -302,8 +304,8 @@ class Pipeline(Strategy):
                 self.num_stages,
                 self._context.device,
                 # With these, torch runs nothing to find the shapes.
-                input_args=_examples(examples[index], have_gradients=index > 0),
-                output_args=_examples(examples[index + 1], have_gradients=True),
+                input_args=_stage_args(examples[index], have_gradients=index > 0),
+                output_args=_stage_args(examples[index + 1], have_gradients=True),
                 group=self._pipeline_group,
             )
             for index, stage in stages.items()
@@ -312,6 +314,7 @@ class Pipeline(Strategy):
         schedule = kind(
             placed if kind is ScheduleInterleaved1F1B else placed[0],
             n_microbatches=number,
+            # Looked up at each call: a cached schedule serves many windows.
             loss_fn=lambda output, position: self._loss(output, position),
             scale_grads=False,
         )
@@ -481,7 +484,7 @@ def _padded(tensor: Tensor, num_rows: int) -> Tensor:
     return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
-def _examples(outputs: Tensor | tuple[Tensor, ...], *, have_gradients: bool) -> tuple[Tensor, ...]:
+def _stage_args(outputs: Tensor | tuple[Tensor, ...], *, have_gradients: bool) -> tuple[Tensor, ...]:
     return tuple(
         each.detach().requires_grad_(have_gradients and each.is_floating_point()) for each in _as_tuple(outputs)
     )

@@ -127,10 +127,10 @@ def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps
     key, node = "scheduler.schedule", settings.schedule
     if node is None:
         return Schedule(None, settings)
-    if "total_steps" in node or not takes(node, "total_steps"):
+    is_given = "total_steps" in node
+    if is_given or not takes(node, "total_steps"):
         length: int | None = node.get("total_steps")
         if settings.total_steps is not None:
-            is_given = "total_steps" in node
             reason = f"{key}.total_steps is set too" if is_given else f"{node['_target_']} takes no total_steps"
             raise ConfigError(f"scheduler.total_steps={settings.total_steps} has no effect: {reason}. Set it to null.")
     else:

@@ -53,8 +53,8 @@ class Schedule:
         """Load what `state_dict` returned, after the optimizer's state.
 
         Raises:
-            ConfigError: if the state is of a schedule of another length, unless `settings.total_steps` asks to stretch
-                it and it can be stretched.
+            ConfigError: if the state is of a schedule of another length, unless `settings.total_steps` is set and the
+                schedule can be stretched.
         """
         if self._scheduler is None:
             return

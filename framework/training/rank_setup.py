@@ -183,8 +183,8 @@ def make_eval_loader(
             dataset,
             plan=StreamPlan(
                 part,
-                plan,
-                share.rank,
+                batches=plan,
+                rank=share.rank,
                 is_sharded=is_sharded,
                 limit=None if limit is None else int(limit) * batch_size,
                 in_worker=_stream_in_worker(rank),

@@ -72,7 +72,7 @@ class StepTimer:
         self._takes_stamps = not clock.is_sampled
         self._kinds: list[int] = []  # what began at each stamp
         self._stamps: list[Any] = []
-        self._is_complete = False  # nothing is unknown of the steps since the last reading
+        self._is_complete = False  # all steps since the last reading were measured
         self._steps = 0
         self._sums = list(_NOTHING)
         self._skips_step = False  # the one after an evaluation or a checkpoint
@@ -130,7 +130,8 @@ class StepTimer:
             callbacks=seconds[Phase.LOGGING],
             waiting=seconds[_WAITING],
         )
-        is_complete, self._is_complete = self._is_complete, True
+        is_complete = self._is_complete
+        self._is_complete = True
         self._steps, self._sums = 0, list(_NOTHING)
         return spent if is_complete else Spent()
 

@@ -103,11 +103,11 @@ class Trainer:
         if self.val_loader is None or is_never_due or number == 0 or self.progress.step > 0:
             return []
         self._timer.set_phase(Phase.EVALUATE)
-        # Eagerly: other batch sizes would cause dynamic recompilation. Without Dynamo, which takes seconds to import,
-        # nothing has been compiled.
+        # Run eagerly, since other batch sizes would cause dynamic recompilation. If Dynamo isn't imported, nothing has
+        # been compiled, and importing it would take seconds.
         has_compiled = "torch._dynamo.eval_frame" in sys.modules
         eager = torch.compiler.set_stance("force_eager") if has_compiled else NO_CONTEXT
-        with self.state.without_side_effects(), eager:
+        with eager, self.state.without_side_effects():
             meter = run_batches(
                 self.state.bare_model,
                 self.val_loader.first(number),
@@ -212,7 +212,7 @@ class Trainer:
             parameters, total_norm = state.trainable.parameters, state.strategy.total_norm
             self._grad_norm = clip_gradients(parameters, settings, total_norm=total_norm)
         self._lr = state.optimizer.param_groups[0]["lr"]
-        self._has_stepped = not scaler.is_enabled()
+        self._has_stepped = not scaler.is_enabled()  # with a scaler, the optimizer's hook sets it
         scaler.step(state.optimizer)
         scaler.update()
         for parameter in state.trainable.parameters:  # without zero_grad's mark for the profiler, 3 % of a toy step

@@ -15,8 +15,8 @@ FAKES = "tests.unit.fake_targets"
 LR = "torch.optim.lr_scheduler"
 # What the framework passes.
 PLAIN: dict[str, Any] = {}
-MODEL, OPTIMIZER = {"keywords": ("devices",)}, {"positional": 1}
-SCHEDULE = {**OPTIMIZER, "keywords": ("total_steps",)}
+MODEL, OPTIMIZER = {"supplied": ("devices",)}, {"positional": 1}
+SCHEDULE = {**OPTIMIZER, "supplied": ("total_steps",)}
 
 
 def node(name: str, **keywords: Any) -> dict[str, Any]:

@@ -136,12 +136,14 @@ class Comparison:
 def _layers(one: StepTrace, moved: StepTrace, many: Sequence[StepTrace]) -> Iterator[Compared]:
     """Yield what passes through modules in the order of the forward, as long as all took the same path."""
     ranks = [trace for trace in many if trace.num_samples]  # a rank may have no sample of a short batch
-    roots = torch.tensor([1.0, *(1 / power for power in POWERS)])  # they give moments in the unit of the values
+    # The p-th root of a p-th moment has the unit of the values.
+    exponents = torch.tensor([1.0, *(1 / power for power in POWERS)])
     for first, second, *others in zip(one.events, moved.events, *(trace.events for trace in ranks), strict=False):
         if any(event.place != first.place for event in (second, *others)):
             return
         together = torch.stack([event.moments for event in others]).sum(dim=0)
-        yield first.module, [(each / one.num_samples) ** roots for each in (first.moments, second.moments, together)]
+        moments = (first.moments, second.moments, together)
+        yield first.module, [(each / one.num_samples) ** exponents for each in moments]
 
 
 def tensor_difference(one: Tensor | None, other: Tensor | None) -> float:

@@ -87,7 +87,7 @@ def main(request: Request) -> JobResult:
 
 
 def check_setup(request: Request) -> tuple[Topology, int, int]:
-    """Return the run's topology, how many processes to compare with one, and the samples of a step.
+    """Return the run's topology, the number of processes to compare with one, and the global batch size.
 
     Raises FrameworkError for what can't be compared.
     """

@@ -129,6 +129,7 @@ def _data(
     if isinstance(datasets.train, IterableDataset):
         notes.append("The train part is a stream: its number of samples and the steps of an epoch are unknown.")
     else:
+        # Raises DataError if there are fewer samples than processes.
         dataset_size(datasets.train, split="train", processes=plan.world_size)
     return datasets, data
 

@@ -104,7 +104,8 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
 
 def render(plan: Mapping[str, Any], topology: Topology) -> str:
     """Return the page for what `make_plan` returned, under the same names."""
-    facts = [(key, _text(plan[key], format_bytes if key in _SIZES else "{:,.12g}".format)) for key in _SHOWN]
+    format_number = "{:,.12g}".format
+    facts = [(key, _text(plan[key], format_bytes if key in _SIZES else format_number)) for key in _SHOWN]
     together = format_bytes(sum(size or 0 for size in plan["memory"].values()))
     facts.append(("on each rank", f"{together} of memory; activations besides"))
     names = {"common": "environment", "first_rank": "of rank 0", "last_rank": f"of rank {topology.world_size - 1}"}

@@ -42,7 +42,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|(can't allocate|not enough) memory|s
 def find_batch_size(
     rank: RankSetup, loader: MapLoader, *, averages: int
 ) -> tuple[BatchPlan, dict[str, Any], dict[str, float]]:
-    """Return steps with the largest batch that fits, what tune.json has of it, and the overrides for it.
+    """Return the plan with the largest batch that fits, its entry in `tune.json`, and the overrides that select it.
 
     Every rank must call it. Raises RunError if one sample doesn't fit, ConfigError if the global batch can't be split
     as finely as needed. averages: how many callbacks keep a copy of the model to evaluate.
@@ -102,9 +102,10 @@ def largest_fitting(fits: Callable[[int], bool], *, start: int, most: int) -> in
         else:
             failing, size = size, size // 2
     step = resolution(fitting)
-    between = range(fitting // step * step + step, failing, step)
-    num_fitting = bisect_left(between, True, key=lambda size: not fits(size))
-    return between[num_fitting - 1] if num_fitting else fitting
+    # Of these, the ones that fit come first: about log2 of them are tried.
+    candidates = range(fitting // step * step + step, failing, step)
+    num_fitting = bisect_left(candidates, True, key=lambda candidate: not fits(candidate))
+    return candidates[num_fitting - 1] if num_fitting else fitting
 
 
 @dataclass(frozen=True)
