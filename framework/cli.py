@@ -34,7 +34,7 @@ from framework.config.checks import check
 from framework.config.explain import explain
 from framework.config.parse import parse, spelled_out
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
-from framework.jobs.request import JobResult, Request, SubRun
+from framework.jobs.request import JobResult, Request
 from framework.jobs.saved_run import BaseConfig, find_base, names_a_run
 from framework.jobs.sweep import Sweep, run_sweep
 from framework.system.run_dir import new_name
@@ -220,7 +220,7 @@ class _Command:
             flags = [text for text in arguments if text not in not_flags]
             arguments = [*flags, *filter(names_a_run, self._base.typed), *overrides]
             folder = Path(config.path.outputs, "multirun") if parent_run is None else parent_run / config.job
-            sub_run = SubRun(folder / self._sweep_name, number)
+            sub_run = folder / self._sweep_name / str(number)
         return Request(
             config=config,
             raw=raw,

@@ -14,18 +14,6 @@ from framework.system.run_dir import RunDir
 
 
 @dataclass(frozen=True)
-class SubRun:
-    """One of several runs of a command. It prints nothing itself; its directory is `folder/number`."""
-
-    folder: Path
-    number: int
-
-    @property
-    def path(self) -> Path:
-        return self.folder / str(self.number)
-
-
-@dataclass(frozen=True)
 class JobResult:
     """How a job ended."""
 
@@ -48,8 +36,8 @@ class Request:
     arguments: tuple[str, ...] = ()
     # The fork server, if one was started.
     fork_server: ForkServer | None = None
-    # Set for a job of a sweep.
-    sub_run: SubRun | None = None
+    # The directory to make for one of several runs of a command, which prints nothing itself.
+    sub_run: Path | None = None
     # Set on rank 0 of ranks that torchrun, srun or Kubernetes started: its connection to the others.
     adopted_ranks: AdoptedRanks | None = None
     # The run whose checkpoint is used; results go into a directory inside it. None: into `path.outputs`.

@@ -167,7 +167,7 @@ def _run_dir(request: Request) -> AbstractContextManager[RunDir]:
     if config.resume is not None:
         return nullcontext(run_of(config.resume))
     if sub_run is not None:
-        return new_run_dir(sub_run.folder, name=str(sub_run.number))
+        return new_run_dir(sub_run.parent, name=sub_run.name)
     parent = request.parent_run or Path(config.path.outputs, config.recipe)
     return new_run_dir(parent if config.job == "train" else parent / config.job)
 

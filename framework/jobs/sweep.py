@@ -8,12 +8,13 @@ import textwrap
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import final
 
 from framework.config.saved import resume_argument
 from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError
-from framework.jobs.request import JobResult, Request, SubRun
+from framework.jobs.request import JobResult, Request
 from framework.jobs.summary import display_path, tensorboard_command
 from framework.system.formatting import format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
@@ -33,7 +34,7 @@ def run_sweep(requests: Sequence[Request]) -> int:
     outputs = [request.config.predict.output for request in requests if request.config.job == "predict"]
     if len(set(outputs)) < len(outputs):
         raise ConfigError(f"predict.output={outputs[0]} is that of several jobs. Give each its own.")
-    print(f"{format_count(len(requests), 'job')} in {display_path(_sub_run(requests[0]).folder)}", flush=True)
+    print(f"{format_count(len(requests), 'job')} in {display_path(_sub_run(requests[0]).parent)}", flush=True)
     sweep = Sweep()
     labels = distinguishing([each.overrides for each in requests])
     for number, (request, label) in enumerate(zip(requests, labels, strict=True)):
@@ -46,7 +47,7 @@ def run_sweep(requests: Sequence[Request]) -> int:
     return sweep.close()
 
 
-def _sub_run(request: Request) -> SubRun:
+def _sub_run(request: Request) -> Path:
     assert request.sub_run is not None
     return request.sub_run
 
@@ -73,7 +74,8 @@ class Sweep:
 
         KeyboardInterrupt is passed on, and raised after a job that was stopped on request, which ends the sweep.
         """
-        start, run_dir, number = time.perf_counter(), RunDir(_sub_run(request).path), str(_sub_run(request).number)
+        start, run_dir = time.perf_counter(), RunDir(_sub_run(request))
+        number = run_dir.path.name
         try:
             result: JobResult = _job(request).main(request)
         except FrameworkError as error:
@@ -111,7 +113,7 @@ class Sweep:
         print(f"\n{textwrap.dedent(format_table([('job', 'overrides', 'status', best, 's'), *rows]))}")
         if self._failed:
             print(f"\n{len(self._failed)} of {len(ended)} jobs failed: {', '.join(self._failed)}")
-        folder = _sub_run(ended[0]).folder
+        folder = _sub_run(ended[0]).parent
         if folder.is_dir():  # there is none if every job was refused
             print(f"\n{format_facts([('curves', tensorboard_command(folder))])}", flush=True)
         return EXIT_RUN_FAILED if self._failed else 0

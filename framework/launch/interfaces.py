@@ -38,5 +38,4 @@ def _own_address(host: str) -> str:
     """Return the IPv4 address that this machine would send from. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # a datagram socket only looks up the route
-        address: str = probe.getsockname()[0]
-        return address
+        return str(probe.getsockname()[0])

@@ -134,8 +134,7 @@ class RankStatus:
     @property
     def stop_signal(self) -> int:
         """The signal for which all ranks are to stop together, 0 for none."""
-        number: int = self._page.stop_signal
-        return number
+        return int(self._page.stop_signal)
 
     def mark_done(self) -> None:
         """Mark this rank's work as done. Exit status 0 alone could also come from an early `os._exit(0)`."""

@@ -13,14 +13,9 @@ def format_bytes(size_bytes: float) -> str:
     return _decimal(size_bytes, "B")
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """Return `12.3 MB/s`, `1.25 GB/s`."""
-    return _decimal(bytes_per_s, "B/s")
-
-
-def format_flops(flops_per_s: float) -> str:
-    """Return `1.25 GFLOP/s`."""
-    return _decimal(flops_per_s, "FLOP/s")
+def format_rate(per_s: float, unit: str = "B/s") -> str:
+    """Return `12.3 MB/s`, `1.25 GB/s`; with another unit, `1.25 GFLOP/s`."""
+    return _decimal(per_s, unit)
 
 
 def _decimal(value: float, unit: str) -> str:

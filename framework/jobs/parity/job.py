@@ -35,7 +35,7 @@ from framework.config.topology import Topology
 from framework.data.batching import plan_batches
 from framework.errors import ConfigError, TopologyError
 from framework.jobs.launcher_choice import checked_topology
-from framework.jobs.request import JobResult, Request, SubRun
+from framework.jobs.request import JobResult, Request
 from framework.jobs.run_ranks import run
 from framework.jobs.summary import display_path, training_summary
 from framework.launch.fork_server import call_in_child
@@ -52,29 +52,31 @@ def main(request: Request) -> JobResult:
     topology, processes, size = check_setup(request)
     folder = Path(config.path.outputs, config.recipe, "parity", new_name())
     runs = {  # several processes first: more can go wrong with them
-        "many": SubRun(folder / "processes", processes),
-        "one": SubRun(folder / "processes", 1),
-        "moved": SubRun(folder / "moved", 1),
+        "many": folder / "processes" / str(processes),
+        "one": folder / "processes" / "1",
+        "moved": folder / "moved" / "1",
     }
     steps = format_count(config.parity.steps, "step")
     print(f"Comparing {config.recipe} with 1 process and with {processes}: {steps} of {size} samples")
     print(display_path(folder), flush=True)
     try:
         for side, sub_run in runs.items():
-            asked = training(request, topology, global_batch_size=size, sub_run=sub_run, moves=side == "moved")
+            number = processes if side == "many" else 1
+            asked = training(request, topology, processes=number, global_batch_size=size, moves=side == "moved")
+            asked = replace(asked, sub_run=sub_run)
             result = run(asked, entry="framework.jobs.train:train_rank", title="Comparing", summary=training_summary)
             if result.status != 0:
-                print(f"\nNothing was compared: a training failed. Its logs are in {display_path(sub_run.path)}/logs")
+                print(f"\nNothing was compared: a training failed. Its logs are in {display_path(sub_run)}/logs")
                 return result
         found = call_in_child(
             request.fork_server,
             "framework.jobs.parity.comparison:compare",
-            {"processes": processes, **{side: str(sub_run.path.resolve()) for side, sub_run in runs.items()}},
+            {"processes": processes, **{side: str(sub_run.resolve()) for side, sub_run in runs.items()}},
             timeout_s=config.backend.init_timeout,
         )
     finally:
         for sub_run in runs.values():  # the records may be large
-            shutil.rmtree(sub_run.path / _RECORDS, ignore_errors=True)
+            shutil.rmtree(sub_run / _RECORDS, ignore_errors=True)
     answer = {
         "recipe": config.recipe,
         "global_batch_size": size,
@@ -116,13 +118,13 @@ def check_setup(request: Request) -> tuple[Topology, int, int]:
     return topology, processes, size
 
 
-def training(request: Request, topology: Topology, *, global_batch_size: int, sub_run: SubRun, moves: bool) -> Request:
+def training(request: Request, topology: Topology, *, processes: int, global_batch_size: int, moves: bool) -> Request:
     """Return one of the trainings: the user's, except for its length, its processes, and what only costs time.
 
     Schedules keep their length: the callback stops the training, once the ranks agree on it when they log.
     """
     raw: dict[str, Any] = deepcopy(dict(request.raw))
-    processes, span, gpus = sub_run.number, topology.span, topology.gpus_per_node
+    span, gpus = topology.span, topology.gpus_per_node
     if gpus:
         gpus = min(gpus, processes * span) if request.config.topology.share_gpus else processes * span
     raw["data"] |= {"global_batch_size": global_batch_size}
@@ -147,7 +149,7 @@ def training(request: Request, topology: Topology, *, global_batch_size: int, su
     }
     raw["callbacks"] = {**raw["callbacks"], "parity_recording": recording}  # the last: others may change the model
     config: Config = parse(raw)
-    return replace(request, config=config, raw=raw, sub_run=sub_run)
+    return replace(request, config=config, raw=raw)
 
 
 def _coarsest(config: Config) -> str:

@@ -7,14 +7,7 @@ from statistics import median, median_high
 from typing import Any
 
 from framework.config.schema import PreflightConfig
-from framework.system.formatting import (
-    format_binary_bytes,
-    format_facts,
-    format_flops,
-    format_rate,
-    format_seconds,
-    format_table,
-)
+from framework.system.formatting import format_binary_bytes, format_facts, format_rate, format_seconds, format_table
 
 RESULT = "preflight.json"
 WITHIN, BETWEEN = "within nodes", "between nodes"
@@ -138,7 +131,7 @@ def slowest_lines(result: Mapping[str, Any]) -> list[str]:
         speed, compared = format_rate(link["bytes_per_s"]), _times_slower(link, f"the median {link['kind']}")
         lines.append(f"slowest link: {_link(link, ranks)}: {speed}, {compared}")
     if sum(len(rank["matmul"]) for rank in ranks) > 1:
-        rank, speed = ranks[device["rank"]]["name"], format_flops(device["flops_per_s"])
+        rank, speed = ranks[device["rank"]]["name"], format_rate(device["flops_per_s"], "FLOP/s")
         lines.append(f"slowest rank: {rank} on {device['device']}: {speed}, {_times_slower(device, 'the median')}")
     return lines
 
@@ -186,7 +179,7 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> str:
                 str(rank["rank"]),
                 f"{rank['node']} {rank['host']}",
                 devices,
-                ", ".join(format_flops(one["flops_per_s"]) for one in rank["matmul"]),
+                ", ".join(format_rate(one["flops_per_s"], "FLOP/s") for one in rank["matmul"]),
                 clock if rank["node"] > 0 else _NONE,
                 *(_NONE if size_bytes is None else format_binary_bytes(size_bytes) for size_bytes in free),
                 _NONE if rank["data_root"] is None else rank["data_root"]["state"],

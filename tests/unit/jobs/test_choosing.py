@@ -12,7 +12,7 @@ from framework.config.parse import parse
 from framework.config.topology import Topology
 from framework.errors import ConfigError, FrameworkError, TopologyError
 from framework.jobs.launcher_choice import backend_name, checked_topology, chosen_launcher
-from framework.jobs.request import Request, SubRun
+from framework.jobs.request import Request
 from framework.launch.environment import detect
 from framework.launch.handshake import AdoptedRanks
 from tests.unit.config.raw import raw_config
@@ -80,7 +80,7 @@ def test_a_plan_refuses_what_a_run_does(changes: dict[str, Any], said: str, is_p
 
 def test_a_sweep_is_of_one_node(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"topology.nnodes=2"):
-        checked_topology(replace(request(NODES), sub_run=SubRun(tmp_path, 0)))
+        checked_topology(replace(request(NODES), sub_run=tmp_path / "0"))
 
 
 @pytest.mark.parametrize("launcher", ["auto", "elastic"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from framework.config.parse import parse
 from framework.errors import ConfigError, TopologyError
 from framework.jobs.parity import job as parity
 from framework.jobs.parity.comparison import CAUSES, render
-from framework.jobs.request import Request, SubRun
+from framework.jobs.request import Request
 from framework.launch.environment import detect
 from framework.launch.handshake import AdoptedRanks
 from tests.unit.config.raw import raw_config
@@ -62,8 +61,7 @@ def test_each_process_gets_as_many_gpus_as_in_the_run(
     topology, processes, size = parity.check_setup(asked)
     found = []
     for number in (1, processes):
-        sub_run = SubRun(Path(), number)
-        config = parity.training(asked, topology, global_batch_size=size, sub_run=sub_run, moves=False).config
+        config = parity.training(asked, topology, global_batch_size=size, processes=number, moves=False).config
         found.append((config.topology.procs_per_node, config.trainer.gpus, config.topology.gpus_per_process))
     assert found == [one, many]
 
@@ -87,7 +85,7 @@ def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
     asked = request(changes | {"launcher.max_restarts": 3})
     before = repr(asked.raw)
     topology, _, size = parity.check_setup(asked)
-    made = parity.training(asked, topology, global_batch_size=size, sub_run=SubRun(Path("folder"), 2), moves=True)
+    made = parity.training(asked, topology, global_batch_size=size, processes=2, moves=True)
     config = made.config
     assert repr(asked.raw) == before
     assert parse(made.raw) == config

@@ -11,7 +11,7 @@ import pytest
 
 from framework.config.parse import parse
 from framework.errors import EXIT_STOPPED, ConfigError, RunError
-from framework.jobs.request import JobResult, Request, SubRun
+from framework.jobs.request import JobResult, Request
 from framework.jobs.sweep import distinguishing, run_sweep
 from framework.system.run_dir import create_run_dir
 from tests.unit.config.raw import raw_config
@@ -21,7 +21,7 @@ FOLDER = Path("outputs/multirun/x")
 
 def request(number: int) -> Request:
     raw = raw_config({"seed": number, "checkpoint.monitor": "val/loss"})
-    return Request(parse(raw), raw, ("recipe=some", f"seed={number}"), sub_run=SubRun(FOLDER, number))
+    return Request(parse(raw), raw, ("recipe=some", f"seed={number}"), sub_run=FOLDER / str(number))
 
 
 def act(request: Request) -> JobResult:
@@ -32,7 +32,7 @@ def act(request: Request) -> JobResult:
         raise ConfigError("a wrong key")
     if seed == 5:
         raise KeyboardInterrupt
-    run_dir = create_run_dir(request.sub_run.folder, name=str(request.sub_run.number))
+    run_dir = create_run_dir(request.sub_run.parent, name=request.sub_run.name)
     if seed == 1:
         raise RunError("the disk is gone")
     if seed == 2:
