@@ -115,13 +115,12 @@ class JsonLines:
 
 def _append(file: FileIO, row: bytes) -> None:
     """Write all of it, or nothing and raise OSError: a full disk takes a part first."""
-    size_bytes = os.fstat(file.fileno()).st_size
+    num_written = 0
     try:
-        while row:
-            num_written = file.write(row)
-            row = row[num_written:]
+        while num_written < len(row):
+            num_written += file.write(row[num_written:])
     except OSError:
-        file.truncate(size_bytes)
+        file.truncate(os.fstat(file.fileno()).st_size - num_written)
         raise
 
 
