@@ -64,12 +64,46 @@ assert "__dynamo_disable" in vars(torch.optim.Optimizer.zero_grad.__wrapped__)
 assert torch._dynamo is sys.modules["torch._dynamo"]
 """
 
+EXECUTED = """
+from importlib.machinery import SourceFileLoader
+import torch
+from framework.system.late_dynamo import import_dynamo_late
+
+execute = SourceFileLoader.exec_module
+
+def recording(loader, module):
+    if module.__name__.startswith("torch._dynamo"):
+        print(module.__name__)
+    execute(loader, module)
+
+SourceFileLoader.exec_module = recording
+import_dynamo_late()
+{statement}
+"""
+
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [NOT_IMPORTED, IMPORTED], ids=["optimizers and DDP", "import"])
 def test_the_compiler_is_imported_only_when_it_is_needed_and_then_once(script: str) -> None:
     ended = run_python("-c", script)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "torch._dynamo.config.suppress_errors = True",
+        pytest.param("from torch._dynamo import OptimizedModule", marks=pytest.mark.exhaustive),
+        pytest.param("from torch._dynamo.utils import counters", marks=pytest.mark.exhaustive),
+        pytest.param("import torch.distributed.pipelining", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_however_it_is_first_used_each_of_its_modules_is_executed_once(statement: str) -> None:
+    ended = run_python("-c", EXECUTED.format(statement=statement))
+    assert ended.returncode == 0, ended.stderr
+    executed = ended.stdout.split()
+    assert "torch._dynamo.convert_frame" in executed
+    assert len(executed) == len(set(executed))
 
 
 @pytest.mark.exhaustive
