@@ -89,7 +89,7 @@ class _Loaded(Loader):
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
-        module.__spec__ = None  # the import system would prefer it
+        vars(module)["__spec__"] = None  # the import system would prefer it; some modules refuse to set attributes
 
     def create_module(self, _: ModuleSpec) -> ModuleType:
         return self._module
