@@ -54,6 +54,24 @@ class StepOutput(NamedTuple):
     metrics: Mapping[str, SumCount] = {}
 
 
+class Phase(NamedTuple):
+    """One of several losses of a task, each with a backward and an optimizer step of its own.
+
+    In each training step the phases that are due run one after another on the same global batch. A task with the
+    attribute `phases`, a sequence of these, needs no `training_step`.
+
+    name: of its metrics in the logs, `train/NAME/loss`. step: a method of the task, as `training_step`; it calls the
+    model once. optimizer: the name of the one to step, in the section `optimizer`; gradients of other parameters are
+    dropped. every: due in steps `every`, 2 * `every`, …; offset: that many steps earlier.
+    """
+
+    name: str
+    step: Callable[[nn.Module, Batch], StepOutput]
+    optimizer: str
+    every: int = 1
+    offset: int = 0
+
+
 class MicroBatch(NamedTuple):
     """The input of one forward and backward of one rank. `num_samples` 0: a stand-in, whose loss has weight 0."""
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from framework.config.optimizers import optimizer_configs, schedules
 from framework.config.parse import raise_mistakes
 from framework.config.schema import CUDA_GRAPH_MODES, Config
 from framework.config.suggest import did_you_mean
+from framework.errors import ConfigError
 
 
 def check(config: Config) -> None:
     """Raise one ConfigError with all rules that `config` breaks."""
-    rules = (_limits, _trainer, _processes, _data, _scheduler, _metrics, _validation, _jobs, _pipeline)
+    rules = (_limits, _trainer, _processes, _data, _optimizer, _scheduler, _metrics, _validation, _jobs, _pipeline)
     raise_mistakes([mistake for rule in rules for mistake in rule(config)])
 
 
@@ -103,13 +105,20 @@ def _data(config: Config) -> Iterator[str]:
         )
 
 
+def _optimizer(config: Config) -> Iterator[str]:
+    try:
+        optimizer_configs(config.optimizer)
+    except ConfigError as error:
+        yield str(error)
+
+
 def _scheduler(config: Config) -> Iterator[str]:
-    scheduler = config.scheduler
-    if scheduler.schedule is not None and scheduler.schedule["_target_"].endswith(".ReduceLROnPlateau"):
-        if scheduler.monitor is None:
-            yield "ReduceLROnPlateau needs a metric to watch. Set scheduler.monitor, to val/loss for instance."
-        if scheduler.interval == "step":
-            yield "ReduceLROnPlateau can't go with scheduler.interval=step. Use scheduler.interval=epoch."
+    for key, schedule in () if any(_optimizer(config)) else schedules(config):
+        if schedule is not None and schedule["_target_"].endswith(".ReduceLROnPlateau"):
+            if config.scheduler.monitor is None:
+                yield f"{key}: ReduceLROnPlateau needs a metric. Set scheduler.monitor, to val/loss for instance."
+            if config.scheduler.interval == "step":
+                yield f"{key}: ReduceLROnPlateau can't go with scheduler.interval=step. Use scheduler.interval=epoch."
 
 
 def _metrics(config: Config) -> Iterator[str]:

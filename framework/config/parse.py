@@ -145,7 +145,8 @@ class _Reader:
             return self._wrong(f"{key} has no value. It must be {field.allowed}.")
         if field.nullable and (value is None or (field.auto and value == "auto")):
             return None
-        if Node in field.kinds:
+        is_named = dict[str, Node] in field.kinds and (isinstance(value, Mapping) and "_target_" not in value)
+        if Node in field.kinds and not is_named:
             return self._read_node(value, key=key)
         if field.section is None and dict[str, Node] not in field.kinds:
             return self._read_scalar(field, value, key=key)

@@ -250,7 +250,7 @@ class Config:
     topology: TopologyConfig
     trainer: TrainerConfig
     strategy: Node
-    optimizer: Node
+    optimizer: Node | dict[str, Node]  # see framework.config.optimizers
     scheduler: SchedulerConfig
     checkpoint: CheckpointConfig
     logger: dict[str, Node]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from framework.config.optimizers import optimizer_configs, schedules
 from framework.config.schema import Config, Node
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import TargetError
@@ -27,20 +28,31 @@ def check_targets(config: Config) -> None:
     Raises TargetError with all mistakes, one per line. An exception raised by a module's import is passed on.
     """
     mistakes = [
-        *check_node(config.model, "model", supplied=("devices",)),
+        *check_node(without_freeze(config.model)[0], "model", supplied=("devices",)),
         *check_node(config.data.datasets, "data.datasets"),
         *check_node(config.task, "task"),
         *check_node(config.strategy, "strategy", supplied=("context",)),
-        *check_node(config.optimizer, "optimizer", positional=1),
     ]
+    for optimizer in optimizer_configs(config.optimizer):
+        mistakes += check_node(optimizer.node, optimizer.key, positional=1)
+        for number, group in enumerate(optimizer.groups):
+            options = {"_target_": optimizer.node["_target_"], "_partial_": True, **group.options}
+            mistakes += check_node(options, f"{optimizer.key}.groups.{number}", positional=1)
     for name, node in config.logger.items():
         mistakes += check_node(node, f"logger.{name}", supplied=("run_dir", "redraws"))
     for name, node in config.callbacks.items():
         mistakes += check_node(node, f"callbacks.{name}", supplied=("context", "run_dir"))
-    schedule = config.scheduler.schedule
-    mistakes += check_node(schedule, "scheduler.schedule", positional=1, supplied=("total_steps",))
+    for key, schedule in schedules(config):
+        mistakes += check_node(schedule, key, positional=1, supplied=("total_steps",))
     if mistakes:
         raise TargetError("\n".join(mistakes))
+
+
+def without_freeze(node: Node) -> tuple[Node, Any]:
+    """Return the model's node without the framework's key `freeze`, and that; the model may have its own keyword."""
+    if "freeze" not in node or takes(node, "freeze"):
+        return node, None
+    return {name: value for name, value in node.items() if name != "freeze"}, node["freeze"]
 
 
 def takes(node: Node, keyword: str) -> bool:

@@ -93,6 +93,15 @@ class DDP(SyncedBuffers):
                 "Use trainer.precision=bf16-mixed, or another strategy.comm_hook."
             )
 
+    def allow_unused_parameters(self) -> None:
+        """Look for unused parameters. Raises ConfigError for a static graph."""
+        if self._options["static_graph"]:
+            raise ConfigError(
+                "strategy.static_graph=true can't go with a task that has phases: each uses other parameters.\n"
+                "Use strategy.static_graph=false."
+            )
+        self._options["find_unused_parameters"], self._rebuilt_after = True, 0
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model in DistributedDataParallel.
 

@@ -6,25 +6,29 @@ Errors name the configuration key; exceptions that aren't ours keep their traceb
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from torch import Tensor, device, nn
+from torch import device, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils.data import IterableDataset
 
+from framework.config.optimizers import OptimizerConfig
 from framework.config.schema import Node, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
-from framework.config.targets import import_target, requires, takes
+from framework.config.targets import import_target, requires, takes, without_freeze
 from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.strategies.base import Strategy
 from framework.system.run_dir import RunDir
-from framework.training.optimizer import Schedule, fused_pays, skip_profiler_mark
+from framework.training.optimizer import Schedule, Schedules, fused_pays, skip_profiler_mark
+from framework.training.param_groups import Optimizers, ParamGroups, chosen
 from framework.training.precision import task_modules
+from framework.training.sizes import optimizer_state_bytes
 from framework.types import Callback, Datasets, Logger, Task
 
 _CPU = device("cpu")
@@ -45,11 +49,15 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
             "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1 topology.procs_per_node=auto, or a model "
             "that takes it."
         )
+    node, patterns = without_freeze(node)
     home = context.device if context.device.type == "meta" else _CPU
     devices = context.devices if num_stages is None else (home,) * num_stages
     model = _build("model", node, devices=devices)
     if not isinstance(model, nn.Module):
         raise _wrong_result("model", node, model, expected="a torch.nn.Module")
+    if patterns:
+        for parameter in chosen(model, patterns, key="model.freeze"):
+            parameter.requires_grad_(False)
     return model if spread or num_stages is not None else model.to(context.device)
 
 
@@ -71,7 +79,9 @@ def build_datasets(node: Node) -> Datasets:
 
 def build_task(node: Node) -> Task:
     """Return the task, on the CPU. Raises ConfigError if its parameters require gradients: no optimizer gets them."""
-    task: Task = _with_methods("task", node, _build("task", node), names=("training_step", "validation_step"))
+    built = _build("task", node)
+    names = ("validation_step",) if hasattr(built, "phases") else ("training_step", "validation_step")
+    task: Task = _with_methods("task", node, built, names=names)
     for module in task_modules(task):
         trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         if trained:
@@ -90,32 +100,77 @@ def build_strategy(node: Node, *, context: Context) -> Strategy:
     return built
 
 
-def build_optimizer(node: Node, parameters: Iterable[Tensor], *, may_fuse: bool = True) -> Optimizer:
-    """Return the optimizer over `parameters`. Raises ConfigError if there is nothing to train.
+def build_optimizer(groups: ParamGroups, model: nn.Module, *, may_fuse: bool = True) -> Optimizer:
+    """Return the optimizer over the parameters of `model`, or all of several by name.
+
+    model: all of it, or the stages of this rank. may_fuse: False with a loss scaler, since a fused optimizer doesn't
+        show that it skipped a step, and for sparse gradients.
+    Raises ConfigError if there is nothing to train.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("No parameter of the model requires a gradient, so there is nothing to train.")
+    built = {config.name: _build_optimizer(config, own, may_fuse=may_fuse) for config, own in groups.groups(model)}
+    return built[""] if "" in built else Optimizers(built)
+
+
+def _build_optimizer(
+    config: OptimizerConfig, groups: Mapping[str, Sequence[nn.Parameter]], *, may_fuse: bool = True
+) -> Optimizer:
+    """Return one optimizer. groups: its parameters by the labels of their groups.
 
     If neither `fused` nor `foreach` is chosen, it is fused if that is faster. On a CPU, `foreach=False` saves the check
     that torch's optimizers otherwise make in every step: 2 % of a toy step.
-    may_fuse: False with a loss scaler, since a fused optimizer doesn't show that it skipped a step, and for sparse
-        gradients.
     """
-    given = list(parameters)
-    if not any(parameter.requires_grad for parameter in given):
-        raise ConfigError("No parameter of the model requires a gradient, so there is nothing to train.")
+    node, key = config.node, config.key
+    options = dict(zip(config.labels, ({}, *(group.options for group in config.groups)), strict=True))
+    together = [parameter for own in groups.values() for parameter in own]
+    given: list[Any] = together
+    if config.name or config.groups:
+        given = [{"params": list(own), **options[label], "name": label} for label, own in groups.items()]
     form: dict[str, bool] = {}
     if not {"fused", "foreach", "differentiable"} & node.keys():
-        if may_fuse and takes(node, "fused") and fused_pays(given):
+        if may_fuse and takes(node, "fused") and fused_pays(together):
             form["fused"] = True
-        elif takes(node, "foreach") and {parameter.device.type for parameter in given} == {"cpu"}:
+        elif takes(node, "foreach") and {parameter.device.type for parameter in together} == {"cpu"}:
             form["foreach"] = False
-    optimizer = _build("optimizer", node, given, **form)
+    optimizer = _build(key, node, given, **form)
     if not isinstance(optimizer, Optimizer):
-        raise _wrong_result("optimizer", node, optimizer, expected="a torch.optim.Optimizer")
+        raise _wrong_result(key, node, optimizer, expected="a torch.optim.Optimizer")
     skip_profiler_mark(optimizer)
     return optimizer
 
 
-def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps: int | None) -> Schedule:
-    """Return the learning-rate schedule.
+def optimizer_bytes(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes that an optimizer keeps from step to step for `parameters`; see `optimizer_state_bytes`."""
+    return optimizer_state_bytes(lambda probes: _build_optimizer(config, {config.name: probes}), parameters)
+
+
+def build_schedule(
+    settings: SchedulerConfig,
+    optimizer: Optimizer,
+    configs: Sequence[OptimizerConfig],
+    *,
+    length: Callable[[str], int | None],
+) -> Schedule | Schedules:
+    """Return the learning-rate schedule, or that of each of several optimizers.
+
+    length: returns the steps of an optimizer's scheduler in the whole run, given its name; see `build_scheduler`.
+    """
+    if not isinstance(optimizer, Optimizers):
+        return build_scheduler(settings, optimizer, length(""))
+    schedules = {}
+    for config in configs:
+        key, own = "scheduler.schedule", settings
+        if config.schedule is not ...:
+            key, own = f"{config.key}.schedule", replace(settings, schedule=config.schedule)
+        schedules[config.name] = build_scheduler(own, optimizer.named[config.name], length(config.name), key=key)
+    return Schedules(schedules)
+
+
+def build_scheduler(
+    settings: SchedulerConfig, optimizer: Optimizer, total_steps: int | None, *, key: str = "scheduler.schedule"
+) -> Schedule:
+    """Return the learning-rate schedule of one optimizer.
 
     Args:
         total_steps: steps of the scheduler in the whole run, counted in `settings.interval`; None if unknown.
@@ -124,7 +179,7 @@ def build_scheduler(settings: SchedulerConfig, optimizer: Optimizer, total_steps
     Raises:
         ConfigError: if the scheduler needs a length and none is known, takes none but one is set, or is too short.
     """
-    key, node = "scheduler.schedule", settings.schedule
+    node = settings.schedule
     if node is None:
         return Schedule(None, settings)
     is_given = "total_steps" in node

@@ -14,6 +14,7 @@ from framework.config.suggest import did_you_mean, nearest
 from framework.data.batching import BatchPlan, count_windows
 from framework.errors import ConfigError
 from framework.strategies.base import Strategy
+from framework.training.phases import Phases
 from framework.types import Datasets, MapDataset
 
 
@@ -92,14 +93,18 @@ def total_steps(settings: TrainerConfig, *, steps_per_epoch: int | None) -> int 
     return min(known, default=None)
 
 
-def schedule_length(config: Config, per_epoch: int | None) -> int | None:
-    """Return how often a scheduler of this interval moves in the whole run; None if that isn't known.
+def schedule_length(
+    config: Config, per_epoch: int | None, optimizer: str = "", *, phases: Phases | None = None
+) -> int | None:
+    """Return how often an optimizer's scheduler moves in the whole run; None if that isn't known.
 
-    per_epoch: optimizer steps of an epoch, None if unknown.
+    per_epoch: steps of an epoch, None if unknown. phases: of the task, in which the optimizer `optimizer` steps.
     """
     steps = total_steps(config.trainer, steps_per_epoch=per_epoch)
     if config.scheduler.interval == "epoch" and per_epoch is None:
         return config.trainer.max_epochs
+    if steps is not None and config.scheduler.interval == "step" and phases is not None:
+        return phases.count(optimizer, steps=steps)
     if steps is None or per_epoch is None or config.scheduler.interval == "step":
         return steps
     return -(-steps // per_epoch)

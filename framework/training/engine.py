@@ -14,6 +14,7 @@ from typing import Any
 
 from framework.checkpoint.layout import BEST, step_of
 from framework.checkpoint.manager import CheckpointManager
+from framework.config.optimizers import optimizer_configs
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
@@ -31,6 +32,8 @@ from framework.system.formatting import format_bytes
 from framework.system.hardware import Sharers, keep_to_cores, share_of_cores
 from framework.training import build, data_settings
 from framework.training.activation_checkpointing import apply_activation_checkpointing
+from framework.training.param_groups import ParamGroups
+from framework.training.phases import phases_of
 from framework.training.precision import PrecisionPlugin
 from framework.training.rank_setup import (
     RankSetup,
@@ -41,7 +44,7 @@ from framework.training.rank_setup import (
     setup_rank,
 )
 from framework.training.resume import restore
-from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes
+from framework.training.sizes import checkpoint_bytes
 from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
@@ -144,6 +147,12 @@ def build_trainer(rank: RankSetup, train_loader: MapLoader | StreamLoader, val_l
     stages = rank.strategy.num_stages
     model = precision.convert_model(build.build_model(config.model, context=context, num_stages=stages))
     apply_activation_checkpointing(model, settings.activation_checkpointing)
+    configs = optimizer_configs(config.optimizer)
+    param_groups = ParamGroups.of(model, configs)  # before strategies that leave each rank a part of it
+    task = precision.convert_task(build.build_task(config.task))
+    phases = phases_of(task, optimizers=[each.name for each in configs])
+    if phases is not None:
+        rank.strategy.allow_unused_parameters()
     wrapped = rank.strategy.wrap(model)
     set_group_timeouts(config.backend.init_timeout, rank.strategy.groups)
     if settings.compile is not None:
@@ -151,25 +160,26 @@ def build_trainer(rank: RankSetup, train_loader: MapLoader | StreamLoader, val_l
     # Fused optimizers take no sparse gradients, and skip a step that overflows unseen.
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     may_fuse = not precision.scaler.is_enabled() and not is_sparse
-    optimizer = build.build_optimizer(config.optimizer, model.parameters(), may_fuse=may_fuse)
+    optimizer = build.build_optimizer(param_groups, model, may_fuse=may_fuse)
     # The schedule is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
     steps = data_settings.steps_per_epoch(rank.requested.trainer, rank.plan, size=train_loader.size)
-    length = data_settings.schedule_length(rank.requested, steps)
+    length = partial(data_settings.schedule_length, rank.requested, steps, phases=phases)
     callbacks, loggers = config.callbacks, config.logger if context.is_main else {}
     if settings.profiler is not None and "profiler" not in callbacks:
         callbacks = {**callbacks, "profiler": {"_target_": "framework.callbacks.profiler.TorchProfiler"}}
     state = TrainState(
         model=wrapped,
-        task=precision.convert_task(build.build_task(config.task)),
+        task=task,
         strategy=rank.strategy,
         precision=precision,
         optimizer=optimizer,
-        schedule=build.build_scheduler(config.scheduler, optimizer, length),
+        schedule=build.build_schedule(config.scheduler, optimizer, configs, length=length),
         callbacks=build.build_callbacks(callbacks, context=context, run_dir=rank.run_dir),
         loggers=build.build_loggers(loggers, run_dir=rank.run_dir, redraws=rank.link.is_watched),
         train_loader=train_loader,
         stop=StopControl(rank.link, context=context),
         context=context,
+        phases=phases,
         compile_mode=settings.compile,
     )
     seed_everything(config.seed, rank=context.rank)
@@ -218,7 +228,10 @@ def _check_disk_space(rank: RankSetup, trainer: Trainer) -> None:
 def _estimated_bytes(rank: RankSetup, trainer: Trainer) -> int:
     model = trainer.state.bare_model
     try:
-        size = optimizer_state_bytes(partial(build.build_optimizer, rank.config.optimizer), model.parameters())
+        size = 0
+        for config, optimizer in zip(optimizer_configs(rank.config.optimizer), trainer.state.optimizers, strict=True):
+            own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            size += build.optimizer_bytes(config, own)
     except Exception as error:  # a user's optimizer may raise anything; training shows if it works
         logger.info("the size of the optimizer's state isn't known before the first step: %r", error)
         size = 0

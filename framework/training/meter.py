@@ -18,6 +18,13 @@ from framework.errors import RunError
 from framework.types import StepOutput
 
 LOSS = "loss"
+
+
+def is_loss(name: str) -> bool:
+    """Return True for the name of a loss: the task's, or that of one of its phases."""
+    return name == LOSS or name.endswith(f"/{LOSS}")
+
+
 _CHUNK = 1024  # scalars that are packed into one tensor: logging rarely mustn't keep a tensor for every step
 
 
@@ -76,18 +83,26 @@ class Series:
 
 @final
 class Meter:
-    """Collect what steps compute. Adding only keeps references: no kernel, no wait for the device."""
+    """Collect what steps compute. Adding only keeps references: no kernel, no wait for the device.
 
-    def __init__(self) -> None:
+    varies: names differ from one reduction to the next, since phases are due in some steps only.
+    """
+
+    def __init__(self, *, varies: bool = False) -> None:
+        self._varies = varies
         self._series: defaultdict[str, Series] = defaultdict(Series)
         self._counts: defaultdict[str, Series] = defaultdict(Series)  # of metrics whose counts are tensors
         self._agreed: list[str] | None = None  # names all ranks have, known after the first reduction
 
-    def add(self, output: StepOutput, *, step: int = 0) -> None:
-        """Add one batch: its loss is a mean and counts by `output.num_samples`, metrics are sums already."""
-        samples = output.num_samples
-        self._series[LOSS].add(output.loss.detach(), weight=samples, count=samples, step=step)
+    def add(self, output: StepOutput, *, step: int = 0, phase: str | None = None) -> None:
+        """Add one batch: its loss is a mean and counts by `output.num_samples`, metrics are sums already.
+
+        phase: the task's, whose name then precedes those of loss and metrics.
+        """
+        samples, prefix = output.num_samples, "" if phase is None else f"{phase}/"
+        self._series[prefix + LOSS].add(output.loss.detach(), weight=samples, count=samples, step=step)
         for name, (total, count) in output.metrics.items():
+            name = prefix + name
             # A plain number would be rounded to torch's default type, alone or together with tensors.
             dtype = torch.float64 if isinstance(total, (int, float)) else None
             if isinstance(count, Tensor):
@@ -127,7 +142,8 @@ class Meter:
 
         Every rank must call it, before `clear`.
         """
-        own = self._series.get(LOSS, Series()).first_nonfinite()
+        found = (series.first_nonfinite() for name, series in self._series.items() if is_loss(name))
+        own = min((step for step in found if step is not None), default=None)
         return min((step for step in gather_to_all(own, context) if step is not None), default=None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,9 +160,11 @@ class Meter:
                 self._series[name].extend(series, device=device)
 
     def clear(self) -> None:
-        """Drop what was added; the names stay agreed."""
+        """Drop what was added; the names stay agreed, unless they vary."""
         self._series.clear()
         self._counts.clear()
+        if self._varies:
+            self._agreed = None
 
     def _agree(self, context: Context) -> list[str]:
         """Return the names to reduce, in one order on every rank. Gathered once: later ones must be among them.

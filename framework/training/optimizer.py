@@ -82,19 +82,37 @@ class Schedule:
         ):
             group["lr"] = base * factor(state["last_epoch"])
 
-    def set_learning_rate(self, optimizer: Optimizer, value: float, *, before: float | None) -> None:
-        """Continue from another base learning rate, scaling the current ones.
+    def set_learning_rate(self, group: dict[str, Any], number: int, value: float, *, before: float | None) -> None:
+        """Continue from another base learning rate of the optimizer's group `number`, scaling the current one.
 
-        before: the base until now; if it is None or 0, every rate becomes `value`.
+        before: the base until now; if it is None or 0, the rate becomes `value`.
         """
 
         def changed(rate: Any) -> Any:
             return rate * (value / before) if before else value
 
-        for group in optimizer.param_groups:
-            group |= {name: changed(group[name]) for name in ("lr", "initial_lr") if name in group}
+        group |= {name: changed(group[name]) for name in ("lr", "initial_lr") if name in group}
         if self._scheduler is not None and hasattr(self._scheduler, "base_lrs"):
-            self._scheduler.base_lrs = [changed(rate) for rate in self._scheduler.base_lrs]
+            self._scheduler.base_lrs[number] = changed(self._scheduler.base_lrs[number])
+
+
+@final
+class Schedules:
+    """The schedules of several optimizers by name, as one."""
+
+    def __init__(self, named: Mapping[str, Schedule]) -> None:
+        self.named = dict(named)
+
+    def step_after(self, what: str, metrics: Mapping[str, float] | None = None) -> None:
+        for each in self.named.values():
+            each.step_after(what, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self.named.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, each in self.named.items():
+            each.load_state_dict(state[name])
 
 
 def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, min_factor: float = 0.0) -> LambdaLR:

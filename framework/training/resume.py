@@ -14,6 +14,7 @@ from framework.checkpoint.lookup import LastUndamaged, describe_others, last_und
 from framework.checkpoint.reader import load_weights
 from framework.checkpoint.replicas import own_training
 from framework.checkpoint.writer import point
+from framework.config.optimizers import optimizer_configs
 from framework.config.saved import load_yaml
 from framework.config.schema import Config
 from framework.distributed.collectives import barrier, broadcast_object, gather_to_all
@@ -21,6 +22,7 @@ from framework.distributed.seed import mix, restore_generator_states, seed_every
 from framework.distributed.sharded import is_model_sharded
 from framework.errors import CheckpointError, ConfigError, RunError
 from framework.monitoring.rank_log import logger, warn
+from framework.training.optimizer import Schedule
 from framework.training.rank_setup import RankSetup, load_model
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
@@ -145,32 +147,52 @@ def _restore_generators(rank: RankSetup, saved: Sequence[dict[str, Any]], *, ste
 
 def _check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None:
     """Raise ConfigError for another optimizer, and for another or a changed schedule: the saved state would win."""
+    optimizers = optimizer_configs(config.optimizer), optimizer_configs(saved["optimizer"])
     schedules = config.scheduler.schedule or {}, saved["scheduler"]["schedule"] or {}
-    for kind, now, then in (("optimizer", config.optimizer, saved["optimizer"]), ("schedule", *schedules)):
+    pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [("schedule", *schedules)]
+    if len(optimizers[0]) == len(optimizers[1]):
+        pairs[:0] = [("optimizer", now.node, then.node) for now, then in zip(*optimizers, strict=True)]
+        pairs += [("schedule", now.own_schedule, then.own_schedule) for now, then in zip(*optimizers, strict=True)]
+    for kind, now, then in pairs:
         if now.get("_target_") != then.get("_target_"):
             here, there = (f"the {kind} {node['_target_']}" if node else f"no {kind}" for node in (now, then))
             raise ConfigError(
                 f"resume can't continue with {here}: the checkpoint has {there}.\n"
                 "Keep that, or start a new run from these weights with init_from."
             )
-    now, then = schedules
-    changed = [name for name in {**then, **now} if now.get(name) != then.get(name)]
-    if changed:
-        one_by_one = ", ".join(f"{name}={now.get(name)} (it was {then.get(name)})" for name in changed)
+    if len({repr([each.choice for each in configs]) for configs in optimizers}) > 1:
         raise ConfigError(
-            f"resume can't change a schedule that has begun: scheduler.schedule.{one_by_one}.\n"
-            "Keep it as it was, or start a new run from these weights with init_from."
+            "resume can't change which optimizer or group a parameter belongs to: the names and `params` in the "
+            "section optimizer are others than in the checkpoint.\n"
+            "Keep them, or start a new run from these weights with init_from."
         )
+    for kind, now, then in pairs:
+        changed = [name for name in {**then, **now} if now.get(name) != then.get(name)] if kind == "schedule" else []
+        if changed:
+            one_by_one = ", ".join(f"{name}={now.get(name)} (it was {then.get(name)})" for name in changed)
+            raise ConfigError(
+                f"resume can't change a schedule that has begun: scheduler.schedule.{one_by_one}.\n"
+                "Keep it as it was, or start a new run from these weights with init_from."
+            )
 
 
 def _change_optimizer(config: Config, saved: dict[str, Any], state: TrainState) -> None:
     """Give the restored optimizer the settings that have changed since; its state has the old values."""
-    changed = {name: value for name, value in config.optimizer.items() if saved["optimizer"].get(name) != value}
-    for name, value in changed.items():
-        if name == "lr":
-            state.schedule.set_learning_rate(state.optimizer, value, before=saved["optimizer"].get(name))
-        else:
-            for group in state.optimizer.param_groups:
-                group[name] = value
+    changed = []
+    configs = optimizer_configs(config.optimizer), optimizer_configs(saved["optimizer"])
+    for now, then, optimizer in zip(*configs, state.optimizers, strict=True):
+        schedule = state.schedule if isinstance(state.schedule, Schedule) else state.schedule.named[now.name]
+        for number, group in enumerate(optimizer.param_groups):
+            label = group.get("name", now.name)
+            settings, before = now.settings(label), then.settings(label)
+            for name, value in settings.items():
+                if before.get(name) == value:
+                    continue
+                if name == "lr":
+                    schedule.set_learning_rate(group, number, value, before=before.get(name))
+                else:
+                    group[name] = value
+                key = now.key if label == now.name else f"{now.key} ({label})"
+                changed.append(f"{key}.{name}={value}")
     if changed:
-        logger.info("changed since the checkpoint: %s", ", ".join(f"optimizer.{n}={v}" for n, v in changed.items()))
+        logger.info("changed since the checkpoint: %s", ", ".join(changed))

@@ -29,10 +29,12 @@ from framework.strategies.base import Strategy
 from framework.strategies.parameters import Trainable, described_change
 from framework.training.evaluation import evaluate
 from framework.training.meter import Meter
-from framework.training.optimizer import Schedule, restore_optimizer
+from framework.training.optimizer import Schedule, Schedules, restore_optimizer
+from framework.training.param_groups import Optimizers
+from framework.training.phases import Phases
 from framework.training.precision import PrecisionPlugin
 from framework.training.stop_control import StopControl
-from framework.types import Callback, Logger, MicroBatch, Task, hooks
+from framework.types import Callback, Logger, MicroBatch, Phase, Task, hooks
 
 
 @final
@@ -69,25 +71,37 @@ class TrainState:
     strategy: Strategy
     precision: PrecisionPlugin
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: Schedule | Schedules
     callbacks: Mapping[str, Callback]
     loggers: Mapping[str, Logger]  # empty except on rank 0
     train_loader: MapLoader | StreamLoader
     stop: StopControl
     context: Context
+    phases: Phases | None = None  # of the task
     compile_mode: str | None = None  # of `torch.compile`, for when the model is wrapped again; None: not compiled
     progress: Progress = field(default_factory=Progress)
-    meter: Meter = field(default_factory=Meter)
     val_metrics: dict[str, float] = field(default_factory=dict)  # of the last validation, after step `val_step`
     val_step: int | None = None
 
     def __post_init__(self) -> None:
+        self.meter = Meter(varies=self.phases is not None)
         self.trainable = Trainable(self.bare_model)
         self._saved_trainable: Sequence[str] | None = None  # names of those trained, in the checkpoint resumed from
 
     @property
     def bare_model(self) -> nn.Module:
         return self.strategy.unwrap(self.model)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """One, or several in the order of the configuration."""
+        return list(self.optimizer.named.values()) if isinstance(self.optimizer, Optimizers) else [self.optimizer]
+
+    def of(self, phase: Phase) -> tuple[Optimizer, Schedule]:
+        """Return the optimizer that a phase steps, and its schedule."""
+        assert isinstance(self.optimizer, Optimizers), "phases name one of several"
+        assert isinstance(self.schedule, Schedules)
+        return self.optimizer.named[phase.optimizer], self.schedule.named[phase.optimizer]
 
     def update_trainable(self) -> None:
         """Have the strategy rebuild what depends on which parameters are trained, after a change of `requires_grad`.

@@ -37,12 +37,16 @@ from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.data_settings import total_steps
 from framework.training.evaluation import check_output, run_batches
-from framework.training.meter import LOSS, bad_loss, check_finite
+from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
 from framework.training.optimizer import clip_gradients
 from framework.training.step_times import Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
 from framework.types import EvalReport, FitInfo, StepOutput, StepReport, Stop, Window, hooks
+from framework.types import Phase as TaskPhase
+
+_ONE_LOSS: tuple[TaskPhase | None, ...] = (None,)
+"""What a step of a task without phases runs."""
 
 
 @final
@@ -81,8 +85,8 @@ class Trainer:
         self._check_metrics = check_metrics
         self._saved_step: int | None = None
         self._save_is_due = False  # by the clock
-        self._grad_norm: Tensor | None = None
-        self._lr = 0.0  # of the last step; the schedule has moved on when it is logged
+        self._grad_norms: dict[str, Tensor] = {}  # by the names they are logged under
+        self._lrs: list[float] = []  # of the last step's groups; the schedule has moved on when they are logged
         # CUDA graphs write the outputs of every step to the same memory.
         self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and context.device.type == "cuda"
         self._has_stepped = True
@@ -171,30 +175,36 @@ class Trainer:
                 state.model, window, task=state.task, precision=state.precision, add=self._add_output, mark=mark
             )
             self._update()
+            state.strategy.after_update(state.model)
             return loss
         scale = self.context.world_size / window.global_count
-        for position, micro in enumerate(window.micro_batches, start=1):
-            mark(Phase.FORWARD)
-            weight = micro.num_samples * scale
-            is_last = position == window.num_micro_batches
-            isolated = NO_CONTEXT if micro.num_samples else state.without_side_effects()
-            with isolated, state.strategy.accumulate(state.model, synchronise=is_last):
-                with state.precision.autocast():
-                    output = state.task.training_step(state.model, state.precision.convert_batch(micro.batch))
-                if self.progress.step == self.start_step:
-                    check_output(output, state.task, "training_step")
-                if self._overwrites_outputs:
-                    output = output._replace(loss=output.loss.clone())
-                # Multiplying by 1.0 would cost two kernels.
-                loss = output.loss if weight == 1.0 else output.loss * weight
-                mark(Phase.BACKWARD)
-                state.precision.scaler.scale(loss).backward()
-            if micro.num_samples:
-                state.meter.add(output, step=self.progress.step + 1)
-            mark(Phase.DATA)  # of the next micro-batch
-        if window.first_rank is not None:
-            state.strategy.broadcast_buffers(state.model, source=window.first_rank)
-        self._update()
+        phases = _ONE_LOSS if state.phases is None else state.phases.due(self.progress.step)
+        micro_batches = window.micro_batches if len(phases) == 1 else list(window.micro_batches)
+        for phase in phases:
+            step = state.task.training_step if phase is None else phase.step
+            for position, micro in enumerate(micro_batches, start=1):
+                mark(Phase.FORWARD)
+                weight = micro.num_samples * scale
+                is_last = position == window.num_micro_batches
+                isolated = NO_CONTEXT if micro.num_samples else state.without_side_effects()
+                with isolated, state.strategy.accumulate(state.model, synchronise=is_last):
+                    with state.precision.autocast():
+                        output = step(state.model, state.precision.convert_batch(micro.batch))
+                    if self.progress.step == self.start_step:
+                        check_output(output, state.task, "training_step" if phase is None else f"phases: {phase.name}")
+                    if self._overwrites_outputs:
+                        output = output._replace(loss=output.loss.clone())
+                    # Multiplying by 1.0 would cost two kernels.
+                    loss = output.loss if weight == 1.0 else output.loss * weight
+                    mark(Phase.BACKWARD)
+                    state.precision.scaler.scale(loss).backward()
+                if micro.num_samples:
+                    state.meter.add(output, step=self.progress.step + 1, phase=None if phase is None else phase.name)
+                mark(Phase.DATA)  # of the next micro-batch
+            if window.first_rank is not None:
+                state.strategy.broadcast_buffers(state.model, source=window.first_rank)
+            self._update(phase)
+        state.strategy.after_update(state.model)
         return output.loss.detach()
 
     def _add_output(self, output: StepOutput) -> None:
@@ -202,24 +212,28 @@ class Trainer:
             check_output(output, self.state.task, "training_step")
         self.state.meter.add(output, step=self.progress.step + 1)
 
-    def _update(self) -> None:
-        """Clip gradients, step the optimizer, drop gradients, step the schedule."""
+    def _update(self, phase: TaskPhase | None = None) -> None:
+        """Clip gradients, step the optimizer (of a phase, its own), drop all gradients, step the schedule."""
         state, settings = self.state, self.settings
         self._timer.set_phase(Phase.OPTIMIZER)
-        scaler = state.precision.scaler
+        scaler, parameters = state.precision.scaler, state.trainable.parameters
+        optimizer, schedule = state.optimizer, state.schedule
+        if phase is not None:
+            optimizer, schedule = state.of(phase)
+            parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
         if settings.gradient_clip_val is not None or (self.progress.step + 1) % settings.log_every_n_steps == 0:
-            scaler.unscale_(state.optimizer)
-            parameters, total_norm = state.trainable.parameters, state.strategy.total_norm
-            self._grad_norm = clip_gradients(parameters, settings, total_norm=total_norm)
-        self._lr = state.optimizer.param_groups[0]["lr"]
+            scaler.unscale_(optimizer)
+            norm = clip_gradients(parameters, settings, total_norm=state.strategy.total_norm)
+            if norm is not None:
+                self._grad_norms["grad_norm" if phase is None else f"{phase.name}/grad_norm"] = norm
+        self._lrs = [group["lr"] for group in state.optimizer.param_groups]
         self._has_stepped = not scaler.is_enabled()  # with a scaler, the optimizer's hook sets it
-        scaler.step(state.optimizer)
+        scaler.step(optimizer)
         scaler.update()
         for parameter in state.trainable.parameters:  # without zero_grad's mark for the profiler, 3 % of a toy step
             parameter.grad = None
-        state.strategy.after_update(state.model)
         if self._has_stepped:
-            state.schedule.step_after("step")
+            schedule.step_after("step")
 
     def _update_trainable(self) -> None:
         """Rebuild what depends on the trained parameters: a model or callback has changed `requires_grad`."""
@@ -243,15 +257,17 @@ class Trainer:
         self._save_is_due = saves > 0
         if self.settings.log_rank_losses and LOSS in values:
             self._log_rank_losses(values[LOSS])
-        if not math.isfinite(values.get(LOSS, 0.0)):
-            raise bad_loss(values[LOSS], step=meter.first_nonfinite_step(self.context), epoch=self.progress.last_epoch)
+        bad = [value for name, value in values.items() if is_loss(name) and not math.isfinite(value)]
+        if bad:
+            raise bad_loss(bad[0], step=meter.first_nonfinite_step(self.context), epoch=self.progress.last_epoch)
         meter.clear()
         self.stop.agree(stops > 0)
         if not values:
             return
-        values["lr"] = self._lr
-        if self._grad_norm is not None:
-            values["grad_norm"], self._grad_norm = float(self._grad_norm), None
+        labels = (group.get("name", "") for group in state.optimizer.param_groups)
+        values |= {f"lr/{label}".rstrip("/"): lr for label, lr in zip(labels, self._lrs, strict=True)}
+        values |= {name: float(norm) for name, norm in self._grad_norms.items()}
+        self._grad_norms.clear()
         values["samples_per_s"] = self._throughput.read()
         usage = self._usage.read() if state.loggers else {}
         self.log_values({f"train/{name}": value for name, value in values.items()} | self._compare(times) | usage)

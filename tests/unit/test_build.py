@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from framework.config.optimizers import optimizer_configs
 from framework.config.schema import SchedulerConfig
 from framework.config.topology import Topology
 from framework.distributed.context import Context
@@ -25,6 +26,7 @@ from framework.training.build import (
     build_task,
     check_callbacks_fit,
 )
+from framework.training.param_groups import ParamGroups
 from framework.types import Datasets
 from tests.helpers.contexts import cpu_context
 from tests.unit import fake_targets
@@ -91,14 +93,19 @@ def large() -> list[nn.Parameter]:
 def test_the_fused_form_is_taken_where_it_pays_unless_another_was_chosen(
     name, keywords, make, may_fuse, fused, foreach
 ):
-    (group,) = build_optimizer(node(name, lr=0.01, **keywords), make(), may_fuse=may_fuse).param_groups
+    (group,) = built_optimizer(node(name, lr=0.01, **keywords), make(), may_fuse=may_fuse).param_groups
     assert (group.get("fused"), group["foreach"]) == (fused, foreach)
 
 
+def built_optimizer(section, parameters, **options):
+    model = nn.ParameterList(parameters)
+    return build_optimizer(ParamGroups.of(model, optimizer_configs(section)), model, **options)
+
+
 def test_an_optimizer_without_parameters_is_refused():
-    for nothing in ([], [torch.ones(1)]):
+    for nothing in ([], [nn.Parameter(torch.ones(1), requires_grad=False)]):
         with pytest.raises(ConfigError, match="nothing to train"):
-            build_optimizer(node("torch.optim.SGD"), nothing)
+            built_optimizer(node("torch.optim.SGD"), nothing)
 
 
 def test_datasets_strategy_and_task_are_built():
@@ -176,7 +183,7 @@ def scheduler(schedule: dict[str, Any] | None, **how: Any) -> SchedulerConfig:
 
 def test_total_steps_are_filled_in_unless_given():
     for given, expected in (({}, 4), ({"total_steps": 2}, 2)):
-        optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
+        optimizer = built_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
         schedule = build_scheduler(
             scheduler(node("framework.training.optimizer.cosine", **given)), optimizer, total_steps=4
         )
@@ -195,13 +202,13 @@ def test_total_steps_are_filled_in_unless_given():
     ],
 )
 def test_a_length_that_no_schedule_gets_is_refused(schedule, said):
-    optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
+    optimizer = built_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
     with pytest.raises(ConfigError, match=rf"scheduler\.total_steps=3 has no effect: .*{said}"):
         build_scheduler(scheduler(schedule, total_steps=3), optimizer, total_steps=9)
 
 
 def test_a_scheduler_gets_the_length_of_the_run_only_if_it_takes_one():
-    optimizer = build_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
+    optimizer = built_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
     settings = scheduler(node("torch.optim.lr_scheduler.StepLR", step_size=1, gamma=0.5), interval="epoch")
     schedule = build_scheduler(settings, optimizer, total_steps=None)
     optimizer.step()

@@ -68,12 +68,12 @@ def test_another_learning_rate_keeps_what_a_plateau_made_of_the_one_before_and_0
     plateau.param_groups[0]["lr"] /= 10  # it has moved
     settings = SchedulerConfig(schedule=None, interval="epoch", monitor="val/loss")
     schedule = Schedule(ReduceLROnPlateau(plateau), settings)
-    schedule.set_learning_rate(plateau, 1.0, before=0.1)
+    schedule.set_learning_rate(plateau.param_groups[0], 0, 1.0, before=0.1)
     assert plateau.param_groups[0]["lr"] == pytest.approx(0.1)
     for before in (None, 0.0):
         optimizer = sgd(0.0)
         schedule = by_step(cosine(optimizer, 10))
-        schedule.set_learning_rate(optimizer, 1.0, before=before)
+        schedule.set_learning_rate(optimizer.param_groups[0], 0, 1.0, before=before)
         assert rates(schedule, optimizer, 6)[::5] == pytest.approx([1.0, 0.5])
 
 

@@ -6,7 +6,8 @@ The result is the same on every machine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from framework.config.optimizers import OptimizerConfig, described, optimizer_configs
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.topology import Topology
@@ -37,9 +39,11 @@ from framework.training.data_settings import (
     streams_of,
     total_steps,
 )
+from framework.training.param_groups import ParamGroups
+from framework.training.phases import phases_of
 from framework.training.precision import PrecisionPlugin
 from framework.training.rank_setup import plan_training
-from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
+from framework.training.sizes import checkpoint_bytes, tensor_bytes
 from framework.types import Datasets, hooks
 
 _META = torch.device("meta")
@@ -71,14 +75,17 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     if datasets is not None:
         unvalidated = check_validation(config, datasets, steps_per_epoch=steps["per_epoch"])
         notes += [] if unvalidated is None else [unvalidated]
-    build.build_task(config.task)
+    configs = optimizer_configs(config.optimizer)
+    phases = phases_of(build.build_task(config.task), optimizers=[each.name for each in configs])
+    if phases is not None:
+        strategy.allow_unused_parameters()
     run_dir = RunDir(Path(config.path.outputs))  # nothing is written to it
     callbacks = build.build_callbacks(config.callbacks, context=context, run_dir=run_dir)
     requested_steps = _STAND_IN_SIZE if datasets is None else _steps(requested, plan, datasets)["per_epoch"]
-    length = schedule_length(requested, requested_steps)
+    length = partial(schedule_length, requested, requested_steps, phases=phases)
     # A callback that evaluates averaged weights keeps a second copy of the model, also in a checkpoint.
     averages = len(hooks(callbacks.values(), "evaluation_weights"))
-    sizes = _sizes(config, context, strategy, averages=averages, schedule_steps=length, notes=notes)
+    sizes = _sizes(config, context, strategy, averages=averages, schedule_length=length, notes=notes)
     least, most = plan.global_batch_size // plan.world_size, plan.largest_share
     return {
         "strategy": type(strategy).__name__,
@@ -148,19 +155,38 @@ def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[s
 
 
 def _sizes(
-    config: Config, context: Context, strategy: Strategy, *, averages: int, schedule_steps: int | None, notes: list[str]
+    config: Config,
+    context: Context,
+    strategy: Strategy,
+    *,
+    averages: int,
+    schedule_length: Callable[[str], int | None],
+    notes: list[str],
 ) -> dict[str, Any]:
     """averages: further copies of the model that callbacks keep."""
     model = _build_model(config, context, num_stages=strategy.num_stages)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = build.build_optimizer(config.optimizer, model.parameters())
-    build.build_scheduler(config.scheduler, optimizer, schedule_steps)
+    configs = optimizer_configs(config.optimizer)
+    param_groups = ParamGroups.of(model, configs)
+    optimizer = build.build_optimizer(param_groups, model)
+    build.build_schedule(config.scheduler, optimizer, configs, length=schedule_length)
     parameters, gradients, buffers = map(tensor_bytes, (model.parameters(), trainable, model.buffers()))
-    state_bytes = None
-    try:
-        state_bytes = optimizer_state_bytes(lambda some: build.build_optimizer(config.optimizer, some), trainable)
-    except Exception as error:  # maybe the user's own optimizer: the other sizes are still known
-        notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
+    groups: list[dict[str, Any]] = []
+    for each, by_label in param_groups.groups(model):
+        for label, own in by_label.items():
+            trained = [parameter for parameter in own if parameter.requires_grad]
+            groups.append(
+                {
+                    "name": label,
+                    "optimizer": each.node["_target_"].rpartition(".")[2],
+                    "tensors": len(own),
+                    "parameters": sum(parameter.numel() for parameter in own),
+                    "trainable": sum(parameter.numel() for parameter in trained),
+                    "state": _state_bytes(each, trained, notes),
+                }
+            )
+    states = [group["state"] for group in groups]
+    state_bytes = None if None in states else sum(states)
     world, shards = context.world_size, strategy.num_shards
     stages = 1 if strategy.num_stages is None else shards  # a stage exchanges gradients only with its copies
     gathered = tensor_bytes(model.parameters(), strategy.param_dtype)
@@ -188,9 +214,18 @@ def _sizes(
             "errors": strategy.gradients_kept * gradients,
         },
         "traffic": _traffic(strategy, shards // stages, world // stages, reduced=reduced, gathered=gathered),
-        "optimizer": config.optimizer["_target_"].rpartition(".")[2],
+        "optimizer": described(config.optimizer),
+        "groups": groups,
         "checkpoint": checkpoint,
     }
+
+
+def _state_bytes(config: OptimizerConfig, trained: Sequence[nn.Parameter], notes: list[str]) -> int | None:
+    try:
+        return build.optimizer_bytes(config, trained)
+    except Exception as error:  # maybe the user's own optimizer: the other sizes are still known
+        notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
+        return None
 
 
 def _traffic(strategy: Strategy, ranks: int, world: int, *, reduced: int, gathered: int) -> dict[str, int]:

@@ -11,7 +11,8 @@ and `notes` says why):
     backend        name, init_method, init_timeout_s, timeout_s
     strategy       the class of the strategy
     shards         over how many ranks each copy of the model is sharded; 1 if each rank has a replica
-    optimizer      the class of the optimizer
+    optimizer      the class of the optimizer, or of each
+    groups         for each parameter group: name, optimizer, tensors, parameters, trainable, state (bytes)
     batch          global; per_rank and per_forward: least, most; accumulate_grad_batches; num_microbatches, into which
                    strategy=pipeline cuts each of these (1 elsewhere)
     data           train, val, test: samples; streams: the parts that are streams, whose size is unknown; source:
@@ -38,7 +39,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,20 @@ def render(plan: Mapping[str, Any], topology: Topology) -> str:
     start = [f"Start it with one of{several if topology.nnodes > 1 else ''}"]
     start += [f"  {shlex.join(words)}" for words in plan["commands"].values()]
     notes = [f"Note: {note}" for note in plan["notes"]]
+    if len(plan["groups"]) > 1:
+        start = [_group_table(plan["groups"]), "", *start]
     title = f"Plan of {plan['recipe']}: {_arithmetic(topology)}"
     return "\n\n".join([title, rank_table(topology), format_table(facts, width=_WIDTH), "\n".join(start), *notes])
+
+
+def _group_table(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a row for each parameter group. What no pattern matches has no name."""
+    rows = [("group", "optimizer", "tensors", "parameters", "trained", "state")]
+    for each in groups:
+        numbers = (f"{each[key]:,}" for key in ("tensors", "parameters", "trainable"))
+        state = "–" if each["state"] is None else format_bytes(each["state"])
+        rows.append((each["name"] or "(others)", each["optimizer"], *numbers, state))
+    return format_table(rows)
 
 
 def _text(value: Any, number: Callable[[float], str]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from framework.config.optimizers import is_several
 from framework.config.schema import Config
 from framework.config.targets import takes
 from framework.data.loader import MapLoader
@@ -88,6 +89,11 @@ def _tuned_config(rank: RankSetup) -> Config:
             f"tune.find_batch_size=true tries batches on each process by itself; with strategy="
             f"{type(rank.strategy).__name__.lower()} no process has the whole model.\n"
             "Use tune.find_batch_size=false for the learning rate alone, or another strategy."
+        )
+    if config.tune.find_lr and is_several(config.optimizer):
+        raise ConfigError(
+            "tune.find_lr=true searches for optimizer.lr, and there are several optimizers: "
+            f"{', '.join(config.optimizer)}.\nUse tune.find_lr=false for the batch alone."
         )
     if config.tune.find_lr and "lr" not in config.optimizer and not takes(config.optimizer, "lr"):
         raise ConfigError(

@@ -52,7 +52,14 @@ def test_a_table_shows_every_rank_or_leaves_out_the_middle(topology: Topology) -
 # job=plan: the page
 
 PLAN: dict[str, Any] = {
-    **{"recipe": "some", "launcher": "elastic", "strategy": "DDP", "optimizer": "Adam", "notes": ["it is so"]},
+    **{
+        "recipe": "some",
+        "launcher": "elastic",
+        "strategy": "DDP",
+        "optimizer": "Adam",
+        "groups": [],
+        "notes": ["it is so"],
+    },
     **{"shards": 1, "exchanges_every": 1},
     "backend": {"name": "nccl", "init_method": "env", "init_timeout_s": 300.0, "timeout_s": 90.0},
     "batch": {
