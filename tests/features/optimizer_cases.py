@@ -1,0 +1,85 @@
+"""A model with two heads over one body, and a task that trains them in phases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from framework import Batch, Datasets, Phase, StepOutput
+
+SIZE, BATCH = 44, 12
+"""The last global batch of an epoch has 8 samples."""
+
+
+def points() -> Datasets:
+    x = torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(0))
+    samples = TensorDataset(x, x[:, :2].tanh())
+    return Datasets(train=samples, val=samples)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh())
+        self.copy, self.guess = nn.Linear(8, 6), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, head: str = "guess") -> Tensor:
+        output: Tensor = getattr(self, head)(self.body(x))
+        return output
+
+
+class Guess(nn.Module):
+    """One head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.guess = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def stages(self, number: int) -> list[nn.Module]:
+        return [nn.Sequential(self.body, nn.Tanh()), self.guess]
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.guess(self.body(x).tanh())
+        return output
+
+
+class Single:
+    """Both losses as one."""
+
+    def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        x, y = batch
+        return StepOutput(mse_loss(model(x), y), len(x))
+
+    validation_step = training_step
+
+
+class Alternating:
+    """The body learns to copy in every step, and the guess is trained in every `every`-th one."""
+
+    def __init__(self, every: int = 3, offset: int = 0, optimizer: str = "guess") -> None:
+        self.phases = [
+            Phase("copy", self.copy, "copy"),
+            Phase("guess", self.guess, optimizer, every=every, offset=offset),
+        ]
+
+    def copy(self, model: nn.Module, batch: Batch) -> StepOutput:
+        x, _ = batch
+        return StepOutput(mse_loss(model(x, "copy"), x), len(x))
+
+    def guess(self, model: nn.Module, batch: Batch) -> StepOutput:
+        x, y = batch
+        return StepOutput(mse_loss(model(x, "guess"), y), len(x), {"first": (y[:, 0].sum(), len(y))})
+
+    validation_step = guess
+
+
+class Wrong(Alternating):
+    """Has no phase in most steps."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.phases = [Phase("copy", self.copy, "copy", every=2)]
