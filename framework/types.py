@@ -128,6 +128,13 @@ class StepReport(NamedTuple):
     indices: tuple[MicroIndices, ...] = ()
 
 
+class EpochReport(NamedTuple):
+    """Where training is between two steps. epoch: from 0. step: optimizer steps done."""
+
+    epoch: int
+    step: int
+
+
 class EvalReport(NamedTuple):
     """Metrics of a whole part (`val` or `test`), the same on every rank. Names begin with the part: `val/loss`."""
 
@@ -204,8 +211,24 @@ class Callback(Protocol):
     def on_fit_start(self, info: FitInfo) -> None:
         return None
 
+    def on_train_epoch_start(self, report: EpochReport) -> Stop | None:
+        """Called before the first step of an epoch; not if a resumed run continues in the middle of one."""
+        return None
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called with the gradients averaged over ranks and unscaled, before they are clipped."""
+        return
+
     def on_train_step_end(self, report: StepReport) -> Stop | None:
         return None
+
+    def on_train_epoch_end(self, report: EpochReport) -> Stop | None:
+        """Called after the last step of epoch `report.epoch` and its validation, before its checkpoint."""
+        return None
+
+    def on_validation_start(self, report: EpochReport) -> None:
+        """Called before a validation, with the weights that are trained."""
+        return
 
     def on_validation_end(self, report: EvalReport) -> Stop | None:
         return None

@@ -3,5 +3,6 @@
 from framework.callbacks.early_stopping import EarlyStopping
 from framework.callbacks.ema import EMAWeightAveraging
 from framework.callbacks.timer import Timer
+from framework.callbacks.unfreeze import Unfreeze
 
-__all__ = ["EMAWeightAveraging", "EarlyStopping", "Timer"]
+__all__ = ["EMAWeightAveraging", "EarlyStopping", "Timer", "Unfreeze"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ _REDRAW_S = 0.25
 _PLAIN_LINE_S = 5.0
 _RATE_WINDOW = 120  # redraws the rate is taken over: half a minute on a terminal
 _EVALUATED = ("val/", "test/")
-_SHOWN_FROM_TRAINING = {"train/loss": "loss", "train/lr": "lr"}
+_TRAINING = re.compile(r"train/(.+/)?loss|train/lr")  # the losses of phases, too
 
 
 @final
@@ -57,7 +58,8 @@ class ConsoleLogger:
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         evaluation = {name: value for name, value in values.items() if name.startswith(_EVALUATED)}
-        self._training.update({name: values[name] for name in _SHOWN_FROM_TRAINING if name in values})
+        training = {name: value for name, value in values.items() if _TRAINING.fullmatch(name)}
+        self._training.update({name.removeprefix("train/"): value for name, value in training.items()})
         if evaluation:
             self._print(f"epoch {epoch}  step {step}  {_numbers(evaluation)}")
 
@@ -80,7 +82,7 @@ class ConsoleLogger:
             parts.append(f"{rate:.4g} steps/s")
         if rate and total:
             parts.append(f"ETA {timedelta(seconds=math.ceil(max(total - step, 0) / rate))}")
-        parts.append(_numbers({_SHOWN_FROM_TRAINING[name]: value for name, value in self._training.items()}))
+        parts.append(_numbers(self._training))
         return "  ".join(part for part in parts if part)
 
     def _draw(self, report: StepReport) -> None:

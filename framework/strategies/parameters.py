@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch.distributed as dist
 from torch import nn
 
+from framework.config.optimizers import Pattern
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
+from framework.distributed.sharded import layout_of
 from framework.errors import ConfigError, RunError, TopologyError
 
 _SHOWN = 4
@@ -27,6 +29,23 @@ def trained(model: nn.Module, *, strategy: str) -> dict[str, nn.Parameter]:
             "Set requires_grad on those to train, or use one process: topology.procs_per_node=1."
         )
     return parameters
+
+
+def chosen(model: nn.Module, patterns: Any, *, key: str) -> list[nn.Parameter]:
+    """Return the parameters that match any of `patterns`, in the form of `optimizer.groups`' `params`.
+
+    Raises ConfigError for a pattern that matches nothing, unless the model is cut into stages.
+    """
+    named = dict(model.named_parameters())
+    given = patterns if isinstance(patterns, list) else [patterns]
+    found: dict[str, nn.Parameter] = {}
+    for number, each in enumerate(given):
+        pattern = Pattern(each, key=f"{key}.{number}" if isinstance(patterns, list) else key)
+        own = {name: parameter for name, parameter in named.items() if pattern.matches(name, ndim=parameter.ndim)}
+        if not own and layout_of(model) is None:
+            raise pattern.refused(named)
+        found |= own
+    return list(found.values())
 
 
 def check_dense(model: nn.Module, *, strategy: str) -> None:

@@ -24,15 +24,19 @@ from framework.config.targets import import_target, requires, takes, without_fre
 from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.strategies.base import Strategy
+from framework.strategies.parameters import chosen
 from framework.system.run_dir import RunDir
 from framework.training.optimizer import Schedule, Schedules, fused_pays, skip_profiler_mark
-from framework.training.param_groups import Optimizers, ParamGroups, chosen
+from framework.training.param_groups import Optimizers, ParamGroups
 from framework.training.precision import task_modules
 from framework.training.sizes import optimizer_state_bytes
 from framework.types import Callback, Datasets, Logger, Task
 
 _CPU = device("cpu")
-_HOOKS = ("on_fit_start", "on_train_step_end", "on_validation_end", "on_fit_end", "evaluation_weights")
+_HOOKS = (
+    *("on_fit_start", "on_train_epoch_start", "on_before_optimizer_step", "on_train_step_end", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_end", "on_fit_end", "evaluation_weights"),
+)
 
 
 def build_model(node: Node, *, context: Context, num_stages: int | None = None) -> nn.Module:

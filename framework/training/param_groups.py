@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from framework.config.optimizers import OptimizerConfig, Pattern
+from framework.config.optimizers import OptimizerConfig
 from framework.errors import ConfigError
 
 _REST = 0  # the group of what no pattern matches
@@ -127,20 +127,3 @@ class Optimizers(Optimizer):
 
 def _count(groups: Iterable[Mapping[str, Any]]) -> int:
     return sum(len(group["params"]) for group in groups)
-
-
-def chosen(model: nn.Module, patterns: Any, *, key: str) -> list[nn.Parameter]:
-    """Return the parameters that match any of `patterns`, in the form of `optimizer.groups`' `params`.
-
-    Raises ConfigError for a pattern that matches nothing.
-    """
-    named = dict(model.named_parameters())
-    given = patterns if isinstance(patterns, list) else [patterns]
-    found: dict[str, nn.Parameter] = {}
-    for number, each in enumerate(given):
-        pattern = Pattern(each, key=f"{key}.{number}" if isinstance(patterns, list) else key)
-        own = {name: parameter for name, parameter in named.items() if pattern.matches(name, ndim=parameter.ndim)}
-        if not own:
-            raise pattern.refused(named)
-        found |= own
-    return list(found.values())

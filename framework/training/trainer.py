@@ -18,7 +18,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -42,7 +42,7 @@ from framework.training.optimizer import clip_gradients
 from framework.training.step_times import Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
-from framework.types import EvalReport, FitInfo, StepOutput, StepReport, Stop, Window, hooks
+from framework.types import EpochReport, EvalReport, FitInfo, StepOutput, StepReport, Stop, Window, hooks
 from framework.types import Phase as TaskPhase
 
 _ONE_LOSS: tuple[TaskPhase | None, ...] = (None,)
@@ -90,6 +90,9 @@ class Trainer:
         # CUDA graphs write the outputs of every step to the same memory.
         self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and context.device.type == "cuda"
         self._has_stepped = True
+        self._on_epoch_start: Sequence[Any] = ()  # the callbacks' hooks, from `fit` on
+        self._on_epoch_end: Sequence[Any] = ()
+        self._before_optimizer_step: Sequence[Any] = ()
         if state.precision.scaler.is_enabled():  # it skips steps whose gradients overflow
             state.optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
         self._throughput = Throughput()
@@ -154,6 +157,10 @@ class Trainer:
                 self.stop.agree()
             if self._evaluation_due(epoch_end=window.epoch_end):
                 self.evaluate()
+            if window.epoch_end and self._on_epoch_end:
+                self._timer.leave_step(Phase.LOGGING)
+                self._call(self._on_epoch_end, epoch=epoch)
+                self.stop.agree()
             if self._save_due(epoch_end=window.epoch_end):
                 self.save()
             if self.stop.request.pending:
@@ -221,8 +228,12 @@ class Trainer:
         if phase is not None:
             optimizer, schedule = state.of(phase)
             parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        if settings.gradient_clip_val is not None or (self.progress.step + 1) % settings.log_every_n_steps == 0:
+        looks_at_norm = (self.progress.step + 1) % settings.log_every_n_steps == 0
+        if self._before_optimizer_step or settings.gradient_clip_val is not None or looks_at_norm:
             scaler.unscale_(optimizer)
+        for observe in self._before_optimizer_step:
+            observe(optimizer)
+        if settings.gradient_clip_val is not None or looks_at_norm:
             norm = clip_gradients(parameters, settings, total_norm=state.strategy.total_norm)
             if norm is not None:
                 self._grad_norms["grad_norm" if phase is None else f"{phase.name}/grad_norm"] = norm
@@ -303,6 +314,7 @@ class Trainer:
         self._flush_loggers()
         self.context.wait_for_devices()  # so that queued steps count as training time
         began = time.perf_counter()
+        self._call(hooks(state.callbacks.values(), "on_validation_start"), epoch=self.progress.last_epoch)
         with state.evaluation_weights():
             state.val_metrics = state.evaluate(self.val_loader, prefix="val")
         self._check_metrics(state.val_metrics)
@@ -360,7 +372,15 @@ class Trainer:
         )
         for start in hooks(state.callbacks.values(), "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
             start(info)
-        return hooks(state.callbacks.values(), "on_train_step_end") + hooks(state.loggers.values(), "step")
+        callbacks = state.callbacks.values()
+        self._on_epoch_start = hooks(callbacks, "on_train_epoch_start")
+        self._on_epoch_end = hooks(callbacks, "on_train_epoch_end")
+        self._before_optimizer_step = hooks(callbacks, "on_before_optimizer_step")
+        return hooks(callbacks, "on_train_step_end") + hooks(state.loggers.values(), "step")
+
+    def _call(self, observers: Iterable[Callable[[EpochReport], Stop | None]], *, epoch: int) -> None:
+        for observe in observers:
+            self.stop.handle(observe(EpochReport(epoch, self.progress.step)))
 
     def _start_timer(self) -> None:
         state, context = self.state, self.context
@@ -374,6 +394,8 @@ class Trainer:
     def _windows(self) -> Iterator[Window]:
         """Yield this rank's windows from `progress` on, epoch after epoch."""
         while not self._done():
+            if self.progress.samples == 0:
+                self._call(self._on_epoch_start, epoch=self.progress.epoch)
             for window in self.train_loader.epoch(self.progress.epoch, start=self.progress.samples):
                 yield window
                 if self._done():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -195,6 +198,73 @@ def test_a_stop_of_one_rank_ends_all_at_the_same_step(train, folder, log_every, 
         assert [line[1] for line in notes(folder, rank) if line[0] == "step"] == list(range(1, end + 1))
     assert results.results(run_dir)["ended_by"] == "Notes: enough"
     assert not (run_dir / "lines_1").exists()
+
+
+# The order of hooks
+
+EVERY = """
+from pathlib import Path
+from framework import Stop
+
+class Every:
+    def __init__(self, stop=None): self.lines, self.stop = [], stop
+    def on_train_epoch_start(self, report): self.lines.append(["epoch start", *report])
+    def on_before_optimizer_step(self, optimizer):
+        gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
+        self.lines.append(["before step", str(sum(float(each.square().sum()) for each in gradients) ** 0.5)])
+    def on_train_step_end(self, report): self.lines.append(["step", report.step])
+    def on_validation_start(self, report): self.lines.append(["validation start", *report])
+    def on_validation_end(self, report): self.lines.append(["validation end", report.epoch, report.step])
+    def on_train_epoch_end(self, report):
+        self.lines.append(["epoch end", *report])
+        return Stop("enough") if report.epoch == self.stop else None
+    def on_fit_end(self): Path("every").write_text(repr(self.lines))
+    def state_dict(self): return {"lines": self.lines}
+    def load_state_dict(self, state): self.lines = [*map(list, state["lines"]), ["resumed"]]
+"""
+HOOKED = (
+    *("recipe=toy", "logger=jsonl", "trainer.limit_train_batches=3", "trainer.limit_test_batches=0"),
+    *("trainer.max_epochs=2", "trainer.log_every_n_steps=1", "+callbacks.every._target_=every.Every"),
+)
+
+
+def hooked(folder) -> list[list[Any]]:
+    found: list[list[Any]] = ast.literal_eval((folder / "every").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("trainer.precision=16-mixed",),
+        pytest.param(("topology.procs_per_node=2", "data.global_batch_size=20"), marks=pytest.mark.multiproc),
+    ],
+    ids=["scaled", "two processes"],
+)
+def test_hooks_are_called_in_order_and_a_resumed_run_repeats_none(train, tmp_path, overrides):
+    (tmp_path / "every.py").write_text(EVERY)
+    run_dir = train(*HOOKED, *overrides)
+    lines = hooked(tmp_path)
+    norms = [norm for line in lines if line[0] == "before step" and math.isfinite(norm := float(line[1]))]
+    curve: Mapping[int, float | None] = results.curve(run_dir, "train/grad_norm")
+    logged = [norm for norm in curve.values() if norm is not None]
+    assert norms == pytest.approx(logged, abs=1e-4)
+    steps = [line for line in lines if line[0] != "before step"]
+    one = [["epoch start", 0, 0], ["step", 1], ["step", 2], ["step", 3]]
+    one += [["validation start", 0, 3], ["validation end", 0, 3], ["epoch end", 0, 3]]
+    two = [["epoch start", 1, 3], ["step", 4], ["step", 5], ["step", 6]]
+    two += [["validation start", 1, 6], ["validation end", 1, 6], ["epoch end", 1, 6]]
+    assert steps == one + two
+    for stop in (3, 4):
+        part = train(*HOOKED, *overrides, f"trainer.max_steps={stop}")
+        train(f"resume={part}", "trainer.max_steps=6")
+        assert [line for line in hooked(tmp_path) if line != ["resumed"]] == lines
+
+
+def test_a_stop_at_the_end_of_an_epoch(train, tmp_path):
+    (tmp_path / "every.py").write_text(EVERY)
+    run_dir = train(*HOOKED, "+callbacks.every.stop=0")
+    assert (results.results(run_dir)["steps"], results.results(run_dir)["ended_by"]) == (3, "enough")
 
 
 def test_another_answer_than_stop_is_refused(train, tmp_path, capsys):

@@ -40,7 +40,7 @@ NAMED = {
 def write(tmp_path):
     """Write a recipe with this section `optimizer`."""
 
-    def write(optimizer, *, task="Single", freeze=()):
+    def write(optimizer, *, task="Single", freeze=(), callbacks=None):
         recipe = {
             "defaults": [{"override /optimizer": None}, {"override /logger": "jsonl"}],
             "model": {"_target_": f"{CASES}.Heads"} | ({"freeze": list(freeze)} if freeze else {}),
@@ -48,6 +48,7 @@ def write(tmp_path):
             "data": {"datasets": {"_target_": f"{CASES}.points"}, "global_batch_size": BATCH},
             "trainer": {"precision": "64-true", "max_epochs": None, "log_every_n_steps": 2, "limit_val_batches": 0},
             "optimizer": optimizer,
+            "callbacks": callbacks or {},
             "scheduler": {"interval": "step"},
         }
         file = tmp_path / "conf/recipe/heads.yaml"
@@ -103,7 +104,8 @@ def groups_loop(steps: int) -> dict[str, Tensor]:
     model = heads()
     flat = [each for each in model.parameters() if each.ndim < 2]
     rest = [model.body[0].weight, model.copy.weight]
-    groups: list[Any] = [{"params": rest}, {"params": flat, "weight_decay": 0}, {"params": [model.guess.weight], "lr": 0.5}]
+    head = {"params": [model.guess.weight], "lr": 0.5}
+    groups: list[Any] = [{"params": rest}, {"params": flat, "weight_decay": 0}, head]
     optimizer = SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.3)
     for x, y in batches(steps):
         mse_loss(model(x), y).backward()
@@ -193,11 +195,48 @@ def test_a_changed_key_of_one_group_counts_after_a_resumption(run, train, capfd)
     assert "which optimizer or group a parameter belongs to" in capfd.readouterr().err
 
 
+def test_a_wrong_unfreezing_is_refused(run, capfd):
+    for changes, said in (
+        ({"at_step": 1, "at_epoch": 1}, "Give one of them"),
+        ({"params": "bdoy", "at_step": 1}, "Did you"),
+    ):
+        run(GROUPED, "trainer.max_steps=1", callbacks={"thaw": UNFREEZE | changes}, status=2)
+        assert said in capfd.readouterr().err
+
+
 def test_frozen_parameters_keep_their_values(run):
     begun = heads().state_dict()
     run_dir = run(GROUPED, "trainer.max_steps=4", freeze=["^copy", r"^body\.0", ["guess", "ndim<2"]])
     kept = {name for name, value in results.weights(run_dir).items() if torch.equal(value, begun[name])}
     assert kept == {"copy.weight", "copy.bias", "body.0.weight", "body.0.bias", "guess.bias"}
+
+
+UNFREEZE = {"_target_": "framework.callbacks.Unfreeze", "params": [r"^body\.0"]}
+
+
+@pytest.mark.parametrize("overrides", PROCESSES[:4])
+@pytest.mark.parametrize("when", [{"at_epoch": 1}, {"at_step": 4}], ids=["epoch", "step"])
+def test_frozen_parameters_are_trained_from_an_epoch_or_step_on(run, train, overrides, when):
+    """An epoch has four steps."""
+    unused = ("strategy.find_unused_parameters=true",) if "strategy=ddp" in overrides else ()
+    callbacks = {"thaw": UNFREEZE | when}
+    part = run(GROUPED, "trainer.max_steps=3", *overrides, *unused, freeze=[r"^body\.0"], callbacks=callbacks)
+    assert torch.equal(results.weights(part)["body.0.weight"], heads().get_parameter("body.0.weight"))
+    train(f"resume={part}", "trainer.max_steps=7")
+    model = heads()
+    model.body[0].requires_grad_(False)
+    flat = [each for each in model.parameters() if each.ndim < 2]
+    head = {"params": [model.guess.weight], "lr": 0.5}
+    groups: list[Any] = [{"params": [model.body[0].weight]}, {"params": flat, "weight_decay": 0}, head]
+    optimizer = SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.3)
+    for step, (x, y) in enumerate(batches(7), start=1):
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:
+            model.body[0].requires_grad_(True)
+    trained = {name: value for name, value in results.weights(part).items() if not name.startswith("copy")}
+    results.assert_same(trained, {name: model.state_dict()[name] for name in trained}, tolerance=1e-12)
 
 
 @pytest.mark.parametrize(

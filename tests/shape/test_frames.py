@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import framework
-from framework import cli
+from framework import Callback, FitInfo, cli
 
 MAX_FRAMES = 4
 START = "run_rank"
@@ -45,3 +46,38 @@ def test_few_frames_lead_to_backward(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cli.main(arguments) == 0
     assert len(seen) == 2
     assert all(len(names) <= MAX_FRAMES for names in seen), seen[0]
+
+
+class Idle(Callback):
+    """Has every hook, as inherited."""
+
+    def on_fit_start(self, info: FitInfo) -> None:
+        return
+
+
+@pytest.mark.usefixtures("own_state")
+def test_hooks_that_nobody_wrote_are_never_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def calls(steps: int, *overrides: str) -> Counter[str]:
+        """Count the calls of our functions in a training of so many steps."""
+        counts: Counter[str] = Counter()
+
+        def note(frame: FrameType, event: str, _: Any) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+                counts[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
+
+        short = ("logger=none", "checkpoint=none", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+        arguments = ["recipe=toy", "launcher=in_place", "trainer.gpus=0", f"trainer.max_steps={steps}", *short]
+        sys.setprofile(note)
+        try:
+            assert cli.main([*arguments, *overrides]) == 0
+        finally:
+            sys.setprofile(None)
+        return counts
+
+    idle = "+callbacks.idle._target_=tests.shape.test_frames.Idle"
+    calls(1, idle)  # what happens once in a process
+    bare, observed = (calls(20, *given) - calls(10, *given) for given in ((), (idle,)))
+    assert bare.total() > 20
+    assert observed == bare
