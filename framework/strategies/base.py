@@ -134,12 +134,13 @@ class Strategy:
         *,
         task: Task,
         precision: NumberFormats,
-        add: Callable[[StepOutput], None],
+        add: Callable[[StepOutput, int, float], Tensor],
         mark: Callable[[Phase], None],
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a step, if overridden, in place of the trainer.
 
-        Call `add` with each output of the task and `mark` with each phase; return the last loss, detached.
+        Call `add` with each output of the task, its number of samples and the factor of all losses, and go backward
+        from the loss that it returns. Call `mark` with each phase. Return the last loss, detached.
         """
         raise NotImplementedError
 

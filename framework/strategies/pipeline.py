@@ -169,7 +169,7 @@ class Pipeline(Strategy):
         *,
         task: Task,
         precision: NumberFormats,
-        add: Callable[[StepOutput], None],
+        add: Callable[[StepOutput, int, float], Tensor],
         mark: Callable[[Phase], None],
     ) -> Tensor:
         """Run forward and backward of all micro-batches; gradients are then the mean over the global batch."""
@@ -203,10 +203,8 @@ class Pipeline(Strategy):
             stand_in: Any = _ModelStandIn(output=real)
             with precision.autocast():
                 step_output = task.training_step(stand_in, micro_batches[index].batch)
-            add(step_output)
             last_loss = step_output.loss.detach().float()  # the type in which the other ranks receive it
-            weight = micro_batches[index].num_samples * scale
-            return step_output.loss if weight == 1.0 else step_output.loss * weight
+            return add(step_output, micro_batches[index].num_samples, scale)
 
         self._loss = weighted_loss
         schedule, stages = self._schedule_for(shapes, number, precision)  # type: ignore[arg-type]  # hashed by identity

@@ -12,6 +12,7 @@ from framework.errors import ConfigError, DataError
 from framework.tasks.metrics import Metric
 from framework.types import Batch, StepOutput
 
+_NO_INDEX = -100  # torch's default of `ignore_index`, which nobody's classes have
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # they broadcast, and only warn
 
 
@@ -23,10 +24,10 @@ class Supervised:
     whose first dimension is the sample; it is brought to the output's device, so a model may end on another device
     than it begins on. The input may be anything the model takes as its one argument.
 
-    loss: a module or function that returns the mean over the batch's samples as a scalar, as torch's do by default. One
-        that weighs samples (`CrossEntropyLoss(weight=...)`, `ignore_index`) returns a mean per micro-batch, which then
-        counts by its number of samples: gradients and the reported loss depend on how a global batch is split. The
-        tensors of a module move to the output's device and take the type of `trainer.precision=bf16-true` or `64-true`.
+    loss: a module or function that returns the mean over the batch's samples as a scalar, as torch's do by default.
+        Cross entropy with class weights, with an `ignore_index` other than -100, or over several classes a sample, is
+        weighed by what torch takes its mean over. The tensors of a module move to the output's device and take the type
+        of `trainer.precision=bf16-true` or `64-true`.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
         Targets equal to the loss's `ignore_index` are left out of metrics that have no `ignore_index` of their own.
     predictions: turns a batch's output into named columns, for `job=predict`; by default the output itself is one.
@@ -54,6 +55,7 @@ class Supervised:
                 metric.ignore_index = getattr(loss, "ignore_index", None)  # type: ignore[attr-defined]
         self.predictions = predictions
         self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE)
+        self._may_weigh = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
         self._train_metrics: dict[str, Metric] = self.metrics if train_metrics else {}
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
@@ -76,10 +78,25 @@ class Supervised:
             if isinstance(self.loss, nn.Module):
                 self.loss.to(output.device)  # nothing to move after the first step
         loss = self._compute_loss(output, target)
+        weight = self._weight(target) if self._may_weigh else None
         if not metrics:
-            return StepOutput(loss, len(target))
+            return StepOutput(loss, len(target), weight=weight)
         seen = output.detach() if isinstance(output, Tensor) else output
-        return StepOutput(loss, len(target), {name: metric(seen, target) for name, metric in metrics.items()})
+        found = {name: metric(seen, target) for name, metric in metrics.items()}
+        return StepOutput(loss, len(target), found, weight)
+
+    def _weight(self, target: Tensor) -> Tensor | None:
+        """Return what cross entropy takes the mean over, if not samples: the sum of weights of the classes that count.
+
+        Probabilities in place of classes are not weighed.
+        """
+        loss: Any = self.loss
+        is_plain = loss.weight is None and loss.ignore_index == _NO_INDEX and target.ndim == 1
+        if is_plain or target.is_floating_point():
+            return None
+        counted = target != loss.ignore_index
+        weights: Tensor = counted if loss.weight is None else loss.weight[target.where(counted, 0)].where(counted, 0)
+        return weights.sum()
 
     def _compute_loss(self, output: Any, target: Tensor) -> Tensor:
         """Raises DataError if output and target don't fit a loss of torch's."""

@@ -67,7 +67,7 @@ def check_output(output: Any, task: Task, method: str) -> None:
 
     if not isinstance(output, StepOutput):
         refuse(f"{describe(output)}. Return framework.StepOutput(loss, num_samples, metrics={{}}).")
-    loss, num_samples, metrics = cast("tuple[Any, Any, Any]", output)
+    loss, num_samples, metrics, weight = cast("tuple[Any, Any, Any, Any]", output[:4])
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         refuse(f"a loss that is {describe(loss)}. Return a tensor of one number, the batch's mean.")
     if method == "training_step" and not loss.requires_grad:
@@ -77,6 +77,8 @@ def check_output(output: Any, task: Task, method: str) -> None:
         )
     if not isinstance(num_samples, Integral):
         refuse(f"a num_samples that is {describe(num_samples)}. Return the batch's size, an int.")
+    if weight is not None and not _is_number(weight):
+        refuse(f"a weight that is {describe(weight)}. Return one number: what the loss is the mean over.")
     if not isinstance(metrics, Mapping):
         refuse(f"metrics that are {describe(metrics)}. Return a dict.")
     for name, pair in metrics.items():

@@ -15,6 +15,7 @@ from framework.distributed.collectives import any_over_ranks, gather_to_all, sum
 from framework.distributed.context import Context
 from framework.distributed.sharded import full_tensor
 from framework.errors import RunError
+from framework.training.loss_weights import weight_of
 from framework.types import StepOutput
 
 LOSS = "loss"
@@ -95,12 +96,19 @@ class Meter:
         self._agreed: list[str] | None = None  # names all ranks have, known after the first reduction
 
     def add(self, output: StepOutput, *, step: int = 0, phase: str | None = None) -> None:
-        """Add one batch: its loss is a mean and counts by `output.num_samples`, metrics are sums already.
+        """Add one batch: its loss is a mean and counts by `output.weight`, else `num_samples`; metrics are sums.
 
         phase: the task's, whose name then precedes those of loss and metrics.
         """
         samples, prefix = output.num_samples, "" if phase is None else f"{phase}/"
-        self._series[prefix + LOSS].add(output.loss.detach(), weight=samples, count=samples, step=step)
+        loss = output.loss.detach()
+        if output.weight is None:
+            self._series[prefix + LOSS].add(loss, weight=samples, count=samples, step=step)
+        else:
+            counted = weight_of(output, loss.device)
+            loss = torch.where(counted > 0, loss, 0) * counted  # the mean over nothing is NaN
+            self._series[prefix + LOSS].add(loss, weight=1, count=0, step=step)
+            self._counts[prefix + LOSS].add(counted, weight=1, count=0, step=step)
         for name, (total, count) in output.metrics.items():
             name = prefix + name
             # A plain number would be rounded to torch's default type, alone or together with tensors.
@@ -134,8 +142,9 @@ class Meter:
 
     def mean_loss(self) -> float | None:
         """Return the mean loss of this rank alone; None without samples. Waits for the device."""
-        losses = self._series.get(LOSS, Series())
-        return losses.total(torch.device("cpu")).item() / losses.count if losses.count else None
+        losses, cpu = self._series.get(LOSS, Series()), torch.device("cpu")
+        count = losses.count + self._counts.get(LOSS, Series()).total(cpu).item()
+        return losses.total(cpu).item() / count if count else None
 
     def first_nonfinite_step(self, context: Context) -> int | None:
         """Return the first step whose loss was NaN or infinite on any rank; waits for the device.

@@ -37,6 +37,7 @@ from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.data_settings import total_steps
 from framework.training.evaluation import check_output, run_batches
+from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
 from framework.training.optimizer import clip_gradients
 from framework.training.step_times import Clock, StepTimer, Throughput, clock_of
@@ -97,6 +98,8 @@ class Trainer:
             state.optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
         self._throughput = Throughput()
         self._usage = DeviceUsage(context.devices)
+        self._weights = LossWeights(context, strategy=state.strategy, task=state.task)
+        self._sums_weights = False  # for strategies that run windows; known after the first step
         self._runs_windows = type(state.strategy).run_window is not Strategy.run_window
 
     def sanity_check(self) -> list[str]:
@@ -181,7 +184,8 @@ class Trainer:
             loss = state.strategy.run_window(
                 state.model, window, task=state.task, precision=state.precision, add=self._add_output, mark=mark
             )
-            self._update()
+            self._sum_weights()
+            self._update(window.global_count)
             state.strategy.after_update(state.model)
             return loss
         scale = self.context.world_size / window.global_count
@@ -201,8 +205,12 @@ class Trainer:
                         check_output(output, state.task, "training_step" if phase is None else f"phases: {phase.name}")
                     if self._overwrites_outputs:
                         output = output._replace(loss=output.loss.clone())
-                    # Multiplying by 1.0 would cost two kernels.
-                    loss = output.loss if weight == 1.0 else output.loss * weight
+                    if self._weights.are_used(output, None if phase is None else phase.name):
+                        loss = self._weights.weighted(output, num_samples=micro.num_samples, scale=scale)
+                        if is_last:
+                            self._weights.begin_sum()
+                    else:  # multiplying by 1.0 would cost two kernels
+                        loss = output.loss if weight == 1.0 else output.loss * weight
                     mark(Phase.BACKWARD)
                     state.precision.scaler.scale(loss).backward()
                 if micro.num_samples:
@@ -210,16 +218,27 @@ class Trainer:
                 mark(Phase.DATA)  # of the next micro-batch
             if window.first_rank is not None:
                 state.strategy.broadcast_buffers(state.model, source=window.first_rank)
-            self._update(phase)
+            self._update(window.global_count, phase)
         state.strategy.after_update(state.model)
         return output.loss.detach()
 
-    def _add_output(self, output: StepOutput) -> None:
+    def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
+        """Return the loss to go backward from, for a strategy that runs windows itself."""
         if self.progress.step == self.start_step:
             check_output(output, self.state.task, "training_step")
         self.state.meter.add(output, step=self.progress.step + 1)
+        if self._weights.are_used(output, None):
+            return self._weights.weighted(output, num_samples=num_samples, scale=scale)
+        return output.loss if num_samples * scale == 1.0 else output.loss * (num_samples * scale)
 
-    def _update(self, phase: TaskPhase | None = None) -> None:
+    def _sum_weights(self) -> None:
+        """Sum the weights of losses over ranks, some of which have seen no output of the task."""
+        if self.progress.step == self.start_step:
+            self._sums_weights = any_over_ranks(self._weights.has_own, self.context)
+        if self._sums_weights:
+            self._weights.begin_sum()
+
+    def _update(self, global_count: int, phase: TaskPhase | None = None) -> None:
         """Clip gradients, step the optimizer (of a phase, its own), drop all gradients, step the schedule."""
         state, settings = self.state, self.settings
         self._timer.set_phase(Phase.OPTIMIZER)
@@ -228,6 +247,7 @@ class Trainer:
         if phase is not None:
             optimizer, schedule = state.of(phase)
             parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        self._weights.divide(parameters, count=global_count)
         looks_at_norm = (self.progress.step + 1) % settings.log_every_n_steps == 0
         if self._before_optimizer_step or settings.gradient_clip_val is not None or looks_at_norm:
             scaler.unscale_(optimizer)

@@ -1,0 +1,156 @@
+"""Losses that are means over tokens or sample weights: those of the whole global batch, however it is split."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from framework import cli
+from framework.data.sampler import GlobalOrder
+from framework.distributed.seed import seed_everything
+from tests.features.weight_cases import BATCH, PADDING, SIZE, SampleWeights, Tagger, sequences
+from tests.helpers import results
+
+CASES = "tests.features.weight_cases"
+STEPS = 9
+CROSS_ENTROPY: dict[str, Any] = {"_target_": "torch.nn.CrossEntropyLoss", "ignore_index": PADDING}
+CLASS_WEIGHTS = CROSS_ENTROPY | {"weight": {"_target_": "torch.tensor", "data": [0.5, 3.0, 1.0]}}
+SUPERVISED = "framework.tasks.Supervised"
+TASKS: dict[str, dict[str, Any]] = {
+    "padding": {"_target_": SUPERVISED, "loss": CROSS_ENTROPY},
+    "class weights": {"_target_": SUPERVISED, "loss": CLASS_WEIGHTS},
+    "sample weights": {"_target_": f"{CASES}.SampleWeights"},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a recipe with this task."""
+
+    def write(task):
+        recipe = {
+            "defaults": [{"override /optimizer": "sgd_momentum"}, {"override /logger": "jsonl"}],
+            "model": {"_target_": f"{CASES}.Tagger"},
+            "task": task,
+            "data": {"datasets": {"_target_": f"{CASES}.sequences"}, "global_batch_size": BATCH},
+            "trainer": {"precision": "64-true", "max_epochs": None, "max_steps": STEPS, "log_every_n_steps": 3},
+            "optimizer": {"lr": 0.3},
+        }
+        file = tmp_path / "conf/recipe/padded.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+
+    return write
+
+
+@pytest.fixture
+def run(write, train):
+    """Train with this task; return the run directory."""
+
+    def run(task, *overrides, status=0):
+        write(task)
+        return train("recipe=padded", *overrides, status=status)
+
+    return run
+
+
+def plain_loop(name: str) -> tuple[dict[str, Tensor], list[float], float]:
+    """Return the weights, the mean loss of each three steps, and that of all samples after two epochs."""
+    seed_everything(0, rank=0)
+    model, data, order = Tagger().double(), sequences().train, GlobalOrder(SIZE, seed=0, shuffle=True)
+    tokens, classes = data.tensors[0].double(), data.tensors[1]  # type: ignore[union-attr]
+    optimizer = SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+    def mean(indices: Tensor) -> tuple[Tensor, float]:
+        x, y = tokens[indices], classes[indices]
+        if name == "sample weights":
+            output = SampleWeights().training_step(model, (x, y))
+            return output.loss, float(output.weight)  # type: ignore[arg-type]
+        weight = torch.tensor(CLASS_WEIGHTS["weight"]["data"] if name == "class weights" else [1.0] * 3).double()
+        loss = nn.functional.cross_entropy(model(x), y, weight, ignore_index=PADDING)
+        return loss, float(weight[y[y != PADDING]].sum())
+
+    losses: list[tuple[float, float]] = []
+    batches = [batch for epoch in range(3) for batch in order.indices(epoch).split(BATCH)][:STEPS]
+    for step, batch in enumerate(batches):
+        if step == 2 * SIZE // BATCH + 1:
+            whole = mean(torch.arange(SIZE))[0].item()
+        loss, weight = mean(batch)
+        losses.append((loss.item(), weight))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    means = [
+        sum(loss * weight for loss, weight in part) / sum(weight for _, weight in part)
+        for part in (losses[:3], losses[3:6], losses[6:])
+    ]
+    return model.state_dict(), means, whole
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("data.eval_batch_size=1",), id="one"),
+        pytest.param(("trainer.accumulate_grad_batches=5",), id="accumulated"),
+        *(
+            pytest.param(
+                (f"topology.procs_per_node={ranks}", f"strategy={strategy}", "data.eval_batch_size=2", *others),
+                id=f"{ranks} {strategy}",
+                marks=[pytest.mark.multiproc, *([] if ranks == 2 else [pytest.mark.exhaustive])],
+            )
+            for ranks in (2, 3)
+            for strategy, *others in (
+                ("ddp", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=1e6"),
+                ("fsdp",),
+                ("allreduce",),
+                ("pipeline", f"strategy.num_stages=2 strategy.num_microbatches={ranks}")
+                if ranks == 2
+                else ("butterfly",),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", TASKS)
+def test_weighted_losses_train_as_in_a_plain_loop(run, name, overrides):
+    run_dir = run(TASKS[name], *(each for text in overrides for each in text.split()))
+    weights, means, whole = plain_loop(name)
+    results.assert_same(results.weights(run_dir), weights, tolerance=1e-6)  # weights are summed in single precision
+    assert list(results.curve(run_dir, "train/loss").values()) == pytest.approx(means, rel=1e-5)
+    assert results.curve(run_dir, "val/loss")[8] == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.multiproc
+def test_parity_tells_weighted_losses_from_others(write, fork_server, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    short = ["recipe=padded", "job=parity", "trainer.gpus=0", "parity.processes=3", "parity.steps=3"]
+    for task, status in (
+        (TASKS["padding"], 0),
+        (TASKS["sample weights"], 0),
+        (TASKS["sample weights"] | {"weighs": False}, 1),
+    ):
+        write(task)
+        assert cli.main([*short, "trainer.precision=32-true"], fork_server=fork_server) == status, capfd.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "said"),
+    [
+        ("Sometimes", (), "returned a StepOutput with"),
+        ("Wrong", (), "a weight that is a tensor of shape \\(2,\\)"),
+        pytest.param(
+            "SampleWeights",
+            ("strategy=local_sgd", "topology.procs_per_node=2"),
+            "each process steps by itself",
+            marks=pytest.mark.multiproc,
+        ),
+    ],
+)
+def test_wrong_weights_are_refused(run, capfd, task, overrides, said):
+    run({"_target_": f"{CASES}.{task}"}, "trainer.num_sanity_val_steps=0", *overrides, status=2)
+    assert re.search(said, capfd.readouterr().err)
