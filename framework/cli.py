@@ -6,7 +6,6 @@ No torch here, and none of Hydra's frames or settings around a job.
 
 from __future__ import annotations
 
-import importlib
 import platform
 import sys
 from argparse import ArgumentParser, Namespace
@@ -34,7 +33,7 @@ from framework.config.checks import check
 from framework.config.explain import explain
 from framework.config.parse import parse, spelled_out
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
-from framework.jobs.request import JobResult, Request
+from framework.jobs.request import JobResult, Request, job_module
 from framework.jobs.saved_run import BaseConfig, find_base, names_a_run
 from framework.jobs.sweep import Sweep, run_sweep
 from framework.system.run_dir import new_name
@@ -136,7 +135,7 @@ class _Command:
         if is_sweep:
             return run_sweep([self._request(*each, number=number) for number, each in enumerate(compositions)])
         request = self._request(*compositions[0])
-        result: JobResult = importlib.import_module(f"framework.jobs.{request.config.job}").main(request)
+        result: JobResult = job_module(request.config.job).main(request)
         return result.status
 
     @contextmanager

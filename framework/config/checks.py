@@ -165,13 +165,16 @@ def _validation(config: Config) -> Iterator[str]:
 
 def _jobs(config: Config) -> Iterator[str]:
     job, path, resume = config.job, config.checkpoint.path, config.resume
-    needs_weights = job in ("eval", "predict", "export")
+    is_function = "." in job
+    needs_weights = job in ("eval", "predict", "export") or is_function
+    if config.args and not is_function:
+        yield f"args.{next(iter(config.args))} is for a function of yours (job=package.module.function). Leave it out."
     if needs_weights and path is None:
         yield f"job={job} needs weights: checkpoint.path=outputs/RECIPE/RUN, or one of its checkpoints."
     if path is not None and not needs_weights:
         yield (
-            f"checkpoint.path={path} is for job=eval, predict and export. To train, use resume=RUN to continue "
-            f"a run, or init_from={path} to start from its weights."
+            f"checkpoint.path={path} is for job=eval, predict, export and your functions. To train, use resume=RUN to "
+            f"continue a run, or init_from={path} to start from its weights."
         )
     if resume is not None and job != "train":
         key = "checkpoint.path" if needs_weights else "init_from"

@@ -14,7 +14,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from framework.config.schema import Config, Duration, Node, Texts
+from framework.config.schema import Config, Duration, FunctionName, Node, Texts
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
@@ -56,7 +56,8 @@ def known_keys(raw: Mapping[str, Any] | None = None) -> list[str]:
 
 def spelled_out(override: str) -> str:
     """Return `preflight=true` as `preflight.enabled=true`, so that its place among the section's other keys doesn't
-    matter; return any other override unchanged."""
+    matter, and `args.key=value` so that it may be a new key; return any other override unchanged."""
+    override = re.sub(r"^args\.", "++args.", override)
     return re.sub(r"^(\+*preflight)=(?!\s*\{)", r"\1.enabled=", override)
 
 
@@ -81,7 +82,8 @@ class _Field:
     def __init__(self, field: Field[Any], hint: Any) -> None:
         kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
         self.name = field.name
-        self.default = field.default  # `dataclasses.MISSING` for none
+        is_made = field.default_factory is not MISSING
+        self.default = field.default_factory() if is_made else field.default  # `dataclasses.MISSING` for none
         self.auto = "auto" in field.metadata
         self.nullable = NoneType in kinds
         self.bounds: Mapping[str, float] = field.metadata.get("bounds", {})  # at_least, above, at_most
@@ -105,6 +107,8 @@ class _Field:
             Duration: "a time such as 90s, 30m, 2h or 1d, or a number of seconds; above 0 and at most 365d",
             Texts: "a list of texts such as [one,two]",
             Node: "a mapping with `_target_`",
+            dict[str, Any]: "a mapping",
+            FunctionName: "the dotted name of a function",
             dict[str, Node]: "a mapping from names to mappings with `_target_`",
         }
         types = " or ".join(names.get(kind) or f"one of {', '.join(self.options)}" for kind in self.kinds)
@@ -194,6 +198,10 @@ def _convert(value: Any, kind: Any) -> Any:
     if kind is Texts:
         is_right = isinstance(value, list) and all(_convert(text, str) is not _WRONG for text in value)
         return Texts(tuple(value)) if is_right else _WRONG
+    if kind == dict[str, Any]:
+        return value if isinstance(value, Mapping) else _WRONG
+    if kind is FunctionName:
+        return value if _is_dotted_name(value) else _WRONG
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else _WRONG
     if kind is float and type(value) is int:

@@ -193,7 +193,8 @@ def _hint(given: Path) -> str:
     if place == place.parent:
         return ""
     files = [file for pattern in ("*/overrides.yaml", "*/*/overrides.yaml") for file in place.glob(pattern)]
-    found = [file.parent for file in files if file.parent.parent.name not in get_args(Job)]  # only training runs
+    folders = ((file.parent, file.parent.parent.name) for file in files)
+    found = [run for run, name in folders if name not in get_args(Job) and "." not in name]  # only training runs
     if not found:
         return ""
     if place == given:

@@ -38,7 +38,10 @@ def auto(*, at_least: float) -> Any:
 
 
 Job = Literal["train", "eval", "predict", "export", "plan", "preflight", "parity", "tune", "collectives"]
-"""The modules and packages of `framework.jobs` that define `main`."""
+"""The modules and packages of `framework.jobs` that define `main`; a function's name stands for `function` there."""
+
+FunctionName = NewType("FunctionName", str)
+"""Written as a dotted name."""
 
 BackendName = Literal["auto", "gloo", "nccl", "mpi"]
 InitMethod = Literal["env", "tcp", "file"]
@@ -230,7 +233,8 @@ class PathConfig:
 @dataclass(frozen=True, kw_only=True)
 class Config:
     recipe: str
-    job: Job
+    job: Job | FunctionName
+    args: dict[str, Any] = field(default_factory=dict)  # keywords of the function that `job` names
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
     resume: str | None  # the run directory to resume
     init_from: str | None  # a checkpoint to take the weights from

@@ -1,6 +1,6 @@
-"""`job=eval` and `job=predict` on one rank: run a trained model over one part of the data, every sample once.
+"""`job=eval`, `job=predict` and a user's function on one rank: what is done with a trained model.
 
-Rank 0 gathers all predictions and writes them in the order of the dataset.
+Every sample of a part is evaluated or predicted once; rank 0 writes the predictions in the order of the dataset.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from framework.config.schema import Part
+from framework.config.targets import check_node, import_target, takes
 from framework.data.loader import EvalLoader
-from framework.distributed.collectives import gather_to_first
+from framework.distributed.collectives import barrier, gather_to_first
 from framework.distributed.process_group import process_group
-from framework.errors import ConfigError, DataError
+from framework.errors import ConfigError, DataError, TargetError
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import Phase
 from framework.system.files import atomic_output
@@ -69,6 +70,42 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
                 rank.run_dir.update_run({"results": {"samples": count}})
 
 
+def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
+    """Call the function that `job` names, `function(model, **args)`, with the weights of `checkpoint.path`.
+
+    It also gets `config`, `run_dir` and `context`, those that its signature has. The model is in evaluation mode.
+    """
+    with setup_rank(arguments, link) as rank:
+        config = rank.config
+        offered = {"config": config, "run_dir": rank.run_dir, "context": rank.context}
+        node = {"_target_": config.job, **config.args}
+        try:
+            function = import_target(config.job)
+        except TargetError as error:
+            raise TargetError(f"job={config.job}: {error}") from error
+        if mistakes := list(check_node(node, "args", positional=1, supplied=offered)):
+            raise TargetError("\n".join(mistakes))
+        keywords = {name: value for name, value in offered.items() if name not in config.args and takes(node, name)}
+        rank.link.rank_status.set_phase(Phase.MEETING)
+        with process_group(rank.context, config.backend, rendezvous=arguments.rendezvous):
+            model, _ = _trained_model(rank)
+            model.eval()
+            function(model, **keywords, **config.args)
+            rank.link.rank_status.set_phase(Phase.CLOSING)
+            barrier(rank.context)
+
+
+def _trained_model(rank: RankSetup) -> tuple[nn.Module, PrecisionPlugin]:
+    """Return the model with the weights of `checkpoint.path`. Every rank must call it, inside the process group."""
+    rank.link.rank_status.set_phase(Phase.BUILDING)
+    config, settings = rank.config, rank.config.trainer
+    precision = PrecisionPlugin(settings.precision, device=rank.context.device, channels_last=settings.channels_last)
+    model = precision.convert_model(build.build_model(config.model, context=rank.context))
+    load_model(rank, model, Path(str(config.checkpoint.path)))
+    rank.link.rank_status.set_phase(Phase.EVALUATE)
+    return model, precision
+
+
 def _predictions(model: nn.Module, loader: EvalLoader, *, task: Any, precision: PrecisionPlugin) -> Iterator[Columns]:
     model.eval()
     with torch.inference_mode():
@@ -95,14 +132,9 @@ def _ready(
         )
     rank.link.rank_status.set_phase(Phase.MEETING)
     with process_group(context, config.backend, rendezvous=arguments.rendezvous), closing(loader):
-        rank.link.rank_status.set_phase(Phase.BUILDING)
         if streams_of(datasets):
             rank.exchange.open()
-        settings = config.trainer
-        precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
-        model = precision.convert_model(build.build_model(config.model, context=context))
-        load_model(rank, model, Path(str(config.checkpoint.path)))
-        rank.link.rank_status.set_phase(Phase.EVALUATE)
+        model, precision = _trained_model(rank)
         yield model, loader, precision
         rank.link.rank_status.set_phase(Phase.CLOSING)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,11 @@ from framework.config.schema import Config
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import AdoptedRanks
 from framework.system.run_dir import RunDir
+
+
+def job_module(job: str) -> Any:
+    """Return the module of `framework.jobs` for `job`, which may be the dotted name of a user's function."""
+    return import_module(f"framework.jobs.{'function' if '.' in job else job}")
 
 
 @dataclass(frozen=True)

@@ -52,17 +52,20 @@ def evaluation_summary(config: Config, run_dir: RunDir, status: int) -> str:
     """Return the metrics, the checkpoint and where the logs are."""
     metrics = run_dir.read_run().get("results", {}).get("metrics", {})
     table = format_table([(name, f"{value:.4f}") for name, value in metrics.items()])
-    return _summary(f"Evaluated {config.recipe} on {config.eval.part}\n{table}", config, run_dir, status)
+    return checkpoint_summary(f"Evaluated {config.recipe} on {config.eval.part}\n{table}", config, run_dir, status)
 
 
 def prediction_summary(config: Config, run_dir: RunDir, status: int) -> str:
     """Return where the predictions are, and of how many samples."""
     samples = run_dir.read_run().get("results", {}).get("samples", 0)
     file = format_facts([("predictions", display_path(Path(config.predict.output)))])
-    return _summary(f"Predicted {samples:,} samples of {config.predict.part}\n{file}", config, run_dir, status)
+    return checkpoint_summary(
+        f"Predicted {samples:,} samples of {config.predict.part}\n{file}", config, run_dir, status
+    )
 
 
-def _summary(results: str, config: Config, run_dir: RunDir, status: int) -> str:
+def checkpoint_summary(results: str, config: Config, run_dir: RunDir, status: int) -> str:
+    """Return the results, unless the job failed, then the checkpoint and where the logs are."""
     path, checkpoint = display_path(run_dir.path), display_path(Path(str(config.checkpoint.path)))
     facts = format_facts([("checkpoint", checkpoint), ("run", path), ("logs", f"{path}/logs")])
     return f"\n{facts}" if status != 0 else f"\n{results}\n{facts}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import textwrap
 import time
@@ -14,7 +13,7 @@ from typing import final
 
 from framework.config.saved import resume_argument
 from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError
-from framework.jobs.request import JobResult, Request
+from framework.jobs.request import JobResult, Request, job_module
 from framework.jobs.summary import display_path, tensorboard_command
 from framework.system.formatting import format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
@@ -57,7 +56,8 @@ def _job(request: Request) -> ModuleType:
     name = request.config.job
     if name in _NOT_SWEPT:
         raise ConfigError(f"job={name} is about one run, so it can't go with a sweep (-m). Choose one of its jobs.")
-    return importlib.import_module(f"framework.jobs.{name}")
+    module: ModuleType = job_module(name)
+    return module
 
 
 @final

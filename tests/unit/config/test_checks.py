@@ -36,7 +36,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ({"launcher.name": "local", "topology.nnodes": 2}, "topology.nnodes=2 needs launcher=elastic"),
         ({"topology.node_rank": 1}, "must be less than topology.nnodes=1."),
         ({"data.root": "here"}, "data.root is set, but data.datasets (recipes.some.data) doesn't take it"),
-        ({"checkpoint.path": "run"}, "checkpoint.path=run is for job=eval, predict and export"),
+        ({"checkpoint.path": "run"}, "checkpoint.path=run is for job=eval, predict, export and your functions"),
         ({"job": "eval"}, "job=eval needs weights: checkpoint.path="),
         ({"job": "export", "checkpoint.path": "run", "resume": "run"}, "Use checkpoint.path=run"),
         ({"data.loader": "resident", "data.num_workers": 2}, "data.num_workers=2 can't go with data.loader=resident"),
