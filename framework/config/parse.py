@@ -82,8 +82,8 @@ class _Field:
     def __init__(self, field: Field[Any], hint: Any) -> None:
         kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
         self.name = field.name
-        is_made = field.default_factory is not MISSING
-        self.default = field.default_factory() if is_made else field.default  # `dataclasses.MISSING` for none
+        made: Any = field.default_factory
+        self.default = field.default if made is MISSING else made()  # `dataclasses.MISSING` for none
         self.auto = "auto" in field.metadata
         self.nullable = NoneType in kinds
         self.bounds: Mapping[str, float] = field.metadata.get("bounds", {})  # at_least, above, at_most
