@@ -19,6 +19,8 @@ from framework.types import (
     Logger,
     MapDataset,
     Phase,
+    Sampler,
+    StatefulMetric,
     StepOutput,
     StepReport,
     Stop,
@@ -27,7 +29,7 @@ from framework.types import (
 )
 
 if TYPE_CHECKING:
-    from framework.data import transforms
+    from framework.data import samplers, transforms
     from framework.data.tensor_samples import TensorSamples
     from framework.strategies.base import Strategy
 
@@ -46,6 +48,8 @@ __all__ = [
     "Phase",
     "RequestError",
     "RunError",
+    "Sampler",
+    "StatefulMetric",
     "StepOutput",
     "StepReport",
     "Stop",
@@ -53,6 +57,7 @@ __all__ = [
     "SumCount",
     "Task",
     "TensorSamples",
+    "samplers",
     "transforms",
 ]
 
@@ -63,8 +68,8 @@ def __getattr__(name: str) -> Any:
         return import_module("framework.strategies.base").Strategy
     if name == "TensorSamples":
         return import_module("framework.data.tensor_samples").TensorSamples
-    if name == "transforms":
-        return import_module("framework.data.transforms")
+    if name in ("samplers", "transforms"):
+        return import_module(f"framework.data.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Generator, Tensor, nn
     from torch.optim import Optimizer
-    from torch.utils.data import IterableDataset
 
 Batch = Any
 """What a dataset's samples collate to: a tensor, or a tuple or dict of tensors whose first dimension is the sample."""
 
 SumCount = tuple["Tensor | float", "Tensor | int"]
 """A metric as a sum over samples and their number, so that batches add up exactly."""
+
+
+Collate = Callable[[list[Any]], Batch]
+"""Makes a batch of samples."""
 
 
 class MapDataset(Protocol):
@@ -29,15 +32,60 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+AnyDataset = Any
+"""A MapDataset, an IterableDataset, or a DataLoader."""
+
+
+class Sampler(Protocol):
+    """The order of the train part's samples; see `framework.samplers`."""
+
+    def __len__(self) -> int:
+        """Return the samples of an epoch, the same in every epoch."""
+        ...
+
+    def order(self, generator: Generator, *, batch_size: int) -> Tensor:
+        """Return the indices of an epoch in their order: shape (len,), int64, drawn from `generator` alone.
+
+        Consecutive `batch_size` samples make a global batch.
+        """
+        ...
+
+
 class Datasets(NamedTuple):
     """What `data.datasets` builds. Validation chooses the best checkpoint; test is looked at once, at the end.
 
-    Each is map-style, or a stream: torch's IterableDataset, which yields one sample after another.
+    Each part is map-style, or a stream: torch's IterableDataset, which yields one sample after another. Or it is a
+    DataLoader, of which dataset, collate function, batch size and sampler are taken. Several validation or test sets
+    are a dict by name.
+
+    collate_fn: makes a batch of a list of samples, in place of torch's `default_collate`; a dict for each part.
+    sampler: the order of the train part. batch_size, eval_batch_size: if `data` says `auto`.
     """
 
-    train: MapDataset | IterableDataset[Any]
-    val: MapDataset | IterableDataset[Any] | None = None
-    test: MapDataset | IterableDataset[Any] | None = None
+    train: AnyDataset
+    val: AnyDataset | Mapping[str, AnyDataset] | None = None
+    test: AnyDataset | Mapping[str, AnyDataset] | None = None
+    collate_fn: Collate | Mapping[str, Collate] | None = None
+    sampler: Sampler | None = None
+    batch_size: int | None = None
+    eval_batch_size: int | None = None
+
+    @property
+    def parts(self) -> dict[str, AnyDataset]:
+        """The datasets that are there: `train`, `val`, `test`; `val/NAME` for one of several."""
+        return {"train": self.train, **self.sets("val"), **self.sets("test")}
+
+    def sets(self, part: str) -> dict[str, AnyDataset]:
+        """Return the datasets of `val` or `test` by the prefix of their metrics."""
+        given = getattr(self, part)
+        if isinstance(given, Mapping):
+            return {f"{part}/{name}": each for name, each in given.items()}
+        return {} if given is None else {part: given}
+
+    def collate_fn_of(self, part: str) -> Collate | None:
+        """Return the collate function of one of the `parts`; None for torch's own."""
+        given = self.collate_fn
+        return (given.get(part) or given.get(part.partition("/")[0])) if isinstance(given, Mapping) else given
 
 
 class StepOutput(NamedTuple):
@@ -49,12 +97,37 @@ class StepOutput(NamedTuple):
     metrics: name → (sum over samples, count), the same names for every batch; tensors may stay on the device.
     weight: what the mean is over, if not samples: the number of tokens that count, or the sum of sample weights; one
         element, for every batch or for none. Gradients and logged losses are then of the mean over the global batch.
+    updates: in evaluations: name → arguments of `update` of that object in the task's attribute `metrics`, a
+        StatefulMetric or one of torchmetrics.
     """
 
     loss: Tensor
     num_samples: int
     metrics: Mapping[str, SumCount] = {}
     weight: Tensor | float | None = None
+    updates: Mapping[str, tuple[Any, ...]] = {}
+
+
+class StatefulMetric(Protocol):
+    """A metric that is no mean over samples, in a task's attribute `metrics`, a dict by name.
+
+    It is reset, updated with each batch of this rank, merged with the states of all ranks, and computed. It may have
+    `text()`, which returns a table to log as text.
+    """
+
+    def reset(self) -> None: ...
+    def update(self, *arguments: Any) -> None: ...
+    def state(self) -> Any:
+        """Return what `merge` takes: tensors and plain types, in dicts, lists and tuples."""
+        ...
+
+    def merge(self, state: Any) -> None:
+        """Add the state of a rank, which may have had no batch."""
+        ...
+
+    def compute(self) -> float | Tensor | Mapping[str, Any]:
+        """Return one number, or numbers by name."""
+        ...
 
 
 class Phase(NamedTuple):

@@ -62,15 +62,29 @@ ExportFormat = Literal["state_dict", "safetensors", "onnx", "torch_export"]
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     datasets: Node  # gives framework.Datasets(train, val, test)
-    batch_size: int = bounded(at_least=1)  # per process, as in PyTorch
+    collate_fn: Node | None = None  # makes a batch of a list of samples; null: torch's default_collate
+    sampler: Node | None = None  # the order of the train part, from framework.samplers; null: by `shuffle`
+    # Per process, as in PyTorch; auto: that of a DataLoader that is given as the train part, else 32.
+    batch_size: int | Literal["auto"] = bounded(at_least=1)
     global_batch_size: int | None = bounded(at_least=1)  # over ranks and accumulation; wins over batch_size
-    eval_batch_size: int | None = bounded(at_least=1)  # per process; default: batch_size
+    # Per process; auto: that of a DataLoader, else 256; null: batch_size.
+    eval_batch_size: int | Literal["auto"] | None = bounded(at_least=1)
     loader: LoaderKind = "auto"  # resident: kept in memory as tensors; auto: what are tensors already
     num_workers: int | None = auto(at_least=0)  # DataLoader processes per rank and part; auto: 8, or the cores left
     stream: Literal["shared", "join", "stop"] = "shared"  # how processes share a part that is an IterableDataset
     shuffle: bool
     root: str | None  # folder of the data set's files; null if it has none
     mirrors: Texts | None  # addresses to download missing files from; null: the data set's own
+
+    @property
+    def train_batch_size(self) -> int:
+        """The batch size of a process, as far as it is known without the data."""
+        return 32 if self.batch_size == "auto" else self.batch_size
+
+    @property
+    def evaluated_batch_size(self) -> int:
+        """The batch size of a process in evaluations, as far as it is known without the data."""
+        return 256 if self.eval_batch_size == "auto" else self.eval_batch_size or self.train_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from framework.data.sample_random import Draws
 from framework.data.tensor_samples import as_tensor_samples
 from framework.distributed.seed import mix, preserved_generators, seed_generators
 from framework.errors import FrameworkError, RunError
-from framework.types import Batch, MapDataset
+from framework.types import Batch, Collate, MapDataset
 
 _START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 
@@ -38,12 +38,12 @@ class BatchRequest(NamedTuple):
 class BatchDataset(Dataset[Batch]):
     """Whole batches of a dataset, on the CPU: by one indexing operation per tensor if samples are rows of tensors.
 
-    split: `train`, `val` or `test`, for messages.
+    split: `train`, `val` or `test`, for messages. collate_fn: None for torch's.
     """
 
-    def __init__(self, dataset: MapDataset, *, split: str, seed: int) -> None:
-        self._dataset, self._split, self._seed = dataset, split, seed
-        self._rows = as_tensor_samples(dataset)
+    def __init__(self, dataset: MapDataset, *, split: str, seed: int, collate_fn: Collate | None = None) -> None:
+        self._dataset, self._split, self._seed, self._collate_fn = dataset, split, seed, collate_fn
+        self._rows = as_tensor_samples(dataset) if collate_fn is None else None
 
     def __getitem__(self, request: tuple[list[int], int]) -> Batch:
         """Return the batch of these indices in this epoch. Raises RunError that names the sample that fails."""
@@ -57,7 +57,7 @@ class BatchDataset(Dataset[Batch]):
             for index in indices:
                 seed_generators(mix(self._seed, "sample", epoch, index))
                 samples.append(load_sample(self._dataset, index, split=self._split))
-        return collate(samples, name=f"Samples {indices} of the {self._split} dataset")
+        return collate(samples, name=f"Samples {indices} of the {self._split} dataset", collate_fn=self._collate_fn)
 
 
 def batch_draws(index_B: Tensor, *, seed: int, epoch: int) -> Draws:
@@ -65,14 +65,16 @@ def batch_draws(index_B: Tensor, *, seed: int, epoch: int) -> Draws:
     return Draws(partial(mix, seed, "batch", epoch), index_B)
 
 
-def collate(samples: list[Any], *, name: str) -> Batch:
+def collate(samples: list[Any], *, name: str, collate_fn: Collate | None = None) -> Batch:
     """Make a batch of samples. Raises RunError, which calls them `name`, if that isn't possible."""
     try:
-        return default_collate(samples)
+        return default_collate(samples) if collate_fn is None else collate_fn(samples)
     except Exception as error:
+        if collate_fn is not None:
+            raise failed_sample(f"The collate function, given {name[0].lower()}{name[1:]},", error) from error
         raise RunError(
             f"{name} don't make a batch: {type(error).__name__}: {error}\n"
-            "Every sample must have the same structure, with tensors of the same shapes."
+            "Every sample must have the same structure, with tensors of the same shapes. Else set data.collate_fn."
         ) from error
 
 

@@ -23,7 +23,7 @@ from framework.data.tensor_samples import as_tensor_samples
 from framework.errors import DataError
 from framework.system.formatting import format_bytes
 from framework.system.hardware import available_memory, threads_per_process
-from framework.types import Batch, MapDataset, MicroBatch, Window
+from framework.types import Batch, Collate, MapDataset, MicroBatch, Sampler, Window
 
 MAX_WORKERS = 8
 DEVICE_SHARE = 0.25
@@ -48,6 +48,7 @@ class LoaderOptions:
     procs_on_cores: int | None = None
     # Log the choice, which one rank does for all.
     logs: bool = False
+    collate_fn: Collate | None = None
 
 
 IN_THIS_PROCESS = LoaderOptions(num_workers=0)
@@ -58,8 +59,17 @@ IN_THIS_PROCESS = LoaderOptions(num_workers=0)
 class LoadedBatches(ItemLoader):
     """Batches that torch's DataLoader loads in this process or by workers, and that are copied ahead to a device."""
 
-    def __init__(self, dataset: MapDataset, *, split: str, seed: int, device: torch.device, num_workers: int) -> None:
-        batches = BatchDataset(dataset, split=split, seed=seed)
+    def __init__(
+        self,
+        dataset: MapDataset,
+        *,
+        split: str,
+        seed: int,
+        device: torch.device,
+        num_workers: int,
+        collate_fn: Collate | None = None,
+    ) -> None:
+        batches = BatchDataset(dataset, split=split, seed=seed, collate_fn=collate_fn)
         super().__init__(batches, num_workers=num_workers, pin_memory=pins_memory(device))
         self._device = device
         self.num_workers = num_workers
@@ -81,7 +91,13 @@ def batch_source(
     """
     source: ResidentBatches | LoadedBatches
     wants_workers = options.kind == "auto" and bool(options.num_workers)
-    samples = None if options.kind == "dataloader" or wants_workers else as_tensor_samples(dataset)
+    if options.collate_fn is not None and options.kind == "resident":
+        raise DataError(
+            f"data.loader=resident keeps the {split} samples as rows of tensors, and they have a collate function of "
+            "their own.\nUse data.loader=auto."
+        )
+    is_loaded = options.kind == "dataloader" or wants_workers or options.collate_fn is not None
+    samples = None if is_loaded else as_tensor_samples(dataset)
     if samples is None and options.kind == "resident":
         available = available_memory()
         limit = None if available is None else available // options.procs_on_node
@@ -90,7 +106,10 @@ def batch_source(
         number = options.num_workers
         if number is None:
             number = worker_count(procs=options.procs_on_cores or options.procs_on_node)
-        source = LoadedBatches(dataset, split=split, seed=seed, device=device, num_workers=number)
+        collate_fn = options.collate_fn
+        source = LoadedBatches(
+            dataset, split=split, seed=seed, device=device, num_workers=number, collate_fn=collate_fn
+        )
         how = f"loaded by {number} worker process(es)" if number else "loaded in this process"
     else:
         if samples.device == device or samples.size_bytes <= device_limit(device, procs=options.procs_on_device):
@@ -129,8 +148,8 @@ class MapLoader:
 
     All ranks make one with the same arguments except rank and device.
 
-    split: `train`, `val` or `test`, for messages. limit: global batches per epoch at most. Raises DataError if the
-    dataset is empty.
+    split: `train`, `val` or `test`, for messages. sampler: in place of `shuffle`. limit: global batches per epoch at
+    most. Raises DataError if the dataset is empty.
     """
 
     def __init__(
@@ -144,11 +163,14 @@ class MapLoader:
         options: LoaderOptions = IN_THIS_PROCESS,
         seed: int = 0,
         shuffle: bool = False,
+        sampler: Sampler | None = None,
         limit: int | None = None,
     ) -> None:
         self.size = dataset_size(dataset, split=split)
-        """Samples of the whole dataset, regardless of `limit`."""
-        self._order = GlobalOrder(self.size, seed, shuffle)
+        """Samples of an epoch, regardless of `limit`."""
+        if sampler is not None:
+            self.size = len(sampler)
+        self._order = GlobalOrder(self.size, seed, shuffle, sampler=sampler, num_samples=len(dataset))
         self._rank = rank
         self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
         self._set_plan(plan, limit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,23 +16,42 @@ from torch import Tensor
 from framework.data.batching import BatchPlan, micro_batches
 from framework.distributed.seed import mix
 from framework.errors import DataError
-from framework.types import MicroIndices
+from framework.types import MicroIndices, Sampler
 
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """The order in which `size` samples are consumed: shuffled again every epoch, or as they are."""
+    """The order in which `size` samples are consumed: of a sampler, shuffled again every epoch, or as they are.
+
+    num_samples: of the dataset, which a sampler's indices must be of.
+    """
 
     size: int
     seed: int
     shuffle: bool
+    sampler: Sampler | None = None
+    num_samples: int = 0
 
-    def indices(self, epoch: int) -> Tensor:
-        """Return the dataset's indices in the order of this epoch: shape (size,), int64, on the CPU."""
-        if not self.shuffle:
+    def indices(self, epoch: int, *, batch_size: int = 1) -> Tensor:
+        """Return the dataset's indices in the order of this epoch: shape (size,), int64, on the CPU.
+
+        batch_size: samples of a global batch. Raises DataError for a sampler that returns anything else.
+        """
+        if self.sampler is None and not self.shuffle:
             return torch.arange(self.size)
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
-        return torch.randperm(self.size, generator=generator)
+        if self.sampler is None:
+            return torch.randperm(self.size, generator=generator)
+        order: Any = self.sampler.order(generator, batch_size=batch_size)
+        kind = type(self.sampler).__name__
+        if not isinstance(order, Tensor) or order.shape != (self.size,) or order.dtype != torch.int64:
+            given = (
+                f"a tensor of shape {tuple(order.shape)}, {order.dtype}" if isinstance(order, Tensor) else repr(order)
+            )
+            raise DataError(f"{kind}.order returned {given}. It must return int64 indices of shape ({self.size},).")
+        if int(order.min()) < 0 or int(order.max()) >= self.num_samples:
+            raise DataError(f"{kind}.order returned indices outside of the {self.num_samples} samples.")
+        return order
 
 
 def epoch_indices(
@@ -48,7 +67,7 @@ def epoch_indices(
             f"Training can't continue at sample {start} of an epoch of {end} samples.\n"
             "The dataset or trainer.limit_train_batches is smaller than when the checkpoint was made: set them back."
         )
-    return order.indices(epoch)[start:end]
+    return order.indices(epoch, batch_size=plan.global_batch_size)[start:end]
 
 
 class WindowIndices(NamedTuple):

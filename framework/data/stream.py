@@ -31,7 +31,7 @@ from framework.data.prefetch import SideStream, pins_memory, prefetch
 from framework.distributed.collectives import SideChannel, Table
 from framework.distributed.seed import mix, preserved_generators, seed_generators
 from framework.errors import CheckpointError, DataError
-from framework.types import Batch, MicroBatch, MicroIndices, Waiting, Window
+from framework.types import Batch, Collate, MicroBatch, MicroIndices, Waiting, Window
 
 _BLOCK = 256  # samples skipped at once
 
@@ -61,6 +61,7 @@ class StreamPlan:
     limit: int | None = None
     # Read ahead in a process of its own.
     in_worker: bool = False
+    collate_fn: Collate | None = None
 
     @property
     def source(self) -> int:
@@ -141,9 +142,13 @@ class StreamReader(Dataset["_WindowSamples | None"]):
                 used = kept or range(1)  # any sample will do as a stand-in: its loss is multiplied by 0
                 positions.append(range(begin + used.start, begin + used.stop))
                 name = f"Samples {positions[-1].start} to {positions[-1].stop - 1} of the {plan.split} stream"
-                micro.append(MicroBatch(collate([samples[i] for i in used], name=name), len(kept)))
+                micro.append(
+                    MicroBatch(collate([samples[i] for i in used], name=name, collate_fn=plan.collate_fn), len(kept))
+                )
             end = StreamPosition(start.epoch, self._position, self._state())
-            yield _WindowSamples(tuple(micro), tuple(positions), len(samples), end, _digest(samples[0]))
+            yield _WindowSamples(
+                tuple(micro), tuple(positions), len(samples), end, _digest(samples[0], plan.collate_fn)
+            )
 
     def _take(self, number: int) -> list[Any]:
         """Return the next samples; fewer if the stream ends."""
@@ -187,13 +192,15 @@ def has_state(dataset: IterableDataset[Any]) -> bool:
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _digest(sample: Any) -> tuple[float, float]:
+def _digest(sample: Any, collate_fn: Collate | None) -> tuple[float, float]:
     """Return a checksum of a sample's integers, strings and shapes, and the sum of its floats' absolute values.
 
     Ranks see by them if they have read the same sample. Different processors may compute floats a little differently.
     """
     checksum, float_sum = 0, 0.0
-    for leaf in tree_leaves(collate([sample], name="A sample")):  # which makes tensors of numbers, also NumPy's
+    for leaf in tree_leaves(
+        collate([sample], name="A sample", collate_fn=collate_fn)
+    ):  # which makes tensors of numbers, also NumPy's
         checksum = zlib.crc32(repr(leaf.shape if isinstance(leaf, Tensor) else leaf).encode(), checksum)
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             float_sum += float(leaf.detach().abs().double().nan_to_num(posinf=0.0).sum())
@@ -202,9 +209,10 @@ def _digest(sample: Any) -> tuple[float, float]:
     return checksum, float_sum
 
 
-def first_batch(dataset: IterableDataset[Any], *, number: int, split: str) -> Batch:
+def first_batch(dataset: IterableDataset[Any], *, number: int, split: str, collate_fn: Collate | None = None) -> Batch:
     """Return a batch of the first samples, repeated if there are fewer. Raises DataError for an empty stream."""
-    window = StreamReader(dataset, StreamPlan(split, BatchPlan(number, 1, 1)))[StreamPosition(0)]
+    plan = StreamPlan(split, BatchPlan(number, 1, 1), collate_fn=collate_fn)
+    window = StreamReader(dataset, plan)[StreamPosition(0)]
     if window is None:
         raise _no_samples(split, epoch=0)
     rows = torch.arange(number) % window.size

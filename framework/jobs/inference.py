@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import Phase
 from framework.system.files import atomic_output
 from framework.training import build
-from framework.training.data_settings import check_streams, streams_of
+from framework.training.data_settings import streams_of
 from framework.training.evaluation import evaluate
 from framework.training.precision import PrecisionPlugin
-from framework.training.rank_setup import RankSetup, load_model, make_eval_loader, setup_rank
+from framework.training.rank_setup import RankSetup, build_data, load_model, make_eval_loaders, setup_rank
 
 Columns = dict[str, Tensor]
 """Name → values of some samples: shape (n,) or (n, k) or more, on the CPU."""
@@ -37,17 +37,16 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """Evaluate the weights of `checkpoint.path` on `eval.part`; rank 0 writes the metrics to `run.json`."""
     with setup_rank(arguments, link) as rank:
         part = rank.config.eval.part
-        with _ready(rank, arguments, part=part) as (model, loader, precision):
-            metrics = evaluate(
-                model,
-                loader,
-                task=precision.convert_task(build.build_task(rank.config.task)),
-                precision=precision,
-                context=rank.context,
-                prefix=part,
-            )
+        with _ready(rank, arguments, part=part) as (model, loaders, precision):
+            task = precision.convert_task(build.build_task(rank.config.task))
+            metrics: dict[str, float] = {}
+            texts: dict[str, str] = {}
+            for prefix, loader in loaders.items():
+                found = evaluate(model, loader, task=task, precision=precision, context=rank.context, prefix=prefix)
+                metrics |= found.metrics
+                texts |= found.texts
         if rank.context.is_main:
-            rank.run_dir.update_run({"results": {"metrics": metrics}})
+            rank.run_dir.update_run({"results": {"metrics": metrics, "texts": texts}})
 
 
 def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
@@ -60,7 +59,13 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
                 "Give it one that returns a tensor, or a dict of tensors, with a row for each sample."
             )
         part = rank.config.predict.part
-        with _ready(rank, arguments, part=part) as (model, loader, precision):
+        with _ready(rank, arguments, part=part) as (model, loaders, precision):
+            if len(loaders) > 1:
+                raise ConfigError(
+                    f"job=predict writes the predictions of one set, and the {part} part has {', '.join(loaders)}.\n"
+                    "Choose one by a keyword of data.datasets, or give a Datasets with one."
+                )
+            (loader,) = loaders.values()
             precision.convert_task(task)
             own = joined(list(_predictions(model, loader, task=task, precision=precision)))
             shares = gather_to_first(own, rank.context)
@@ -118,24 +123,24 @@ def _predictions(model: nn.Module, loader: EvalLoader, *, task: Any, precision: 
 @contextmanager
 def _ready(
     rank: RankSetup, arguments: RankArguments, *, part: Part
-) -> Iterator[tuple[nn.Module, EvalLoader, PrecisionPlugin]]:
-    """Yield the model with its weights, this rank's loader and the precision, inside the process group."""
-    config, context = rank.config, rank.context
-    datasets = build.build_datasets(config.data.datasets)
-    check_streams(config, datasets, rank.strategy)
-    loader = make_eval_loader(rank, getattr(datasets, part), part=part)
-    if loader is None:
-        there = ", ".join(name for name, dataset in datasets._asdict().items() if dataset is not None)
+) -> Iterator[tuple[nn.Module, dict[str, EvalLoader], PrecisionPlugin]]:
+    """Yield the model with its weights, this rank's loaders and the precision, inside the process group."""
+    datasets, rank = build_data(rank)
+    loaders = make_eval_loaders(rank, datasets, part=part)
+    if not loaders:
         raise DataError(
             f"data.datasets gives no {part} part, or trainer.limit_{part}_batches=0 leaves nothing of it. "
-            f"There is: {there}."
+            f"There is: {', '.join(datasets.parts)}."
         )
     rank.link.rank_status.set_phase(Phase.MEETING)
-    with process_group(context, config.backend, rendezvous=arguments.rendezvous), closing(loader):
+    with ExitStack() as stack:
+        stack.enter_context(process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous))
+        for loader in loaders.values():
+            stack.enter_context(closing(loader))
         if streams_of(datasets):
             rank.exchange.open()
         model, precision = _trained_model(rank)
-        yield model, loader, precision
+        yield model, loaders, precision
         rank.link.rank_status.set_phase(Phase.CLOSING)
 
 

@@ -50,9 +50,11 @@ def training_summary(config: Config, run_dir: RunDir, status: int) -> str:
 
 def evaluation_summary(config: Config, run_dir: RunDir, status: int) -> str:
     """Return the metrics, the checkpoint and where the logs are."""
-    metrics = run_dir.read_run().get("results", {}).get("metrics", {})
-    table = format_table([(name, f"{value:.4f}") for name, value in metrics.items()])
-    return checkpoint_summary(f"Evaluated {config.recipe} on {config.eval.part}\n{table}", config, run_dir, status)
+    results = run_dir.read_run().get("results", {})
+    table = format_table([(name, f"{value:.4f}") for name, value in results.get("metrics", {}).items()])
+    texts = "".join(f"\n\n{name}\n{text}" for name, text in results.get("texts", {}).items())
+    done = f"Evaluated {config.recipe} on {config.eval.part}\n{table}{texts}"
+    return checkpoint_summary(done, config, run_dir, status)
 
 
 def prediction_summary(config: Config, run_dir: RunDir, status: int) -> str:

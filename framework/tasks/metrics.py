@@ -1,4 +1,4 @@
-"""Metrics of a batch as (sum, count), which add up over batches and ranks; and the classes that a classifier predicts.
+"""Metrics of a batch as (sum, count), which add up over batches and ranks; others that keep a state; class predictions.
 
 Nothing here waits for the device. Shapes: B samples, C classes,
 `...` any further dimensions.
@@ -6,12 +6,16 @@ Nothing here waits for the device. Shapes: B samples, C classes,
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from framework.errors import ConfigError, DataError
+
+_LARGEST_EXPONENT = 700.0  # beyond it a double overflows
 
 
 class Metric(Protocol):
@@ -83,6 +87,108 @@ class MeanAbsoluteError:
         counted = target != self.ignore_index
         # Not multiplied: where the output isn't finite, that would be NaN.
         return difference.where(counted, 0).sum(dtype=dtype), counted.sum()
+
+
+class _ClassCounts:
+    """Counts of (target, predicted class), which stay on the device. Base of the metrics below.
+
+    output: scores of shape (B, C, ...). target: class indices of shape (B, ...). ignore_index: as for `Accuracy`.
+    """
+
+    def __init__(self, ignore_index: int | None = None) -> None:
+        self.ignore_index = ignore_index
+        self.counts: Tensor | None = None  # (C, C), int64; None before the first batch
+
+    def reset(self) -> None:
+        self.counts = None
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        classes = output.shape[1]
+        target, predicted = target.flatten(), output.argmax(dim=1).flatten()
+        if self.ignore_index is not None:
+            counted = target != self.ignore_index
+            # What isn't counted goes to a place behind the table: choosing it would wait for the device.
+            places = (target * classes + predicted).where(counted, classes * classes)
+        else:
+            places = target * classes + predicted
+        own = torch.bincount(places, minlength=classes * classes + 1)[:-1].view(classes, classes)
+        self.counts = own if self.counts is None else self.counts + own
+
+    def state(self) -> Tensor | None:
+        return self.counts
+
+    def merge(self, state: Tensor | None) -> None:
+        if state is not None:
+            self.counts = state if self.counts is None else self.counts + state
+
+
+@final
+class F1(_ClassCounts):
+    """The F1 score of each class, averaged over the classes that occur or are predicted (macro)."""
+
+    def compute(self) -> float:
+        if self.counts is None:
+            return math.nan
+        table = self.counts.double()
+        both = table.sum(dim=0) + table.sum(dim=1)
+        return float((2 * table.diagonal() / both)[both > 0].mean())
+
+
+@final
+class ConfusionMatrix(_ClassCounts):
+    """A table of target classes (rows) and predicted classes (columns), as text in the logs; no number.
+
+    max_classes: With more there is no table, nor for targets that are no classes.
+    """
+
+    def __init__(self, ignore_index: int | None = None, max_classes: int = 50) -> None:
+        super().__init__(ignore_index)
+        self._max_classes = max_classes
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        if output.ndim > 1 and output.shape[1] <= self._max_classes and not target.is_floating_point():
+            super().update(output, target)
+
+    def compute(self) -> dict[str, float]:
+        return {}
+
+    def text(self) -> str:
+        """Return the table in Markdown, which TensorBoard renders; empty without one."""
+        if self.counts is None:
+            return ""
+        rows = self.counts.tolist()
+        head = ["target \\ predicted", *map(str, range(len(rows)))]
+        lines = [head, ["---"] * len(head), *([str(label), *map(str, row)] for label, row in enumerate(rows))]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@final
+class Perplexity:
+    """exp of the mean cross entropy of all targets. output, target and ignore_index as for `Accuracy`."""
+
+    def __init__(self, ignore_index: int | None = None) -> None:
+        self.ignore_index = ignore_index
+        self.reset()
+
+    def reset(self) -> None:
+        self._sums: list[Tensor] = []
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        ignored = -100 if self.ignore_index is None else self.ignore_index
+        total = cross_entropy(output.float(), target, ignore_index=ignored, reduction="sum").double()
+        self._sums.append(torch.stack([total, (target != ignored).sum().double()]))
+
+    def state(self) -> list[Tensor]:
+        return [torch.stack(self._sums).sum(dim=0)] if self._sums else []
+
+    def merge(self, state: list[Tensor]) -> None:
+        self._sums += state
+
+    def compute(self) -> float:
+        if not self._sums:
+            return math.nan
+        total, count = torch.stack(self._sums).sum(dim=0).tolist()
+        return math.exp(min(total / count, _LARGEST_EXPONENT)) if count else math.nan
 
 
 @final

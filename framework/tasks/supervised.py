@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from framework.errors import ConfigError, DataError
 from framework.tasks.metrics import Metric
-from framework.types import Batch, StepOutput
+from framework.types import Batch, StatefulMetric, StepOutput
 
 _NO_INDEX = -100  # torch's default of `ignore_index`, which nobody's classes have
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # they broadcast, and only warn
@@ -29,6 +29,7 @@ class Supervised:
         weighed by what torch takes its mean over. The tensors of a module move to the output's device and take the type
         of `trainer.precision=bf16-true` or `64-true`.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
+        Those with `update(output, target)`, StatefulMetrics and torchmetrics, are computed in validation only.
         Targets equal to the loss's `ignore_index` are left out of metrics that have no `ignore_index` of their own.
     predictions: turns a batch's output into named columns, for `job=predict`; by default the output itself is one.
 
@@ -38,7 +39,7 @@ class Supervised:
     def __init__(
         self,
         loss: Callable[[Any, Any], Tensor],
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric | StatefulMetric] | None = None,
         train_metrics: bool = False,
         predictions: Callable[[Any], Mapping[str, Tensor]] | None = None,
     ) -> None:
@@ -49,20 +50,22 @@ class Supervised:
                 "weighs every batch by its samples, and reduces over batches and processes itself."
             )
         self.loss = loss
-        self.metrics: dict[str, Metric] = dict(metrics or {})
+        self.metrics: dict[str, Any] = dict(metrics or {})
         for metric in self.metrics.values():
             if getattr(metric, "ignore_index", ...) is None:
-                metric.ignore_index = getattr(loss, "ignore_index", None)  # type: ignore[attr-defined]
+                metric.ignore_index = getattr(loss, "ignore_index", None)
         self.predictions = predictions
         self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE)
         self._may_weigh = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
-        self._train_metrics: dict[str, Metric] = self.metrics if train_metrics else {}
+        self._stateful = [name for name, metric in self.metrics.items() if hasattr(metric, "update")]
+        self._sums = {name: metric for name, metric in self.metrics.items() if name not in self._stateful}
+        self._train_metrics: dict[str, Metric] = self._sums if train_metrics else {}
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
         return self._step(model, batch, metrics=self._train_metrics)
 
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
-        return self._step(model, batch, metrics=self.metrics)
+        return self._step(model, batch, metrics=self._sums, updates=self._stateful)
 
     def predict_step(self, model: nn.Module, batch: Batch) -> Tensor | Mapping[str, Tensor]:
         """Return the model's predictions for the batch; the target isn't used."""
@@ -70,7 +73,9 @@ class Supervised:
         output: Tensor = model(input_)
         return output if self.predictions is None else self.predictions(output)
 
-    def _step(self, model: nn.Module, batch: Batch, *, metrics: Mapping[str, Metric]) -> StepOutput:
+    def _step(
+        self, model: nn.Module, batch: Batch, *, metrics: Mapping[str, Metric], updates: Sequence[str] = ()
+    ) -> StepOutput:
         input_, target = split_batch(batch)
         output = model(input_)
         if isinstance(output, Tensor) and target.device != output.device:
@@ -79,11 +84,11 @@ class Supervised:
                 self.loss.to(output.device)  # nothing to move after the first step
         loss = self._compute_loss(output, target)
         weight = self._weight(target) if self._may_weigh else None
-        if not metrics:
+        if not metrics and not updates:
             return StepOutput(loss, len(target), weight=weight)
         seen = output.detach() if isinstance(output, Tensor) else output
         found = {name: metric(seen, target) for name, metric in metrics.items()}
-        return StepOutput(loss, len(target), found, weight)
+        return StepOutput(loss, len(target), found, weight, dict.fromkeys(updates, (seen, target)))
 
     def _weight(self, target: Tensor) -> Tensor | None:
         """Return what cross entropy takes the mean over, if not samples: the sum of weights of the classes that count.

@@ -18,9 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils.data import IterableDataset
 
 from framework.config.optimizers import OptimizerConfig
-from framework.config.schema import Node, SchedulerConfig
+from framework.config.schema import DataConfig, Node, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.config.targets import import_target, requires, takes, without_freeze
+from framework.data.from_loader import take_loaders_apart
 from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.strategies.base import Strategy
@@ -66,18 +67,44 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
 
 
 def build_datasets(node: Node) -> Datasets:
-    """Return the datasets, from a Datasets or a plain tuple (train, val, test) or shorter."""
+    """Return the datasets, from a Datasets or a plain tuple (train, val, test) or shorter; DataLoaders taken apart."""
     key = "data.datasets"
     result = _build(key, node)
-    if not isinstance(result, tuple) or not 1 <= len(result) <= 3:
+    if not isinstance(result, tuple) or not 1 <= len(result) <= len(Datasets._fields):
         raise _wrong_result(key, node, result, expected="framework.Datasets(train, val, test)")
     datasets = Datasets(*result)
-    for part, dataset in zip(Datasets._fields, datasets, strict=True):
-        if isinstance(dataset, IterableDataset) or (dataset is None and part != "train"):
+    if isinstance(datasets.train, Mapping):
+        raise _wrong_result(
+            key, node, datasets.train, expected="one dataset to train on; mix several by MixtureSampler"
+        )
+    datasets = take_loaders_apart(datasets)
+    for part, dataset in datasets.parts.items():
+        if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             continue
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            kinds = "a map-style dataset, with __len__ and __getitem__, or a torch.utils.data.IterableDataset"
-            raise _wrong_result(key, node, dataset, expected=f"{kinds} as its {part} part")
+        kinds = "a map-style dataset, with __len__ and __getitem__, or a torch.utils.data.IterableDataset"
+        raise _wrong_result(key, node, dataset, expected=f"{kinds} as its {part} part")
+    return datasets
+
+
+def build_data(config: DataConfig) -> Datasets:
+    """Return the datasets, with the collate function and the sampler of the configuration, if it has some."""
+    datasets = build_datasets(config.datasets)
+    if config.collate_fn is not None:
+        collate_fn = _build("data.collate_fn", config.collate_fn)
+        if not callable(collate_fn):
+            expected = "a callable; for a function add _partial_: true"
+            raise _wrong_result("data.collate_fn", config.collate_fn, collate_fn, expected=expected)
+        datasets = datasets._replace(collate_fn=collate_fn)
+    if config.sampler is not None:
+        if isinstance(datasets.train, IterableDataset):
+            raise ConfigError("data.sampler can't go with a stream to train on, which has its own order. Leave it out.")
+        sampler = _build("data.sampler", config.sampler, datasets.train)
+        datasets = datasets._replace(sampler=sampler)
+    if datasets.sampler is not None and not hasattr(datasets.sampler, "order"):
+        own = config.sampler or config.datasets
+        raise _wrong_result(
+            "data.sampler", own, datasets.sampler, expected="a framework.Sampler, with __len__ and order"
+        )
     return datasets
 
 

@@ -12,6 +12,7 @@ from framework.config.parse import raise_mistakes
 from framework.config.schema import Config, TrainerConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.data.batching import BatchPlan, count_windows
+from framework.data.loader import dataset_size
 from framework.errors import ConfigError
 from framework.strategies.base import Strategy
 from framework.training.phases import Phases
@@ -59,8 +60,24 @@ def apply_overfit_batches(datasets: Datasets, settings: TrainerConfig, plan: Bat
     assert not isinstance(datasets.train, IterableDataset), "check_streams refuses this"
     size = len(datasets.train)
     windows = apply_limit(count_windows(size, global_batch_size=plan.global_batch_size), settings.overfit_batches)
-    few = first_samples(datasets.train, windows * plan.global_batch_size)
-    return Datasets(train=few, val=few, test=None)
+    few, collate_fn = first_samples(datasets.train, windows * plan.global_batch_size), datasets.collate_fn_of("train")
+    return Datasets(train=few, val=few, test=None, collate_fn=collate_fn)
+
+
+def with_batch_sizes(config: Config, datasets: Datasets) -> Config:
+    """Return the configuration with the batch sizes of DataLoaders in place of `auto`."""
+    data = config.data
+    if data.batch_size == "auto" and datasets.batch_size is not None:
+        data = replace(data, batch_size=datasets.batch_size)
+    if data.eval_batch_size == "auto" and datasets.eval_batch_size is not None:
+        data = replace(data, eval_batch_size=datasets.eval_batch_size)
+    return config if data is config.data else replace(config, data=data)
+
+
+def train_size(datasets: Datasets, *, processes: int = 1) -> int:
+    """Return the samples of an epoch. Raises DataError if there are none, or fewer than `processes`."""
+    size = dataset_size(datasets.train, split="train", processes=processes)
+    return size if datasets.sampler is None else len(datasets.sampler)
 
 
 def first_samples(dataset: MapDataset, count: int) -> MapDataset:
@@ -115,7 +132,7 @@ def schedule_length(
 
 def streams_of(datasets: Datasets) -> list[str]:
     """Return the parts that are streams."""
-    return [part for part, each in datasets._asdict().items() if isinstance(each, IterableDataset)]
+    return [part for part, each in datasets.parts.items() if isinstance(each, IterableDataset)]
 
 
 def check_streams(config: Config, datasets: Datasets, strategy: Strategy) -> None:
@@ -123,7 +140,8 @@ def check_streams(config: Config, datasets: Datasets, strategy: Strategy) -> Non
     data, trainer, streams = config.data, config.trainer, streams_of(datasets)
     trains, sharding = "train" in streams, f"data.stream={data.stream}"
     splits = trains and data.stream != "shared"
-    limits = {f"trainer.limit_{part}_batches": getattr(trainer, f"limit_{part}_batches") for part in streams}
+    keys = [f"limit_{part.partition('/')[0]}_batches" for part in streams]
+    limits = {f"trainer.{key}": getattr(trainer, key) for key in keys}
     mistakes = [
         f"{key}={limit} is a share of a stream, whose length is unknown. Use a whole number of batches."
         for key, limit in limits.items()

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -37,9 +37,10 @@ from framework.training.phases import phases_of
 from framework.training.precision import PrecisionPlugin
 from framework.training.rank_setup import (
     RankSetup,
+    build_data,
     core_sharers,
     load_model,
-    make_eval_loader,
+    make_eval_loaders,
     make_train_loader,
     setup_rank,
 )
@@ -60,12 +61,11 @@ def run_rank(
     Raises FrameworkError for a wrong request, and whatever the user's code raises.
     """
     with setup_rank(arguments, link) as rank:
-        datasets = build.build_datasets(rank.config.data.datasets)
-        data_settings.check_streams(rank.config, datasets, rank.strategy)
+        datasets, rank = build_data(rank)
         datasets = data_settings.apply_overfit_batches(datasets, rank.config.trainer, rank.plan)
         if datasets.val is None:
             data_settings.check_metrics(rank.config, ())
-        train_loader = make_train_loader(rank, datasets.train)
+        train_loader = make_train_loader(rank, datasets)
         steps = train_loader.steps_per_epoch
         unvalidated = data_settings.check_validation(rank.config, datasets, steps_per_epoch=steps)
         if unvalidated is not None and rank.context.is_main:
@@ -83,9 +83,9 @@ def run_rank(
 
 def _run(rank: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader) -> int | None:
     """Build, restore, train, test: inside the process group."""
-    val_loader = make_eval_loader(rank, datasets.val, part="val", strategy=rank.strategy)
-    test_loader = make_eval_loader(rank, datasets.test, part="test", strategy=rank.strategy)
-    trainer = build_trainer(rank, train_loader, val_loader)
+    val_loaders = make_eval_loaders(rank, datasets, part="val", strategy=rank.strategy)
+    test_loaders = make_eval_loaders(rank, datasets, part="test", strategy=rank.strategy)
+    trainer = build_trainer(rank, train_loader, val_loaders)
     try:
         restore(rank, trainer)
         _check_disk_space(rank, trainer)
@@ -101,13 +101,13 @@ def _run(rank: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLo
             trainer.fit()
         seconds = time.perf_counter() - started
         rank.link.rank_status.set_phase(Phase.EVALUATE)
-        test = _test(rank, trainer, None if trainer.stop.on_request else test_loader)
+        test = _test(rank, trainer, {} if trainer.stop.on_request else test_loaders)
         rank.link.rank_status.set_phase(Phase.CLOSING)
         if rank.context.is_main:
             _report(rank, trainer, test=test, seconds=seconds)
         return EXIT_STOPPED if trainer.stop.on_request else None
     finally:
-        _close(trainer, (train_loader, val_loader, test_loader), failing=sys.exc_info()[1])
+        _close(trainer, (train_loader, *val_loaders.values(), *test_loaders.values()), failing=sys.exc_info()[1])
 
 
 def _close(trainer: Trainer, loaders: Iterable[Any], *, failing: BaseException | None) -> None:
@@ -137,7 +137,9 @@ def _bind_to_cores(sharers: Sharers) -> None:
         warn(f"trainer.cpu_affinity=true is ignored: {sharers.number} processes can't be bound to {len(cores)} cores.")
 
 
-def build_trainer(rank: RankSetup, train_loader: MapLoader | StreamLoader, val_loader: EvalLoader | None) -> Trainer:
+def build_trainer(
+    rank: RankSetup, train_loader: MapLoader | StreamLoader, val_loaders: Mapping[str, EvalLoader]
+) -> Trainer:
     """Build the model, the optimizer and all else that training needs. Every rank must call it."""
     config, context = rank.config, rank.context
     # The same on every rank: replicas start equal, even if the strategy doesn't make them so.
@@ -186,7 +188,7 @@ def build_trainer(rank: RankSetup, train_loader: MapLoader | StreamLoader, val_l
     return Trainer(
         state,
         config.trainer,
-        val_loader=val_loader,
+        val_loaders=val_loaders,
         checkpoints=_checkpoints(rank),
         after_first_step=partial(
             set_timeout, config.backend.timeout, context, groups=(*rank.strategy.groups, *rank.exchange.groups)
@@ -246,27 +248,28 @@ def _estimated_bytes(rank: RankSetup, trainer: Trainer) -> int:
     return estimated * num_parameters(model) // max(here, 1)  # with several stages, this rank has only some of them
 
 
-def _test(rank: RankSetup, trainer: Trainer, loader: EvalLoader | None) -> dict[str, Any] | None:
+def _test(rank: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader]) -> dict[str, Any] | None:
     """Evaluate the test part with the best weights, or the last if there are none. Every rank must call it.
 
     Returns:
         `step` of the weights and `metrics`, for the results; None without a test part.
     """
-    if loader is None:
+    if not loaders:
         return None
     step: int | None = trainer.progress.step
     best, is_ranked = rank.run_dir.checkpoints / BEST, trainer.checkpoints is not None and trainer.checkpoints.monitor
     if is_ranked and broadcast_object(best.exists(), rank.context):
         step = step_of(load_model(rank, trainer.state.bare_model, best).name)
-        metrics = trainer.state.evaluate(loader, prefix="test")
+        found = trainer.state.evaluate(loaders)
     else:
         with trainer.state.evaluation_weights():
-            metrics = trainer.state.evaluate(loader, prefix="test")
+            found = trainer.state.evaluate(loaders)
     results = rank.run_dir.read_run().get("results", {})
     # A run that is resumed after its end has logged this test already.
     if results.get("test") is None or results.get("steps") != trainer.progress.step:
-        trainer.log_values(metrics)
-    return {"step": step, "metrics": metrics}
+        trainer.log_values(found.metrics)
+        trainer.log_texts(found.texts)
+    return {"step": step, "metrics": found.metrics}
 
 
 def _introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets) -> None:
@@ -276,8 +279,8 @@ def _introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets) -> None:
     per_epoch = "an unknown number of" if steps is None else steps
     devices = ", ".join(dict.fromkeys(map(str, context.devices)))
     streams = data_settings.streams_of(datasets)
-    parts = {name: part for name, part in datasets._asdict().items() if part is not None}
-    sizes = ", ".join(f"{name} {'a stream' if name in streams else f'{len(part):,}'}" for name, part in parts.items())
+    parts = datasets.parts.items()
+    sizes = ", ".join(f"{name} {'a stream' if name in streams else f'{len(part):,}'}" for name, part in parts)
     print(
         f"{type(state.bare_model).__name__} with {num_parameters(state.bare_model):,} parameters on {devices} "
         f"({context.backend})\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,16 @@ from framework.errors import TargetError
 from framework.tasks.supervised import describe
 from framework.training.meter import LOSS, Meter
 from framework.training.precision import PrecisionPlugin
+from framework.training.stateful_metrics import StatefulMetrics
 from framework.types import MicroBatch, StepOutput, Task
+
+
+class Evaluation(NamedTuple):
+    """Metrics over all ranks, named `prefix/name`. names: of all, also those without samples. texts: tables by name."""
+
+    metrics: dict[str, float]
+    names: list[str]
+    texts: dict[str, str]
 
 
 def evaluate(
@@ -26,17 +35,32 @@ def evaluate(
     precision: PrecisionPlugin,
     context: Context,
     prefix: str,
-) -> dict[str, float]:
-    """Return metrics over all ranks' batches, named `prefix/name`. Every rank must call it.
+) -> Evaluation:
+    """Return metrics over all ranks' batches. Every rank must call it.
 
     model: the unwrapped module; unless its forward has collectives, ranks may have different numbers of batches.
     """
-    meter = run_batches(model, batches, task=task, precision=precision)
+    stateful = StatefulMetrics(task)
+    meter = _run_batches(model, batches, stateful, task=task, precision=precision)
     values, _ = meter.reduce(context)
-    return {f"{prefix}/{name}": value for name, value in values.items()}
+    values |= stateful.compute(context)
+    names = dict.fromkeys([*meter.names, *values])
+    texts = stateful.texts()
+    return Evaluation(
+        {f"{prefix}/{name}": value for name, value in values.items()},
+        [f"{prefix}/{name}" for name in names],
+        {f"{prefix}/{name}": text for name, text in texts.items()},
+    )
 
 
-def run_batches(model: nn.Module, batches: Iterable[MicroBatch], *, task: Task, precision: PrecisionPlugin) -> Meter:
+def _run_batches(
+    model: nn.Module,
+    batches: Iterable[MicroBatch],
+    stateful: StatefulMetrics,
+    *,
+    task: Task,
+    precision: PrecisionPlugin,
+) -> Meter:
     """Return what the task computes for this rank's batches, in evaluation mode and without gradients.
 
     A batch of `num_samples` 0 is a stand-in, whose results are dropped. Afterwards every module is in its former mode.
@@ -54,6 +78,8 @@ def run_batches(model: nn.Module, batches: Iterable[MicroBatch], *, task: Task, 
             if micro.num_samples and counts:
                 # Cloned: the next batch may overwrite what a compiled model returned.
                 meter.add(output._replace(loss=output.loss.clone()))
+                if output.updates:
+                    stateful.update(output.updates)
     for module in training:
         module.training = True  # one by one: a frozen part stays in evaluation mode
     return meter
@@ -67,7 +93,7 @@ def check_output(output: Any, task: Task, method: str) -> None:
 
     if not isinstance(output, StepOutput):
         refuse(f"{describe(output)}. Return framework.StepOutput(loss, num_samples, metrics={{}}).")
-    loss, num_samples, metrics, weight = cast("tuple[Any, Any, Any, Any]", output[:4])
+    loss, num_samples, metrics, weight, updates = cast("tuple[Any, Any, Any, Any, Any]", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         refuse(f"a loss that is {describe(loss)}. Return a tensor of one number, the batch's mean.")
     if method == "training_step" and not loss.requires_grad:
@@ -81,6 +107,8 @@ def check_output(output: Any, task: Task, method: str) -> None:
         refuse(f"a weight that is {describe(weight)}. Return one number: what the loss is the mean over.")
     if not isinstance(metrics, Mapping):
         refuse(f"metrics that are {describe(metrics)}. Return a dict.")
+    if not isinstance(updates, Mapping) or not all(isinstance(each, tuple) for each in updates.values()):
+        refuse(f"updates that are {describe(updates)}. Return a dict from names of metrics to tuples of arguments.")
     for name, pair in metrics.items():
         if not isinstance(name, str) or name == LOSS:
             refuse(f"a metric called {name!r}. Use a str other than {LOSS!r}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,16 @@ from framework.system.hardware import Sharers, sharers_of_cores, threads_per_pro
 from framework.system.late_dynamo import import_dynamo_late
 from framework.system.run_dir import RunDir
 from framework.training import build
-from framework.training.data_settings import apply_fast_dev_run, apply_limit, first_samples, steps_per_epoch
-from framework.types import DataShare, MapDataset
+from framework.training.data_settings import (
+    apply_fast_dev_run,
+    apply_limit,
+    check_streams,
+    first_samples,
+    steps_per_epoch,
+    train_size,
+    with_batch_sizes,
+)
+from framework.types import Collate, Datasets, DataShare
 
 
 @dataclass(frozen=True)
@@ -105,36 +113,51 @@ def plan_training(config: Config, context: Context) -> tuple[Strategy, BatchPlan
     strategy = build.build_strategy(config.strategy, context=context)
     build.check_callbacks_fit(config.callbacks, strategy)
     strategy.check_precision(config.trainer.precision)
-    data, share = config.data, strategy.data_share(context)
-    if data.global_batch_size is None and data.batch_size < share.micro_batches:
+    return strategy, plan_steps(config, context, strategy)
+
+
+def plan_steps(config: Config, context: Context, strategy: Strategy) -> BatchPlan:
+    """Return what one optimizer step takes. Raises ConfigError for a batch that can't be split."""
+    data, share, batch_size = config.data, strategy.data_share(context), config.data.train_batch_size
+    if data.global_batch_size is None and batch_size < share.micro_batches:
         raise ConfigError(
-            f"data.batch_size={data.batch_size} can't be cut into strategy.num_microbatches={share.micro_batches}, of "
+            f"data.batch_size={batch_size} can't be cut into strategy.num_microbatches={share.micro_batches}, of "
             f"one sample each at least.\nUse data.batch_size={share.micro_batches} or more, or fewer micro-batches."
         )
-    plan = plan_batches(
-        batch_size=data.batch_size,
+    return plan_batches(
+        batch_size=batch_size,
         global_batch_size=data.global_batch_size,
         world_size=share.world_size,
         accumulate=config.trainer.accumulate_grad_batches,
         cuts=share.micro_batches,
     )
-    return strategy, plan
 
 
-def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any]) -> MapLoader | StreamLoader:
+def build_data(rank: RankSetup) -> tuple[Datasets, RankSetup]:
+    """Return the datasets, checked, and the set-up with their batch sizes, if the configuration leaves these open."""
+    datasets = build.build_data(rank.config.data)
+    check_streams(rank.config, datasets, rank.strategy)
+    config = with_batch_sizes(rank.config, datasets)
+    if config is not rank.config:
+        rank = replace(rank, config=config, plan=plan_steps(config, rank.context, rank.strategy))
+    return datasets, rank
+
+
+def make_train_loader(rank: RankSetup, datasets: Datasets) -> MapLoader | StreamLoader:
     """Return the loader of the train part."""
-    config = rank.config
+    config, dataset, collate_fn = rank.config, datasets.train, datasets.collate_fn_of("train")
     if not isinstance(dataset, IterableDataset):
-        size = dataset_size(dataset, split="train", processes=rank.plan.world_size)
+        size = train_size(datasets, processes=rank.plan.world_size)
         return MapLoader(
             dataset,
             split="train",
             plan=rank.plan,
             rank=rank.data_share.rank,
             device=rank.context.device,
-            options=loader_options(rank),
+            options=replace(loader_options(rank), collate_fn=collate_fn),
             seed=config.seed,
             shuffle=config.data.shuffle and config.trainer.overfit_batches is None,
+            sampler=datasets.sampler,
             limit=steps_per_epoch(config.trainer, rank.plan, size=size),
         )
     steps = steps_per_epoch(config.trainer, rank.plan, size=None)
@@ -150,6 +173,7 @@ def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any
             seed=config.seed,
             limit=limit,
             in_worker=_stream_in_worker(rank),
+            collate_fn=collate_fn,
         ),
         device=rank.context.device,
         exchange=rank.exchange,
@@ -158,22 +182,32 @@ def make_train_loader(rank: RankSetup, dataset: MapDataset | IterableDataset[Any
     )
 
 
-def make_eval_loader(
-    rank: RankSetup,
-    dataset: MapDataset | IterableDataset[Any] | None,
-    *,
-    part: str,
-    strategy: Strategy | None = None,
-) -> EvalLoader | None:
-    """Return the loader of an evaluation part, cut to `limit_PART_batches`; None if there is nothing to evaluate.
+def make_eval_loaders(
+    rank: RankSetup, datasets: Datasets, *, part: str, strategy: Strategy | None = None
+) -> dict[str, EvalLoader]:
+    """Return the loader of each set of an evaluation part, cut to `limit_PART_batches`, by the prefix of its metrics.
 
     strategy: the one that wraps the model to evaluate; None if each rank has all of it.
     """
     limit: int | float | None = getattr(rank.config.trainer, f"limit_{part}_batches")
-    if dataset is None or limit == 0:
-        return None
+    sets = {"train": datasets.train} if part == "train" else datasets.sets(part)
+    return {
+        name: _eval_loader(rank, dataset, name, limit=limit, collate_fn=datasets.collate_fn_of(name), strategy=strategy)
+        for name, dataset in (sets if limit != 0 else {}).items()
+    }
+
+
+def _eval_loader(
+    rank: RankSetup,
+    dataset: Any,
+    name: str,
+    *,
+    limit: int | float | None,
+    collate_fn: Collate | None,
+    strategy: Strategy | None,
+) -> EvalLoader:
     context, data = rank.context, rank.config.data
-    batch_size = data.eval_batch_size or data.batch_size
+    batch_size = data.evaluated_batch_size
     share = DataShare(context.rank, context.world_size) if strategy is None else rank.data_share
     plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=share.world_size, accumulate=1)
     is_sharded = isinstance(dataset, IterableDataset) and data.stream != "shared"
@@ -182,12 +216,13 @@ def make_eval_loader(
         loader = StreamLoader(
             dataset,
             plan=StreamPlan(
-                part,
+                name,
                 batches=plan,
                 rank=share.rank,
                 is_sharded=is_sharded,
                 limit=None if limit is None else int(limit) * batch_size,
                 in_worker=_stream_in_worker(rank),
+                collate_fn=collate_fn,
             ),
             device=context.device,
             exchange=rank.exchange,
@@ -195,10 +230,10 @@ def make_eval_loader(
     else:
         if limit is not None:
             # Counted in one process's batches, so that the same samples are evaluated on any number of processes.
-            batches = apply_limit(-(-dataset_size(dataset, split=part) // batch_size), limit)
+            batches = apply_limit(-(-dataset_size(dataset, split=name) // batch_size), limit)
             dataset = first_samples(dataset, batches * batch_size)
-        options = loader_options(rank)
-        loader = MapLoader(dataset, split=part, plan=plan, rank=share.rank, device=context.device, options=options)
+        options = replace(loader_options(rank), collate_fn=collate_fn)
+        loader = MapLoader(dataset, split=name, plan=plan, rank=share.rank, device=context.device, options=options)
     is_even = strategy is not None and strategy.forward_communicates
     return EvalLoader(loader, turns=None if is_sharded else batch_size, is_even=is_even)
 

@@ -27,7 +27,7 @@ from framework.errors import ConfigError, RunError
 from framework.monitoring.rank_log import logger
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import Trainable, described_change
-from framework.training.evaluation import evaluate
+from framework.training.evaluation import Evaluation, evaluate
 from framework.training.meter import Meter
 from framework.training.optimizer import Schedule, Schedules, restore_optimizer
 from framework.training.param_groups import Optimizers
@@ -149,11 +149,15 @@ class TrainState:
         self.strategy.before_evaluation(self.model)
         return stack
 
-    def evaluate(self, batches: Iterable[MicroBatch], *, prefix: str) -> dict[str, float]:
-        """Return the metrics of the weights that the bare model holds; see `evaluation.evaluate`."""
-        return evaluate(
-            self.bare_model, batches, task=self.task, precision=self.precision, context=self.context, prefix=prefix
-        )
+    def evaluate(self, loaders: Mapping[str, Iterable[MicroBatch]]) -> Evaluation:
+        """Return the metrics of the weights that the bare model holds, on each set by its prefix."""
+        whole = Evaluation({}, [], {})
+        for prefix, batches in loaders.items():
+            found = evaluate(
+                self.bare_model, batches, task=self.task, precision=self.precision, context=self.context, prefix=prefix
+            )
+            whole = Evaluation(whole.metrics | found.metrics, whole.names + found.names, whole.texts | found.texts)
+        return whole
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a later run needs to continue exactly. Every rank must call it; the same on every rank.

@@ -36,7 +36,7 @@ from framework.monitoring.rank_status import Phase
 from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.data_settings import total_steps
-from framework.training.evaluation import check_output, run_batches
+from framework.training.evaluation import check_output
 from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
 from framework.training.optimizer import clip_gradients
@@ -59,7 +59,7 @@ class Trainer:
         state: TrainState,
         settings: TrainerConfig,
         *,
-        val_loader: EvalLoader | None,
+        val_loaders: Mapping[str, EvalLoader],
         checkpoints: CheckpointManager | None,
         after_first_step: Callable[[], None],
         check_metrics: Callable[[Collection[str]], None],
@@ -72,7 +72,7 @@ class Trainer:
         self.settings = settings
         self.context = context = state.context
         self.train_loader = state.train_loader
-        self.val_loader = val_loader
+        self.val_loaders = val_loaders
         self.checkpoints = checkpoints
         self.start_step = 0
         self.restore_generators: Callable[[], object] | None = None  # called once everything that draws numbers is made
@@ -110,7 +110,7 @@ class Trainer:
         """
         settings, number = self.settings, self.settings.num_sanity_val_steps
         is_never_due = settings.val_check_interval is None and settings.check_val_every_n_epoch is None
-        if self.val_loader is None or is_never_due or number == 0 or self.progress.step > 0:
+        if not self.val_loaders or is_never_due or number == 0 or self.progress.step > 0:
             return []
         self._timer.set_phase(Phase.EVALUATE)
         # Run eagerly, since other batch sizes would cause dynamic recompilation. If Dynamo isn't imported, nothing has
@@ -118,14 +118,8 @@ class Trainer:
         has_compiled = "torch._dynamo.eval_frame" in sys.modules
         eager = torch.compiler.set_stance("force_eager") if has_compiled else NO_CONTEXT
         with eager, self.state.without_side_effects():
-            meter = run_batches(
-                self.state.bare_model,
-                self.val_loader.first(number),
-                task=self.state.task,
-                precision=self.state.precision,
-            )
-            meter.reduce(self.context)
-        return [f"val/{name}" for name in meter.names]
+            first = {prefix: loader.first(number) for prefix, loader in self.val_loaders.items()}
+            return self.state.evaluate(first).names
 
     def fit(self) -> None:
         """Train from `progress` to the limits of the settings or an agreed stop, and save what is left.
@@ -319,6 +313,12 @@ class Trainer:
         for each in self.state.loggers.values():
             each.metrics(values, step=self.progress.step, epoch=self.progress.last_epoch)
 
+    def log_texts(self, texts: Mapping[str, str]) -> None:
+        """Give the loggers texts by their names."""
+        for each in self.state.loggers.values():
+            for name, text in texts.items():
+                each.text(name, text)
+
     def read_means(self) -> dict[str, float]:
         """Return the means over all ranks since the last call, for steps outside `fit`. Every rank must call it."""
         values, _ = self.state.meter.reduce(self.context)
@@ -327,7 +327,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Validate, log, call the callbacks; stop if one asks for it. Every rank must call it."""
-        if self.val_loader is None:
+        if not self.val_loaders:
             return
         state = self.state
         self._timer.leave_step(Phase.EVALUATE)
@@ -336,10 +336,12 @@ class Trainer:
         began = time.perf_counter()
         self._call(hooks(state.callbacks.values(), "on_validation_start"), epoch=self.progress.last_epoch)
         with state.evaluation_weights():
-            state.val_metrics = state.evaluate(self.val_loader, prefix="val")
+            found = state.evaluate(self.val_loaders)
+        state.val_metrics = found.metrics
         self._check_metrics(state.val_metrics)
         state.val_step = self.progress.step
-        self.log_values(state.val_metrics)
+        self.log_values(found.metrics)
+        self.log_texts(found.texts)
         state.schedule.step_after("validation", state.val_metrics)
         report = EvalReport("val", self.progress.step, self.progress.last_epoch, state.val_metrics)
         for observe in hooks(state.callbacks.values(), "on_validation_end"):

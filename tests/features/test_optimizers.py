@@ -85,7 +85,7 @@ PROCESSES = [
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     data, order, epoch = points().train, GlobalOrder(SIZE, seed=0, shuffle=True), 0
-    tensors = [tensor.double() for tensor in data.tensors]  # type: ignore[union-attr]
+    tensors = [tensor.double() for tensor in data.tensors]
     while True:
         for indices in order.indices(epoch).split(BATCH):
             yield tensors[0][indices], tensors[1][indices]

@@ -144,7 +144,10 @@ STREAM = "data.datasets._target_=tests.unit.fake_targets.stream"
     [
         (("-m", "seed=0,1"), ["can't go with a sweep (-m)"]),
         ((f"optimizer._target_={CASES}.without_rate", "~optimizer.lr"), ["takes no keyword lr", "tune.find_lr=false"]),
-        ((STREAM, "~data.datasets.num_samples", "~data.datasets.seed"), ["IterableDataset", "Tune with some of its"]),
+        (
+            (STREAM, "data.shuffle=false", "~data.datasets.num_samples", "~data.datasets.seed"),
+            ["IterableDataset", "Tune with some of its"],
+        ),
         pytest.param(("strategy=fsdp", TWO), ["strategy=fsdp", "tune.find_batch_size=false"], marks=OPTIONAL),
     ],
     ids=["sweep", "no rate", "stream", "no whole model"],

@@ -95,9 +95,10 @@ def trainer_of(
     trainer.train_loader = trainer.state.train_loader = make_loader(
         dataset(lengths), context, exchange=exchange, is_sharded=True, batch_size=BATCH, accumulate=ACCUMULATE
     )
-    trainer.val_loader = make_eval_loader(
+    val_loader = make_eval_loader(
         Parts(VAL_LENGTHS[:world_size]), context, exchange=exchange, is_sharded=True, batch_size=2, is_even=True
     )
+    trainer.val_loaders = {"val": val_loader}
     return trainer
 
 

@@ -178,7 +178,7 @@ def make_trainer(
     return Trainer(
         state,
         how,
-        val_loader=None if val is None else eval_loader(val, share, is_even=strategy.forward_communicates),
+        val_loaders={} if val is None else {"val": eval_loader(val, share, is_even=strategy.forward_communicates)},
         checkpoints=checkpoints,
         after_first_step=after_first_step,
         check_metrics=lambda _: None,

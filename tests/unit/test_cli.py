@@ -97,7 +97,7 @@ WRONG: dict[str, list[str]] = {
     "--hepl": ["`--hydra-help` lists the options."],
     # What isn't a configuration: keys, types, ranges
     "~optimizer +trainer.gpsu=2 +model.width=??? seed=-1 trainer.precision=bf16 trainer.gpus=abc backend.timeout=soon "
-    "+callbacks._target_=a.B +data.sampler=x backend.name=ncll": [
+    "+callbacks._target_=a.B +data.grain=x backend.name=ncll": [
         "The configuration has 10 mistakes",
         *("optimizer is missing.", "trainer.gpsu=2: there is no such key. Did you mean trainer.gpus?"),
         *("model.width=VALUE", "seed=-1: must be a whole number", "Did you mean trainer.precision=bf16-mixed?"),

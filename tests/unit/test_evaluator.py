@@ -51,7 +51,7 @@ def evaluate_sizes(context: Context, batch_size: int, is_even: bool) -> list[tup
         dataset = TensorDataset(torch.arange(size))
         task, batches = Exact(), eval_loader(dataset, batch_size=batch_size, is_even=is_even, **place)
         values = evaluate(Square(), batches, task=task, precision=FP32, context=context, prefix="val")
-        found.append((values, task.seen))
+        found.append((values.metrics, task.seen))
     return found
 
 

@@ -27,7 +27,7 @@ def node(name: str, **keywords: Any) -> dict[str, Any]:
 def config(**changes: Any) -> Any:
     sections = {
         "model": node("Net", activation=node("torch.nn.ReLU")),
-        "data": {"datasets": node("datasets", parts=2)},
+        "data": {"datasets": node("datasets", parts=2), "collate_fn": None, "sampler": None},
         "task": node("framework.tasks.Supervised", loss=node("torch.nn.MSELoss"), metrics={}),
         "strategy": node("framework.strategies.auto"),
         "optimizer": node("torch.optim.SGD", lr=0.1),
@@ -87,7 +87,7 @@ def test_what_could_be_right_is_not_refused(given: Any, supplied: Any) -> None:
 def test_every_section_is_checked_and_all_mistakes_are_reported_together() -> None:
     wrong = node("torch.no_such")
     sections: dict[str, Any] = dict.fromkeys(("model", "task", "strategy", "optimizer"), wrong)
-    sections |= {"data": {"datasets": wrong}, "scheduler": {"schedule": wrong}}
+    sections |= {"data": {"datasets": wrong, "collate_fn": None, "sampler": None}, "scheduler": {"schedule": wrong}}
     sections |= {"logger": {"a": wrong}, "callbacks": {"b": wrong}}
     with pytest.raises(TargetError) as caught:
         check_targets(config(**sections))

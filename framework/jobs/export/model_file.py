@@ -166,7 +166,7 @@ def _graph(source: Source, path: Path) -> Facts:
     `export.dynamic_batch` there are two small batches instead: dimensions that differ between them are dynamic.
     """
     config = source.config
-    one_size = config.data.eval_batch_size or config.data.batch_size
+    one_size = config.data.evaluated_batch_size
     sizes = _SMALL_BATCHES if config.export.dynamic_batch else [one_size]
     write = _torch_export if config.export.format == "torch_export" else _onnx
     try:
@@ -203,15 +203,15 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
     Raises ConfigError if it doesn't call the model.
     """
     config = source.config
-    datasets, task = build.build_datasets(config.data.datasets), build.build_task(config.task)
-    part = next(name for name in ("test", "val", "train") if getattr(datasets, name) is not None)
-    dataset = getattr(datasets, part)
+    datasets, task = build.build_data(config.data), build.build_task(config.task)
+    part, dataset = list(datasets.parts.items())[-1]
+    collate_fn = datasets.collate_fn_of(part)
     if isinstance(dataset, IterableDataset):
-        batch = first_batch(dataset, number=num_samples, split=part)
+        batch = first_batch(dataset, number=num_samples, split=part, collate_fn=collate_fn)
     else:
         size = dataset_size(dataset, split=part)
         indices = [number % size for number in range(num_samples)]
-        batch = BatchDataset(dataset, split=part, seed=0)[indices, 0]
+        batch = BatchDataset(dataset, split=part, seed=0, collate_fn=collate_fn)[indices, 0]
     precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
     precision.convert_task(task)
     seen: list[Call] = []

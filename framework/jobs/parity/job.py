@@ -102,7 +102,7 @@ def check_setup(request: Request) -> tuple[Topology, int, int]:
     topology = checked_topology(request)
     processes = config.parity.processes or (topology.world_size if topology.world_size > 1 else 2)
     plan = plan_batches(
-        batch_size=config.data.batch_size,
+        batch_size=config.data.train_batch_size,
         global_batch_size=config.data.global_batch_size,
         world_size=topology.world_size,
         accumulate=config.trainer.accumulate_grad_batches,

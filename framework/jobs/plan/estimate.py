@@ -38,11 +38,13 @@ from framework.training.data_settings import (
     steps_per_epoch,
     streams_of,
     total_steps,
+    train_size,
+    with_batch_sizes,
 )
 from framework.training.param_groups import ParamGroups
 from framework.training.phases import phases_of
 from framework.training.precision import PrecisionPlugin
-from framework.training.rank_setup import plan_training
+from framework.training.rank_setup import plan_steps, plan_training
 from framework.training.sizes import checkpoint_bytes, tensor_bytes
 from framework.types import Datasets, hooks
 
@@ -71,6 +73,9 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     notes: list[str] = []
     strategy, plan = plan_training(config, context)
     datasets, data = _data(config, plan, notes, strategy=strategy)
+    if datasets is not None:
+        requested, config = (with_batch_sizes(each, datasets) for each in (requested, config))
+        plan = plan_steps(config, context, strategy)
     steps = _steps(config, plan, datasets)
     if datasets is not None:
         unvalidated = check_validation(config, datasets, steps_per_epoch=steps["per_epoch"])
@@ -114,7 +119,7 @@ def _data(
     """Return the datasets, or a stand-in of `plan.train_samples`, or None; and the number of samples of each part."""
     streams: list[str] = []
     try:
-        datasets, source = build.build_datasets(config.data.datasets), "data"
+        datasets, source = build.build_data(config.data), "data"
     except (DataError, OSError) as error:
         if config.plan.train_samples is None:
             notes.append(
@@ -127,17 +132,15 @@ def _data(
         if datasets.val is None:
             check_metrics(config, ())
         streams = streams_of(datasets)
-    sizes = {
-        part: None if each is None or part in streams else dataset_size(each, split=part)
-        for part, each in datasets._asdict().items()
-    }
+    sizes: dict[str, int | None] = {"train": None, "val": None, "test": None}
+    sizes |= {part: dataset_size(each, split=part) for part, each in datasets.parts.items() if part not in streams}
     data = {**sizes, "streams": streams, "source": source}
     datasets = apply_overfit_batches(datasets, config.trainer, plan)
     if isinstance(datasets.train, IterableDataset):
         notes.append("The train part is a stream: its number of samples and the steps of an epoch are unknown.")
     else:
         # Raises DataError if there are fewer samples than processes.
-        dataset_size(datasets.train, split="train", processes=plan.world_size)
+        train_size(datasets, processes=plan.world_size)
     return datasets, data
 
 
@@ -145,7 +148,7 @@ def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[s
     """Return the optimizer steps. If those of an epoch are unknown, the total is `max_steps`."""
     settings, per_epoch = config.trainer, None
     if datasets is not None:
-        size = None if isinstance(datasets.train, IterableDataset) else len(datasets.train)
+        size = None if isinstance(datasets.train, IterableDataset) else train_size(datasets)
         per_epoch = steps_per_epoch(settings, plan, size=size)
     total = total_steps(settings, steps_per_epoch=per_epoch)
     return {"per_epoch": per_epoch, "total": total, "max_epochs": settings.max_epochs, "max_steps": settings.max_steps}

@@ -60,7 +60,7 @@ def find_batch_size(
         room = "an unknown amount" if memory.room_bytes is None else format_binary_bytes(memory.room_bytes)
         print(f"Batches of 1 to {most:,}: {room} of memory for a process's steps", flush=True)
     # A batch too large for the host would get the process killed: start small and predict.
-    start = 2 if isinstance(memory, HostMemory) else config.data.batch_size
+    start = 2 if isinstance(memory, HostMemory) else config.data.train_batch_size
     size = largest_fitting(trials.fits, start=start, most=most)
     if size == 0:
         raise RunError(
@@ -270,7 +270,7 @@ class Trials:
         self._context, self._loader, self._sizing = rank.context, loader, sizing
         self._steps, margin = rank.config.tune.steps_per_trial, rank.config.tune.margin
         self.tried: dict[int, dict[str, Any]] = {}  # as tune.json has them, by samples
-        self._trainer = build_trainer(replace(rank, strategy=Strategy()), loader, None)
+        self._trainer = build_trainer(replace(rank, strategy=Strategy()), loader, {})
         for param_group in self._trainer.state.optimizer.param_groups:
             param_group["lr"] = 0.0
         self._exchange = rank.exchange  # over the CPU

@@ -28,7 +28,7 @@ from framework.system.run_dir import write_atomically, write_object
 from framework.training import build
 from framework.training.data_settings import streams_of
 from framework.training.engine import build_trainer
-from framework.training.rank_setup import RankSetup, load_model, make_train_loader, setup_rank
+from framework.training.rank_setup import RankSetup, build_data, load_model, make_train_loader, setup_rank
 from framework.types import hooks
 
 
@@ -40,13 +40,13 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
     with setup_rank(arguments, link) as rank, ExitStack() as stack:
         rank = replace(rank, config=_tuned_config(rank))
         config, context = rank.config, rank.context
-        datasets = build.build_datasets(config.data.datasets)
+        datasets, rank = build_data(rank)
         if "train" in streams_of(datasets):
             raise DataError(
                 "job=tune repeats batches, which a stream (IterableDataset) can't.\n"
                 "Tune with some of its samples in a list, which is a map-style dataset."
             )
-        loader: Any = make_train_loader(rank, datasets.train)
+        loader: Any = make_train_loader(rank, datasets)
         stack.callback(loader.close)
         link.rank_status.set_phase(Phase.MEETING)
         with_cpu = rank.strategy.exchanges_on_cpu
@@ -125,7 +125,7 @@ def _train_together(rank: RankSetup, loader: MapLoader, batch: Mapping[str, Any]
     config, settings, finish_step = rank.config, rank.config.tune, rank.link.rank_status.finish_step
     samples = loader.global_batch_size
     try:
-        trainer = build_trainer(rank, loader, None)
+        trainer = build_trainer(rank, loader, {})
         if config.init_from is not None:
             load_model(rank, trainer.state.bare_model, Path(config.init_from))
         if not settings.find_lr:

@@ -1,0 +1,216 @@
+"""Orders of the training samples, for `data.sampler` and `Datasets.sampler`; public as `framework.samplers`.
+
+A sampler gives the global order of an epoch, of which every process takes its part: so what is drawn doesn't depend on
+the number of processes, and a run that was killed resumes in the middle of an epoch. Its first argument is the train
+dataset, which is filled in if YAML names the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from framework.errors import ConfigError
+from framework.types import MapDataset
+
+_POOL = 50  # batches that LengthSampler sorts together
+
+
+@final
+class RandomSampler:
+    """Every sample once, shuffled."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self._size = len(dataset)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
+        return torch.randperm(self._size, generator=generator)
+
+
+@final
+class SequentialSampler:
+    """Every sample once, in the order of the dataset."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self._size = len(dataset)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
+        return torch.arange(self._size)
+
+
+@final
+class WeightedRandomSampler:
+    """Draw each sample with a probability proportional to its weight, as torch's sampler of that name.
+
+    Args:
+        weights: One for each sample; or the name of an attribute or column of the dataset that holds them.
+        num_samples: Drawn in an epoch; null: the size of the dataset.
+        replacement: False: no sample twice in an epoch.
+
+    Raises ConfigError for another number of weights than samples, and for weights that can't be drawn from.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        weights: Sequence[float] | Tensor | str,
+        num_samples: int | None = None,
+        replacement: bool = True,
+    ) -> None:
+        size = len(dataset)
+        found = column(dataset, weights, key="weights") if isinstance(weights, str) else weights
+        self._weights = torch.as_tensor(found, dtype=torch.float64)
+        if self._weights.shape != (size,):
+            given = f"of shape {tuple(self._weights.shape)}" if self._weights.ndim != 1 else len(self._weights)
+            raise ConfigError(f"WeightedRandomSampler: {given} weights for {size} samples. Give one for each sample.")
+        bad = not bool(torch.isfinite(self._weights).all()) or bool((self._weights < 0).any())
+        if bad or not bool(self._weights.any()):
+            raise ConfigError("WeightedRandomSampler: weights must be finite and not negative, and some above 0.")
+        self._number, self._replacement = size if num_samples is None else num_samples, replacement
+        drawable = int((self._weights > 0).sum())
+        if self._number < 1 or (not replacement and self._number > drawable):
+            most = "" if replacement else f" and, without replacement, at most {drawable}, the weights above 0"
+            raise ConfigError(f"WeightedRandomSampler: num_samples={self._number} must be at least 1{most}.")
+
+    def __len__(self) -> int:
+        return self._number
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
+        return torch.multinomial(self._weights, self._number, self._replacement, generator=generator)
+
+
+@final
+class BalancedSampler:
+    """Draw every class equally often, with replacement.
+
+    Args:
+        labels: The class of each sample; or the name of an attribute or column of the dataset that holds them, or the
+            number of the tensor in a TensorDataset.
+        num_samples: Drawn in an epoch; null: the size of the dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        labels: Sequence[int] | Tensor | str | int = "targets",
+        num_samples: int | None = None,
+    ) -> None:
+        found = column(dataset, labels, key="labels") if isinstance(labels, (str, int)) else labels
+        classes = torch.as_tensor(found)
+        if classes.shape != (len(dataset),):
+            raise ConfigError(
+                f"BalancedSampler: labels of shape {tuple(classes.shape)} for {len(dataset)} samples. Give each one."
+            )
+        _, inverse, counts = classes.unique(return_inverse=True, return_counts=True)
+        self._drawn = WeightedRandomSampler(dataset, 1.0 / counts.double()[inverse], num_samples)
+
+    def __len__(self) -> int:
+        return len(self._drawn)
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
+        return self._drawn.order(generator, batch_size=batch_size)
+
+
+@final
+class LengthSampler:
+    """Every sample once, in global batches of samples of similar length, so that little of a batch is padding.
+
+    Samples are shuffled, sorted by length within pools of 50 global batches, and the batches are shuffled. The last,
+    short one stays last.
+
+    Args:
+        lengths: Of each sample; or the name of an attribute or column of the dataset that holds them.
+    """
+
+    def __init__(self, dataset: MapDataset, lengths: Sequence[int] | Tensor | str = "lengths") -> None:
+        found = column(dataset, lengths, key="lengths") if isinstance(lengths, str) else lengths
+        self._lengths = torch.as_tensor(found)
+        if self._lengths.shape != (len(dataset),):
+            given = tuple(self._lengths.shape)
+            raise ConfigError(f"LengthSampler: lengths of shape {given} for {len(dataset)} samples. Give one for each.")
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
+        shuffled = torch.randperm(len(self), generator=generator)
+        whole = len(self) // batch_size * batch_size
+        pools = shuffled[:whole].split(_POOL * batch_size)
+        batches = [batch for pool in pools for batch in self._sorted(pool).split(batch_size)]
+        picked = [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
+        return torch.cat([*picked, shuffled[whole:]])
+
+    def _sorted(self, indices: Tensor) -> Tensor:
+        return indices[self._lengths[indices].argsort(stable=True)]
+
+
+@final
+class MixtureSampler:
+    """Mix several datasets, given as a `torch.utils.data.ConcatDataset`, by weights.
+
+    Each sample comes from one of them with a probability proportional to its weight. Within a dataset every sample is
+    taken once, in random order, before any is taken again.
+
+    Args:
+        weights: One for each dataset.
+        num_samples: Drawn in an epoch; null: the size of all datasets together.
+    """
+
+    def __init__(self, dataset: Any, weights: Sequence[float], num_samples: int | None = None) -> None:
+        if not isinstance(dataset, ConcatDataset):
+            kind = type(dataset).__name__
+            raise ConfigError(f"MixtureSampler mixes the parts of a torch.utils.data.ConcatDataset, and got a {kind}.")
+        self._sizes = [len(each) for each in dataset.datasets]  # type: ignore[arg-type]
+        if len(weights) != len(self._sizes):
+            raise ConfigError(
+                f"MixtureSampler: {len(weights)} weights for {len(self._sizes)} datasets. Give one for each."
+            )
+        self._drawn = WeightedRandomSampler(self._sizes, weights, num_samples or len(dataset))
+
+    def __len__(self) -> int:
+        return len(self._drawn)
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
+        which = self._drawn.order(generator, batch_size=batch_size)
+        order, begin = torch.empty_like(which), 0
+        for number, size in enumerate(self._sizes):
+            places = (which == number).nonzero().flatten()
+            rounds = [torch.randperm(size, generator=generator) for _ in range(-(-len(places) // size))]
+            order[places] = begin + torch.cat([*rounds, torch.empty(0, dtype=torch.int64)])[: len(places)]
+            begin += size
+        return order
+
+
+def column(dataset: Any, name: str | int, *, key: str) -> Any:
+    """Return what a dataset holds of each sample under `name`: an attribute, a column, or a tensor by its number.
+
+    Looks into Subsets. Raises ConfigError if there is no such thing.
+    """
+    if isinstance(dataset, Subset):
+        return torch.as_tensor(column(dataset.dataset, name, key=key))[torch.as_tensor(dataset.indices)]
+    if (
+        isinstance(name, int)
+        and isinstance(dataset, TensorDataset)
+        and -len(dataset.tensors) <= name < len(dataset.tensors)
+    ):
+        return dataset.tensors[name]
+    if isinstance(name, str) and hasattr(dataset, name):
+        return getattr(dataset, name)
+    if name in getattr(dataset, "column_names", ()):  # of Hugging Face
+        return dataset[name][:]
+    there = [text for text in vars(dataset) if not text.startswith("_")] if hasattr(dataset, "__dict__") else []
+    there += list(getattr(dataset, "column_names", ()))
+    raise ConfigError(
+        f"data.sampler.{key}={name}: {type(dataset).__name__} has no such attribute or column"
+        f"{f'; it has {chr(44).join(there)}' if there else ''}. Give the values themselves, or another name."
+    )

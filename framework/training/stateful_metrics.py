@@ -1,0 +1,102 @@
+"""Metrics that are no sums: updated with each batch, merged over ranks once after an evaluation, then computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from framework.config.suggest import did_you_mean, nearest
+from framework.distributed.collectives import gather_to_all
+from framework.distributed.context import Context
+from framework.errors import TargetError
+from framework.tasks.supervised import describe
+
+
+@final
+class StatefulMetrics:
+    """Those of the task's `metrics` that have `update`: StatefulMetrics of its own or of torchmetrics. Resets them."""
+
+    def __init__(self, task: Any) -> None:
+        given = getattr(task, "metrics", None)
+        self._task = type(task).__name__
+        self._metrics: dict[str, Any] = dict(_single(given)) if isinstance(given, Mapping) else {}
+        for metric in self._metrics.values():
+            if _is_torchmetric(metric):
+                metric.distributed_available_fn = lambda: False  # it would exchange whenever it computes
+            metric.reset()
+
+    def update(self, updates: Mapping[str, tuple[Any, ...]]) -> None:
+        """Update each metric with its arguments. Raises TargetError for one that the task doesn't have."""
+        for name, arguments in updates.items():
+            own = [each for each in self._metrics if each == name or each.startswith(f"{name}/")]
+            if not own:
+                hint = did_you_mean(nearest(name, self._metrics))
+                raise TargetError(
+                    f"{self._task} returned an update of {name!r}, and its attribute `metrics` has no such object with "
+                    f"update, state, merge and compute.{hint}"
+                )
+            for each in own:
+                self._metrics[each].update(*arguments)
+
+    def compute(self, context: Context) -> dict[str, float]:
+        """Merge the states of all ranks and return the values by name. Every rank must call it."""
+        own = {name: metric for name, metric in self._metrics.items() if not _is_torchmetric(metric)}
+        if own and context.world_size > 1:
+            states = {name: _on_cpu(metric.state()) for name, metric in own.items()}
+            of_ranks = gather_to_all(states, context)
+            for name, metric in own.items():
+                metric.reset()
+                for states in of_ranks:
+                    metric.merge(states[name])
+        for name, metric in self._metrics.items():
+            if name not in own:
+                # Its own rules for merging, with our exchange: of what is uneven too.
+                metric.sync(
+                    dist_sync_fn=lambda tensor, **_: _gathered(tensor, context),
+                    distributed_available=lambda: context.world_size > 1,
+                )
+        values: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            computed = metric.compute()
+            named = computed if isinstance(computed, Mapping) else {"": computed}
+            for key, value in named.items():
+                values[f"{name}/{key}".rstrip("/")] = self._number(value, metric=f"{name}/{key}".rstrip("/"))
+        return values
+
+    def texts(self) -> dict[str, str]:
+        """Return what metrics with a method `text` say, after `compute`."""
+        texts = {name: metric.text() for name, metric in self._metrics.items() if hasattr(metric, "text")}
+        return {name: text for name, text in texts.items() if text}
+
+    def _number(self, value: Any, *, metric: str) -> float:
+        if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, (int, float)):
+            return float(value)
+        raise TargetError(
+            f"The metric {metric!r} of {self._task} computes {describe(value)}. It must be one number, or a dict of "
+            "numbers by name: average it over classes, for instance."
+        )
+
+
+def _single(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the stateful metrics, and those of a torchmetrics.MetricCollection one by one, as NAME/KEY."""
+    for name, metric in given.items():
+        if hasattr(metric, "compute_groups"):
+            yield from ((f"{name}/{key}", each) for key, each in metric.items())
+        elif callable(getattr(metric, "update", None)):
+            yield name, metric
+
+
+def _is_torchmetric(metric: Any) -> bool:
+    return hasattr(metric, "metric_state") and hasattr(metric, "sync")
+
+
+def _gathered(tensor: Tensor, context: Context) -> list[Tensor]:
+    return [each.to(tensor.device) for each in gather_to_all(tensor.detach().cpu(), context)]
+
+
+def _on_cpu(state: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
