@@ -47,11 +47,13 @@ class StepOutput(NamedTuple):
     num_samples: how many samples the mean is over: the weight of this loss in logged and evaluated means. Gradients are
         weighted by the number of samples in the batch.
     metrics: name → (sum over samples, count), the same names for every batch; tensors may stay on the device.
+    weight: what the mean is over, if not samples: the number of real tokens, for instance. One element.
     """
 
     loss: Tensor
     num_samples: int
     metrics: Mapping[str, SumCount] = {}
+    weight: Tensor | float | None = None
 
 
 class MicroBatch(NamedTuple):

@@ -106,6 +106,7 @@ class _Field:
             Texts: "a list of texts such as [one,two]",
             Node: "a mapping with `_target_`",
             dict[str, Node]: "a mapping from names to mappings with `_target_`",
+            dict[str, str]: "a mapping from text to text",
         }
         types = " or ".join(names.get(kind) or f"one of {', '.join(self.options)}" for kind in self.kinds)
         limits = " and ".join(f"{word.replace('_', ' ')} {bound}" for word, bound in self.bounds.items())
@@ -193,6 +194,9 @@ def _convert(value: Any, kind: Any) -> Any:
     if kind is Texts:
         is_right = isinstance(value, list) and all(_convert(text, str) is not _WRONG for text in value)
         return Texts(tuple(value)) if is_right else _WRONG
+    if kind == dict[str, str]:
+        is_right = isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
+        return dict(value) if is_right else _WRONG
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else _WRONG
     if kind is float and type(value) is int:

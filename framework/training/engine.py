@@ -143,6 +143,8 @@ def build_trainer(rank: RankSetup, train_loader: MapLoader | StreamLoader, val_l
     precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
     stages = rank.strategy.num_stages
     model = precision.convert_model(build.build_model(config.model, context=context, num_stages=stages))
+    if not model.training:  # as transformers' from_pretrained returns it; parts of it may be in evaluation mode
+        model.train()
     apply_activation_checkpointing(model, settings.activation_checkpointing)
     wrapped = rank.strategy.wrap(model)
     set_group_timeouts(config.backend.init_timeout, rank.strategy.groups)

@@ -67,7 +67,7 @@ def check_output(output: Any, task: Task, method: str) -> None:
 
     if not isinstance(output, StepOutput):
         refuse(f"{describe(output)}. Return framework.StepOutput(loss, num_samples, metrics={{}}).")
-    loss, num_samples, metrics = cast("tuple[Any, Any, Any]", output)
+    loss, num_samples, metrics = cast("tuple[Any, Any, Any]", output[:3])
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         refuse(f"a loss that is {describe(loss)}. Return a tensor of one number, the batch's mean.")
     if method == "training_step" and not loss.requires_grad:
