@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,18 +39,19 @@ def _read(file: Path) -> Mapping[str, Any]:
 
             return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:  # whose text advises to read it all the same
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it holds {found[1]}, and Python objects could run any code" if found else "torch.save didn't write it"
+        )
+        raise CheckpointError(f"{file} can't be read: {reason}.\nSave model.state_dict() only.") from error
     except Exception as error:  # torch's and safetensors' own, of many classes
-        raise CheckpointError(
-            f"{file} can't be read: {describe_error(error)}\n"
-            "It must hold tensors, and no Python objects, which could run any code: save model.state_dict() only."
-        ) from error
+        raise CheckpointError(f"{file} can't be read: {describe_error(error)}\nIt may be damaged.") from error
     if isinstance(content, Mapping):
         content = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), content)
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
-        found = f"the keys {', '.join(map(str, content))}" if isinstance(content, Mapping) else type(content).__name__
-        raise CheckpointError(
-            f"{file} holds no state dict, but {found}. It may be the content, or one of {', '.join(_WRAPPERS)} in it."
-        )
+        kind = f"a dict of {', '.join(map(str, content))}" if isinstance(content, Mapping) else type(content).__name__
+        raise CheckpointError(f"{file} holds {kind}. It must be a state dict, or have one as {' or '.join(_WRAPPERS)}.")
     return content
 
 
