@@ -132,6 +132,14 @@ def test_a_resumed_run_has_its_own_weights_and_ends_as_if_it_had_never_stopped(t
     results.assert_same(results.weights(resumed), results.weights(whole))
 
 
+def test_from_pretrained_trains_as_init_from_does(train, exported):
+    """It returns a model in evaluation mode: dropout would be off."""
+    begun = train(*GPT2, f"init_from={exported}", "trainer.max_epochs=1")
+    target = "model._target_=transformers.AutoModelForCausalLM.from_pretrained"
+    built = train(*SHORT, target, f"+model.pretrained_model_name_or_path={exported}", "trainer.max_epochs=1")
+    results.assert_same(results.weights(built), results.weights(begun))
+
+
 def test_predictions_are_the_scores(train, trained):
     asked = ("job=predict", f"checkpoint.path={trained}", "predict.part=val", "predict.output=scores.pt")
     train(*asked, procs(2), "path.outputs=outputs")
