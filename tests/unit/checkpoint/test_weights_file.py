@@ -30,7 +30,7 @@ class Body(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 3))
-        self[2].weight = self[0].weight  # type: ignore[index]
+        self[2].weight = self[0].weight
 
 
 def values(model: nn.Module, *, seed: int = 1) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ def test_patterns_rename_in_order_and_skip() -> None:
     given["module.net.head.weight"] = given.pop("module.net.3.weight")
     given["module.net.3.bias"] = torch.zeros(7)
     before = model.state_dict()["3.bias"].clone()
-    settings = InitConfig(rename={r"^module\.": "", r"net\.(\d)": r"\1", "net.head": "3"}, skip=Texts([r"3\.b"]))
+    settings = InitConfig(rename={r"^module\.": "", r"net\.(\d)": r"\1", "net.head": "3"}, skip=Texts((r"3\.b",)))
     loaded = load(model, given, settings)
     assert_holds(model, {**state, "3.bias": before})
     assert (loaded.left_out, loaded.kept) == (["3.bias"], ["3.bias"])

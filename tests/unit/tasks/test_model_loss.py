@@ -15,7 +15,7 @@ from framework.types import Task
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
-SIZES = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
+SIZES: Any = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
 BERT = transformers.BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
 GPT2 = transformers.GPT2Config(vocab_size=11, n_positions=16, n_embd=32, n_layer=2, n_head=2)
 T5 = transformers.T5Config(vocab_size=11, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2)
