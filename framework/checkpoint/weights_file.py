@@ -107,9 +107,11 @@ def load_what_fits(
     )
     if differ:
         lines = [f"Weights in {source} have another shape or kind than in {name}:", *(line for _, line in differ)]
-        more = ["  ..."] if len(differ) > _SHOWN else []
-        advice = f"Leave them out with init.skip=[{','.join(each for each, _ in differ)}], or build the model to fit."
-        raise CheckpointError("\n".join([*lines[: 1 + _SHOWN], *more, advice]))
+        names = f"=[{','.join(each for each, _ in differ)}]"
+        if len(differ) > _SHOWN:
+            lines, names = [*lines[: 1 + _SHOWN], f"  and {len(differ) - _SHOWN} more"], ""
+        lines.append(f"Leave them out with init.skip{names}, or build the model to fit.")
+        raise CheckpointError("\n".join(lines))
     sharded = {
         each: shard_like(own[each], value) if isinstance(value, Tensor) else value for each, value in mine.items()
     }

@@ -258,14 +258,14 @@ def load_initial_weights(rank: RankSetup, model: nn.Module) -> str | None:
     pattern of `init` that no name matches.
 
     Returns:
-        The names that were loaded and those that weren't, which rank 0 has shown; None for a checkpoint of ours that is
-        loaded as it is.
+        The names that were loaded and those that weren't, which rank 0 has shown; None for a checkpoint of ours that
+        goes into a sharded model as it is.
     """
     init, path = rank.config.init, Path(str(rank.config.init_from))
     files = find_weights(path)
     if files is None:
-        if init == InitConfig():
-            load_model(rank, model, path)
+        if is_model_sharded(model) and init == InitConfig():
+            load_model(rank, model, path)  # each rank reads no more than its shards
             return None
         path = find(path)
         state = load(path, map_location="cpu", parts=["model"])["model"]
