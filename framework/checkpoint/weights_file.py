@@ -92,8 +92,8 @@ def load_what_fits(
     known = own.keys() if layout is None else layout.names
     given = _renamed(state, init.rename or {}, source=source)
     skipped = _skipped([*dict.fromkeys([*given, *known])], init.skip or (), source=source)
-    left_out = [each for each in given if each in skipped or each not in known]
-    loaded = [each for each in given if each not in left_out]
+    loaded = [each for each in given if each in known and each not in skipped]
+    left_out = [each for each in given if each not in known or each in skipped]
 
     def of_all_ranks(values: Iterable[_T]) -> list[_T]:
         return [*values] if layout is None else [*dict.fromkeys(chain(*gather_to_all([*values], context)))]
