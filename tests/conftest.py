@@ -27,6 +27,7 @@ settings.load_profile("no_deadline")
 
 # Tests run beside each other. Read when torch is loaded, here and in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.checkpoint.layout import PARTS, SHARDS, read_manifest
-from framework.checkpoint.lookup import check_file, complete_steps, find
+from framework.checkpoint.lookup import check_file, complete_steps, find, find_weights
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["complete_steps", "find", "load", "read_manifest"]
+__all__ = ["complete_steps", "find", "find_weights", "load", "read_manifest"]
 
 
 def load(directory: Path, *, map_location: str | torch.device, parts: Collection[str] = PARTS) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Find the checkpoint that a path means. Reads only, and imports no torch."""
+"""Find the checkpoint, or the files of weights, that a path means. Reads only, and imports no torch."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import final
 
@@ -20,9 +22,18 @@ from framework.checkpoint.layout import (
     step_of,
 )
 from framework.config.suggest import nearest
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, ConfigError
 
 _NAMES_SHOWN = 8
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_INDEX = ".index.json"
+# Of transformers, in the order in which it looks for them.
+_IN_FOLDER = (
+    "model.safetensors",
+    f"model.safetensors{_INDEX}",
+    "pytorch_model.bin",
+    f"pytorch_model.bin{_INDEX}",
+)
 
 
 @final
@@ -74,8 +85,8 @@ def find(path: Path) -> Path:
         raise CheckpointError(f"{path} points to {target.name}, which is gone.\n{describe_others(target)}")
     if path.is_file():
         raise CheckpointError(
-            f"{path} is a file. init_from and checkpoint.path take a checkpoint of this framework, which is a "
-            "directory: outputs/RECIPE/RUN for a run's last one, or outputs/RECIPE/RUN/checkpoints/best"
+            f"{path} is a file. checkpoint.path takes a checkpoint of this framework, which is a directory: "
+            "outputs/RECIPE/RUN for a run's last one, or outputs/RECIPE/RUN/checkpoints/best"
         )
     if not path.is_dir():
         raise CheckpointError(f"There is no {path}.\n{_what_is_near(path)}")
@@ -94,8 +105,42 @@ def find(path: Path) -> Path:
         return complete[max(complete)][0]
     raise CheckpointError(
         f"There is no complete checkpoint in {folder}: it isn't a run's directory, or the run ended before its first "
-        "checkpoint.\nUse outputs/RECIPE/RUN of a run that has one."
+        "checkpoint.\nUse outputs/RECIPE/RUN of a run that has one; init_from also takes a folder with "
+        f"{' or '.join(_IN_FOLDER[::2])}."
     )
+
+
+def find_weights(path: Path) -> tuple[Path, ...] | None:
+    """Return the files of weights that something else has written; None if `path` can only mean a checkpoint of ours.
+
+    path: a `.safetensors` file, a state dict, or a folder as transformers saves it. Raises CheckpointError for any
+    other file, and for an index with a file that isn't there; ConfigError if safetensors isn't installed.
+    """
+    path = path.expanduser()
+    file = next((path / name for name in _IN_FOLDER if (path / name).is_file()), path)
+    if not file.is_file():
+        return None
+    is_index = file.name.endswith(_INDEX)
+    if not is_index and file.suffix not in _SUFFIXES:
+        raise CheckpointError(
+            f"init_from={path}: a file of weights ends with {', '.join(_SUFFIXES)}. init_from also takes a folder as "
+            "transformers saves it, and a run or a checkpoint of this framework."
+        )
+    files = _indexed(file) if is_index else (file,)
+    if files[0].suffix == ".safetensors" and find_spec("safetensors") is None:
+        raise ConfigError(f"init_from={path} needs safetensors, which isn't installed: pip install safetensors")
+    return files
+
+
+def _indexed(index: Path) -> tuple[Path, ...]:
+    try:
+        names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} can't be read: {error!r}") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing or not names:
+        raise CheckpointError(f"{index} names files that aren't there: {', '.join(missing)}. Copy the whole folder.")
+    return tuple(index.parent / name for name in names)
 
 
 def check_file(directory: Path, name: str, manifest: Manifest) -> None:

@@ -6,6 +6,7 @@ was set, what it conflicts with, and what to do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from framework.config.optimizers import optimizer_configs, schedules
@@ -17,7 +18,10 @@ from framework.errors import ConfigError
 
 def check(config: Config) -> None:
     """Raise one ConfigError with all rules that `config` breaks."""
-    rules = (_limits, _trainer, _processes, _data, _optimizer, _scheduler, _metrics, _validation, _jobs, _pipeline)
+    rules = (
+        *(_limits, _trainer, _processes, _data, _optimizer, _scheduler),
+        *(_metrics, _validation, _jobs, _init, _pipeline),
+    )
     raise_mistakes([mistake for rule in rules for mistake in rule(config)])
 
 
@@ -189,6 +193,15 @@ def _jobs(config: Config) -> Iterator[str]:
     for name in ("fast_dev_run", "overfit_batches"):
         if job == "tune" and getattr(config.trainer, name):
             yield f"trainer.{name} can't go with job=tune: what suits a few samples may not suit all. Leave it out."
+
+
+def _init(config: Config) -> Iterator[str]:
+    for key, patterns in (("rename", config.init.rename), ("skip", config.init.skip)):
+        for pattern in patterns or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"init.{key}: {pattern!r} isn't a regular expression: {error}."
 
 
 def _pipeline(config: Config) -> Iterator[str]:

@@ -110,6 +110,7 @@ class _Field:
             dict[str, Any]: "a mapping",
             FunctionName: "the dotted name of a function",
             dict[str, Node]: "a mapping from names to mappings with `_target_`",
+            dict[str, str]: "a mapping from text to text",
         }
         types = " or ".join(names.get(kind) or f"one of {', '.join(self.options)}" for kind in self.kinds)
         limits = " and ".join(f"{word.replace('_', ' ')} {bound}" for word, bound in self.bounds.items())
@@ -202,6 +203,9 @@ def _convert(value: Any, kind: Any) -> Any:
         return value if isinstance(value, Mapping) else _WRONG
     if kind is FunctionName:
         return value if _is_dotted_name(value) else _WRONG
+    if kind == dict[str, str]:
+        is_right = isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
+        return dict(value) if is_right else _WRONG
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else _WRONG
     if kind is float and type(value) is int:

@@ -4,8 +4,8 @@ Hydra composes the YAML in `conf/`, and `framework.config.parse` turns it into t
 A user's own part (`_target_` and keywords) is a `Node`; only `framework.training.build` instantiates it.
 
 Types that the parser knows: `bool int float str`, `X | None`, `Literal`, `Duration`, `Texts`, `Node`,
-`dict[str, Node]`, dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A bound is inclusive
-unless `above`.
+`dict[str, Node]`, `dict[str, str]`, dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A
+bound is inclusive unless `above`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """The modes of `torch.compile` that capture CUDA graphs, whose outputs the next call overwrites."""
 
 ClipAlgorithm = Literal["norm", "value"]
-ExportFormat = Literal["state_dict", "safetensors", "onnx", "torch_export"]
+ExportFormat = Literal["state_dict", "safetensors", "pretrained", "onnx", "torch_export"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +170,15 @@ class LauncherConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """How the weights of `init_from` fit the model. Patterns are regular expressions, found anywhere in a name."""
+
+    rename: dict[str, str] | None = None  # pattern → replacement, applied in order to the names in the file
+    skip: Texts | None = None  # patterns of names, after renaming, that aren't loaded
+    strict: bool = True  # every name is in both, the file and the model
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     part: Part
 
@@ -235,7 +244,7 @@ class TuneConfig:
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     format: ExportFormat
-    output: str | None  # a file that doesn't exist yet; null: <recipe>_<step> and the format's suffix, here
+    output: str | None  # a file, or folder, that doesn't exist yet; null: <recipe>_<step> and the format's suffix, here
     dynamic_batch: bool  # onnx, torch_export: any batch size; false: the example's
 
 
@@ -251,7 +260,8 @@ class Config:
     args: dict[str, Any] = field(default_factory=dict)  # keywords of the function that `job` names
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
     resume: str | None  # the run directory to resume
-    init_from: str | None  # a checkpoint to take the weights from
+    init_from: str | None  # a checkpoint, a file of weights, or a folder of transformers, to take the weights from
+    init: InitConfig = InitConfig()
     eval: EvalConfig
     predict: PredictConfig
     plan: PlanConfig

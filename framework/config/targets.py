@@ -143,10 +143,14 @@ def _wants_number(parameter: inspect.Parameter) -> bool:
 
 
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    anything = {"kwargs": inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)}
     try:
-        return inspect.signature(target).parameters
-    except ValueError:  # written in C, without a signature: allow anything
-        return {"kwargs": inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)}
+        shown = inspect.signature(target).parameters
+        # A decorated `__init__` may take more than it shows, as those of transformers' configurations do.
+        own = inspect.signature(target, follow_wrapped=False).parameters if inspect.isclass(target) else shown
+    except ValueError:  # written in C, without a signature
+        return anything
+    return {**shown, **anything} if own != shown and any(p.kind is p.VAR_KEYWORD for p in own.values()) else shown
 
 
 def _no_such(path: str, *, within: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from framework.checkpoint import find
+from framework.checkpoint import find, find_weights
 from framework.config.saved import key_of
 from framework.config.schema import BackendName, Config
 from framework.config.topology import Topology, check_strategy_fits, resolve_topology
@@ -28,7 +28,9 @@ def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:
     """
     config = request.config
     if config.init_from is not None and config.resume is None:
-        find(Path(config.init_from))
+        path = Path(config.init_from)
+        if find_weights(path) is None:
+            find(path)
     topology = _topology(request, is_planned=is_planned)
     backend = backend_name(config, topology)
     module, _, strategy = config.strategy["_target_"].rpartition(".")

@@ -13,9 +13,12 @@ from framework.errors import ConfigError, RunError
 
 
 def checked_output(text: str, *, key: str, suffixes: Collection[str]) -> Path:
-    """Return the absolute path that `key`=`text` means. Raises ConfigError if it exists or can't be written."""
+    """Return the absolute path that `key`=`text` means. Raises ConfigError if it exists or can't be written.
+
+    suffixes: it has one of them; empty for a folder.
+    """
     output = Path(text).expanduser().absolute()
-    if output.suffix not in suffixes:
+    if suffixes and output.suffix not in suffixes:
         raise ConfigError(f"{key}={output.name}: must end with {' or '.join(suffixes)}.")
     if output.exists() or output.is_symlink():
         raise ConfigError(f"{key}={output} exists already. Choose another name, or remove it.")
@@ -26,7 +29,7 @@ def checked_output(text: str, *, key: str, suffixes: Collection[str]) -> Path:
 
 @contextmanager
 def atomic_output(output: Path, *, key: str) -> Iterator[Path]:
-    """Yield a path to write the file to; at the end it is flushed to the disk and gets its name.
+    """Yield a path to write a file, or a folder of files, to; at the end it is flushed to the disk and gets its name.
 
     That path is in a hidden folder beside `output`, for libraries that write more than one file on the way. Whatever
     ends the block, the folder is removed. Raises RunError if the disk refuses.
@@ -39,8 +42,10 @@ def atomic_output(output: Path, *, key: str) -> Iterator[Path]:
         temporary = Path(folder.name) / output.name
         yield temporary
         with _disk_errors(output, key=key):
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
+            for each in (temporary, *temporary.rglob("*")):
+                if each.is_file():
+                    with each.open("rb") as file:
+                        os.fsync(file.fileno())
             temporary.replace(output)
 
 

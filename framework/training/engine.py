@@ -148,6 +148,8 @@ def build_trainer(
     precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
     stages = rank.strategy.num_stages
     model = precision.convert_model(build.build_model(config.model, context=context, num_stages=stages))
+    if not model.training:  # as transformers' from_pretrained returns it; parts of it may be in evaluation mode
+        model.train()
     apply_activation_checkpointing(model, settings.activation_checkpointing)
     configs = optimizer_configs(config.optimizer)
     param_groups = ParamGroups.of(model, configs)  # before strategies that leave each rank a part of it

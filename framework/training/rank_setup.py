@@ -14,14 +14,15 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from framework.checkpoint import find, load
+from framework.checkpoint import find, find_weights, load
 from framework.checkpoint.layout import find_damage
 from framework.checkpoint.lookup import describe_others
 from framework.checkpoint.reader import load_weights
+from framework.checkpoint.weights_file import load_what_fits, read_weights
 from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
 from framework.config.saved import load_yaml
-from framework.config.schema import Config
+from framework.config.schema import Config, InitConfig
 from framework.config.targets import check_targets
 from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
@@ -32,7 +33,7 @@ from framework.distributed.seed import set_deterministic
 from framework.distributed.sharded import is_model_sharded
 from framework.errors import CheckpointError, ConfigError
 from framework.launch.plan import MonitorLink, RankArguments
-from framework.monitoring.rank_log import rank_log
+from framework.monitoring.rank_log import logger, rank_log, show
 from framework.strategies.base import Strategy
 from framework.system.allocator import keep_freed_memory
 from framework.system.hardware import Sharers, sharers_of_cores, threads_per_process
@@ -283,3 +284,31 @@ def load_model(rank: RankSetup, model: nn.Module, path: Path) -> Path:
         raise CheckpointError(f"The checkpoint {source} is damaged: {damage}.\n{describe_others(source)}")
     load_sharded(source, model)
     return source
+
+
+def load_initial_weights(rank: RankSetup, model: nn.Module) -> str | None:
+    """Load the weights of `init_from` into the bare model, as `init` says.
+
+    Every rank must call it. Raises CheckpointError for weights that can't be read or don't fit, ConfigError for a
+    pattern of `init` that no name matches.
+
+    Returns:
+        The names that were loaded and those that weren't, which rank 0 has shown; None for a checkpoint of ours that
+        goes into a sharded model as it is.
+    """
+    init, path = rank.config.init, Path(str(rank.config.init_from))
+    files = find_weights(path)
+    if files is None:
+        if is_model_sharded(model) and init == InitConfig():
+            load_model(rank, model, path)  # each rank reads no more than its shards
+            return None
+        path = find(path)
+        state = load(path, map_location="cpu", parts=["model"])["model"]
+    else:
+        state = read_weights(files)
+    loaded = load_what_fits(model, state, init, source=path, context=rank.context)
+    text = loaded.describe(shown=None)
+    if rank.context.is_main:
+        logger.info("%s", text)
+        show(loaded.describe())
+    return text

@@ -23,7 +23,7 @@ from framework.distributed.sharded import is_model_sharded
 from framework.errors import CheckpointError, ConfigError, RunError
 from framework.monitoring.rank_log import logger, warn
 from framework.training.optimizer import Schedule
-from framework.training.rank_setup import RankSetup, load_model
+from framework.training.rank_setup import RankSetup, load_initial_weights
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
 
@@ -34,7 +34,10 @@ def restore(rank: RankSetup, trainer: Trainer) -> None:
     if own.directory is not None:
         _resume(rank, trainer, own.directory)
     elif rank.config.init_from is not None:
-        load_model(rank, trainer.state.bare_model, Path(rank.config.init_from))
+        loaded = load_initial_weights(rank, trainer.state.bare_model)
+        if loaded is not None:
+            for each in trainer.state.loggers.values():
+                each.text("init_from", loaded)
     if rank.config.resume is not None or own.damaged:
         barrier(rank.context)  # no rank has refused it
         if trainer.checkpoints is not None:

@@ -98,9 +98,17 @@ def test_a_strategy_that_does_not_exist(command, tmp_path):
 
 def test_a_file_of_weights_is_no_checkpoint(command, tmp_path):
     (tmp_path / "backbone.pt").write_bytes(b"weights")
-    answer = command(*SHORT, "init_from=backbone.pt")
+    answer = command("job=eval", "checkpoint.path=backbone.pt")
     assert (answer.status, answer.out) == (2, "")
-    assert answer.err.startswith("backbone.pt is a file. init_from and checkpoint.path take a checkpoint of this")
+    assert answer.err.startswith("backbone.pt is a file. checkpoint.path takes a checkpoint of this framework")
+    assert left(tmp_path) == {"backbone.pt"}
+
+
+def test_weights_that_cannot_be_read(command, tmp_path):
+    (tmp_path / "backbone.pt").write_bytes(b"weights")
+    answer = command(*SHORT, "init_from=backbone.pt", "topology.procs_per_node=2")
+    assert answer.status == 2
+    assert answer.err == "backbone.pt can't be read: torch.save didn't write it.\nSave model.state_dict() only.\n"
     assert left(tmp_path) == {"backbone.pt"}
 
 

@@ -63,14 +63,18 @@ def answer(fork_server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def run_dir(answer: Answer, folder: Path, tmp_path: Path) -> Path:
-    """A copy of a run that was ended after two steps: what `outputs/digits/...` and `RUN` stand for."""
-    if not (folder / "ended").exists():
-        short = ("trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.max_steps=2", "scheduler=none")
-        limits = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
-        assert answer("recipe=digits", "path.outputs=ended", "trainer.gpus=0", *short, *limits) == 0
-    first = min(folder.glob("ended/digits/*"))  # evaluations lie there too
-    return Path(shutil.copytree(first, tmp_path / "run", symlinks=True))
+def run_of(answer: Answer, folder: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Returns a copy of a recipe's run that was ended after two steps: `outputs/digits/...`, `RUN`."""
+
+    def copy(recipe: str) -> Path:
+        if not (folder / "ended" / recipe).exists():
+            short = ("trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.max_steps=2", "scheduler=none")
+            limits = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
+            assert answer(f"recipe={recipe}", "path.outputs=ended", "trainer.gpus=0", *short, *limits) == 0
+        first = min(folder.glob(f"ended/{recipe}/*"))  # evaluations lie there too
+        return Path(shutil.copytree(first, tmp_path / "run", symlinks=True))
+
+    return copy
 
 
 @pytest.mark.exhaustive
@@ -96,7 +100,9 @@ def _short(command: Command, request: pytest.FixtureRequest) -> list[str]:
     """Return the overrides with a run and the data of this machine, and few steps."""
     arguments = list(command.arguments)
     if any(A_RUN.search(text) or "CHECKPOINT" in text for text in arguments):
-        run = str(request.getfixturevalue("run_dir"))
+        # Other recipes' commands are run with a run of digits.
+        needs_own = any("outputs/majority/" in text for text in arguments)
+        run = str(request.getfixturevalue("run_of")("majority" if needs_own else "digits"))
         arguments = [A_RUN.sub(run, text).replace("=CHECKPOINT", f"={run}") for text in arguments]
         arguments = [text.replace("CHECKPOINT", "last") for text in arguments]
     (job,) = {text.removeprefix("job=") for text in arguments if text.startswith("job=")} or {"train"}

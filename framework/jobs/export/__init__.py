@@ -1,4 +1,4 @@
-"""`job=export`: a checkpoint's model as one plain file. Start with `job`; `model_file` needs torch."""
+"""`job=export`: a checkpoint's model as a plain file or folder. Start with `job`; `model_file` needs torch."""
 
 from framework.jobs.export.job import main
 

@@ -1,4 +1,4 @@
-"""`job=export checkpoint.path=CHECKPOINT`: a trained model as one plain file. No run directory; no torch here."""
+"""`job=export checkpoint.path=CHECKPOINT`: a trained model as a plain file or folder. No run directory, no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from framework.system.files import atomic_output, checked_output
 from framework.system.formatting import format_facts
 from framework.system.versions import installed_versions
 
-# By format: the file's suffix, and the packages it needs besides torch.
+# By format: the file's suffix, empty for a folder, and the packages it needs besides torch.
 _FORMATS: Mapping[ExportFormat, tuple[str, tuple[str, ...]]] = {
     "state_dict": (".pt", ()),
     "safetensors": (".safetensors", ("safetensors",)),
+    "pretrained": ("", ()),
     "onnx": (".onnx", ("onnx", "onnxscript")),
     "torch_export": (".pt2", ()),
 }
@@ -27,7 +28,7 @@ _KEY = "export.output"
 
 
 def main(request: Request) -> JobResult:
-    """Write the file in a child of the fork server, and print what is in it. A failed export leaves no file."""
+    """Write it in a child of the fork server, and print what is in it. A failed export leaves nothing."""
     output, config = check(request), request.config
     # The model is that of the run's processes, whatever this machine has.
     span = resolve_topology(config.topology, gpus=config.trainer.gpus or 0).span
@@ -41,13 +42,14 @@ def main(request: Request) -> JobResult:
         )
     print(f"Exported {facts['model']} of {config.recipe} after step {facts['step']:,} as {config.export.format}")
     checkpoint = ("checkpoint", display_path(Path(str(config.checkpoint.path))))
-    file = ("file", f"{display_path(output)}, {output.stat().st_size:,} bytes")
-    print(format_facts([checkpoint, *facts["facts"], file]), flush=True)
+    kind, files = ("folder", [*output.iterdir()]) if output.is_dir() else ("file", [output])
+    written = (kind, f"{display_path(output)}, {sum(each.stat().st_size for each in files):,} bytes")
+    print(format_facts([checkpoint, *facts["facts"], written]), flush=True)
     return JobResult(0)
 
 
 def check(request: Request) -> Path:
-    """Return the absolute path of the file to write. Raises ConfigError for a mistake that can be found now."""
+    """Return the absolute path of what to write. Raises ConfigError for a mistake that can be found now."""
     config, output = request.config, request.config.export.output
     suffix, packages = _FORMATS[config.export.format]
     missing = [name for name, version in installed_versions(packages).items() if version == "not installed"]
@@ -59,4 +61,4 @@ def check(request: Request) -> Path:
     if output is None:
         step = read_manifest(Path(str(config.checkpoint.path))).step
         output = f"{config.recipe.replace('/', '_')}_{step}{suffix}"
-    return checked_output(output, key=_KEY, suffixes=[suffix])
+    return checked_output(output, key=_KEY, suffixes=[suffix] if suffix else [])

@@ -1,4 +1,4 @@
-"""Write a checkpoint's model as one plain file, on the CPU, in one process.
+"""Write a checkpoint's model as one plain file, or a folder of transformers, on the CPU, in one process.
 
 A file with a graph is read back and must compute what the model does.
 """
@@ -114,6 +114,8 @@ def _weights(source: Source, path: Path) -> Facts:
     state = source.model.state_dict()
     if source.config.export.format == "safetensors":
         _save_safetensors(state, source, path)
+    elif source.config.export.format == "pretrained":
+        _save_pretrained(source, path)
     else:
         torch.save(state, path)
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
@@ -134,6 +136,17 @@ def _save_safetensors(state: Mapping[str, Any], source: Source, path: Path) -> N
     # Every name needs memory of its own.
     unshared = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     path.write_bytes(save(unshared, {**source.metadata, "format": "pt"}))  # `save_file` gives it to its owner only
+
+
+def _save_pretrained(source: Source, folder: Path) -> None:
+    if not callable(getattr(source.model, "save_pretrained", None)):
+        raise ConfigError(
+            f"export.format=pretrained is for models with a method save_pretrained, as those of transformers; "
+            f"{source.name} has none.\nUse export.format=state_dict or safetensors."
+        )
+    source.model.save_pretrained(folder)  # type: ignore[operator]
+    for file in folder.glob("*.safetensors"):  # they are their owner's only
+        file.chmod(folder.stat().st_mode & 0o666)
 
 
 # Graphs

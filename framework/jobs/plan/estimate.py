@@ -254,7 +254,7 @@ def _build_model(config: Config, context: Context, *, num_stages: int | None) ->
         raise TargetError(
             f"model: {config.model['_target_']} can't be built on the meta device, where tensors have no values.\n"
             f"{describe_error(error)}\n{raised_at(error)}\n"
-            "Build it without reading values: no .item(), no .tolist(), no generator."
+            "Build it without reading values: no .item(), no .tolist(), no generator; from_config, not from_pretrained."
         ) from error
     # Only autocast depends on the device, and it has no meta device.
     return PrecisionPlugin(config.trainer.precision, device=torch.device("cpu")).convert_model(model)

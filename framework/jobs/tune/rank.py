@@ -9,7 +9,6 @@ import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from framework.config.optimizers import is_several
@@ -28,7 +27,7 @@ from framework.system.run_dir import write_atomically, write_object
 from framework.training import build
 from framework.training.data_settings import streams_of
 from framework.training.engine import build_trainer
-from framework.training.rank_setup import RankSetup, build_data, load_model, make_train_loader, setup_rank
+from framework.training.rank_setup import RankSetup, build_data, load_initial_weights, make_train_loader, setup_rank
 from framework.types import hooks
 
 
@@ -127,7 +126,7 @@ def _train_together(rank: RankSetup, loader: MapLoader, batch: Mapping[str, Any]
     try:
         trainer = build_trainer(rank, loader, {})
         if config.init_from is not None:
-            load_model(rank, trainer.state.bare_model, Path(config.init_from))
+            load_initial_weights(rank, trainer.state.bare_model)
         if not settings.find_lr:
             for step, _ in enumerate(train_steps(trainer, loader, settings.steps_per_trial), start=1):
                 finish_step(step)

@@ -22,7 +22,13 @@ def request(changes: dict[str, Any]) -> Request:
 
 @pytest.mark.parametrize(
     ("format_", "suffix"),
-    [("state_dict", ".pt"), ("safetensors", ".safetensors"), ("onnx", ".onnx"), ("torch_export", ".pt2")],
+    [
+        ("state_dict", ".pt"),
+        ("safetensors", ".safetensors"),
+        ("pretrained", ""),
+        ("onnx", ".onnx"),
+        ("torch_export", ".pt2"),
+    ],
 )
 def test_a_file_is_named_after_recipe_and_step(tmp_path, monkeypatch, format_, suffix):
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,100 @@
+"""A model's own loss: what it is a mean over is what transformers' models compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from framework.errors import DataError
+from framework.tasks import ModelLoss
+from framework.types import Task
+
+pytestmark = pytest.mark.usefixtures("own_state")
+
+SIZES: Any = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
+BERT = transformers.BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
+GPT2 = transformers.GPT2Config(vocab_size=11, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+T5 = transformers.T5Config(vocab_size=11, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2)
+T5.decoder_start_token_id = 0
+
+
+def batch_of(labels: Tensor) -> dict[str, Tensor]:
+    ids = torch.randint(1, 11, (6, 7), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": labels}
+
+
+def token_labels(*, high: int = 11) -> Tensor:
+    """Padding of other lengths in each sample; in the last, nothing but it."""
+    labels = torch.randint(high, (6, 7), generator=torch.Generator().manual_seed(1))
+    sizes = torch.tensor([7, 5, 3, 6, 2, 0])
+    labels[0, 0] = -100
+    return labels.where(torch.arange(7) < sizes[:, None], -100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "high", "counted"),
+    [
+        ("AutoModelForCausalLM", GPT2, 11, 18),  # no label at the first place
+        ("AutoModelForMaskedLM", BERT, 11, 22),
+        ("AutoModelForTokenClassification", BERT, 3, 22),
+        ("AutoModelForSeq2SeqLM", T5, 11, 22),
+    ],
+)
+def test_losses_of_tokens_add_up_however_samples_are_split(kind: str, config: Any, high: int, counted: int) -> None:
+    model = getattr(transformers, kind).from_config(config).eval()
+    task: Task = ModelLoss()
+    batch = batch_of(token_labels(high=high))
+    whole = task.validation_step(model, batch)
+    assert whole.num_samples == 6
+    assert whole.weight is not None
+    assert whole.weight == counted == whole.metrics["accuracy"][1]
+    torch.testing.assert_close(whole.loss, model(**batch).loss)
+    parts = [task.training_step(model, {name: each[[row]] for name, each in batch.items()}) for row in range(6)]
+    assert all(each.metrics == {} for each in parts)
+    total = sum((each.loss * each.weight for each in parts if each.weight is not None), torch.tensor(0.0))
+    torch.testing.assert_close(total / counted, whole.loss)
+    parts[-1].loss.backward()  # without a label
+    assert parts[-1].loss == 0 == parts[-1].weight
+    assert all(each.grad is None or not each.grad.any() for each in model.parameters())
+
+
+def test_a_class_for_each_sample_is_a_mean_over_samples() -> None:
+    model = transformers.AutoModelForSequenceClassification.from_config(BERT).eval()
+    batch = batch_of(torch.tensor([0, 1, 2, 2, 1, 0]))
+    output = ModelLoss().validation_step(model, batch)
+    scores = model(batch["input_ids"]).logits
+    torch.testing.assert_close(output.loss, nn.functional.cross_entropy(scores, batch["labels"]))
+    assert (output.num_samples, output.weight) == (6, None)
+    correct, count = output.metrics["accuracy"]
+    assert (correct, count) == ((scores.argmax(dim=1) == batch["labels"]).sum(), 6)
+    predicted = ModelLoss().predict_step(model, batch)
+    assert predicted.keys() == {"logits"}
+    torch.testing.assert_close(predicted["logits"], scores)
+
+
+def test_a_regression_has_no_accuracy() -> None:
+    config = transformers.BertConfig(**{**SIZES, "num_labels": 1}, intermediate_size=32)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    output = ModelLoss().validation_step(model, batch_of(torch.randn(6)))
+    assert (output.num_samples, output.metrics, output.weight) == (6, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"input_ids": torch.ones(2, 3).long(), "label": torch.ones(2).long()}, "no `labels`. Did you mean label?"),
+        ([torch.ones(2), torch.ones(2)], "the batch is a list of 2"),
+        (
+            {"input_ids": torch.ones(2, 3).long(), "text": ["a", "b"]},
+            r"a mapping with the keys \['input_ids', 'text'\]",
+        ),
+    ],
+)
+def test_other_batches_are_refused(batch: Any, said: str) -> None:
+    model = transformers.AutoModelForSequenceClassification.from_config(BERT)
+    with pytest.raises(DataError, match=said):
+        ModelLoss().training_step(model, batch)
