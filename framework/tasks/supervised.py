@@ -30,6 +30,8 @@ class Supervised:
         of `trainer.precision=bf16-true` or `64-true`.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
         Those with `update(output, target)`, StatefulMetrics and torchmetrics, are computed in validation only.
+        torchmetrics' classification gets probabilities, if the loss says how: given scores, it would decide by the
+        values in each batch if they are probabilities already.
         Targets equal to the loss's `ignore_index` are left out of metrics that have no `ignore_index` of their own.
     predictions: turns a batch's output into named columns, for `job=predict`; by default the output itself is one.
 
@@ -88,7 +90,16 @@ class Supervised:
             return StepOutput(loss, len(target), weight=weight)
         seen = output.detach() if isinstance(output, Tensor) else output
         found = {name: metric(seen, target) for name, metric in metrics.items()}
-        return StepOutput(loss, len(target), found, weight, dict.fromkeys(updates, (seen, target)))
+        return StepOutput(loss, len(target), found, weight, self._updates(seen, target, names=updates))
+
+    def _updates(self, output: Any, target: Tensor, *, names: Sequence[str]) -> dict[str, tuple[Any, Tensor]]:
+        likely = [name for name in names if _takes_probabilities(self.metrics[name])]
+        probabilities = output
+        if likely and isinstance(self.loss, nn.CrossEntropyLoss):
+            probabilities = output.softmax(dim=1)
+        elif likely and isinstance(self.loss, nn.BCEWithLogitsLoss):
+            probabilities = output.sigmoid()
+        return {name: (probabilities if name in likely else output, target) for name in names}
 
     def _weight(self, target: Tensor) -> Tensor | None:
         """Return what cross entropy takes the mean over, if not samples: the sum of weights of the classes that count.
@@ -124,6 +135,12 @@ class Supervised:
             f"  output: {describe(output)}\n  target: {describe(target)}\n"
             "Choose another model or loss, or change what data.datasets gives."
         )
+
+
+def _takes_probabilities(metric: Any) -> bool:
+    """Return True for torchmetrics' classification, alone or in a MetricCollection."""
+    each = next(iter(metric.values())) if hasattr(metric, "compute_groups") else metric
+    return type(each).__module__.startswith("torchmetrics.classification")
 
 
 def split_batch(batch: Batch) -> tuple[Any, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -25,8 +26,6 @@ class StatefulMetrics:
         self._task = type(task).__name__
         self._metrics: dict[str, Any] = dict(_single(given)) if isinstance(given, Mapping) else {}
         for metric in self._metrics.values():
-            if _is_torchmetric(metric):
-                metric.distributed_available_fn = lambda: False  # it would exchange whenever it computes
             metric.reset()
 
     def update(self, updates: Mapping[str, tuple[Any, ...]]) -> None:
@@ -53,12 +52,9 @@ class StatefulMetrics:
                 for states in of_ranks:
                     metric.merge(states[name])
         for name, metric in self._metrics.items():
-            if name not in own:
-                # Its own rules for merging, with our exchange: of what is uneven too.
-                metric.sync(
-                    dist_sync_fn=lambda tensor, **_: _gathered(tensor, context),
-                    distributed_available=lambda: context.world_size > 1,
-                )
+            if name not in own:  # it merges by its own rules when it computes, through our exchange
+                metric.dist_sync_fn = partial(_gathered, context, has_data=metric.update_count > 0)
+                metric.distributed_available_fn = lambda: context.world_size > 1
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             computed = metric.compute()
@@ -91,11 +87,17 @@ def _single(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_torchmetric(metric: Any) -> bool:
-    return hasattr(metric, "metric_state") and hasattr(metric, "sync")
+    return hasattr(metric, "metric_state") and hasattr(metric, "dist_sync_fn")
 
 
-def _gathered(tensor: Tensor, context: Context) -> list[Tensor]:
-    return [each.to(tensor.device) for each in gather_to_all(tensor.detach().cpu(), context)]
+def _gathered(context: Context, tensor: Tensor, *, has_data: bool, group: Any) -> list[Tensor]:  # noqa: ARG001
+    """Return the tensors of all ranks that had data: an empty state may be of another type, which spoils the others.
+
+    Called by torchmetrics with `group`, of which there is one.
+    """
+    of_ranks = gather_to_all((has_data, tensor.detach().cpu()), context)
+    tensors = [each.to(tensor.device) for had_data, each in of_ranks if had_data]
+    return tensors or [tensor]
 
 
 def _on_cpu(state: Any) -> Any:

@@ -293,7 +293,8 @@ class Trainer:
         values |= {f"lr/{label}".rstrip("/"): lr for label, lr in zip(labels, self._lrs, strict=True)}
         values |= {name: float(norm) for name, norm in self._grad_norms.items()}
         self._grad_norms.clear()
-        values["samples_per_s"] = self._throughput.read()
+        values["samples_per_s"] = rate = self._throughput.read()
+        values |= {f"{name}_per_s": rate * number for name, number in getattr(state.task, "per_sample", {}).items()}
         usage = self._usage.read() if state.loggers else {}
         self.log_values({f"train/{name}": value for name, value in values.items()} | self._compare(times) | usage)
 
