@@ -12,8 +12,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset
 
+from framework.data.tensor_samples import as_tensor_samples
 from framework.errors import ConfigError
 from framework.types import MapDataset
 
@@ -94,18 +95,21 @@ class BalancedSampler:
     """Draw every class equally often, with replacement.
 
     Args:
-        labels: The class of each sample; or the name of an attribute or column of the dataset that holds them, or the
-            number of the tensor in a TensorDataset.
+        labels: The class of each sample, a number or a text; or the name of an attribute or column of the dataset that
+            holds them, or the number of the tensor in a TensorDataset or TensorSamples.
         num_samples: Drawn in an epoch; null: the size of the dataset.
     """
 
     def __init__(
         self,
         dataset: MapDataset,
-        labels: Sequence[int] | Tensor | str | int = "targets",
+        labels: Sequence[int] | Sequence[str] | Tensor | str | int = "targets",
         num_samples: int | None = None,
     ) -> None:
         found = column(dataset, labels, key="labels") if isinstance(labels, (str, int)) else labels
+        if not isinstance(found, Tensor) and any(isinstance(label, str) for label in found):
+            numbers = {label: number for number, label in enumerate(dict.fromkeys(found))}
+            found = [numbers[label] for label in found]
         classes = torch.as_tensor(found)
         if classes.shape != (len(dataset),):
             raise ConfigError(
@@ -175,7 +179,13 @@ class MixtureSampler:
             raise ConfigError(
                 f"MixtureSampler: {len(weights)} weights for {len(self._sizes)} datasets. Give one for each."
             )
-        self._drawn = WeightedRandomSampler(self._sizes, weights, num_samples or len(dataset))
+        empty = [number for number, size in enumerate(self._sizes) if size == 0 and weights[number] > 0]
+        if empty:
+            raise ConfigError(
+                f"MixtureSampler: dataset {empty[0]} has no samples to draw. Leave it out, or weigh it 0."
+            )
+        number = len(dataset) if num_samples is None else num_samples
+        self._drawn = WeightedRandomSampler(self._sizes, weights, number)
 
     def __len__(self) -> int:
         return len(self._drawn)
@@ -184,6 +194,8 @@ class MixtureSampler:
         which = self._drawn.order(generator, batch_size=batch_size)
         order, begin = torch.empty_like(which), 0
         for number, size in enumerate(self._sizes):
+            if size == 0:
+                continue
             places = (which == number).nonzero().flatten()
             rounds = [torch.randperm(size, generator=generator) for _ in range(-(-len(places) // size))]
             order[places] = begin + torch.cat([*rounds, torch.empty(0, dtype=torch.int64)])[: len(places)]
@@ -197,13 +209,13 @@ def column(dataset: Any, name: str | int, *, key: str) -> Any:
     Looks into Subsets. Raises ConfigError if there is no such thing.
     """
     if isinstance(dataset, Subset):
-        return torch.as_tensor(column(dataset.dataset, name, key=key))[torch.as_tensor(dataset.indices)]
-    if (
-        isinstance(name, int)
-        and isinstance(dataset, TensorDataset)
-        and -len(dataset.tensors) <= name < len(dataset.tensors)
-    ):
-        return dataset.tensors[name]
+        values = column(dataset.dataset, name, key=key)
+        indices = [int(index) for index in dataset.indices]
+        return values[torch.tensor(indices)] if isinstance(values, Tensor) else [values[index] for index in indices]
+    rows = as_tensor_samples(dataset) if isinstance(name, int) else None
+    if rows is not None and -len(rows.tensors) <= name < len(rows.tensors):
+        tensor = rows.tensors[int(name)]
+        return tensor if rows.rows is None else tensor[rows.rows]
     if isinstance(name, str) and hasattr(dataset, name):
         return getattr(dataset, name)
     if name in getattr(dataset, "column_names", ()):  # of Hugging Face

@@ -1,0 +1,74 @@
+"""Orders of an epoch: what each sampler draws, where its weights come from, and which it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from framework import TensorSamples, samplers
+from framework.errors import ConfigError
+
+LABELS = torch.tensor([0] * 90 + [1] * 10)
+
+
+def order_of(sampler, *, batch_size=8):
+    return sampler.order(torch.Generator().manual_seed(1), batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "labels"),
+    [
+        (TensorDataset(LABELS), 0),
+        (TensorSamples(LABELS), -1),
+        (Subset(TensorSamples(LABELS.flip(0), rows=torch.arange(99, -1, -1)), range(100)), 0),
+        (TensorDataset(LABELS), ["often"] * 90 + ["rare"] * 10),
+    ],
+)
+def test_classes_are_balanced_wherever_labels_come_from(dataset, labels):
+    order = order_of(samplers.BalancedSampler(dataset, labels, num_samples=4000))
+    assert len(order) == 4000
+    assert 0.45 < (order >= 90).double().mean() < 0.55
+
+
+def test_batches_have_samples_of_similar_length_each_once():
+    lengths = torch.arange(100).roll(37)
+    order = order_of(samplers.LengthSampler(TensorDataset(lengths), lengths))
+    assert sorted(order.tolist()) == list(range(100))
+    spread = [int(lengths[batch].max() - lengths[batch].min()) for batch in order[:96].split(8)]
+    assert max(spread) < 16
+
+
+def test_a_mixture_repeats_a_dataset_only_when_all_of_it_was_taken():
+    parts = ConcatDataset([TensorDataset(torch.zeros(size)) for size in (10, 100)])
+    order = order_of(samplers.MixtureSampler(parts, [1, 1], num_samples=40))
+    few = order[order < 10]
+    assert len(order) == 40
+    assert few.bincount().max() - few.bincount(minlength=10).min() <= 1
+    assert len(order[order >= 10].unique()) == 40 - len(few)
+
+
+DATA = TensorDataset(torch.zeros(3))
+EMPTY = TensorDataset(torch.zeros(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: samplers.WeightedRandomSampler(DATA, [1, 2]), "2 weights for 3 samples"),
+        (lambda: samplers.WeightedRandomSampler(DATA, [1, -2, 1]), "not negative"),
+        (lambda: samplers.WeightedRandomSampler(DATA, [0, 0, 0]), "some above 0"),
+        (lambda: samplers.MixtureSampler(ConcatDataset([DATA, EMPTY]), [1, 1]), "dataset 1 has no samples"),
+        (lambda: samplers.MixtureSampler(ConcatDataset([DATA, DATA]), [1]), "1 weights for 2 datasets"),
+        (lambda: samplers.MixtureSampler(ConcatDataset([DATA, DATA]), [1, 1], 0), "num_samples=0"),
+        (lambda: samplers.LengthSampler(DATA, [1]), r"shape \(1,\) for 3 samples"),
+    ],
+)
+def test_what_cant_be_drawn_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_an_empty_dataset_of_weight_0_is_never_drawn():
+    order = order_of(samplers.MixtureSampler(ConcatDataset([EMPTY, DATA]), [0, 1]))
+    assert sorted(order.tolist()) == [0, 1, 2]
