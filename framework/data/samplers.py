@@ -212,10 +212,10 @@ def column(dataset: Any, name: str | int, *, key: str) -> Any:
         values = column(dataset.dataset, name, key=key)
         indices = [int(index) for index in dataset.indices]
         return values[torch.tensor(indices)] if isinstance(values, Tensor) else [values[index] for index in indices]
-    rows = as_tensor_samples(dataset) if isinstance(name, int) else None
-    if rows is not None and -len(rows.tensors) <= name < len(rows.tensors):
-        tensor = rows.tensors[int(name)]
-        return tensor if rows.rows is None else tensor[rows.rows]
+    if isinstance(name, int):
+        rows = as_tensor_samples(dataset)
+        if rows is not None and -len(rows.tensors) <= name < len(rows.tensors):
+            return rows.tensors[name] if rows.rows is None else rows.tensors[name][rows.rows]
     if isinstance(name, str) and hasattr(dataset, name):
         return getattr(dataset, name)
     if name in getattr(dataset, "column_names", ()):  # of Hugging Face

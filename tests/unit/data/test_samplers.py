@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
@@ -40,7 +42,7 @@ def test_batches_have_samples_of_similar_length_each_once():
 
 
 def test_a_mixture_repeats_a_dataset_only_when_all_of_it_was_taken():
-    parts = ConcatDataset([TensorDataset(torch.zeros(size)) for size in (10, 100)])
+    parts: Any = ConcatDataset([TensorDataset(torch.zeros(size)) for size in (10, 100)])
     order = order_of(samplers.MixtureSampler(parts, [1, 1], num_samples=40))
     few = order[order < 10]
     assert len(order) == 40
