@@ -27,6 +27,7 @@ PARTS = (
     "two_processes",
     "mnist_speed",
     "mnist_fast",
+    "gpt",
     "strategies",
     "start_up",
     "saving",

@@ -31,7 +31,7 @@ from framework.training.optimizer import Schedule, Schedules, fused_pays, skip_p
 from framework.training.param_groups import Optimizers, ParamGroups
 from framework.training.precision import task_modules
 from framework.training.sizes import optimizer_state_bytes
-from framework.types import Callback, Datasets, Logger, Task
+from framework.types import Callback, Collate, Datasets, Logger, Task
 
 _CPU = device("cpu")
 _HOOKS = (
@@ -90,11 +90,7 @@ def build_data(config: DataConfig) -> Datasets:
     """Return the datasets, with the collate function and the sampler of the configuration, if it has some."""
     datasets = build_datasets(config.datasets)
     if config.collate_fn is not None:
-        collate_fn = _build("data.collate_fn", config.collate_fn)
-        if not callable(collate_fn):
-            expected = "a callable; for a function add _partial_: true"
-            raise _wrong_result("data.collate_fn", config.collate_fn, collate_fn, expected=expected)
-        datasets = datasets._replace(collate_fn=collate_fn)
+        datasets = datasets._replace(collate_fn=_build_collate_fn(config.collate_fn))
     if config.sampler is not None:
         if isinstance(datasets.train, IterableDataset):
             raise ConfigError("data.sampler can't go with a stream to train on, which has its own order. Leave it out.")
@@ -106,6 +102,18 @@ def build_data(config: DataConfig) -> Datasets:
             "data.sampler", own, datasets.sampler, expected="a framework.Sampler, with __len__ and order"
         )
     return datasets
+
+
+def _build_collate_fn(node: Node) -> Collate:
+    """Return the function that the node names, with its keywords; or an object of the class."""
+    key = "data.collate_fn"
+    if not isinstance(import_target(node["_target_"]), type):
+        bound: Collate = instantiate({"_convert_": "all", **node, "_partial_": True})
+        return bound
+    built = _build(key, node)
+    if not callable(built):
+        raise _wrong_result(key, node, built, expected="an object that can be called with a list of samples")
+    return built  # type: ignore[no-any-return]
 
 
 def build_task(node: Node) -> Task:

@@ -1,0 +1,41 @@
+"""Tokens a second of recipe=gpt_char, two threads: ours against a hand-written loop with the same model.
+
+    python -m benchmarks.gpt [--rounds 5] [--data-root FOLDER]
+
+Batches of 12 windows of 64 characters, with decay groups, clipping and a schedule; all of it is within the first epoch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.contest import Asked, Contestant, Row, Target, Unit, callback, compare, ours, peer, run, take_turns
+
+ROUNDS = 5
+TOKENS, THREADS = 12 * 64, 2
+_WARM_UP, _STEPS = 20, 150
+
+
+def tokens_per_second(contestant: Contestant) -> dict[str, float]:
+    return {"tokens/s": TOKENS / run(contestant).worst("wall_s")}
+
+
+def rows(asked: Asked) -> list[Row]:
+    file = asked.data_root / "tinyshakespeare" / "input.txt"
+    length = ("--warm-up", str(_WARM_UP), "--steps", str(_STEPS), "--threads", str(THREADS))
+    own = (
+        *("recipe=gpt_char", f"data.root={asked.data_root}", "trainer.gpus=0", f"trainer.num_threads={THREADS}"),
+        *(f"trainer.max_steps={_WARM_UP + _STEPS}", "scheduler.total_steps=2000", "trainer.val_check_interval=null"),
+        *("checkpoint.monitor=null", *callback("Clock", warm_up=_WARM_UP, steps=_STEPS)),
+    )
+    both = [ours("ours", *own), peer("hand-written loop", "gpt_loop", "--file", str(file), *length)]
+    contest = take_turns(both, asked.rounds_or(ROUNDS), tokens_per_second).get("tokens/s")
+    claim, unit = "GPT tokens/s ÷ hand-written loop", Unit("tokens/s", 1.0, 0)
+    pair = ("ours", "hand-written loop")
+    return [compare("gpt", claim, contest, pair, unit=unit, target=Target(1.0, at_least=True))]
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    sys.exit(main(["--only", "gpt", "--print", *sys.argv[1:]]))
