@@ -28,7 +28,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from framework.config.assets import config_dir, import_from_working_dir, user_config_dir
+from framework.config.assets import config_dir, docs_dir, import_from_working_dir, user_config_dir
 from framework.config.checks import check
 from framework.config.explain import explain
 from framework.config.parse import parse, spelled_out
@@ -161,6 +161,7 @@ class _Command:
         flags, name = Namespace(**vars(self._flags) | {"overrides": overrides}), self._config_name
         if flags.help:
             hydra.app_help(name, self._parser, flags)
+            print(f"Documentation: {docs_dir()} (own_code.md: write your own; recipes.md: examples)")
         elif flags.hydra_help:
             hydra.hydra_help(name, self._parser, flags)
         elif flags.multirun and (flags.cfg or flags.info):

@@ -81,7 +81,7 @@ class Grid:
         if self.is_main:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(self.run_dir.tensorboard))  # type: ignore[no-untyped-call]
+            self.writer = SummaryWriter(str(self.run_dir.tensorboard))
 
     @torch.no_grad()
     def on_validation_end(self, report: EvalReport) -> None:
@@ -93,13 +93,13 @@ class Grid:
         images = self.model("images", noise.to(device)).view(-1, 1, SIZE, SIZE)  # on all ranks, as fsdp needs
         if self.is_main:
             grid = make_grid(images / 2 + 0.5, nrow=self.rows, padding=1)
-            self.writer.add_image("samples", grid, report.step)  # type: ignore[no-untyped-call]
+            self.writer.add_image("samples", grid, report.step)
             (self.run_dir.path / "samples").mkdir(exist_ok=True)
             save_image(grid, self.run_dir.path / f"samples/step_{report.step:06}.png")
 
     def close(self) -> None:
         if hasattr(self, "writer"):
-            self.writer.close()  # type: ignore[no-untyped-call]
+            self.writer.close()
 
 
 def with_noise(batch: list[Tensor], draws: Any) -> list[Tensor]:

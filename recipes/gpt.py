@@ -6,7 +6,6 @@ The alphabet is printable ASCII and the newline. Shapes: B samples, T places, C 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm_1(x_BTC)).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
         y = scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
         x_BTC = x_BTC + self.drop(self.proj(y.transpose(1, 2).reshape(B, T, C)))
-        return x_BTC + self.drop(self.down(gelu(self.up(self.norm_2(x_BTC)))))
+        x_BTC = x_BTC + self.drop(self.down(gelu(self.up(self.norm_2(x_BTC)))))
+        return x_BTC
 
 
 class Embedding(nn.Module):
@@ -45,8 +45,8 @@ class Embedding(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTC = self.token(tokens_BT) + self.place.weight[: tokens_BT.shape[1]]
-        return self.drop(x_BTC)  # type: ignore[no-any-return]
+        x_BTC: Tensor = self.drop(self.token(tokens_BT) + self.place.weight[: tokens_BT.shape[1]])
+        return x_BTC
 
 
 class GPT(nn.Module):
@@ -85,7 +85,7 @@ class GPT(nn.Module):
 class NextCharacter:
     """Cross entropy of each next character. context: characters of a sample."""
 
-    def __init__(self, context: int, metrics: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, context: int, metrics: dict[str, Any] | None = None) -> None:
         self.metrics = metrics or {}
         self.per_sample = {"tokens": context}  # logs train/tokens_per_s
 

@@ -1,4 +1,4 @@
-"""Find the folders of YAML files and of the user's modules."""
+"""Find the folders of YAML files, of the documentation and of the user's modules."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def config_dir() -> Path:
     raise ConfigError(
         f"This installation is incomplete: there is no {_CONFIG_NAME} in {places[0]} or {places[1]}.\nInstall it again."
     )
+
+
+def docs_dir() -> Path:
+    """Return the folder of the documentation: in the package if installed, else in the repository."""
+    inside = _PACKAGE / "docs"
+    return inside if inside.is_dir() else _PACKAGE.parent / "docs"
 
 
 def user_config_dir(working_dir: Path) -> Path | None:

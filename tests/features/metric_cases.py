@@ -80,4 +80,6 @@ class WithMedian:
         x, y = batch
         losses = nn.functional.cross_entropy(model(x), y, reduction="none")
         updates: Any = {"loses" if self.wrong == "name" else "losses": (losses,)}
-        return StepOutput(losses.mean(), len(x), updates=[1] if self.wrong == "list" else updates)
+        if self.wrong == "list":
+            updates = [1]
+        return StepOutput(losses.mean(), len(x), updates=updates)

@@ -1,0 +1,145 @@
+"""Data as people have it: samples of different lengths, classes of different sizes, DataLoaders, several sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from framework import Batch, Datasets, StepOutput, samplers
+
+SIZE = 40
+
+
+class Sequences(Dataset[tuple[Tensor, int]]):
+    """Sample i is a sequence of 1 + 7 i mod 11 numbers, and i. Three in four are of class 0."""
+
+    def __init__(self, size: int = SIZE, begin: int = 0) -> None:
+        self.lengths = [1 + 7 * i % 11 for i in range(size)]
+        self.targets = [int(i % 4 == 0) for i in range(size)]
+        self.weights = [float(i % 2) for i in range(size)]
+        self.begin = begin
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((self.lengths[index],), 1.0 + index), self.begin + index
+
+
+def pad(samples: list[tuple[Tensor, int]], value: float = 0.0) -> dict[str, Tensor]:
+    """A collate function."""
+    sequences, numbers = zip(*samples, strict=True)
+    return {"x": pad_sequence(list(sequences), batch_first=True, padding_value=value), "number": torch.tensor(numbers)}
+
+
+def fails(samples: list[Any]) -> Batch:
+    raise ValueError(f"{len(samples)} samples")
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+class Notes:
+    """A task that writes down which samples each of its steps gets, and how long the padded sequences are."""
+
+    def __init__(self, folder: str, rank: int | None = None) -> None:
+        self.folder, self.step = Path(folder), 0
+
+    def training_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> StepOutput:
+        import os
+
+        with (self.folder / f"rank_{os.environ['RANK']}").open("a") as file:
+            print(batch["number"].tolist(), batch["x"].shape[1], file=file)
+        return self.validation_step(model, batch)
+
+    def validation_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> StepOutput:
+        number = len(batch["number"])
+        loss = model(batch["x"]).sum() / number / 1000
+        return StepOutput(loss, number, {"number": (batch["number"].sum(), number)})
+
+
+def sequences() -> Datasets:
+    return Datasets(Sequences(), val={"all": Sequences(), "few": Sequences(3, begin=100)}, test={"one": Sequences(1)})
+
+
+def with_collate() -> Datasets:
+    return Datasets(Sequences(), collate_fn=pad, sampler=samplers.SequentialSampler(Sequences()))
+
+
+def mixed() -> Datasets:
+    sets: Any = [Sequences(10), Sequences(30, begin=100)]
+    return Datasets(ConcatDataset(sets), collate_fn=pad)
+
+
+def loader(kind: str) -> Datasets:
+    """A DataLoader as the train part."""
+    data: Any = Sequences()
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "shuffled": {"shuffle": True},
+        "weighted": {"sampler": WeightedRandomSampler(data.weights, 20)},
+        "subset": {"sampler": SubsetRandomSampler(range(5, 15))},
+        "drawn": {"sampler": RandomSampler(data, replacement=True, num_samples=8)},
+        "distributed": {"sampler": DistributedSampler(data, num_replicas=2, rank=0)},
+        "dropping": {"drop_last": True, "worker_init_fn": print},
+        "batches": {"batch_sampler": Batches(RandomSampler(data), 4, drop_last=False)},
+    }
+    chosen = options[kind]
+    sizes: dict[str, Any] = {} if "batch_sampler" in chosen else {"batch_size": 4}
+    val = DataLoader(Subset(data, range(9)), batch_size=3, collate_fn=pad)
+    return Datasets(DataLoader(data, collate_fn=pad, **sizes, **chosen), val)
+
+
+class Batches(BatchSampler):
+    pass
+
+
+class OwnSampler:
+    """Returns what it is told to."""
+
+    def __init__(self, dataset: Any, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 8
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Any:
+        orders: dict[str, Callable[[], Any]] = {
+            "list": lambda: list(range(8)),
+            "short": lambda: torch.arange(7),
+            "outside": lambda: torch.arange(8) + SIZE,
+            "floats": lambda: torch.arange(8.0),
+        }
+        return orders[self.kind]()
+
+
+def huggingface(streams: bool = False) -> Datasets:
+    """A data set of Hugging Face, as it is."""
+    datasets: Any = import_module("datasets")
+    whole = datasets.Dataset.from_dict({"x": [[1.0 + i] * 3 for i in range(SIZE)], "number": list(range(SIZE))})
+    if streams:
+        return Datasets(whole.to_iterable_dataset(num_shards=2).with_format("torch"))
+    return Datasets(whole.with_format("torch"), whole.with_format("torch").select(range(9)))

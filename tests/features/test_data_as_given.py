@@ -1,0 +1,211 @@
+"""Collate functions, samplers, DataLoaders and Hugging Face's data sets: which samples each step takes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+
+import pytest
+import yaml
+
+from framework import cli
+from tests.features.data_cases import SIZE, Sequences
+from tests.helpers import results
+
+CASES = "tests.features.data_cases"
+SAMPLERS = "framework.samplers"
+PAD = {"_target_": f"{CASES}.pad", "value": 0.5}
+BATCH = 6
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a recipe with this section `data`."""
+
+    def write(data):
+        recipe = {
+            "defaults": [{"override /logger": "jsonl"}],
+            "model": {"_target_": f"{CASES}.Mean"},
+            "task": {"_target_": f"{CASES}.Notes", "folder": str(tmp_path)},
+            "data": {"datasets": {"_target_": f"{CASES}.sequences"}, "global_batch_size": BATCH, **data},
+            "trainer": {"max_epochs": 2, "log_every_n_steps": 1},
+        }
+        file = tmp_path / "conf/recipe/given.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+
+    return write
+
+
+@pytest.fixture
+def run(write, train):
+    def run(data, *overrides, status=0):
+        write(data)
+        return train("recipe=given", *overrides, status=status)
+
+    return run
+
+
+@pytest.fixture
+def taken(run, train, tmp_path):
+    """Train; return the samples of each step of all ranks, and the longest sequence in it."""
+
+    def taken(data, *overrides, ranks=1, resumed_at=None):
+        for file in tmp_path.glob("rank_*"):
+            file.unlink()
+        several = (f"topology.procs_per_node={ranks}", *overrides)
+        if resumed_at is None:
+            run(data, *several)
+        else:
+            part = run(data, *several, f"trainer.max_steps={resumed_at}")
+            train(f"resume={part}", "trainer.max_steps=null")
+        of_ranks = []
+        for rank in range(ranks):
+            lines = [line.rpartition(" ") for line in (tmp_path / f"rank_{rank}").read_text().splitlines()]
+            of_ranks.append([(ast.literal_eval(samples), int(length)) for samples, _, length in lines])
+        steps = zip(*of_ranks, strict=True)
+        return [([each for own, _ in step for each in own], max(length for _, length in step)) for step in steps]
+
+    return taken
+
+
+def sampler(name, **keywords):
+    return {"collate_fn": PAD, "sampler": {"_target_": f"{SAMPLERS}.{name}", **keywords}}
+
+
+DATA: Mapping[str, dict] = {
+    "shuffled": {"collate_fn": PAD},
+    "weighted": sampler("WeightedRandomSampler", weights="weights", num_samples=21),
+    "balanced": sampler("BalancedSampler"),
+    "by length": sampler("LengthSampler"),
+    "mixed": sampler("MixtureSampler", weights=[3, 1]) | {"datasets": {"_target_": f"{CASES}.mixed"}},
+}
+OF_AN_EPOCH = {"weighted": 21}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("name", DATA)
+def test_steps_take_the_same_samples_on_any_number_of_processes_and_after_a_resumption(taken, name):
+    one = taken(DATA[name])
+    samples, size = [each for step, _ in one for each in step], OF_AN_EPOCH.get(name, SIZE)
+    assert len(samples) == 2 * size
+    assert [len(step) for step, _ in one][: -(-size // BATCH)] == [
+        *[BATCH] * (size // BATCH),
+        *filter(None, [size % BATCH]),
+    ]
+    for ranks in (2, 3):
+        assert [sorted(step) for step, _ in taken(DATA[name], ranks=ranks)] == [sorted(step) for step, _ in one]
+    assert taken(DATA[name], resumed_at=3) == one
+    epochs = samples[:size], samples[size:]
+    assert epochs[0] != epochs[1]
+    kept = Sequences()
+    if name == "weighted":
+        assert all(kept.weights[each] for each in samples)
+    elif name == "balanced":
+        assert 0.3 < sum(kept.targets[each] for each in samples) / len(samples) < 0.7
+    elif name == "mixed":
+        assert 0.6 < sum(each < 100 for each in samples) / len(samples) < 0.9
+    else:
+        assert sorted(epochs[0]) == list(range(SIZE))
+    if name == "by length":
+        longest = [length * len(step) for step, length in one]
+        shuffled = [length * len(step) for step, length in taken(DATA["shuffled"])]
+        assert sum(longest) < 0.8 * sum(shuffled)
+
+
+LOADERS = {
+    "plain": list(range(SIZE)),
+    "shuffled": list(range(SIZE)),
+    "weighted": list(range(1, SIZE, 2)),
+    "subset": list(range(5, 15)),
+    "drawn": list(range(SIZE)),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_gives_its_data_its_collate_function_its_order_and_its_batch_size(taken, kind):
+    data = {"datasets": {"_target_": f"{CASES}.loader", "kind": kind}, "global_batch_size": None}
+    steps = [step for step, _ in taken(data, "trainer.max_epochs=1")]
+    samples = [each for step in steps for each in step]
+    assert {len(step) for step in steps[:-1]} == {4}
+    if kind == "plain":
+        assert samples == LOADERS[kind]
+    elif kind in ("shuffled", "subset"):
+        assert samples != sorted(samples) == LOADERS[kind]
+    elif kind == "weighted":
+        assert len(samples) == 20
+        assert set(samples) <= set(LOADERS[kind])
+    else:
+        assert len(samples) == 8
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.multiproc)])
+def test_data_sets_of_hugging_face(taken, streams, ranks):
+    data = {"datasets": {"_target_": f"{CASES}.huggingface", "streams": streams}, "shuffle": False}
+    steps = taken(data, "trainer.max_epochs=1", ranks=ranks)
+    assert sorted(each for step, _ in steps for each in step) == list(range(SIZE))
+
+
+def loader(kind):
+    return {"datasets": {"_target_": f"{CASES}.loader", "kind": kind}}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (loader("distributed"), r"The train part is a DataLoader.*sampler=DistributedSampler: .*leave"),
+        (loader("dropping"), r"drop_last=True: Leave it out.*worker_init_fn=print"),
+        (loader("batches"), r"batch_sampler=Batches: Give batch_size, and a sampler"),
+        (sampler("WeightedRandomSampler", weights=[1.0, 2.0]), r"2 weights for 40 samples"),
+        (sampler("WeightedRandomSampler", weights=[-1.0] * SIZE), r"not negative"),
+        (sampler("WeightedRandomSampler", weights=[0.0] * SIZE), r"some above 0"),
+        (sampler("WeightedRandomSampler", weights="weihgts"), r"data\.sampler\.weights=weihgts: Sequences has no such"),
+        (sampler("WeightedSampler", weights="weights"), r"Did you mean framework\.samplers\.WeightedRandomSampler"),
+        (sampler("MixtureSampler", weights=[1, 2]), r"ConcatDataset, and got a Sequences"),
+        (sampler("LengthSampler", lengths=[1, 2]), r"lengths of shape \(2,\) for 40 samples"),
+        ({"collate_fn": PAD | {"valeu": 1}}, r"Did you mean data\.collate_fn\.value\?"),
+        ({"collate_fn": {"_target_": f"{CASES}.pda"}}, r"Did you mean tests\.features\.data_cases\.pad\?"),
+        ({"collate_fn": PAD, "loader": "resident"}, r"data\.loader=resident keeps .*collate function"),
+        *(
+            ({"collate_fn": PAD, "sampler": {"_target_": f"{CASES}.OwnSampler", "kind": kind}}, said)
+            for kind, said in (
+                ("list", r"OwnSampler\.order returned \[0, 1"),
+                ("short", r"a tensor of shape \(7,\)"),
+                ("outside", r"indices outside of the 40 samples"),
+                ("floats", r"torch\.float32"),
+            )
+        ),
+    ],
+)
+def test_what_cannot_be_taken_is_refused(run, capfd, data, said):
+    run(data, status=2)
+    assert re.search(said, capfd.readouterr().err, re.DOTALL)
+
+
+def test_a_failing_collate_function_is_named_with_its_line(run, capfd):
+    run({"collate_fn": {"_target_": f"{CASES}.fails"}}, status=1)
+    err = capfd.readouterr().err
+    assert "The collate function, given samples" in err
+    assert "in fails: raise ValueError" in err
+    run({}, status=1)  # of samples of different lengths
+    assert "data.collate_fn" in capfd.readouterr().err
+
+
+def test_the_plan_counts_what_the_sampler_draws(write, fork_server, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    for data, per_epoch in ((DATA["weighted"], 4), (loader("weighted") | {"global_batch_size": None}, 5)):
+        write(data)
+        assert (
+            cli.main(["job=plan", "recipe=given", "trainer.gpus=0", "plan.format=json"], fork_server=fork_server) == 0
+        )
+        assert json.loads(capfd.readouterr().out)["steps"]["per_epoch"] == per_epoch
+
+
+def test_an_epoch_of_weighted_samples_is_logged_and_evaluated(run):
+    run_dir = run(DATA["weighted"], "trainer.max_epochs=1")
+    metrics = results.results(run_dir)["last"]["metrics"]
+    assert metrics["val/all/number"] == sum(range(SIZE)) / SIZE
+    assert metrics["val/few/number"] == 101

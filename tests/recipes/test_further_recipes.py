@@ -1,0 +1,91 @@
+"""The recipes of models with more than one loss, optimizer or length: what they show, on several processes."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from tests.helpers import results
+from tests.helpers.source import ROOT
+
+pytestmark = pytest.mark.usefixtures("own_state")
+
+TWO = ("topology.procs_per_node=2",)
+GPT = ("recipe=gpt_char", "scheduler.total_steps=2000", "trainer.limit_val_batches=1", "data.eval_batch_size=32")
+SHORT = (*GPT, "trainer.max_steps=6", "trainer.val_check_interval=6", "trainer.log_every_n_steps=2", "logger=jsonl")
+NAMES = ("gpt", "gan", "finetune", "tagging")
+RECIPES = ("gpt_char", "gpt_muon", "gan_digits", "finetune_digits", "text_padded")
+
+
+def test_recipes_are_short():
+    for name in NAMES:
+        assert len((ROOT / f"recipes/{name}.py").read_text().splitlines()) <= 150, name
+    for name in RECIPES:
+        text = (ROOT / f"conf/recipe/{name}.yaml").read_text()
+        assert len(text.splitlines()) <= 25, name
+        assert yaml.safe_load(text)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TWO,
+        pytest.param((*TWO, "strategy=fsdp"), marks=pytest.mark.exhaustive),
+        pytest.param((*TWO, "strategy=pipeline", "model.tie_weights=false"), marks=pytest.mark.exhaustive),
+        pytest.param(("trainer.activation_checkpointing=auto",), marks=pytest.mark.exhaustive),
+        pytest.param(("trainer.compile=default",), marks=[pytest.mark.exhaustive, pytest.mark.timeout(300)]),
+    ],
+    ids=["ddp", "fsdp", "pipeline", "recomputed", "compiled"],
+)
+def test_the_gpt_learns_the_same_in_every_way(train, shared_run, overrides):
+    untied = tuple(each for each in overrides if "tie_weights" in each)
+    one = shared_run(*SHORT, *untied)
+    other = train(*SHORT, *overrides)
+    for name in ("train/loss", "val/loss", "val/perplexity"):
+        assert results.curve(other, name) == pytest.approx(results.curve(one, name), rel=2e-4)
+    assert min(results.curve(one, "train/tokens_per_s").values()) > 0
+    assert results.curve(one, "train/lr/no_decay").keys() == results.curve(one, "train/lr").keys()
+
+
+def test_the_gpt_writes_a_text(train, shared_run, tmp_path):
+    trained = shared_run(*SHORT)
+    arguments = ("args.length=20", "args.prompt=Python", f"path.outputs={tmp_path}/outputs")
+    run_dir = train("job=recipes.gpt.sample", f"checkpoint.path={trained}", *arguments)
+    text = results.log(run_dir)
+    assert len(text[text.index("Python") :]) >= len("Python") + 20
+
+
+def test_muon_trains_the_matrices_of_the_blocks(train):
+    run_dir = train(*SHORT, "recipe=gpt_muon", "trainer.max_steps=2", "trainer.val_check_interval=2")
+    assert results.curve(run_dir, "train/lr/matrices").keys() == results.curve(run_dir, "train/lr/rest").keys()
+
+
+@pytest.mark.multiproc
+def test_the_gan_draws_digits_and_does_not_depend_on_the_number_of_processes(train):
+    short = ("recipe=gan_digits", "trainer.max_epochs=1", "trainer.check_val_every_n_epoch=1", "logger=jsonl")
+    one, two = train(*short), train(*short, *TWO)
+    results.assert_same(results.weights(two), results.weights(one), tolerance=2e-4)
+    for run_dir in (one, two):
+        (picture,) = (run_dir / "samples").iterdir()
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert list((run_dir / "tensorboard").iterdir())
+
+
+@pytest.mark.multiproc
+def test_padded_texts_give_the_same_on_any_number_of_processes(train):
+    short = ("recipe=text_padded", "trainer.max_epochs=1", "trainer.limit_train_batches=0.4", "logger=jsonl")
+    one, two = train(*short), train(*short, *TWO)
+    results.assert_same(results.weights(two), results.weights(one), tolerance=2e-3)
+    assert results.results(two)["last"]["metrics"] == pytest.approx(results.results(one)["last"]["metrics"], rel=1e-3)
+
+
+def test_a_network_for_digits_learns_another_head(train, shared_run, data_root, capfd):
+    mnist = ("recipe=mnist", f"data.root={data_root}", "trainer.max_epochs=1", "trainer.limit_test_batches=0")
+    trained = shared_run(*mnist, "trainer.max_steps=5", "trainer.val_check_interval=5", "trainer.limit_val_batches=1")
+    run_dir = train("recipe=finetune_digits", f"init_from={trained}", "trainer.max_epochs=1", "logger=jsonl")
+    begun, ended = results.weights(trained), results.weights(run_dir)
+    kept = {name for name in begun if begun[name].shape == ended[name].shape and begun[name].equal(ended[name])}
+    assert kept == {name for name in begun if name.startswith("features")}
+    assert set(results.curve(run_dir, "train/lr/features").values()) == {0.0001}
+    assert "left out: classifier.3.weight, classifier.3.bias" in results.log(run_dir)
