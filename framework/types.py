@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class Sampler(Protocol):
         ...
 
 
-class Datasets(NamedTuple):
+@dataclass(frozen=True)
+class Datasets:
     """What `data.datasets` builds. Validation chooses the best checkpoint; test is looked at once, at the end.
 
     Each part is map-style, or a stream: torch's IterableDataset, which yields one sample after another. Or it is a
@@ -65,10 +66,15 @@ class Datasets(NamedTuple):
     train: AnyDataset
     val: AnyDataset | Mapping[str, AnyDataset] | None = None
     test: AnyDataset | Mapping[str, AnyDataset] | None = None
+    _: KW_ONLY
     collate_fn: Collate | Mapping[str, Collate] | None = None
     sampler: Sampler | None = None
     batch_size: int | None = None
     eval_batch_size: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return train, val and test."""
+        return iter((self.train, self.val, self.test))
 
     @property
     def parts(self) -> dict[str, AnyDataset]:

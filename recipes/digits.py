@@ -86,5 +86,4 @@ def digits(size: int = IMAGE_SIZE, val_size: int = 180, test_size: int = 360, se
     # NumPy, because the order of torch's sums depends on the number of threads, and the data must not.
     pixels = image_BCHW[train].double().numpy()
     image_BCHW = (image_BCHW - pixels.mean()) / pixels.std()
-    parts = [TensorDataset(image_BCHW[part], labels[part]) for part in (train, val, test)]
-    return Datasets(train=parts[0], val=parts[1], test=parts[2])
+    return Datasets(*(TensorDataset(image_BCHW[part], labels[part]) for part in (train, val, test)))

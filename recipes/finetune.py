@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.utils.data import TensorDataset
 
 from framework import Datasets
@@ -12,6 +10,4 @@ from recipes.digits import digits
 
 def odd_or_even(size: int = 28) -> Datasets:
     """Return the digits as images of shape (1, size, size), with label 1 for odd ones."""
-    parts: list[Any] = [part for part in digits(size) if isinstance(part, TensorDataset)]
-    train, val, test = (TensorDataset(images, labels % 2) for images, labels in (part.tensors for part in parts))
-    return Datasets(train, val, test)
+    return Datasets(*(TensorDataset(part.tensors[0], part.tensors[1] % 2) for part in digits(size)))

@@ -34,8 +34,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm_1(x_BTC)).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
         y = scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
         x_BTC = x_BTC + self.drop(self.proj(y.transpose(1, 2).reshape(B, T, C)))
-        x_BTC = x_BTC + self.drop(self.down(gelu(self.up(self.norm_2(x_BTC)))))
-        return x_BTC
+        return torch.add(x_BTC, self.drop(self.down(gelu(self.up(self.norm_2(x_BTC))))))
 
 
 class Embedding(nn.Module):

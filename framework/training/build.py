@@ -70,9 +70,11 @@ def build_datasets(node: Node) -> Datasets:
     """Return the datasets, from a Datasets or a plain tuple (train, val, test) or shorter; DataLoaders taken apart."""
     key = "data.datasets"
     result = _build(key, node)
-    if not isinstance(result, tuple) or not 1 <= len(result) <= len(Datasets._fields):
+    if isinstance(result, tuple) and 1 <= len(result) <= 3:
+        result = Datasets(*result)
+    if not isinstance(result, Datasets):
         raise _wrong_result(key, node, result, expected="framework.Datasets(train, val, test)")
-    datasets = Datasets(*result)
+    datasets = result
     if isinstance(datasets.train, Mapping):
         raise _wrong_result(
             key, node, datasets.train, expected="one dataset to train on; mix several by MixtureSampler"
@@ -90,12 +92,12 @@ def build_data(config: DataConfig) -> Datasets:
     """Return the datasets, with the collate function and the sampler of the configuration, if it has some."""
     datasets = build_datasets(config.datasets)
     if config.collate_fn is not None:
-        datasets = datasets._replace(collate_fn=_build_collate_fn(config.collate_fn))
+        datasets = replace(datasets, collate_fn=_build_collate_fn(config.collate_fn))
     if config.sampler is not None:
         if isinstance(datasets.train, IterableDataset):
             raise ConfigError("data.sampler can't go with a stream to train on, which has its own order. Leave it out.")
         sampler = _build("data.sampler", config.sampler, datasets.train)
-        datasets = datasets._replace(sampler=sampler)
+        datasets = replace(datasets, sampler=sampler)
     if datasets.sampler is not None and not hasattr(datasets.sampler, "order"):
         own = config.sampler or config.datasets
         raise _wrong_result(

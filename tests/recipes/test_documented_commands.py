@@ -101,13 +101,15 @@ def _short(command: Command, request: pytest.FixtureRequest) -> list[str]:
     arguments = list(command.arguments)
     if any(A_RUN.search(text) or "CHECKPOINT" in text for text in arguments):
         # Other recipes' commands are run with a run of digits.
-        needs_own = any("outputs/majority/" in text for text in arguments)
-        run = str(request.getfixturevalue("run_of")("majority" if needs_own else "digits"))
+        own = [name for name in ("majority", "gpt_char") if any(f"outputs/{name}/" in text for text in arguments)]
+        run = str(request.getfixturevalue("run_of")(own[0] if own else "digits"))
         arguments = [A_RUN.sub(run, text).replace("=CHECKPOINT", f"={run}") for text in arguments]
         arguments = [text.replace("CHECKPOINT", "last") for text in arguments]
     (job,) = {text.removeprefix("job=") for text in arguments if text.startswith("job=")} or {"train"}
     if any(text.startswith("recipe=mnist") for text in arguments):
         arguments.append(f"data.root={request.getfixturevalue('data_root')}")
+    if any(text.startswith("recipe=gpt_") for text in arguments):
+        arguments.append("scheduler.total_steps=2000")
     if not any(text.startswith("trainer.gpus=") for text in arguments):
         arguments.append("trainer.gpus=0")
     if any(text.startswith("resume=") and text != "resume=auto" for text in arguments):

@@ -69,7 +69,7 @@ def test_a_seed_of_its_own_holds_out_the_validation_part(data: Datasets, data_ro
     first = range(100)
     assert torch.equal(samples(again.val, first)[0], samples(data.val, first)[0])
     assert not torch.equal(samples(other.val, first)[1], samples(data.val, first)[1])
-    assert [len(part) for part in other] == [56_000, 4000, 10_000]  # type: ignore[arg-type]
+    assert [len(part) for part in other] == [56_000, 4000, 10_000]
     assert mnist(str(data_root), mirrors=[], val_size=0).val is None
     for val_size in (-1, 60_000):
         with pytest.raises(ConfigError, match=rf"val_size={val_size}: must be from 0 to 59999"):

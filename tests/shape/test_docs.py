@@ -57,7 +57,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         asked.append(request)
         return JobResult(0)
 
-    for name in get_args(Job):
+    for name in (*get_args(Job), "function"):
         monkeypatch.setattr(importlib.import_module(f"framework.jobs.{name}"), "main", note)
     return asked
 

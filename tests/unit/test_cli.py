@@ -141,7 +141,7 @@ RARELY_WRONG: dict[str, list[str]] = {
     "-m resume=a,b": ["must be one run directory"],
 }
 ANSWERS = {
-    "--help": ["recipe: digits, mnist, mnist_fast, toy, toy_model_parallel", "python -m framework recipe=toy"],
+    "--help": ["recipe: digits, finetune_digits, gan_digits", "python -m framework recipe=toy"],
     "--cfg job --resolve recipe=toy": ["recipe: toy", "lr: 0.001"],
     "--version": [f"framework {metadata.version('framework')} (Python {platform.python_version()}, torch "],
 }
