@@ -105,13 +105,12 @@ class _ClassCounts:
     def update(self, output: Tensor, target: Tensor) -> None:
         classes = output.shape[1]
         target, predicted = target.flatten(), output.argmax(dim=1).flatten()
-        if self.ignore_index is not None:
-            counted = target != self.ignore_index
-            # What isn't counted goes to a place behind the table: choosing it would wait for the device.
-            places = (target * classes + predicted).where(counted, classes * classes)
-        else:
-            places = target * classes + predicted
-        own = torch.bincount(places, minlength=classes * classes + 1)[:-1].view(classes, classes)
+        places = target * classes + predicted
+        if self.ignore_index is not None:  # goes to a place behind the table
+            places = places.where(target != self.ignore_index, classes**2)
+        # Neither `bincount` nor a choice by a mask, which wait for the device.
+        own = places.new_zeros(classes**2 + 1).scatter_add_(0, places, torch.ones_like(places))
+        own = own[:-1].view(classes, classes)
         self.counts = own if self.counts is None else self.counts + own
 
     def state(self) -> Tensor | None:
