@@ -56,8 +56,8 @@ def known_keys(raw: Mapping[str, Any] | None = None) -> list[str]:
 
 def spelled_out(override: str) -> str:
     """Return `preflight=true` as `preflight.enabled=true`, so that its place among the section's other keys doesn't
-    matter, and `args.key=value` so that it may be a new key; return any other override unchanged."""
-    override = re.sub(r"^args\.", "++args.", override)
+    matter, and `args.key=value` and `args={…}` so that their keys may be new; return any other override unchanged."""
+    override = re.sub(r"^args(?=[.=])", "++args", override)
     return re.sub(r"^(\+*preflight)=(?!\s*\{)", r"\1.enabled=", override)
 
 

@@ -118,6 +118,8 @@ def _check_keywords(
     filled = set(by_position[: positional + len(node.get("_args_") or ())])
     allowed = [p.name for p in parameters.values() if p.kind in _NAMED and p.name not in filled]
     takes = f"It takes {', '.join(allowed) or 'nothing'}."
+    if len(by_position) < positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        yield f"{key}: {target} must take a first argument, which the framework passes. {takes}"
     for name, value in node.items():
         if name in _SPECIAL:
             continue

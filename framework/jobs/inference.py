@@ -95,6 +95,7 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
         with process_group(rank.context, config.backend, rendezvous=arguments.rendezvous):
             model, _ = _trained_model(rank)
             model.eval()
+            rank.link.rank_status.set_phase(Phase.FUNCTION)
             function(model, **keywords, **config.args)
             rank.link.rank_status.set_phase(Phase.CLOSING)
             barrier(rank.context)

@@ -54,7 +54,8 @@ class Phase(IntEnum):
     LOGGING = 9
     EVALUATE = 10
     CHECKPOINT = 11
-    CLOSING = 12
+    FUNCTION = 12  # a user's: job=package.module.function
+    CLOSING = 13
 
     @property
     def label(self) -> str:

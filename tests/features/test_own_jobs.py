@@ -24,6 +24,9 @@ def ask(model, run_dir, context, config, times, label="x"):
     if context.is_main:
         print("asked", label)
 
+def lonely():
+    pass
+
 def plain(model, times):
     raise ValueError(f"times {times}")
 
@@ -62,8 +65,9 @@ def test_a_function_gets_the_model_and_its_arguments_on_every_rank(train, folder
     ("overrides", "said"),
     [
         (("job=mine.ask", "args.tims=3"), r"args\.tims: mine\.ask has no such keyword\. Did you mean args\.times"),
-        (("job=mine.plain", "args.times=3", "args.tiems=3"), r"args\.tiems: .*Did you mean args\.times\?"),
+        (("job=mine.plain", "args={times: 3, tiems: 3}"), r"args\.tiems: .*Did you mean args\.times\?"),
         (("job=mine.plain",), r"args\.times is required by mine\.plain"),
+        (("job=mine.lonely",), r"mine\.lonely must take a first argument"),
         (
             ("job=mine.plian", "args.times=3"),
             r"job=mine\.plian: there is no plian in mine.* Did you mean mine\.plain\?",

@@ -134,6 +134,7 @@ def exception(text: str, **facts: Any) -> RankFailure:
         (failure(FailureKind.HUNG, phase="data"), "data.num_workers=0 shows the line"),
         (failure(FailureKind.HUNG, phase="forward", step=0), "raise backend.init_timeout"),
         (failure(FailureKind.HUNG, phase="starting", step=0), "raise backend.init_timeout"),
+        (failure(FailureKind.HUNG, phase="function", step=0), "Its stack shows where it is."),
         (failure(FailureKind.UNREACHABLE, host=""), "node 0"),
         (exception("torch.OutOfMemoryError: CUDA out of memory. Tried"), "data.batch_size"),
         (exception("RuntimeError: CUDA error: device-side assert triggered"), "CUDA_LAUNCH"),
