@@ -59,6 +59,8 @@ class Supervised:
         self.predictions = predictions
         self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE)
         self._may_weigh = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+        weights = getattr(loss, "weight", None) if self._may_weigh else None
+        self._may_weigh_nothing = weights is not None and not bool(weights.all())
         self._stateful = [name for name, metric in self.metrics.items() if hasattr(metric, "update")]
         self._sums = {name: metric for name, metric in self.metrics.items() if name not in self._stateful}
         self._train_metrics: dict[str, Metric] = self._sums if train_metrics else {}
@@ -86,6 +88,9 @@ class Supervised:
                 self.loss.to(output.device)  # nothing to move after the first step
         loss = self._compute_loss(output, target)
         weight = self._weight(target) if self._may_weigh else None
+        if self._may_weigh_nothing and weight is not None and output.requires_grad:
+            # If all classes of a batch have the weight 0, torch's gradient is NaN, even of a loss that is left out.
+            output.register_hook(lambda gradient: gradient.where(weight > 0, 0))
         if not metrics and not updates:
             return StepOutput(loss, len(target), weight=weight)
         seen = output.detach() if isinstance(output, Tensor) else output

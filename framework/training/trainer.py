@@ -419,6 +419,8 @@ class Trainer:
         while not self._done():
             if self.progress.samples == 0:
                 self._call(self._on_epoch_start, epoch=self.progress.epoch)
+                if self._done():  # a callback has stopped
+                    return
             for window in self.train_loader.epoch(self.progress.epoch, start=self.progress.samples):
                 yield window
                 if self._done():

@@ -207,8 +207,10 @@ from pathlib import Path
 from framework import Stop
 
 class Every:
-    def __init__(self, stop=None): self.lines, self.stop = [], stop
-    def on_train_epoch_start(self, report): self.lines.append(["epoch start", *report])
+    def __init__(self, stop=None, stop_before=None): self.lines, self.stop, self.stop_before = [], stop, stop_before
+    def on_train_epoch_start(self, report):
+        self.lines.append(["epoch start", *report])
+        return Stop("enough") if report.epoch == self.stop_before else None
     def on_before_optimizer_step(self, optimizer):
         gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
         self.lines.append(["before step", str(sum(float(each.square().sum()) for each in gradients) ** 0.5)])
@@ -261,9 +263,10 @@ def test_hooks_are_called_in_order_and_a_resumed_run_repeats_none(train, tmp_pat
         assert [line for line in hooked(tmp_path) if line != ["resumed"]] == lines
 
 
-def test_a_stop_at_the_end_of_an_epoch(train, tmp_path):
+@pytest.mark.parametrize("stop", ["stop=0", "stop_before=1"])
+def test_a_stop_between_two_epochs(train, tmp_path, stop):
     (tmp_path / "every.py").write_text(EVERY)
-    run_dir = train(*HOOKED, "+callbacks.every.stop=0")
+    run_dir = train(*HOOKED, f"+callbacks.every.{stop}")
     assert (results.results(run_dir)["steps"], results.results(run_dir)["ended_by"]) == (3, "enough")
 
 

@@ -272,9 +272,9 @@ CAUSES: Mapping[str, str] = {
     "(torch.distributed.nn.functional.all_gather keeps gradients), or accept it.",
     "factor": "All gradients are {factor:.4g} times those of one process; they reach the optimizer as the mean over "
     "processes. The loss (StepOutput.loss) should be the mean over the samples of its batch (reduction='mean').",
-    "loss": "Every layer is the same, and gradients aren't. The loss isn't a mean over the samples of its batch (class "
-    "weights, ignore_index, pairs of samples), or it draws random numbers. Use such a mean, gather what the loss needs "
-    "over processes, or accept it.",
+    "loss": "Every layer is the same, and gradients aren't. The loss isn't a mean over the samples of its batch (but "
+    "over tokens that count, sample weights, pairs of samples), or it draws random numbers. Return what it is the mean "
+    "over as StepOutput.weight, gather what the loss needs over processes, or accept it.",
     "backward": "Every layer and the gradients of other parameters are the same; {names} isn't: only some samples use "
     "it, or it is used outside of the model's forward, has a hook or an autograd.Function that depends on the batch, "
     "or a second loss that isn't a mean over samples.",
