@@ -1,7 +1,7 @@
-"""Tagging the words of sentences of different lengths: is a word a letter, a number, a sign, upper or lower case?
+"""Tagging the characters of lines of different lengths: is each one plain text, code or a name?
 
-Sentences are those of Python's own documentation. A convolution sees the characters of a sentence; each of them is
-tagged. Padding is neither trained on nor counted. Shapes: B samples, T characters, C classes.
+The lines are paragraphs of Python's own documentation, without the marks that tell. Padding is neither trained on nor
+counted. Shapes: B samples, T characters, C classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST = 200
 
 
 class Lines(Dataset[tuple[Tensor, Tensor]]):
-    """Lines of text as bytes, with a class for each: in ``code``, in a *name*, or in plain text."""
+    """Lines of text as characters' codes, with a class for each: in "code", in a *name*, or in plain text."""
 
     def __init__(self, lines: list[str]) -> None:
         self.samples = [_tagged(line) for line in lines]

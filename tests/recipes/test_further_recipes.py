@@ -56,9 +56,14 @@ def test_the_gpt_writes_a_text(train, shared_run, tmp_path):
     assert len(text[text.index("Python") :]) >= len("Python") + 20
 
 
-def test_muon_trains_the_matrices_of_the_blocks(train):
-    run_dir = train(*SHORT, "recipe=gpt_muon", "trainer.max_steps=2", "trainer.val_check_interval=2")
-    assert results.curve(run_dir, "train/lr/matrices").keys() == results.curve(run_dir, "train/lr/rest").keys()
+@pytest.mark.multiproc
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+def test_muon_trains_the_matrices_of_the_blocks_on_any_number_of_processes(train, shared_run, strategy):
+    muon = (*SHORT, "recipe=gpt_muon")
+    one, two = shared_run(*muon), train(*muon, *TWO, f"strategy={strategy}")
+    assert results.curve(one, "train/lr/matrices").keys() == results.curve(one, "train/lr/rest").keys()
+    for name in ("train/loss", "val/loss"):
+        assert results.curve(two, name) == pytest.approx(results.curve(one, name), rel=2e-4)
 
 
 @pytest.mark.multiproc
