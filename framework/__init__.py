@@ -29,6 +29,9 @@ from framework.types import (
 )
 
 if TYPE_CHECKING:
+    from framework.api.call import RunFailedError
+    from framework.api.run import Run, load
+    from framework.api.train import train
     from framework.data import samplers, transforms
     from framework.data.tensor_samples import TensorSamples
     from framework.strategies.base import Strategy
@@ -47,7 +50,9 @@ __all__ = [
     "MapDataset",
     "Phase",
     "RequestError",
+    "Run",
     "RunError",
+    "RunFailedError",
     "Sampler",
     "StatefulMetric",
     "StepOutput",
@@ -57,17 +62,27 @@ __all__ = [
     "SumCount",
     "Task",
     "TensorSamples",
+    "load",
     "samplers",
+    "train",
     "transforms",
 ]
 
+_IMPORTED_LATE = {
+    "Run": "framework.api.run",
+    "RunFailedError": "framework.api.call",
+    "Strategy": "framework.strategies.base",
+    "TensorSamples": "framework.data.tensor_samples",
+    "load": "framework.api.run",
+    "train": "framework.api.train",
+}
+"""Public names that need torch or Hydra, and their modules."""
+
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first used."""
-    if name == "Strategy":
-        return import_module("framework.strategies.base").Strategy
-    if name == "TensorSamples":
-        return import_module("framework.data.tensor_samples").TensorSamples
+    """Import what needs torch or Hydra when it is first used."""
+    if name in _IMPORTED_LATE:
+        return getattr(import_module(_IMPORTED_LATE[name]), name)
     if name in ("samplers", "transforms"):
         return import_module(f"framework.data.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

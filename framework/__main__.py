@@ -14,16 +14,6 @@ if TYPE_CHECKING:
     from framework.launch.fork_server import ForkServer
     from framework.launch.handshake import AdoptedRanks
 
-# Imported by the fork server, the heaviest first.
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "framework.training.engine",
-    "framework.jobs.preflight.rank",
-    "rich.progress",
-    "numpy.random",
-)
-
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
 _ONLY_ANSWER = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -60,7 +50,7 @@ def _command() -> int:
             return status
         if not _starts_ranks(arguments):
             return _answer(arguments)
-        from framework.launch.fork_server import ForkServer
+        from framework.launch.fork_server import PRELOAD, ForkServer
 
         with closing(ForkServer(PRELOAD)) as fork_server:
             return _answer(arguments, fork_server=fork_server)

@@ -33,7 +33,7 @@ from framework.config.checks import check
 from framework.config.explain import explain
 from framework.config.parse import parse, spelled_out
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
-from framework.jobs.request import JobResult, Request, job_module
+from framework.jobs.request import JobResult, PythonCall, Request, job_module
 from framework.jobs.saved_run import BaseConfig, find_base, names_a_run
 from framework.jobs.sweep import Sweep, run_sweep
 from framework.system.run_dir import new_name
@@ -66,7 +66,7 @@ def main(
         print(answer)
         return 0
     try:
-        return _Command(arguments, fork_server=fork_server, adopted_ranks=adopted_ranks).run()
+        return _Command(arguments, fork_server=fork_server, adopted_ranks=adopted_ranks).run().status
     except FrameworkError as error:
         print(error, file=sys.stderr)
         if isinstance(error, ConfigError) and user_config_dir(Path.cwd()) and Path("conf/config.yaml").is_file():
@@ -76,6 +76,16 @@ def main(
         return EXIT_WRONG_REQUEST
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def run_call(overrides: Sequence[str], call: PythonCall, *, fork_server: ForkServer) -> JobResult:
+    """Run a job for Python code, as the command does. Raises FrameworkError, also for a wrong request."""
+    hydra_config = HydraConfig.instance()
+    before = hydra_config.cfg  # of the program, if it is a Hydra application itself
+    try:
+        return _Command(overrides, fork_server=fork_server, call=call).run()
+    finally:
+        hydra_config.cfg = before
 
 
 def _own_answer(arguments: Sequence[str]) -> str | None:
@@ -96,9 +106,14 @@ class _Command:
     """One command: its arguments, and what is composed, checked and run for them."""
 
     def __init__(
-        self, arguments: Sequence[str], *, fork_server: ForkServer | None, adopted_ranks: AdoptedRanks | None
+        self,
+        arguments: Sequence[str],
+        *,
+        fork_server: ForkServer | None,
+        adopted_ranks: AdoptedRanks | None = None,
+        call: PythonCall | None = None,
     ) -> None:
-        self._arguments = arguments
+        self._arguments, self._call = arguments, call
         self._parser = get_args_parser()
         self._flags = _parse_flags(self._parser, arguments)
         self._config_name = self._flags.config_name or "config"
@@ -110,8 +125,8 @@ class _Command:
         self._fork_server, self._adopted_ranks = fork_server, adopted_ranks
         self._base: BaseConfig  # from `run` on
 
-    def run(self) -> int:
-        """Compose, parse and check the configuration of every job, then run them; return the exit status."""
+    def run(self) -> JobResult:
+        """Compose, parse and check the configuration of every job, then run them; return how they ended."""
         import_from_working_dir()
         Plugins.instance().register(UserConfigFirst)
         folder = config_dir() if self._flags.config_path is None else Path(self._flags.config_path).absolute()
@@ -119,7 +134,7 @@ class _Command:
             self._base, overrides = find_base(self._typed, compose=self._compose_raw, swept=self._is_sweep)
             with self._explained(overrides) as hydra:
                 if self._show(hydra, overrides):
-                    return 0
+                    return JobResult(0)
                 parsed = OverridesParser.create(hydra.config_loader).parse_overrides(overrides)
                 fixed = [str(each.input_line) for each in parsed if not (self._is_sweep and each.is_sweep_override())]
                 config = self._compose(fixed)
@@ -127,16 +142,17 @@ class _Command:
                 if is_sweep:
                     self._check_sweep(config.hydra)
                     if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-                        return self._run_sweeper(hydra, overrides, outputs=config.path.outputs)
+                        return JobResult(self._run_sweeper(hydra, overrides, outputs=config.path.outputs))
                     compositions = [_resolved(self._compose(job)) for job in _grid(overrides, config.hydra)]
                 else:
                     compositions = [_resolved(config)]
         # All are composed and checked before the first one runs.
         if is_sweep:
-            return run_sweep([self._request(*each, number=number) for number, each in enumerate(compositions)])
+            requests = [self._request(*each, number=number) for number, each in enumerate(compositions)]
+            return JobResult(run_sweep(requests))
         request = self._request(*compositions[0])
         result: JobResult = job_module(request.config.job).main(request)
-        return result.status
+        return result
 
     @contextmanager
     def _explained(self, overrides: Sequence[str]) -> Iterator[Hydra]:
@@ -211,6 +227,8 @@ class _Command:
     def _request(self, composed: Mapping[str, Any], overrides: Sequence[str], *, number: int | None = None) -> Request:
         """Return what a job is handed. number: of the job in a sweep."""
         raw = self._base.configuration(composed)
+        if self._call is not None and self._call.name is not None:
+            raw["recipe"] = self._call.name
         config = parse(raw)
         check(config)
         overrides = tuple(text for text in overrides if not names_a_run(text))
@@ -226,6 +244,7 @@ class _Command:
             raw=raw,
             overrides=overrides,
             arguments=tuple(arguments),
+            call=self._call,
             fork_server=self._fork_server,
             sub_run=sub_run,
             adopted_ranks=self._adopted_ranks,

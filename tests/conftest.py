@@ -100,8 +100,7 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """One fork server for all tests that only need ranks: loading torch costs seconds each time."""
-    from framework.__main__ import PRELOAD
-    from framework.launch.fork_server import ForkServer
+    from framework.launch.fork_server import PRELOAD, ForkServer
 
     costly = ("framework.strategies.fsdp", "framework.strategies.pipeline", "framework.checkpoint.sharded_state")
     server = ForkServer((*PRELOAD, *costly))  # else each rank that needs them imports them for seconds

@@ -40,8 +40,9 @@ class SavedRun:
 
 def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Write `config.yaml` and `overrides.yaml`; even after a kill, each is complete or absent."""
+    recipe = [text for text in overrides if key_of(text) == "recipe"] or [f"recipe={raw['recipe']}"]
     others = [text for text in overrides if key_of(text) not in ("recipe", "resume")]
-    write_atomically(run_dir.overrides_file, _dump([f"recipe={raw['recipe']}", *others]))
+    write_atomically(run_dir.overrides_file, _dump([*recipe, *others]))
     write_atomically(run_dir.config_file, _dump(dict(raw)))
 
 

@@ -262,6 +262,7 @@ class Config:
     resume: str | None  # the run directory to resume
     init_from: str | None  # a checkpoint, a file of weights, or a folder of transformers, to take the weights from
     init: InitConfig = InitConfig()
+    objects: Texts | None = None  # files of Python objects, see framework.config.objects; set by framework.train
     eval: EvalConfig
     predict: PredictConfig
     plan: PlanConfig

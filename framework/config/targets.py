@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from framework.config.objects import load_objects
 from framework.config.optimizers import optimizer_configs, schedules
 from framework.config.schema import Config, Node
 from framework.config.suggest import did_you_mean, nearest
@@ -27,6 +28,7 @@ def check_targets(config: Config) -> None:
 
     Raises TargetError with all mistakes, one per line. An exception raised by a module's import is passed on.
     """
+    load_objects(config.objects or ())
     mistakes = [
         *check_node(without_freeze(config.model)[0], "model", supplied=("devices",)),
         *check_node(config.data.datasets, "data.datasets"),

@@ -11,6 +11,7 @@ from typing import Any
 from framework.config.schema import Config
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import AdoptedRanks
+from framework.monitoring.report import FailureReport
 from framework.system.run_dir import RunDir
 
 
@@ -27,6 +28,18 @@ class JobResult:
     run_dir: RunDir | None = None
     # The best value of the monitored metric; None if nothing was monitored or no value was reached.
     score: float | None = None
+    # Why the ranks failed; printed already, unless the job was called from Python.
+    failure: FailureReport | None = None
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """A call of `framework.train`, or of a method of a run, in place of a typed command."""
+
+    # Pickled: the objects by name that the configuration refers to; None if it refers to none.
+    objects: bytes | None
+    # Stands for the recipe's name in paths and titles; None: the recipe's own.
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,8 @@ class Request:
     overrides: tuple[str, ...]
     # `python -m framework ARGUMENTS` starts this run again; in a sweep, only this job.
     arguments: tuple[str, ...] = ()
+    # Set if Python code made the request: a failure is returned, not printed.
+    call: PythonCall | None = None
     # The fork server, if one was started.
     fork_server: ForkServer | None = None
     # The directory to make for one of several runs of a command, which prints nothing itself.

@@ -61,15 +61,20 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
             return _join(request, setup, elastic, elastic.spec)
         with _run_dir(request) as run_dir, locked(run_dir), _records_kept_if_refused(run_dir):
             record_start(run_dir, request, topology)
-            quiet = request.sub_run is not None
+            # What a call evaluates or predicts is returned.
+            quiet = request.sub_run is not None or (request.call is not None and request.config.job != "train")
             if not quiet:
                 with suppress(BrokenPipeError):  # of `| head -n 1`; the ranks run nevertheless
                     print(start_message(title, request.config.recipe, topology, run_dir), flush=True)
             launch = importlib.import_module(f"framework.launch.{launcher}").launch if elastic is None else elastic.run
-            status = _launch(launch, _plan(request, setup, run_dir, entry=entry), request.config)
+            outcome = _launch(launch, _plan(request, setup, run_dir, entry=entry), request.config)
+            status, failure = outcome.status, outcome.failure
+            if failure is not None and request.call is None:
+                print(render(failure), file=sys.stderr, flush=True)
             if status != EXIT_WRONG_REQUEST and not quiet:
                 print(summary(request.config, run_dir, status), flush=True)
-            return JobResult(status, run_dir, score=run_dir.read_run().get("results", {}).get("score"))
+            score = run_dir.read_run().get("results", {}).get("score")
+            return JobResult(status, run_dir, score=score, failure=failure)
 
 
 def _setup(request: Request, topology: Topology) -> NodeSetup:
@@ -120,8 +125,11 @@ def _join(request: Request, setup: NodeSetup, elastic: ElasticNode, spec: RunSpe
     return JobResult(outcome.status, run_dir)
 
 
-def _launch(launch: Callable[[LaunchPlan], Outcome], plan: LaunchPlan, config: Config) -> int:
-    """Launch the ranks, record in `run.json` how the run went, and print a failure report. Return the exit status."""
+def _launch(launch: Callable[[LaunchPlan], Outcome], plan: LaunchPlan, config: Config) -> Outcome:
+    """Launch the ranks and record in `run.json` how the run went.
+
+    Raises RequestError if a rank refused the request before the first step.
+    """
     run_dir = plan.run_dir
     try:
         outcome = launch(plan)
@@ -134,14 +142,14 @@ def _launch(launch: Callable[[LaunchPlan], Outcome], plan: LaunchPlan, config: C
         raise
     record_end(run_dir, status=_STATUS.get(outcome.status, "failed"), late=outcome.late)
     if outcome.failure is not None:
-        first, text = outcome.failure.first, render(outcome.failure)
+        first = outcome.failure.first
         steps = [failure.step for failure in (first, *outcome.failure.others)]
         if first.exit_status == EXIT_WRONG_REQUEST and outcome.failure.attempt == 0 and not any(steps):
             # On other machines, ranks may have found other files or packages.
             several = plan.adopted_ranks is not None or plan.topology.nnodes > 1
+            text = render(outcome.failure)
             raise RequestError(f"Rank {first.rank} (node {first.node}): {text}" if several else text)
-        print(text, file=sys.stderr, flush=True)
-    return outcome.status
+    return outcome
 
 
 @contextmanager
@@ -184,7 +192,7 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
         "status": "running",
         "started": _now(),
         "process": {"pid": os.getpid(), "host": socket.gethostname()},
-        "command": shlex.join(["python", "-m", "framework", *request.arguments]),
+        "command": _command(request),
         "topology": {**asdict(topology), "world_size": topology.world_size},
         "git": _git(),
         "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
@@ -204,13 +212,28 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
         if request.config.resume is not None:
             for file in run_dir.path.glob("failure*.json"):  # of the previous start; its logs stay
                 file.unlink()
-        save_config(run_dir, raw=request.raw, overrides=request.overrides)
+        save_config(run_dir, raw={**request.raw, **_save_objects(request, run_dir)}, overrides=request.overrides)
         run_dir.update_run(facts)
     except OSError as error:
         raise RunError(
             f"The run directory {run_dir.path} can't be written: {error.strerror or error}.\n"
             "Make room, or choose another folder with path.outputs=FOLDER."
         ) from error
+
+
+def _command(request: Request) -> str:
+    """Return what was typed. Of a call from Python it is the script, or what runs a notebook."""
+    return shlex.join(["python", *(sys.argv if request.call else ["-m", "framework", *request.arguments])])
+
+
+def _save_objects(request: Request, run_dir: RunDir) -> dict[str, Any]:
+    """Write the Python objects of a call to the run directory; return the key that names their files."""
+    if request.call is None or request.call.objects is None:
+        return {}
+    earlier = request.config.objects or ()
+    file = run_dir.objects_file(len(list(run_dir.path.glob(run_dir.objects_file("*").name))))
+    file.write_bytes(request.call.objects)
+    return {"objects": [*earlier, str(file)]}
 
 
 def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -109,6 +109,8 @@ class BaseConfig:
             raise ConfigError(f"{found.key} can't go with init_from: each names initial weights. Leave one out.")
         own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
         raw = apply_typed(found.raw, before=self.without_typed, after=composed, typed=own)
+        if raw.get("objects"):  # the run directory may have been moved
+            raw["objects"] = [str(found.run_dir.path / Path(file).name) for file in raw["objects"]]
         is_resumed = found.key == _RESUME
         raw["resume"] = str(found.checkpoint or found.run_dir.path) if is_resumed else None
         raw["checkpoint"] = {**raw["checkpoint"], "path": None if is_resumed else str(found.checkpoint)}

@@ -29,7 +29,16 @@ from framework.system.hardware import openmp_environment
 from framework.system.parent_death import die_with_parent
 from framework.system.signals import STOP_SIGNALS, catching_signals
 
-_PRELOAD = ("torch", "torch.distributed")  # by a server that is started when a process is needed at once
+# What ranks need, the heaviest first.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "framework.training.engine",
+    "framework.jobs.preflight.rank",
+    "rich.progress",
+    "numpy.random",
+)
+_PRELOAD = PRELOAD[:2]  # by a server that is started when a process is needed at once
 _END_TIMEOUT_S = 5.0
 _KILL_TIMEOUT_S = 10.0  # only a process in an uninterruptible system call outlives SIGKILL for so long
 

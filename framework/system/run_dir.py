@@ -42,6 +42,10 @@ class RunDir:
         parts = ["failure", *([f"node{node}"] if node else []), *([] if is_last else [f"attempt_{attempt}"])]
         return self.path / f"{'_'.join(parts)}.json"
 
+    def objects_file(self, number: int | str) -> Path:
+        """Return the file of the Python objects that a call of `framework.train` gave; each resume may add one."""
+        return self.path / f"objects_{number}.pkl"
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank_{rank}.log"
 

@@ -83,13 +83,14 @@ def export(arguments: Mapping[str, Any]) -> dict[str, Any]:
         FrameworkError: the checkpoint doesn't fit, the model can't be exported, or the file differs from the model.
     """
     config, path = parse(arguments["config"]), Path(arguments["path"])
-    check_targets(config)
-    source = _source(config, span=arguments["span"])
+    source = load_source(config, span=arguments["span"])
     write = _graph if config.export.format in ("onnx", "torch_export") else _weights
     return {"step": source.step, "model": source.name, "facts": write(source, path)}
 
 
-def _source(config: Config, *, span: int) -> Source:
+def load_source(config: Config, *, span: int) -> Source:
+    """Return the model of `checkpoint.path` on the CPU. Raises FrameworkError if it can't be built or loaded."""
+    check_targets(config)
     directory = find(Path(str(config.checkpoint.path)))
     step = read_manifest(directory).step
     topology = Topology(nnodes=1, procs_per_node=1, gpus_per_node=0, span=span)

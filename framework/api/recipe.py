@@ -1,0 +1,94 @@
+"""Write what a run was started with as a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from framework.api.nodes import OBJECTS, importable_name
+from framework.config.assets import config_dir, user_config_dir
+from framework.config.objects import Given, load_objects
+from framework.config.parse import raise_mistakes, walk
+from framework.config.saved import load_yaml
+from framework.config.targets import import_target
+from framework.errors import ConfigError
+from framework.system.run_dir import RunDir, write_atomically
+from framework.types import Datasets
+
+_HEAD = "# @package _global_\n"
+_EMPTY_OPTIONS = {"data": "default", "scheduler": "none"}
+"""The options of groups that hold a node among other keys, without that node."""
+
+
+def write_recipe(run_dir: RunDir, path: Path) -> Path:
+    """Write the overrides of a run as a recipe's file; return its path.
+
+    Raises ConfigError if it exists, or if the run has objects that no name stands for.
+    """
+    if path.exists():
+        raise ConfigError(f"{path} exists already. Choose another name, or remove it.")
+    raw = load_yaml(run_dir.config_file)
+    base: list[Any] = []
+    options: dict[str, Any] = {}
+    content: dict[str, Any] = {}
+    for text in load_yaml(run_dir.overrides_file):
+        override = OverridesParser.create().parse_override(text)
+        key, value = override.key_or_group, override.value()
+        section, _, below = key.partition(".")
+        if key == "recipe":
+            base = [] if value == "none" else [value]
+        elif _is_group(key) and not isinstance(value, Mapping):
+            options[f"override /{key}"] = None if override.is_delete() else value
+        elif base and below and value is None and section in _EMPTY_OPTIONS:
+            # YAML can't remove the node that the recipe has, so the whole section is written out.
+            options[f"override /{section}"] = _EMPTY_OPTIONS[section]
+            content[section] = raw[section]
+        elif content.get(section) is not raw[section]:
+            _set(content, key.split("."), value)
+    raise_mistakes(list(_unnamed(content, raw.get("objects") or ())))
+    defaults = [*base, *({name: option} for name, option in options.items())]
+    written = {**({"defaults": defaults} if defaults else {}), **content}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, _HEAD + yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=120))
+    return path
+
+
+def _is_group(key: str) -> bool:
+    places = (config_dir(), user_config_dir(Path.cwd()))
+    return any(place is not None and (place / key).is_dir() for place in places)
+
+
+def _set(content: dict[str, Any], path: list[str], value: Any) -> None:
+    *parents, last = path
+    for name in parents:
+        below = content.get(name)
+        content[name] = below if isinstance(below, dict) else {}
+        content = content[name]
+    content[last] = value
+
+
+def _unnamed(content: Mapping[str, Any], files: Sequence[str]) -> Iterator[str]:
+    """Yield what to pass instead of each object of the run that `content` refers to."""
+    load_objects(files)
+    for key, value in walk(content):
+        if not (key.endswith("._target_") and str(value).startswith(f"{OBJECTS}.")):
+            continue
+        found = import_target(value)
+        place = key.removesuffix("._target_")
+        if not isinstance(found, Given):
+            name = getattr(found, "__qualname__", value)
+            yield f"{place}: {name} is defined in a script or notebook. Move it to a module, and import it from there."
+            continue
+        kind = type(found.value)
+        name = importable_name(kind)
+        if isinstance(found.value, Datasets):
+            yield f"{place}: these data sets have no name. Put a function that makes them in a module, and pass that."
+        elif name is None:
+            how = f"pass what makes an object: functools.partial({kind.__qualname__}, ...)"
+            yield f"{place}: {kind.__qualname__} is defined in a script or notebook. Move it to a module, and {how}."
+        else:
+            yield f"{place}: the arguments of this {name} aren't known. Pass functools.partial({name}, ...) instead."

@@ -1,0 +1,172 @@
+"""A run from Python: its numbers, its model, and what can be done with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, final
+
+from framework.api.call import execute, section_overrides
+from framework.api.nodes import Nodes, override_value
+from framework.api.recipe import write_recipe
+from framework.checkpoint.layout import BEST, LAST
+from framework.config.parse import parse
+from framework.config.saved import load_yaml, run_of
+from framework.system.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def load(directory: str | Path) -> Run:
+    """Return the run in `directory`, which any of `framework.train` and the command has left.
+
+    Raises ConfigError if it isn't a run directory.
+    """
+    return Run(run_of(directory).path)
+
+
+@final
+class Run:
+    """A run directory. What it says is read from its files, so a run that is still training can be looked at."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._run_dir = RunDir(directory)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.directory}: {self.status}>"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The whole configuration, as in `config.yaml`."""
+        content: dict[str, Any] = load_yaml(self._run_dir.config_file)
+        return content
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What `run.json` says: command, code, versions, hardware, results."""
+        return self._run_dir.read_run()
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped` (on request, with a checkpoint), `failed`, `interrupted`, or `running`."""
+        return str(self.record["status"])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last validation's metrics, or the best one's if `checkpoint.monitor` is set; and those of the test."""
+        results = self.record.get("results", {})
+        validated = results.get("best") or results.get("last")
+        return {
+            name: value for each in (validated, results.get("test")) if each for name, value in each["metrics"].items()
+        }
+
+    @property
+    def history(self) -> Any:
+        """All that was logged: a pandas table of one row a step, or without pandas a list of dicts."""
+        rows: dict[int, dict[str, Any]] = {}
+        file = self._run_dir.metrics_file
+        for line in file.read_text().splitlines() if file.exists() else ():
+            row = json.loads(line)
+            rows.setdefault(row["step"], {}).update({name: row[name] for name in row if name != "nonfinite"})
+        try:
+            import pandas
+        except ImportError:
+            return list(rows.values())
+        table = pandas.DataFrame(list(rows.values()))
+        return table.set_index("step") if rows else table
+
+    def best_model(self) -> nn.Module:
+        """Return the model with the best weights by `checkpoint.monitor`, else the last: on the CPU, in eval mode."""
+        return self._model(self._weights())
+
+    def last_model(self) -> nn.Module:
+        """Return the model with the last weights that were saved: on the CPU, in eval mode."""
+        return self._model(LAST)
+
+    def resume(self, *, overrides: Sequence[str] = (), **sections: Any) -> Run:
+        """Continue training from the last checkpoint, and return this run again; see `framework.train`."""
+        nodes = Nodes()
+        typed = [self._key("resume"), *section_overrides(nodes, sections, overrides)]
+        execute(typed, nodes)
+        return self
+
+    def evaluate(
+        self, data: Any = None, *, part: str = "test", overrides: Sequence[str] = (), **sections: Any
+    ) -> dict[str, float]:
+        """Return the metrics of the best weights over other data, or over a part of the run's own.
+
+        Args:
+            data: a DataLoader or Dataset, evaluated as the test part; or what `framework.train` takes.
+            part: train, val or test; of `data`, if that has several parts.
+        """
+        run_dir = self._job("eval", data, part, overrides, sections)
+        metrics: dict[str, float] = run_dir.read_run()["results"]["metrics"]
+        return metrics
+
+    def predict(
+        self, data: Any = None, *, part: str = "test", overrides: Sequence[str] = (), **sections: Any
+    ) -> dict[str, Tensor]:
+        """Return what the task predicts for each sample, in the order of the data: name → tensor of n rows.
+
+        See `evaluate` for the arguments.
+        """
+        import torch
+
+        with TemporaryDirectory() as folder:
+            file = Path(folder, "predictions.pt")
+            own = [f"predict.output={override_value(str(file))}", *overrides]
+            self._job("predict", data, part, own, sections)
+            predictions: dict[str, Tensor] = torch.load(file, weights_only=True)
+        return predictions
+
+    def to_yaml(self, path: str | Path) -> Path:
+        """Write the run as a recipe: `conf/recipe/mine.yaml` for `python -m framework recipe=mine`.
+
+        Raises ConfigError if it exists, or for objects that no name stands for: it says what to pass instead.
+        """
+        return write_recipe(self._run_dir, Path(path))
+
+    def _weights(self) -> str:
+        return BEST if (self._run_dir.checkpoints / BEST).exists() else LAST
+
+    def _key(self, key: str, path: Path | None = None) -> str:
+        return f"{key}={override_value(str(path or self.directory))}"
+
+    def _job(self, job: str, data: Any, part: str, overrides: Sequence[str], sections: dict[str, Any]) -> RunDir:
+        nodes = Nodes()
+        if data is not None:
+            is_one = not isinstance(data, (tuple, list, dict)) and not callable(data) and not hasattr(data, "parts")
+            sections = {"data": _as_test(data) if is_one else data, **sections}
+        typed = [
+            f"job={job}",
+            self._key("checkpoint.path", self._run_dir.checkpoints / self._weights()),
+            f"{job}.part={part}",
+            *section_overrides(nodes, sections, overrides),
+        ]
+        result = execute(typed, nodes)
+        assert result.run_dir is not None, "ranks have a run directory"
+        return result.run_dir
+
+    def _model(self, which: str) -> nn.Module:
+        import torch
+
+        from framework.jobs.export.model_file import load_source
+
+        raw = {
+            **self.config,
+            "checkpoint": {**self.config["checkpoint"], "path": str(self._run_dir.checkpoints / which)},
+        }
+        with torch.random.fork_rng(devices=[]):  # building a model draws numbers
+            return load_source(parse(raw), span=self.record["topology"]["span"]).model
+
+
+def _as_test(data: Any) -> Any:
+    """Return one Dataset or DataLoader as the test part, taken apart."""
+    from framework.data.from_loader import take_loaders_apart
+    from framework.types import Datasets
+
+    return take_loaders_apart(Datasets(data.dataset if hasattr(data, "dataset") else data, test=data))
