@@ -37,7 +37,7 @@ class Nodes:
         self._objects: dict[str, Any] = {}
 
     def part(self, value: Any, *, key: str) -> dict[str, Any]:
-        """Return the node of a part of a run: a class or function to call, or the object itself."""
+        """Return the node of a part of a run: a class or function to call, a node already, or the object itself."""
         if isinstance(value, Mapping):
             return {name: self.value(item, key=f"{key}.{name}") for name, item in value.items()}
         if isinstance(value, (partial, type, *_FUNCTIONS)):
@@ -45,10 +45,12 @@ class Nodes:
         return self._object(value, key=key)
 
     def function(self, value: Any, *, key: str) -> dict[str, Any]:
-        """Return the node of something that is called later, such as a loss: a function stays one, a class is made."""
+        """Return the node of something that is called in every step, such as a loss: a class is made first."""
+        if isinstance(value, _FUNCTIONS):
+            node: dict[str, Any] = self.value(value, key=key)
+            return node
         node = self.part(value, key=key)
-        inner = value.func if isinstance(value, partial) else value
-        return {**node, "_partial_": True} if isinstance(inner, _FUNCTIONS) else node
+        return {**node, "_partial_": True} if isinstance(getattr(value, "func", None), _FUNCTIONS) else node
 
     def value(self, value: Any, *, key: str) -> Any:
         """Return an argument as it is written in YAML: plain, or a node that gives exactly this value."""
@@ -83,20 +85,21 @@ class Nodes:
                 _check_pickles(name, value, dump)
             raise
 
-    def _call(self, value: Callable[..., Any], *, key: str) -> dict[str, Any]:
-        node: dict[str, Any] = {}
-        if isinstance(value, partial):
-            if value.args:
-                node["_args_"] = [self.value(item, key=f"{key}.{number}") for number, item in enumerate(value.args)]
-            node |= {name: self.value(item, key=f"{key}.{name}") for name, item in value.keywords.items()}
-            value = value.func
-        name = importable_name(value) or self._add(value, name=getattr(value, "__name__", key))
-        return {"_target_": name, **node}
+    def _call(self, value: Any, *, key: str) -> dict[str, Any]:
+        bound: partial[Any] = value if isinstance(value, partial) else partial(value)
+        called: Any = bound.func
+        node: dict[str, Any] = {
+            "_target_": importable_name(called) or self._add(called, name=getattr(called, "__name__", key))
+        }
+        if bound.args:
+            node["_args_"] = [self.value(item, key=f"{key}.{number}") for number, item in enumerate(bound.args)]
+        return node | {name: self.value(item, key=f"{key}.{name}") for name, item in bound.keywords.items()}
 
     def _object(self, value: Any, *, key: str) -> dict[str, Any]:
+        kind: Any = type(value)
         arguments = constructor_arguments(value)
         if arguments is not None:
-            return self._call(partial(type(value), **arguments), key=key)
+            return self._call(partial(kind, **arguments), key=key)
         return {"_target_": self._add(Given(_on_cpu(value)), name=key.replace(".", "_"))}
 
     def _add(self, value: Any, *, name: str) -> str:

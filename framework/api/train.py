@@ -73,6 +73,9 @@ def train(
 
 
 def _program_name() -> str:
-    """Return the script's name without its suffix, or a word for a notebook or an interactive session."""
+    """Return the name of the script or package that runs, or a word for a notebook or an interactive session."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    return Path(script).stem if script else _NO_SCRIPT
+    if script is None:
+        return _NO_SCRIPT
+    path = Path(script)
+    return path.parent.name if path.stem == "__main__" else path.stem

@@ -7,7 +7,8 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from framework.config.objects import load_objects
 from framework.config.optimizers import optimizer_configs, schedules
@@ -15,6 +16,7 @@ from framework.config.schema import Config, Node
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import TargetError
 
+F = TypeVar("F")
 _SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -63,6 +65,13 @@ def takes(node: Node, keyword: str) -> bool:
     """Return True if the target's signature has the keyword; `**kwargs` doesn't count."""
     parameter = _parameters(import_target(node["_target_"])).get(keyword)
     return parameter is not None and parameter.kind in _NAMED
+
+
+def plain_function(function: F) -> F:
+    """Return what is to be called in every step: a partial without Hydra's checks, which take 90 µs at each call."""
+    if not isinstance(function, partial):
+        return function
+    return partial(function.func, *function.args, **function.keywords)  # type: ignore[return-value]
 
 
 def requires(node: Node, keyword: str) -> bool:

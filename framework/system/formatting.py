@@ -58,7 +58,8 @@ def format_table(rows: Sequence[Sequence[str]], *, width: int = 10_000) -> str:
         table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    # In a notebook, rich would show what it prints, captured or not.
+    console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False, force_jupyter=False)
     with console.capture() as captured:
         console.print(Padding(table, (0, 0, 0, 2)))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())

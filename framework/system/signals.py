@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import final
@@ -35,21 +36,24 @@ class Signals:
 
 @contextmanager
 def catching_signals(wanted: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Signals]:
-    """While this is entered, these signals are collected instead of interrupting. Main thread only.
+    """While this is entered, these signals are collected instead of interrupting. Only the main thread can do that.
 
     Ignored signals (`nohup` ignores SIGHUP) stay ignored.
     """
+    if threading.current_thread() is not threading.main_thread():
+        wanted = ()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
     numbers = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
-    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False) if numbers else None
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
         yield Signals(ours, numbers)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
+        if wakeup is not None:
+            signal.set_wakeup_fd(wakeup)
         ours.close()
         theirs.close()

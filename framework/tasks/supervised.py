@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from framework.config.targets import plain_function
 from framework.errors import ConfigError, DataError
 from framework.tasks.metrics import Metric
 from framework.types import Batch, StatefulMetric, StepOutput
@@ -51,8 +52,8 @@ class Supervised:
                 f"task.loss: {type(loss).__name__} has reduction={reduction!r}. Use reduction='mean': the framework "
                 "weighs every batch by its samples, and reduces over batches and processes itself."
             )
-        self.loss = loss
-        self.metrics: dict[str, Any] = dict(metrics or {})
+        self.loss = plain_function(loss)
+        self.metrics: dict[str, Any] = {name: plain_function(metric) for name, metric in (metrics or {}).items()}
         for metric in self.metrics.values():
             if getattr(metric, "ignore_index", ...) is None:
                 metric.ignore_index = getattr(loss, "ignore_index", None)

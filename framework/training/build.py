@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from framework.config.optimizers import OptimizerConfig
 from framework.config.schema import DataConfig, Node, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
-from framework.config.targets import import_target, requires, takes, without_freeze
+from framework.config.targets import import_target, plain_function, requires, takes, without_freeze
 from framework.data.from_loader import take_loaders_apart
 from framework.distributed.context import Context
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
@@ -110,7 +110,7 @@ def _build_collate_fn(node: Node) -> Collate:
     """Return the function that the node names, with its keywords; or an object of the class."""
     key = "data.collate_fn"
     if not isinstance(import_target(node["_target_"]), type):
-        bound: Collate = instantiate({"_convert_": "all", **node, "_partial_": True})
+        bound: Collate = plain_function(instantiate({"_convert_": "all", **node, "_partial_": True}))
         return bound
     built = _build(key, node)
     if not callable(built):

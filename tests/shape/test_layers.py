@@ -24,6 +24,7 @@ LAYERS: tuple[set[str], ...] = (
     {"training"},
     {"jobs"},
     {"cli"},
+    {"api"},
     {"__main__", "__init__"},
 )
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
