@@ -25,6 +25,9 @@ from framework.config.objects import Given
 from framework.errors import ConfigError
 
 OBJECTS = objects.__name__
+BLANK = "blank"
+"""The recipe without a model, data or task: what a call without a recipe starts from."""
+
 _PLAIN = (bool, int, float, str, type(None))
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 

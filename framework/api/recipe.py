@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from framework.api.nodes import OBJECTS, importable_name
+from framework.api.nodes import BLANK, OBJECTS, importable_name
 from framework.config.assets import config_dir, user_config_dir
 from framework.config.objects import Given, load_objects
 from framework.config.parse import raise_mistakes, walk
@@ -40,7 +40,7 @@ def write_recipe(run_dir: RunDir, path: Path) -> Path:
         key, value = override.key_or_group, override.value()
         section, _, below = key.partition(".")
         if key == "recipe":
-            base = [] if value == "none" else [value]
+            base = [] if value == BLANK else [value]
         elif _is_group(key) and not isinstance(value, Mapping):
             options[f"override /{key}"] = None if override.is_delete() else value
         elif base and below and value is None and section in _EMPTY_OPTIONS:

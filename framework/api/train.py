@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from framework.api.call import execute, section_overrides
-from framework.api.nodes import Nodes
+from framework.api.nodes import BLANK, Nodes
 from framework.api.run import Run
 from framework.errors import ConfigError
 
-_NO_RECIPE = "none"
 _NO_SCRIPT = "interactive"
 
 
@@ -66,7 +65,7 @@ def train(
         }
     elif metrics is not None:
         raise ConfigError("metrics needs loss. Without one, metrics are those of the task.")
-    typed = [f"recipe={recipe or _NO_RECIPE}", *section_overrides(nodes, given, overrides)]
+    typed = [f"recipe={recipe or BLANK}", *section_overrides(nodes, given, overrides)]
     result = execute(typed, nodes, name=name or (None if recipe else _program_name()))
     assert result.run_dir is not None, "a training has a run directory"
     return Run(result.run_dir.path)

@@ -30,7 +30,9 @@ LAYERS: tuple[set[str], ...] = (
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
 FRAMEWORK = modules_in("framework")
 RECIPES = modules_in("recipes")
-RECIPE_NAMES = {path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")} | {
+OWN_RECIPES = {"blank"}
+"""Recipes with nothing in them, which the framework may name."""
+RECIPE_NAMES = {path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")} - OWN_RECIPES | {
     name.rpartition(".")[2] for name in RECIPES
 }
 
