@@ -32,6 +32,16 @@ def test_digits(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_script_of_the_documentation(tmp_path: Path) -> None:
+    script = (ROOT / "docs/python.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "train_digits.py").write_text(script)
+    done = run_python("train_digits.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Training train_digits: 2 processes, CPU" in done.stdout
+    assert "{'val/loss': " in done.stdout
+
+
+@pytest.mark.exhaustive
 def test_learning_rates(tmp_path: Path) -> None:
     printed = run_example("learning_rates.py", tmp_path)
     (best,) = (line for line in printed.splitlines() if line.endswith("best"))
