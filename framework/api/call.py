@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from framework.api.nodes import Nodes, override_value
@@ -123,9 +123,10 @@ def _named(nodes: Nodes, section: str, value: Any) -> Iterator[str]:
 
 
 def _name_of(part: Any) -> str:
+    """Return `early_stopping` for an `EarlyStopping`, its class, or a partial of it."""
     made = part.func if isinstance(part, partial) else part
-    name = made.__name__ if isinstance(made, (type, MethodType)) or hasattr(made, "__name__") else type(made).__name__
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+    name = getattr(made, "__name__", type(made).__name__)
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _data(nodes: Nodes, value: Any) -> Iterator[str]:

@@ -20,6 +20,16 @@ Table = list[list[float]]
 _CHUNK_BYTES = 16 << 20
 
 
+def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
+    """Put the tensors of all ranks into `output`, in rank order, by torch's function of this name or its old one."""
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, group=group)
+
+
+def reduce_scatter_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
+    """Put this rank's part of the sum over ranks into `output`, by torch's function of this name or its old one."""
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, own, group=group)
+
+
 def sum_over_ranks(values: Tensor, context: Context) -> Tensor:
     """Replace `values`, on the context's device, by their sum over ranks and return them.
 

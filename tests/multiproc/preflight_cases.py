@@ -15,7 +15,8 @@ from framework.strategies import DDP
 def faulty(*, context: Context) -> DDP:
     """Rank 1 spoils what it gathers and has a slow way to rank 2; rank 2 spoils what it sends."""
     if context.rank == 1:
-        _replace("all_gather_into_tensor", after=lambda arrived, *_: arrived[-1].add_(1.0))
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        _replace(name, after=lambda arrived, *_: arrived[-1].add_(1.0))
         _replace("send", before=lambda values, to, *_: time.sleep(0.05) if to == 2 and values.numel() > 3 else None)
     if context.rank == 2:
         _replace("send", before=lambda values, *_: values[-1].add_(0.5) if values.numel() > 3 else None)

@@ -76,7 +76,7 @@ WRONG: dict[str, list[str]] = {
     # What can't be composed: every mistake in what was typed, with the nearest name
     "recipe=digts callbacks=[ema,emo] backend=glo strategy=ddpp": [
         "The configuration has 4 mistakes",
-        *("recipe=digts: recipe has no such option. Did you mean recipe=digits?", "Options: digits, "),
+        *("recipe=digts: recipe has no such option. Did you mean recipe=digits?", "Options: blank, digits, "),
         *("Did you mean callbacks=ema?", "Did you mean backend=gloo?", "Did you mean strategy=ddp?"),
     ],
     "trainer.gpu=8 +data.batchsize=2 ++trainer.epochs=3 trainr.gpus=1 trainr=debug optimizer_lr=1 gpus=1 "
@@ -117,7 +117,7 @@ WRONG: dict[str, list[str]] = {
     "-m recipe=toy trainer.gpus=0,99": ["trainer.gpus=99, but this machine has"],
 }
 RARELY_WRONG: dict[str, list[str]] = {
-    "recipe=": ["Options: digits, "],
+    "recipe=": ["Options: blank, digits, "],
     "optimizer.lr='${nope}'": ["optimizer.lr: Interpolation key 'nope' not found"],
     "--config-name nope": ["Cannot find primary config 'nope'."],
     "--cfg job recipe=digts": ["Did you mean recipe=digits?"],
@@ -141,7 +141,7 @@ RARELY_WRONG: dict[str, list[str]] = {
     "-m resume=a,b": ["must be one run directory"],
 }
 ANSWERS = {
-    "--help": ["recipe: digits, finetune_digits, gan_digits", "python -m framework recipe=toy"],
+    "--help": ["recipe: blank, digits, finetune_digits, gan_digits", "python -m framework recipe=toy"],
     "--cfg job --resolve recipe=toy": ["recipe: toy", "lr: 0.001"],
     "--version": [f"framework {metadata.version('framework')} (Python {platform.python_version()}, torch "],
 }

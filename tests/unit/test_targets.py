@@ -34,6 +34,7 @@ def config(**changes: Any) -> Any:
         "scheduler": {"schedule": node("framework.training.optimizer.cosine", warmup_steps=2)},
         "logger": {"one": node("FakeLogger", prefix="x")},
         "callbacks": {"one": node("Observer")},
+        "objects": None,
         **changes,
     }
     for name in ("data", "scheduler"):

@@ -155,7 +155,7 @@ def reduce_scatter(comm: Comm) -> Shown:
     tensor = comm.numbered(comm.world_size)
     part = torch.empty_like(tensor[:1])
     yield tensor
-    dist.reduce_scatter_tensor(part, tensor, op=dist.ReduceOp.SUM, group=comm.group)
+    collectives.reduce_scatter_single(part, tensor, group=comm.group)
     yield part
 
 
@@ -164,7 +164,7 @@ def all_gather(comm: Comm) -> Shown:
     tensor = comm.numbered(1)
     gathered = torch.empty(comm.world_size, dtype=tensor.dtype, device=comm.device)
     yield tensor
-    dist.all_gather_into_tensor(gathered, tensor, group=comm.group)
+    collectives.all_gather_single(gathered, tensor, group=comm.group)
     yield gathered
 
 

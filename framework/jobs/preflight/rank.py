@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.distributed.butterfly import butterfly_all_reduce_mean
-from framework.distributed.collectives import barrier, gather_to_all
+from framework.distributed.collectives import all_gather_single, barrier, gather_to_all, reduce_scatter_single
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_group, process_group, set_timeout
 from framework.errors import PreflightError, RunError, describe_error
@@ -350,10 +350,10 @@ def make_call(name: str, peers: Peers, count: int) -> tuple[Callable[[], object]
             return partial(dist.all_reduce, own), own, total
         case "reduce_scatter":
             received = received[:part]
-            return partial(dist.reduce_scatter_tensor, received, own), received, total.chunk(world_size)[rank]
+            return partial(reduce_scatter_single, received, own), received, total.chunk(world_size)[rank]
         case "all_gather":
             expected = torch.cat([values([each], part) for each in range(world_size)])
-            return partial(dist.all_gather_into_tensor, received, own[:part]), received, expected
+            return partial(all_gather_single, received, own[:part]), received, expected
         case "all_to_all":
             expected = torch.cat([values([each], part, begin=rank * part) for each in range(world_size)])
             return partial(dist.all_to_all_single, received, own), received, expected
