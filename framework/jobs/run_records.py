@@ -154,7 +154,7 @@ def find_runs(folder: Path) -> list[RunRecord]:
         for place in sorted(with_runs.iterdir()) if with_runs.is_dir() else ():
             if place.name.startswith(".") or place.name == "parity" or not place.is_dir():
                 continue
-            record = _read(place)
+            record = read_run(place)
             if record is None:
                 folders.append(place)
             elif record.config["job"] == "train":
@@ -167,20 +167,20 @@ def named_runs(paths: Sequence[str]) -> list[RunRecord]:
 
     Raises ConfigError for a path that is neither a run nor a folder with runs.
     """
-    found: dict[Path, RunRecord] = {}
+    found: list[RunRecord] = []
     for text in paths:
         path = Path(text).expanduser().absolute()
-        record = _read(path)
+        record = read_run(path)
         records = find_runs(path) if record is None else [record]
         if not records:
             beside = [display_path(each) for each in path.parent.iterdir()] if path.parent.is_dir() else []
             hint = "" if path.is_dir() else did_you_mean(nearest(display_path(path), beside))
             raise ConfigError(f"runs={text}: neither a run directory nor a folder with runs.{hint}")
-        found |= {each.run_dir.path: each for each in records}
-    return list(found.values())
+        found += records
+    return found
 
 
-def _read(place: Path) -> RunRecord | None:
+def read_run(place: Path) -> RunRecord | None:
     """Return what is recorded in a directory; None if it isn't that of a run, or of one that has only just begun."""
     run_dir = RunDir(place)
     facts = read_object(run_dir.run_file)
