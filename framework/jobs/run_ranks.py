@@ -23,6 +23,7 @@ from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError, Run
 from framework.jobs.compare import NO_CODE, cell, compare_origins
 from framework.jobs.launcher_choice import checked_topology, chosen_launcher
 from framework.jobs.request import JobResult, Request
+from framework.jobs.run_records import described
 from framework.jobs.summary import display_path, interrupted_message, start_message
 from framework.launch.elastic import ElasticNode, joined_nodes
 from framework.launch.environment import split_endpoint
@@ -188,6 +189,7 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
         "started": _now(),
         "process": {"pid": os.getpid(), "host": socket.gethostname()},
         "command": shlex.join(["python", "-m", "framework", *request.arguments]),
+        **described(request.raw, request.overrides),
         "topology": {**asdict(topology), "world_size": topology.world_size},
         "git": _git(),
         "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from framework.config.saved import is_run, load_run
+from framework.config.saved import is_run, key_of, load_run
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
 from framework.jobs.summary import display_path
@@ -29,9 +29,12 @@ class RunRecord:
     """What is recorded of one run."""
 
     run_dir: RunDir
-    facts: Mapping[str, Any]  # run.json
-    config: Mapping[str, Any]
-    overrides: tuple[str, ...]  # as typed, without the recipe
+    facts: Mapping[str, Any]  # run.json, with what `described` returns
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Return the content of config.yaml, which takes a millisecond or two to load."""
+        return load_run(self.run_dir)[0]
 
     @cached_property
     def run(self) -> str:
@@ -39,7 +42,12 @@ class RunRecord:
 
     @property
     def recipe(self) -> str:
-        return str(self.config["recipe"])
+        return str(self.facts["recipe"])
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Return what was typed, without the recipe."""
+        return tuple(text for text in self.facts["overrides"] if key_of(text) != "recipe")
 
     @cached_property
     def status(self) -> str:
@@ -50,7 +58,7 @@ class RunRecord:
     @property
     def monitor(self) -> str | None:
         """Return the name of the metric that `best` and `last` are of."""
-        monitor: str | None = self.config["checkpoint"]["monitor"]
+        monitor: str | None = self.facts["monitor"]
         return monitor
 
     @property
@@ -121,7 +129,7 @@ class RunRecord:
     @cached_property
     def _validated(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Return the metrics of the best and the last validation in metrics.jsonl, for a run without results."""
-        name, sign = self.monitor, -1 if self.config["checkpoint"]["mode"] == "max" else 1
+        name, sign = self.monitor, -1 if self.facts["mode"] == "max" else 1
         if name is None:
             return {}, {}
         found = [row for row in read_rows(self.run_dir, having=name) if row.get(name) is not None]
@@ -129,6 +137,16 @@ class RunRecord:
             return {}, {}
         best = min(found, key=lambda row: sign * row[name])
         return _metrics(best), _metrics(found[-1])
+
+
+def described(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what a list of runs shows of a configuration. It is kept in run.json: a thousand YAML files take seconds."""
+    checkpoint = config["checkpoint"]
+    return {
+        **{key: config[key] for key in ("job", "recipe")},
+        **{key: checkpoint[key] for key in ("monitor", "mode")},
+        "overrides": list(overrides),
+    }
 
 
 def read_rows(run_dir: RunDir, *, having: str | None = None) -> Iterator[dict[str, Any]]:
@@ -157,7 +175,7 @@ def find_runs(folder: Path) -> list[RunRecord]:
             record = read_run(place)
             if record is None:
                 folders.append(place)
-            elif record.config["job"] == "train":
+            elif record.facts["job"] == "train":
                 found.append(record)
     return found
 
@@ -186,8 +204,7 @@ def read_run(place: Path) -> RunRecord | None:
     facts = read_object(run_dir.run_file)
     if facts is None or not is_run(place):
         return None
-    config, overrides = load_run(run_dir)
-    return RunRecord(run_dir, facts, config, tuple(text for text in overrides if not text.startswith("recipe=")))
+    return RunRecord(run_dir, facts if "job" in facts else {**facts, **described(*load_run(run_dir))})
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
