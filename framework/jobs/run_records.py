@@ -140,7 +140,7 @@ class RunRecord:
 
 
 def described(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what a list of runs shows of a configuration. It is kept in run.json: a thousand YAML files take seconds."""
+    """Return what a list shows of a configuration, to keep in run.json: a thousand YAML files take seconds to load."""
     checkpoint = config["checkpoint"]
     return {
         **{key: config[key] for key in ("job", "recipe")},

@@ -28,7 +28,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,10 @@ _HEAD = ("run", "recipe", "status", "metric", "best", "last", "time", "started",
 _TO_THE_RIGHT = ("best", "last", "time")
 _MIN_OVERRIDES = 20  # columns of the terminal that they get; with fewer, they go on a line of their own
 _UNLIMITED = 10_000
-_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
+_WORDS: Any = {
+    **{"initial_indent": "  ", "subsequent_indent": "    "},
+    **{"break_long_words": False, "break_on_hyphens": False},
+}
 
 
 def main(request: Request) -> JobResult:
@@ -194,15 +197,15 @@ def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:
     if sum(sizes.values()) + 2 * len(sizes) + _MIN_OVERRIDES <= width:
         header = {name: name for name in _HEAD}
         return [_clipped(_line(row, sizes, row["overrides"]), width) for row in (header, *rows)]
-    short = {name: size for name, size in sizes.items() if name not in ("recipe", "metric", "started")}
+    columns = ["run", "status", "best", "last", "time"]
+    below = ["recipe", "started", "metric", "overrides"]
+    while len(columns) > 1 and sum(sizes[name] for name in columns) + 2 * (len(columns) - 1) > width:
+        below.insert(0, columns.pop())
+    short = {name: sizes[name] for name in columns}
     lines = [_line({name: name for name in _HEAD}, short)]
     for row in rows:
-        more = [row["recipe"], row["started"], row["metric"], row["overrides"]]
-        text = " · ".join(each for each in more if each not in ("", "–"))
-        lines += [
-            _line(row, short),
-            *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ", **_WORDS),
-        ]
+        more = [f"{name} {row[name]}" if name in _TO_THE_RIGHT else row[name] for name in below if row[name]]
+        lines += [_line(row, short), *textwrap.wrap(" · ".join(more), width, **_WORDS)]
     return lines
 
 
@@ -236,5 +239,8 @@ def format_metric(value: float | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return hours, minutes and seconds, as in `0:01:30`; `–` for None."""
-    return "–" if seconds is None else str(timedelta(seconds=round(seconds)))
+    """Return hours, minutes and seconds, as in `0:01:30` and `49:05:00`; `–` for None."""
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
