@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
+_WITHOUT_RANKS = {"launcher=in_place", "job=runs", "job=compare", "job=report"}
 _ONLY_ANSWER = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 
 
@@ -90,7 +91,7 @@ def _adopted(arguments: list[str]) -> int | None:
 def _starts_ranks(arguments: list[str]) -> bool:
     """Return True if the command may start ranks, guessed from the arguments before they are parsed."""
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("-")}
-    return not flags & _ONLY_ANSWER and "launcher=in_place" not in arguments
+    return not flags & _ONLY_ANSWER and not _WITHOUT_RANKS & set(arguments)
 
 
 def _open_missing_streams() -> None:

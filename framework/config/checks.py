@@ -185,6 +185,12 @@ def _jobs(config: Config) -> Iterator[str]:
         yield f"resume can't go with job={job}: it continues a training run. Use {key}={resume} for its weights."
     if resume is not None and config.trainer.fast_dev_run:
         yield "trainer.fast_dev_run can't go with resume: it writes no checkpoints. Use trainer.max_steps."
+    if config.rerun is not None and job != "train":
+        yield f"rerun can't go with job={job}: it trains again. Leave one of them out."
+    if config.runs.paths is not None and job not in ("runs", "compare", "report"):
+        yield f"runs={config.runs.paths[0]} is for job=runs, compare and report. Leave it out."
+    if config.runs.paths is None and job in ("compare", "report"):
+        yield f"job={job} needs runs: runs=[outputs/RECIPE/RUN,…], or a folder of runs. job=runs lists what there is."
     for name in config.collectives.backends or ():
         if name not in ("gloo", "nccl"):
             yield f"collectives.backends=[{name}]: must be gloo, nccl, or both."

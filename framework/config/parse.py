@@ -55,9 +55,16 @@ def known_keys(raw: Mapping[str, Any] | None = None) -> list[str]:
 
 
 def spelled_out(override: str) -> str:
-    """Return `preflight=true` as `preflight.enabled=true`, so that its place among the section's other keys doesn't
-    matter, and `args.key=value` and `args={…}` so that their keys may be new; return any other override unchanged."""
+    """Return an override as Hydra takes it.
+
+    `preflight=true` is `preflight.enabled=true`, so that its place among the section's other keys doesn't matter, and
+    `runs=a` and `runs=[a,b]` are `runs.paths`. Keys in `args.key=value` and `args={…}` may be new. Conditions in
+    `runs.filter` are quoted.
+    """
     override = re.sub(r"^args(?=[.=])", "++args", override)
+    override = re.sub(r"^runs=(?!\s*[\[{]|null$)(.+)", r"runs.paths=[\1]", override)
+    override = re.sub(r"^runs=(?!\s*\{)", "runs.paths=", override)
+    override = re.sub(r"^runs\.filter=(?!['\"]|null$)(.+)", r"runs.filter='\1'", override)
     return re.sub(r"^(\+*preflight)=(?!\s*\{)", r"\1.enabled=", override)
 
 

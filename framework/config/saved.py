@@ -29,7 +29,7 @@ _NOT_THERE = object()
 class SavedRun:
     """The run that an override names, with absolute paths."""
 
-    # The key of that override: resume or checkpoint.path.
+    # The key of that override: resume, rerun or checkpoint.path.
     key: str
     run_dir: RunDir
     raw: Mapping[str, Any]
@@ -41,20 +41,21 @@ class SavedRun:
 def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Write `config.yaml` and `overrides.yaml`; even after a kill, each is complete or absent."""
     recipe = [text for text in overrides if key_of(text) == "recipe"] or [f"recipe={raw['recipe']}"]
-    others = [text for text in overrides if key_of(text) not in ("recipe", "resume")]
+    others = [text for text in overrides if key_of(text) not in ("recipe", "resume", "rerun")]
     write_atomically(run_dir.overrides_file, _dump([*recipe, *others]))
     write_atomically(run_dir.config_file, _dump(dict(raw)))
 
 
-def run_of(path: str | Path) -> RunDir:
-    """Return the run that `path` is or lies in. Raises ConfigError with a suggestion if there is none."""
+def run_of(path: str | Path, *, key: str = "resume") -> RunDir:
+    """Return the run that `path`, given as `key`, is or lies in. Raises ConfigError with a suggestion otherwise."""
     given = Path(path).expanduser().absolute()
     if not given.exists() and not given.is_symlink():  # a `last` whose checkpoint is gone still names the run
-        raise ConfigError(f"resume={path}: there is no such directory.{_hint(given)}")
+        raise ConfigError(f"{key}={path}: there is no such directory.{_hint(given, key=key)}")
     for place in (given, *given.parents):
         if is_run(place):
             return RunDir(place)
-    raise ConfigError(f"resume={path}: not a run directory: it has no config.yaml and overrides.yaml.{_hint(given)}")
+    what = "not a run directory: it has no config.yaml and overrides.yaml"
+    raise ConfigError(f"{key}={path}: {what}.{_hint(given, key=key)}")
 
 
 def load_saved(path: str | Path) -> SavedRun:
@@ -71,12 +72,24 @@ def load_saved(path: str | Path) -> SavedRun:
                 f"resume={path}: this is neither a run directory nor one of its checkpoints.\n"
                 f"Resume from the run's last checkpoint with {resume_argument(run_dir.path)}"
             )
-    raw, overrides = _saved_in(run_dir)
+    raw, overrides = load_run(run_dir)
     if raw.get("job", "train") != "train":
         raise ConfigError(
             f"resume={path}: this is the directory of a job={raw['job']}. Only training runs can be resumed."
         )
     return SavedRun("resume", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=checkpoint)
+
+
+def load_rerun(path: str | Path) -> SavedRun:
+    """Load the configuration of the training run that `path` is or lies in. Raises ConfigError if there is none."""
+    run_dir = run_of(path, key="rerun")
+    raw, overrides = load_run(run_dir)
+    if raw.get("job", "train") != "train":
+        raise ConfigError(
+            f"rerun={path}: this is the directory of a job={raw['job']}. Only training runs can be rerun; type its "
+            "command again, which is in its run.json."
+        )
+    return SavedRun("rerun", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=None)
 
 
 def newest_unfinished(folder: Path) -> RunDir | None:
@@ -95,7 +108,7 @@ def load_checkpoint(directory: Path) -> SavedRun:
     """
     raw = _load(directory / "config.yaml", dict)
     run_dir = RunDir(directory.parent.parent)
-    typed = _saved_in(run_dir)[1] if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
+    typed = load_run(run_dir)[1] if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
     return SavedRun("checkpoint.path", run_dir=run_dir, raw=raw, overrides=tuple(typed), checkpoint=directory)
 
 
@@ -117,12 +130,17 @@ def value_of(override: str) -> Any:
 
 def resume_argument(path: str | Path) -> str:
     """Return `resume=PATH`, quoted for the shell and for Hydra."""
+    return path_argument("resume", path)
+
+
+def path_argument(key: str, path: str | Path) -> str:
+    """Return `key=PATH`, quoted for the shell and for Hydra."""
     value = str(path)
     if not re.fullmatch(r"[\w./-]*/[\w./-]*", value, flags=re.ASCII):  # Hydra may read it as something else
         from hydra.core.override_parser.types import Quote, QuotedString
 
         value = QuotedString(value, Quote.single).with_quotes()
-    return shlex.quote(f"resume={value}")
+    return shlex.quote(f"{key}={value}")
 
 
 def merge_overrides(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
@@ -169,7 +187,8 @@ def _apply_changes(target: Mapping[str, Any], *, before: Mapping[str, Any], afte
     return result
 
 
-def _saved_in(run_dir: RunDir) -> tuple[dict[str, Any], list[str]]:
+def load_run(run_dir: RunDir) -> tuple[dict[str, Any], list[str]]:
+    """Return what is saved in a run directory: the configuration and what was typed. Raises ConfigError."""
     return _load(run_dir.config_file, dict), _load(run_dir.overrides_file, list)
 
 
@@ -182,13 +201,13 @@ def _is_unfinished(run_dir: RunDir) -> bool:
     try:
         if run_dir.read_run()["status"] == "finished":
             return False
-        raw, _ = _saved_in(run_dir)
+        raw, _ = load_run(run_dir)
     except (OSError, ValueError, KeyError, ConfigError):  # not a run, killed while it was created, or edited since
         return False
     return raw.get("job") == "train"
 
 
-def _hint(given: Path) -> str:
+def _hint(given: Path, *, key: str) -> str:
     """Suggest a run: the one with the nearest name, or the newest in a folder of runs."""
     place = next(parent for parent in (given, *given.parents) if parent.is_dir())
     if place == place.parent:
@@ -199,9 +218,9 @@ def _hint(given: Path) -> str:
     if not found:
         return ""
     if place == given:
-        return f"\nThe newest run in it: {resume_argument(max(found, key=lambda run: run.name))}"
+        return f"\nThe newest run in it: {path_argument(key, max(found, key=lambda run: run.name))}"
     guess = nearest(str(given), map(str, found))
-    return f"\nDid you mean {resume_argument(guess)}?" if guess else ""
+    return f"\nDid you mean {path_argument(key, guess)}?" if guess else ""
 
 
 def load_yaml(file: Path) -> Any:

@@ -37,7 +37,20 @@ def auto(*, at_least: float) -> Any:
     return field(metadata={"auto": True, "bounds": {"at_least": at_least}})
 
 
-Job = Literal["train", "eval", "predict", "export", "plan", "preflight", "parity", "tune", "collectives"]
+Job = Literal[
+    "train",
+    "eval",
+    "predict",
+    "export",
+    "plan",
+    "preflight",
+    "parity",
+    "tune",
+    "collectives",
+    "runs",
+    "compare",
+    "report",
+]
 """The modules and packages of `framework.jobs` that define `main`; a function's name stands for `function` there."""
 
 FunctionName = NewType("FunctionName", str)
@@ -249,6 +262,21 @@ class ExportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunsConfig:
+    """job=runs, compare and report."""
+
+    paths: Texts | None = None  # run directories, or folders of them; `runs=[a,b]` sets this key; null: path.outputs
+    sort: str = "started"  # a column or a metric; with a minus in front, the largest first
+    filter: str | None = None  # conditions such as `status=failed val/accuracy>0.9`
+    format: Literal["text", "csv", "json"] = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    output: str = "report.html"  # a file that doesn't exist yet
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathConfig:
     outputs: str
 
@@ -260,6 +288,7 @@ class Config:
     args: dict[str, Any] = field(default_factory=dict)  # keywords of the function that `job` names
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
     resume: str | None  # the run directory to resume
+    rerun: str | None = None  # the run whose configuration a new run has
     init_from: str | None  # a checkpoint, a file of weights, or a folder of transformers, to take the weights from
     init: InitConfig = InitConfig()
     objects: Texts | None = None  # files of Python objects, see framework.config.objects; set by framework.train
@@ -271,6 +300,8 @@ class Config:
     collectives: CollectivesConfig = CollectivesConfig()
     tune: TuneConfig = TuneConfig()
     export: ExportConfig
+    runs: RunsConfig = RunsConfig()
+    report: ReportConfig = ReportConfig()
     path: PathConfig
     model: Node
     data: DataConfig

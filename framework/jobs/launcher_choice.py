@@ -18,7 +18,10 @@ from framework.system.hardware import count_gpus, resolve_gpus
 
 _ENDPOINT = "HOST:29400"
 # Keys that don't define the run: how its ranks are started, and the settings of other jobs.
-_OWN_KEYS = ("launcher", "job", "plan", "parity", "tune", "export", "topology.node_rank", "topology.rdzv_endpoint")
+_OWN_KEYS = (
+    *("launcher", "job", "plan", "parity", "tune", "export", "runs", "report"),
+    *("topology.node_rank", "topology.rdzv_endpoint"),
+)
 
 
 def checked_topology(request: Request, *, is_planned: bool = False) -> Topology:

@@ -20,8 +20,10 @@ from framework.config.saved import run_of, save_config
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError, RunError
+from framework.jobs.compare import NO_CODE, cell, compare_origins
 from framework.jobs.launcher_choice import checked_topology, chosen_launcher
 from framework.jobs.request import JobResult, Request
+from framework.jobs.run_records import described
 from framework.jobs.summary import display_path, interrupted_message, start_message
 from framework.launch.elastic import ElasticNode, joined_nodes
 from framework.launch.environment import split_endpoint
@@ -30,7 +32,7 @@ from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import render
 from framework.system.hardware import cpu_count, visible_gpus
-from framework.system.run_dir import RunDir, locked, new_run_dir
+from framework.system.run_dir import RunDir, locked, new_run_dir, read_object
 from framework.system.versions import installed_versions
 
 _STATUS = {0: "finished", EXIT_STOPPED: "stopped"}
@@ -61,6 +63,8 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
             return _join(request, setup, elastic, elastic.spec)
         with _run_dir(request) as run_dir, locked(run_dir), _records_kept_if_refused(run_dir):
             record_start(run_dir, request, topology)
+            if request.config.rerun is not None and request.config.resume is None:
+                print(_rerun_message(Path(request.config.rerun), run_dir), file=sys.stderr, flush=True)
             # What a call evaluates or predicts is returned.
             quiet = request.sub_run is not None or (request.call is not None and request.config.job != "train")
             if not quiet:
@@ -193,6 +197,7 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
         "started": _now(),
         "process": {"pid": os.getpid(), "host": socket.gethostname()},
         "command": _command(request),
+        **described(request.raw, request.overrides),
         "topology": {**asdict(topology), "world_size": topology.world_size},
         "git": _git(),
         "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
@@ -203,6 +208,8 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
             "gpus": [gpu.name for gpu in visible_gpus()],
         },
     }
+    if request.config.rerun is not None:
+        facts["rerun_of"] = request.config.rerun
     if run_dir.run_file.exists():
         before = run_dir.read_run()
         kept = {key: before.get(key) for key in ("status", "started", "ended", "command")}
@@ -245,6 +252,23 @@ def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]
         run_dir.update_run({"status": status, "ended": _now(), "late": [dict(each) for each in late]})
     except OSError as error:
         print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
+
+
+def _rerun_message(original: Path, run_dir: RunDir) -> str:
+    """Return how code, versions and machine differ from those that the original run recorded."""
+    facts = [read_object(RunDir(original).run_file) or {}, run_dir.read_run()]
+    found = compare_origins(facts)
+    lines = [f"  {name}: {cell(then)} → {cell(now)}" for rows in found.values() for name, (then, now) in rows.items()]
+    is_code_known = any(each.get("git") for each in facts)
+    title = f"Rerun of {display_path(original)}"
+    if not lines:
+        same = "code, versions and machine are the same" if is_code_known else "versions and machine are the same"
+        return f"{title}: {same}" + ("" if is_code_known else f"\n  {NO_CODE}")
+    if found["code"].keys() == {"revision"}:
+        lines.append("  uncommitted changes: the same")
+    elif is_code_known and not found["code"]:
+        lines.append("  code: the same")
+    return "\n".join([f"Warning: {title[0].lower()}{title[1:]} that may give other numbers. Then → now:", *lines])
 
 
 def _now() -> str:

@@ -1,6 +1,7 @@
-"""Commands that start from a saved run: `resume=RUN` continues it, `checkpoint.path=CHECKPOINT` uses its weights.
+"""Commands that start from a saved run.
 
-Both use the saved configuration plus what is typed; defaults that changed since then have no effect.
+`resume=RUN` continues it, `rerun=RUN` runs it again, and `checkpoint.path=CHECKPOINT` uses its weights. All use the
+saved configuration plus what is typed; defaults that changed since then have no effect.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from framework.config.saved import (
     is_run,
     key_of,
     load_checkpoint,
+    load_rerun,
     load_saved,
     merge_overrides,
     newest_unfinished,
@@ -28,9 +30,12 @@ from framework.config.saved import (
 )
 from framework.errors import ConfigError
 from framework.jobs.summary import display_path
+from framework.system.run_dir import RunDir
 
 _RESUME = "resume"
+_RERUN = "rerun"
 _CHECKPOINT = "checkpoint.path"
+_KEYS = (_RESUME, _RERUN, _CHECKPOINT)
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 
 
@@ -39,26 +44,29 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
 
     Raises ConfigError if it isn't a run or another recipe is typed, CheckpointError for an unusable checkpoint.
     """
-    named = {key: value for key in (_RESUME, _CHECKPOINT) if (value := _typed_path(typed, key)) is not None}
+    named = {key: value for key in _KEYS if (value := _typed_path(typed, key)) is not None}
     if not named:
         return None
     if len(named) > 1:
-        raise ConfigError("resume can't go with checkpoint.path: each names the run to start from. Leave one out.")
+        one, other = list(named)[:2]
+        raise ConfigError(f"{one} can't go with {other}: each names the run to start from. Leave one out.")
     ((key, path),) = named.items()
     if key == _RESUME:
         found = load_saved(path)
         if found.checkpoint is not None:
             find(found.checkpoint)  # raises CheckpointError if it isn't complete
+    elif key == _RERUN:
+        found = load_rerun(path)
     else:
         directory = find(Path(path))
         check_file(directory, CONFIG_NAME, read_manifest(directory))
         found = load_checkpoint(directory)
     recipe = found.raw.get("recipe")
-    other = [text for text in typed if text.startswith("recipe=") and text != f"recipe={recipe}"]
-    if other:
+    others = [text for text in typed if text.startswith("recipe=") and text != f"recipe={recipe}"]
+    if others:
         raise ConfigError(
-            f"{other[-1]} can't go with {key}: that run's recipe is {recipe}. "
-            f"Leave it out, or start a new run with {other[-1]}."
+            f"{others[-1]} can't go with {key}: that run's recipe is {recipe}. "
+            f"Leave it out, or start a new run with {others[-1]}."
         )
     return found
 
@@ -84,7 +92,7 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
 
 def names_a_run(override: str) -> bool:
     """Return True if an override names a saved run; such overrides are not saved with a run."""
-    return key_of(override) in (_RESUME, _CHECKPOINT)
+    return key_of(override) in _KEYS
 
 
 @dataclass(frozen=True)
@@ -105,17 +113,18 @@ class BaseConfig:
         found, typed = self.found, self.typed
         if found is None or self.without_typed is None:
             return _unsaved(composed)
-        if "init_from" in map(key_of, typed):
+        if found.key != _RERUN and "init_from" in map(key_of, typed):
             raise ConfigError(f"{found.key} can't go with init_from: each names initial weights. Leave one out.")
         own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
         raw = apply_typed(found.raw, before=self.without_typed, after=composed, typed=own)
-        if raw.get("objects"):  # the run directory may have been moved
-            raw["objects"] = [str(found.run_dir.path / Path(file).name) for file in raw["objects"]]
-        is_resumed = found.key == _RESUME
-        raw["resume"] = str(found.checkpoint or found.run_dir.path) if is_resumed else None
-        raw["checkpoint"] = {**raw["checkpoint"], "path": None if is_resumed else str(found.checkpoint)}
-        if not is_resumed:
-            raw["init_from"] = None
+        if raw.get("objects"):
+            raw["objects"] = [_file_of(found.run_dir, file) for file in raw["objects"]]
+        raw["resume"] = str(found.checkpoint or found.run_dir.path) if found.key == _RESUME else None
+        if found.key == _RERUN:
+            raw["rerun"] = str(found.run_dir.path)
+        elif found.key == _CHECKPOINT:
+            raw |= {"init_from": None, "rerun": None}
+        raw["checkpoint"] = {**raw["checkpoint"], "path": str(found.checkpoint) if found.key == _CHECKPOINT else None}
         return raw
 
     @property
@@ -150,9 +159,16 @@ def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[B
     return base, merge_overrides(started_with, [text for text in typed if not names_a_run(text)])
 
 
+def _file_of(run_dir: RunDir, file: str) -> str:
+    """Return where a file of a run that may have been moved lies; one of the run that it reruns stays there."""
+    moved = run_dir.path / Path(file).name
+    return str(moved if moved.exists() else file)
+
+
 def _unsaved(composed: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint = composed.get("checkpoint") or {}
-    for key, value in ((_RESUME, composed.get("resume")), (_CHECKPOINT, checkpoint.get("path"))):
+    given = ((_RESUME, composed.get("resume")), (_RERUN, composed.get("rerun")), (_CHECKPOINT, checkpoint.get("path")))
+    for key, value in given:
         if value is not None:
             raise ConfigError(f"{key}={value} is set in a file. Type it on the command line: {key}=RUN")
     return dict(composed)

@@ -18,7 +18,7 @@ from framework.jobs.summary import display_path, tensorboard_command
 from framework.system.formatting import format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
 
-_NOT_SWEPT = ("export", "parity", "plan", "tune")
+_NOT_SWEPT = ("compare", "export", "parity", "plan", "report", "runs", "tune")
 
 
 def run_sweep(requests: Sequence[Request]) -> int:

@@ -412,6 +412,10 @@ class AdoptedRanks:
             spec = self.handshake.sent_before(attempt)
             if spec is not None:
                 if any(RunDir(Path(spec.run_dir)).checkpoints.glob("step_*")):
-                    own = [text for text in self.arguments if text.partition("=")[0] not in ("resume", "init_from")]
+                    own = [
+                        text
+                        for text in self.arguments
+                        if text.partition("=")[0] not in ("resume", "rerun", "init_from")
+                    ]
                     self.arguments = [*own, *shlex.split(resume_argument(spec.run_dir))]
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -34,6 +35,8 @@ class RunDir:
         self.run_file = path / "run.json"
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        # Tables, images and texts, as NAME_STEP.csv, .png, .txt or .md; `/` in a name is written `__`.
+        self.media = path / "media"
         self.tensorboard = path / "tensorboard"
         self.logs = path / "logs"
 
@@ -120,6 +123,18 @@ def locked(run_dir: RunDir) -> Iterator[None]:
         if lock.is_locked:
             run_dir.lock_file.unlink(missing_ok=True)  # before the release: it may be another process's after it
             lock.release()
+
+
+def is_locked(run_dir: RunDir) -> bool:
+    """Return True if a process is in `locked`; without taking the lock. True, too, on a file system without locks."""
+    try:
+        with run_dir.lock_file.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released with the file
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _holder(run_dir: RunDir) -> str:

@@ -271,7 +271,7 @@ def _test(rank: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader]) 
     if results.get("test") is None or results.get("steps") != trainer.progress.step:
         trainer.log_values(found.metrics)
         trainer.log_texts(found.texts)
-    return {"step": step, "metrics": found.metrics}
+    return {"step": step, "metrics": found.metrics, "texts": found.texts}
 
 
 def _introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets) -> None:
@@ -324,6 +324,7 @@ def _report(rank: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, s
     ended_by = trainer.stop.reason or f"trainer.{reached} reached"
     if trainer.stop.on_request:
         ended_by = f"stopped on request ({trainer.stop.stopped_by})"
+    last = {"step": state.val_step, "metrics": state.val_metrics, "texts": state.val_texts}
     results = {
         "steps": progress.step,
         "epochs": progress.epoch,
@@ -331,7 +332,7 @@ def _report(rank: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, s
         "ended_by": ended_by,
         "score": None if best is None else best.metrics[str(rank.config.checkpoint.monitor)],
         "best": None if best is None else {"step": best.step, "metrics": best.metrics},
-        "last": None if state.val_step is None else {"step": state.val_step, "metrics": state.val_metrics},
+        "last": None if state.val_step is None else last,
         "test": test,
         "slow_ranks": [asdict(each) for each in trainer.slow_ranks.found()],
     }

@@ -82,6 +82,7 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     val_metrics: dict[str, float] = field(default_factory=dict)  # of the last validation, after step `val_step`
     val_step: int | None = None
+    val_texts: dict[str, str] = field(default_factory=dict)  # tables of that validation
 
     def __post_init__(self) -> None:
         self.meter = Meter(varies=self.phases is not None)

@@ -340,7 +340,7 @@ class Trainer:
             found = state.evaluate(self.val_loaders)
         state.val_metrics = found.metrics
         self._check_metrics(state.val_metrics)
-        state.val_step = self.progress.step
+        state.val_step, state.val_texts = self.progress.step, found.texts
         self.log_values(found.metrics)
         self.log_texts(found.texts)
         state.schedule.step_after("validation", state.val_metrics)

@@ -30,7 +30,7 @@ SHORT = {
 NOT_HERE = re.compile(r"job=plan|trainer\.gpus=[1-9]\d*|topology=multi_node|topology\.nnodes=.*")
 LEFT_OUT = re.compile(r"(data\.root|data\.mirrors|path\.outputs|preflight\.(min|max)_\w+)=.*")
 """Places that don't exist here, and speeds that a machine needn't have to run tests."""
-A_RUN = re.compile(r"(?<==)(outputs/\w+/)?(RUN|\.\.\.|\$run)")
+A_RUN = re.compile(r"(?<=[=\[,])(outputs/\w+/)?(RUN|\.\.\.|\$run)")
 
 Answer = Callable[..., int]
 

@@ -85,7 +85,9 @@ def test_a_shown_command_composes_and_fits_its_targets(
 
 
 def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> list[str]:
-    """For a checkpoint that only the reader has, one of a run that wasn't trained; other placeholders go."""
+    """For a run or checkpoint that only the reader has, one that wasn't trained; other placeholders go."""
+    if any(argument.startswith("runs=") for argument in command.placeholders):
+        return ["runs=outputs"]
     if not any(argument.startswith("checkpoint.path=") for argument in command.placeholders):
         return []
     assert cli.main([]) == 0

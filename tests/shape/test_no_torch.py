@@ -75,6 +75,7 @@ def test_dir_lists_the_public_names_and_imports_no_torch(tripwire: Path) -> None
     ("arguments", "status"),
     [
         (["--help"], 0),
+        (["job=runs"], 0),
         *(
             pytest.param(*each, marks=pytest.mark.exhaustive)
             for each in (

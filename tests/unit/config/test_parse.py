@@ -148,6 +148,12 @@ def test_a_section_can_be_typed_as_a_switch() -> None:
     assert (on.enabled, on.max_clock_offset) == (True, 1.0)
     assert spelled_out("preflight=false") == "preflight.enabled=false"
     assert spelled_out("+preflight=true,false") == "+preflight.enabled=true,false"
+    assert spelled_out("runs=a/b") == "runs.paths=[a/b]"
+    assert spelled_out("runs=[a,b]") == "runs.paths=[a,b]"
+    assert spelled_out("runs=null") == "runs.paths=null"
+    assert spelled_out("runs.filter=a=1 b>2") == "runs.filter='a=1 b>2'"
+    for typed in ("runs={sort: best}", "runs.filter='a=1'", 'runs.filter="a=1"', "runs.filter=null", "runs.sort=-best"):
+        assert spelled_out(typed) == typed
     for typed in ("preflight={seconds:1}", "preflight.seconds=1", "trainer=default", "~preflight"):
         assert spelled_out(typed) == typed
 

@@ -1,0 +1,182 @@
+"""`job=compare runs=[a,b]`: what differs between runs, and their metrics. No torch here.
+
+`runs.format=json` prints one object: `runs`, a list of directories, and for each of these sections a mapping from a
+name to a list with the value in each run, null for none. `csv` has a row for each name.
+
+    run            status, time, steps
+    metrics        of the best and the last validation and of the test; all, not only those that differ
+    configuration  keys of config.yaml
+    code           the git revision, and the files with uncommitted changes: lines added and removed
+    versions       of Python and of packages
+    machine        hardware and topology
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from framework.config.parse import show, walk
+from framework.errors import ConfigError
+from framework.jobs.request import JobResult, Request
+from framework.jobs.run_records import RunRecord, named_runs
+from framework.jobs.runs import format_duration, format_metric
+from framework.system.formatting import format_table
+
+Section = dict[str, list[Any]]
+"""Name → its value in each run; None for a run that has none."""
+
+NO_CODE = "The code can't be compared: no run was started in a git repository."
+
+_NOT_COMPARED = ("resume", "rerun")  # where a run comes from, not what it is
+_FILE = re.compile(r"^diff --git a/.* b/(.*)$", re.MULTILINE)
+_SHOWN_REVISION = 12  # characters
+_UNLIMITED = 10_000
+
+
+def main(request: Request) -> JobResult:
+    """Print what differs. Raises ConfigError for a path that is no run, or fewer than two runs."""
+    settings = request.config.runs
+    records = named_runs(settings.paths or ())
+    if len(records) < 2:
+        raise ConfigError(
+            f"job=compare needs two runs or more, and {','.join(settings.paths or ())} is one. Use runs=[RUN,RUN]."
+        )
+    found = compare(records)
+    if settings.format == "json":
+        print(json.dumps({"runs": [record.run for record in records], **found}, indent=2), flush=True)
+    elif settings.format == "csv":
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(["section", "name", *(record.run for record in records)])
+        writer.writerows([section, name, *row] for section, rows in found.items() for name, row in rows.items())
+        sys.stdout.flush()
+    else:
+        print(render(records, found), flush=True)
+    return JobResult(0)
+
+
+def compare(records: Sequence[RunRecord]) -> dict[str, Section]:
+    """Return the sections described above."""
+    return {
+        "run": _run(records),
+        "metrics": metrics(records),
+        "configuration": _differing([_leaves(record.config) for record in records]),
+        **compare_origins([record.facts for record in records]),
+    }
+
+
+def compare_origins(facts: Sequence[Mapping[str, Any]]) -> dict[str, Section]:
+    """Return the sections code, versions and machine, from the content of each `run.json`."""
+    machines = [{**each.get("hardware", {}), **each.get("topology", {})} for each in facts]
+    return {
+        "code": _code([each.get("git") or {} for each in facts]),
+        "versions": _differing([each.get("versions", {}) for each in facts]),
+        "machine": _differing(machines),
+    }
+
+
+def metrics(records: Sequence[RunRecord]) -> Section:
+    """Return every metric of the best and the last validation and of the test."""
+    columns = [
+        {
+            **{f"{name} (best)": value for name, value in record.best_metrics.items()},
+            **{f"{name} (last)": value for name, value in record.last_metrics.items()},
+            **record.test_metrics,
+        }
+        for record in records
+    ]
+    return {name: [column.get(name) for column in columns] for name in _names(columns)}
+
+
+def _run(records: Sequence[RunRecord]) -> Section:
+    return {
+        "status": [record.status for record in records],
+        "time": [format_duration(record.seconds) for record in records],
+        "steps": [(record.facts.get("results") or {}).get("steps") for record in records],
+    }
+
+
+def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by their dotted keys; a list is one value."""
+    lists = {key for key, value in walk(config) if isinstance(value, list)}
+    return {
+        key: value
+        for key, value in walk(config)
+        if not (isinstance(value, Mapping) and value)
+        and key not in _NOT_COMPARED
+        and not any(key.startswith(f"{each}.") for each in lists)
+    }
+
+
+def _differing(columns: Sequence[Mapping[str, Any]]) -> Section:
+    """Return what isn't the same in all. `null` as a value is the text `null`, so that it differs from no value."""
+    rows = {
+        name: [("null" if c[name] is None else c[name]) if name in c else None for c in columns]
+        for name in _names(columns)
+    }
+    return {name: row for name, row in rows.items() if any(each != row[0] for each in row)}
+
+
+def _code(found: Sequence[Mapping[str, str]]) -> Section:
+    changed = [_changed_files(git.get("diff", "")) for git in found]
+    files: Section = {}
+    for name in _names(changed):
+        texts = [each.get(name) for each in changed]
+        if any(text != texts[0] for text in texts):
+            counts = [None if text is None else _count(text) for text in texts]
+            if len(set(counts)) < len(set(texts)):  # as many lines, but others
+                digests = [text and hashlib.sha256(text.encode()).hexdigest()[:4] for text in texts]
+                counts = [text and f"{text} ({digest})" for text, digest in zip(counts, digests, strict=True)]
+            files[f"uncommitted {name}"] = counts
+    return {**_differing([{"revision": git["revision"]} if git else {} for git in found]), **files}
+
+
+def _changed_files(diff: str) -> dict[str, str]:
+    """Return the changes of each file in the output of `git diff`."""
+    _, *parts = _FILE.split(diff)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _count(change: str) -> str:
+    body = change.partition("\n@@")[2]
+    added, removed = (len(re.findall(rf"^\{sign}", body, re.MULTILINE)) for sign in "+-")
+    return f"+{added} -{removed}"
+
+
+def _names(columns: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for column in columns for name in column))
+
+
+# The text for the terminal
+
+
+def render(records: Sequence[RunRecord], found: Mapping[str, Section]) -> str:
+    """Return the runs with their numbers, then a table with a column for each of them."""
+    width = shutil.get_terminal_size((_UNLIMITED, 0)).columns
+    is_code_known = any(record.facts.get("git") for record in records)
+    same = [name for name, section in found.items() if not section and (name != "code" or is_code_known)]
+    rows: list[list[str]] = [["", *(str(number) for number, _ in enumerate(records, start=1))]]
+    for title, section in found.items():
+        if section:
+            rows += [[title], *([f"  {name}", *map(cell, row)] for name, row in section.items())]
+    legend = [f"  {number}  {record.run}" for number, record in enumerate(records, start=1)]
+    lines = [*legend, "", format_table(rows, width=width)]
+    if same:
+        lines += ["", f"  The same: {', '.join(same)}"]
+    if not is_code_known:
+        lines += ["", f"  {NO_CODE}"]
+    return "\n".join(lines)
+
+
+def cell(value: Any) -> str:
+    """Return a value for a table, a revision shortened; `–` for None."""
+    if isinstance(value, float):
+        return format_metric(value)
+    text = "–" if value is None else show(value)
+    return text[:_SHOWN_REVISION] if re.fullmatch(r"[0-9a-f]{40}", text) else text

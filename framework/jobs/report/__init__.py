@@ -1,0 +1,5 @@
+"""`job=report`: runs as one HTML page. Start with `job`; `page` makes the page, `curves` its charts. No torch."""
+
+from framework.jobs.report.job import main
+
+__all__ = ["main"]

@@ -1,0 +1,112 @@
+"""Charts of metrics over steps, as inline SVG: a line for each run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+
+Curve = list[tuple[int, float | None]]
+"""Steps in order, and the values; None where the value wasn't finite."""
+
+WIDTH, HEIGHT = 400, 220  # in the SVG's own units, which a phone shows as about one pixel each
+LEFT, RIGHT, TOP, BOTTOM = 48, 392, 8, 194  # of the area that the lines are in
+NUM_COLORS = 8  # in style.css; further runs have the same ones, dashed
+MAX_POINTS = 400  # of a line: one for each unit
+_NUM_TICKS = 4
+
+
+def thinned(curve: Curve, *, max_points: int = MAX_POINTS) -> Curve:
+    """Return at most `max_points` points that look the same: the least and the greatest value of each stretch.
+
+    The first and the last point stay.
+    """
+    if len(curve) <= max_points:
+        return curve
+    size = math.ceil(len(curve) / (max_points // 2 - 1))
+    kept = [curve[0]]
+    for start in range(1, len(curve) - 1, size):
+        stretch = [point for point in curve[start : min(start + size, len(curve) - 1)] if point[1] is not None]
+        ends = {min(stretch, key=_value), max(stretch, key=_value)} if stretch else {curve[start]}
+        kept += sorted(ends, key=lambda point: point[0])
+    return [*kept, curve[-1]]
+
+
+def chart(curves: Sequence[Curve | None], *, name: str) -> str:
+    """Return the SVG of one metric. curves: of each run; None for a run without it, whose color stays unused."""
+    points = [point for curve in curves if curve for point in curve if point[1] is not None]
+    x, y = (
+        Scale([step for step, _ in points], LEFT, RIGHT),
+        Scale([value for _, value in points if value is not None], BOTTOM, TOP),
+    )
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)} over steps" '
+        f'data-x="{x.low:.17g} {x.high:.17g}">'
+    ]
+    for value in ticks(y.low, y.high):
+        at = f"{y(value):.1f}"
+        parts.append(f'<path class="grid" d="M{LEFT} {at}H{RIGHT}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end">{format_tick(value)}</text>')
+    for value in ticks(x.low, x.high):
+        if value == int(value):
+            parts.append(f'<text x="{x(value):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{format_tick(value)}</text>')
+    parts.append(f'<path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}"/>')
+    for number, curve in enumerate(curves):
+        for stretch in _finite(curve or []):
+            places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in stretch)
+            if len(stretch) == 1:  # a line of one point can't be seen
+                (cx, cy) = places.split(",")
+                parts.append(f'<circle class="dot {color(number)}" cx="{cx}" cy="{cy}" r="2.5"/>')
+            else:
+                parts.append(f'<polyline class="line {color(number)}" points="{places}"/>')
+    return "".join([*parts, '<path class="cursor" d=""/></svg>'])
+
+
+def color(number: int) -> str:
+    """Return the classes in style.css of the run of that number, from 0."""
+    return f"c{number % NUM_COLORS}" + (" dashed" if number // NUM_COLORS % 2 else "")
+
+
+class Scale:
+    """Maps values to places. Values that are all the same are in the middle."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        self.low, self.high = min(values, default=0.0), max(values, default=1.0)
+        if self.low == self.high:
+            margin = abs(self.low) / 2 or 1.0
+            self.low, self.high = self.low - margin, self.high + margin
+        self._start, self._end = start, end
+
+    def __call__(self, value: float) -> float:
+        # Divided first: a difference of large floats may be infinite.
+        share = (value / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
+        return self._start + share * (self._end - self._start)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return a few round numbers from `low` to `high`."""
+    rough = high / _NUM_TICKS - low / _NUM_TICKS
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def format_tick(value: float) -> str:
+    """Return `0.25`, `2.5k`, `1.2M`, `1e+09`, `1e-05`."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < 1e9:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def _value(point: tuple[int, float | None]) -> float:
+    return 0.0 if point[1] is None else point[1]
+
+
+def _finite(curve: Curve) -> Iterator[list[tuple[int, float]]]:
+    """Yield the stretches of a curve between values that are not finite."""
+    for is_gap, points in groupby(curve, key=lambda point: point[1] is None):
+        if not is_gap:
+            yield [(step, value) for step, value in points if value is not None]

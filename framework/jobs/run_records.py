@@ -1,0 +1,215 @@
+"""Read what runs have left in their directories: for lists, comparisons and reports. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from framework.config.saved import is_run, key_of, load_run
+from framework.config.suggest import did_you_mean, nearest
+from framework.errors import ConfigError
+from framework.jobs.summary import display_path
+from framework.system.run_dir import RunDir, is_locked, read_object
+
+MISSING: Any = object()
+"""What `RunRecord.value` returns for a name that the run doesn't have; None is a value."""
+
+COLUMNS = ("run", "recipe", "status", "monitor", "best", "last", "seconds", "started", "overrides")
+
+_DESCRIBES_A_ROW = {"step", "epoch", "time", "nonfinite"}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is recorded of one run."""
+
+    run_dir: RunDir
+    facts: Mapping[str, Any]  # run.json, with what `described` returns
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Return the content of config.yaml, which takes a millisecond or two to load."""
+        return load_run(self.run_dir)[0]
+
+    @cached_property
+    def run(self) -> str:
+        return display_path(self.run_dir.path)
+
+    @property
+    def recipe(self) -> str:
+        return str(self.facts["recipe"])
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Return what was typed, without the recipe."""
+        return tuple(text for text in self.facts["overrides"] if key_of(text) != "recipe")
+
+    @cached_property
+    def status(self) -> str:
+        """Return finished, stopped, failed, interrupted, running, or crashed: it says running, but no process is."""
+        status = str(self.facts["status"])
+        return "crashed" if status == "running" and not is_locked(self.run_dir) else status
+
+    @property
+    def monitor(self) -> str | None:
+        """Return the name of the metric that `best` and `last` are of."""
+        monitor: str | None = self.facts["monitor"]
+        return monitor
+
+    @property
+    def started(self) -> datetime:
+        """Return when it was started for the last time, in local time."""
+        return datetime.fromisoformat(self.facts["started"]).astimezone()
+
+    @property
+    def seconds(self) -> float | None:
+        """Return how long it ran, over all its starts; without those whose end isn't recorded, None if all are."""
+        starts = [*self.facts.get("earlier", []), self.facts]
+        known = [_seconds(each["started"], each["ended"]) for each in starts if each.get("ended")]
+        if self.status == "running":
+            known.append(_seconds(self.facts["started"], datetime.now(timezone.utc).isoformat()))
+        return sum(known) if known else None
+
+    @property
+    def best(self) -> float | None:
+        return None if self.monitor is None else self.best_metrics.get(self.monitor)
+
+    @property
+    def last(self) -> float | None:
+        return None if self.monitor is None else self.last_metrics.get(self.monitor)
+
+    @property
+    def best_metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the best validation by `monitor`; empty if there is none."""
+        best = self._results.get("best") or {}
+        return best.get("metrics") or self._validated[0]
+
+    @property
+    def last_metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the last validation; empty if there is none."""
+        last = self._results.get("last") or {}
+        return last.get("metrics") or self._validated[1]
+
+    @property
+    def test_metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the test, or those of an evaluation."""
+        metrics: Mapping[str, float] = (self._results.get("test") or self._results).get("metrics", {})
+        return metrics
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Return the tables of the last validation, the test or the evaluation by their names."""
+        parts = (self._results, self._results.get("last") or {}, self._results.get("test") or {})
+        return {name: text for part in parts for name, text in part.get("texts", {}).items()}
+
+    def value(self, name: str) -> Any:
+        """Return a column, a metric of the best weights (of the last ones if none are) or a key of the configuration.
+
+        `MISSING` if the run has nothing of that name.
+        """
+        if name in COLUMNS:
+            return getattr(self, name)
+        metrics = {**(self.best_metrics or self.last_metrics), **self.test_metrics}
+        if name in metrics:
+            return metrics[name]
+        node: Any = self.config
+        for part in name.split("."):
+            node = node.get(part, MISSING) if isinstance(node, Mapping) else MISSING
+        return node
+
+    @property
+    def _results(self) -> Mapping[str, Any]:
+        return self.facts.get("results") or {}
+
+    @cached_property
+    def _validated(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Return the metrics of the best and the last validation in metrics.jsonl, for a run without results."""
+        name, sign = self.monitor, -1 if self.facts["mode"] == "max" else 1
+        if name is None:
+            return {}, {}
+        found = [row for row in read_rows(self.run_dir, having=name) if row.get(name) is not None]
+        if not found:
+            return {}, {}
+        best = min(found, key=lambda row: sign * row[name])
+        return _metrics(best), _metrics(found[-1])
+
+
+def described(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what a list shows of a configuration, to keep in run.json: a thousand YAML files take seconds to load."""
+    checkpoint = config["checkpoint"]
+    return {
+        **{key: config[key] for key in ("job", "recipe")},
+        **{key: checkpoint[key] for key in ("monitor", "mode")},
+        "overrides": list(overrides),
+    }
+
+
+def read_rows(run_dir: RunDir, *, having: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the complete rows of metrics.jsonl, only those with the metric `having` if that is given."""
+    if not run_dir.metrics_file.exists():
+        return
+    with run_dir.metrics_file.open(errors="replace") as file:
+        for line in file:
+            if line.endswith("\n") and (having is None or f'"{having}"' in line):  # the last may be half written
+                yield json.loads(line)
+
+
+def metric_names(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the metrics in a row of metrics.jsonl."""
+    return [name for name in row if name not in _DESCRIBES_A_ROW]
+
+
+def find_runs(folder: Path) -> list[RunRecord]:
+    """Return the trainings below `folder`, of recipes and of sweeps; not those that job=parity made for itself."""
+    found, folders = [], [folder]
+    while folders:
+        with_runs = folders.pop()
+        for place in sorted(with_runs.iterdir()) if with_runs.is_dir() else ():
+            if place.name.startswith(".") or place.name == "parity" or not place.is_dir():
+                continue
+            record = read_run(place)
+            if record is None:
+                folders.append(place)
+            elif record.facts["job"] == "train":
+                found.append(record)
+    return found
+
+
+def named_runs(paths: Sequence[str]) -> list[RunRecord]:
+    """Return the runs that are named, and those below the folders that are.
+
+    Raises ConfigError for a path that is neither a run nor a folder with runs.
+    """
+    found: list[RunRecord] = []
+    for text in paths:
+        path = Path(text).expanduser().absolute()
+        record = read_run(path)
+        records = find_runs(path) if record is None else [record]
+        if not records:
+            beside = [display_path(each) for each in path.parent.iterdir()] if path.parent.is_dir() else []
+            hint = "" if path.is_dir() else did_you_mean(nearest(display_path(path), beside))
+            raise ConfigError(f"runs={text}: neither a run directory nor a folder with runs.{hint}")
+        found += records
+    return found
+
+
+def read_run(place: Path) -> RunRecord | None:
+    """Return what is recorded in a directory; None if it isn't that of a run, or of one that has only just begun."""
+    run_dir = RunDir(place)
+    facts = read_object(run_dir.run_file)
+    if facts is None or not is_run(place):
+        return None
+    return RunRecord(run_dir, facts if "job" in facts else {**facts, **described(*load_run(run_dir))})
+
+
+def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: row[name] for name in metric_names(row) if row[name] is not None}
+
+
+def _seconds(started: str, ended: str) -> float:
+    return (datetime.fromisoformat(ended) - datetime.fromisoformat(started)).total_seconds()
