@@ -185,6 +185,7 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
         "started": _now(),
         "process": {"pid": os.getpid(), "host": socket.gethostname()},
         "command": shlex.join(["python", "-m", "framework", *request.arguments]),
+        "tags": list(request.config.tags),
         "topology": {**asdict(topology), "world_size": topology.world_size},
         "git": _git(),
         "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
