@@ -77,11 +77,11 @@ class WandbLogger(Tracker):
         self._id = known.get("id") or secrets.token_hex(6)
         self._was_online = known.get("mode") == "online"
         self._offline_before = sorted((self.run_dir.path / "wandb").glob(f"offline-run-*-{self._id}"))
-        mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if self._has_key() else "offline")
+        mode = self._mode or os.environ.get("WANDB_MODE")
         try:
-            self._run = self._init(mode)
+            self._run = self._init(mode or ("online" if wandb.login(prompt=False, verify=False) else "offline"))
         except Exception as error:
-            if mode != "online":
+            if mode not in (None, "online"):
                 raise
             warn(f"logger.wandb: {' '.join(str(error).split())}. It continues offline.")
             wandb.teardown()  # else the run is in use
@@ -157,9 +157,6 @@ class WandbLogger(Tracker):
     def _init(self, mode: str) -> Any:
         settings = self._wandb.Settings(**self._settings)
         return self._wandb.init(id=self._id, mode=mode, settings=settings, **self._arguments)
-
-    def _has_key(self) -> bool:
-        return bool(self._wandb.login(prompt=False))
 
     def _folder_shown(self) -> str:
         folder = Path(self._run.settings.sync_dir)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from framework import DataError, Image, Table
+from framework.tasks import PredictedAgainstTrue, WorstMistakes
 from tests.helpers import results
 
 CASES = "tests.features.media_cases"
@@ -54,7 +56,7 @@ def test_without_a_logger_no_media_is_made(train, tmp_path):
     assert "SHOWN" not in results.log(train(*SHORT, *SHOWING, "logger=none"))
 
 
-REPORTING = (*LOGGED, f"+callbacks.reporting._target_={CASES}.Reporting")
+REPORTING = (*LOGGED, "~task.metrics.predicted", f"+callbacks.reporting._target_={CASES}.Reporting")
 
 
 @pytest.fixture
@@ -161,3 +163,68 @@ def test_pixels_of_any_type(pixels):
     assert found.dtype == np.uint8
     assert found.shape == (2, 2, 1)
     assert found.ravel().tolist() == [0, 255, 255, 0]
+
+
+# What metrics show
+
+
+def test_classification_shows_confusions_classes_and_the_worst_mistakes(train):
+    short = ("recipe=digits", "logger=tensorboard", "trainer.max_epochs=1", "trainer.limit_test_batches=0")
+    events = results.events(train(*short))
+    assert {"val/confusion", "val/mistakes"} <= set(events.Tags()["images"])
+    (classes,) = events.Tensors("val/confusion/classes/text_summary")
+    lines = classes.tensor_proto.string_val[0].decode().splitlines()
+    assert lines[0] == "| class | accuracy | samples |"
+    cells = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert [int(label) for label, *_ in cells] == list(range(10))
+    right = sum(float(accuracy) * int(count) for _, accuracy, count in cells)
+    (accuracy,) = (event.value for event in events.Scalars("val/accuracy"))
+    assert right / 180 == pytest.approx(accuracy, abs=1e-3)
+
+
+@pytest.mark.multiproc
+def test_a_regression_shows_predicted_against_true_values(train):
+    events = results.events(train(*SHORT, "logger=tensorboard", TWO))
+    assert [event.step for event in events.Images("val/predicted")] == [10]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ignored", [None, 2])
+def test_the_worst_mistakes_are_those_of_all_ranks(ranks, ignored):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(60, 4, generator=generator)
+    target = torch.randint(4, (60,), generator=generator)
+    images = torch.arange(60.0).reshape(60, 1, 1, 1) * torch.tensor([[0.0, 1.0]])
+    target[7], scores[8, 0] = (target[7] if ignored is None else ignored), float("nan")
+    metrics = [WorstMistakes(number=5, ignore_index=ignored) for _ in range(ranks)]
+    for number, (one, its, image) in enumerate(zip(scores.split(7), target.split(7), images.split(7), strict=True)):
+        metrics[number % ranks].update(one, its, image)
+    whole = WorstMistakes(number=5, ignore_index=ignored)
+    for metric in metrics:
+        whole.merge(metric.state())
+    losses = cross_entropy(scores, target, reduction="none").nan_to_num(nan=torch.inf)
+    losses[(scores.argmax(dim=1) == target) | (target == ignored)] = -torch.inf
+    worst = losses.topk(5).indices
+    state = whole.state()
+    assert state is not None
+    for found, wanted in zip(state, (losses, target, scores.argmax(dim=1)), strict=False):
+        torch.testing.assert_close(found, wanted[worst])
+    picture = whole.media()[""]
+    assert isinstance(picture, Image)
+    whole.reset()
+    assert whole.media() == {}
+
+
+def test_a_metric_shows_nothing_of_what_it_cannot_draw():
+    right = WorstMistakes()
+    right.update(torch.eye(3), torch.arange(3), torch.zeros(3, 1, 2, 2))
+    assert right.media() == {}  # no mistake
+    other = WorstMistakes()
+    other.update(torch.eye(3), torch.tensor([1, 2, 0]), torch.zeros(3, 5))
+    assert other.media() == {}  # no images
+    chart = PredictedAgainstTrue(number=3)
+    chart.update(torch.zeros(2, 1), torch.zeros(2))
+    assert chart.media() == {}
+    chart.update(torch.tensor([1.0, float("nan"), 2.0, 9.0]), torch.zeros(4))
+    assert sum(points.shape[1] for points in chart.state()) == 3
+    assert isinstance(chart.media()[""], Image)

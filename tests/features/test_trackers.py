@@ -106,8 +106,8 @@ def test_a_killed_run_is_one_run_of_mlflow_with_each_step_once(killed_run):
 def test_media_and_checkpoints_reach_the_trackers(train, tmp_path):
     (tmp_path / "conf.txt").write_text("content")
     keep = ("logger.wandb.log_checkpoints=all", "logger.mlflow.log_checkpoints=best")
-    reporting = "+callbacks.reporting._target_=tests.features.media_cases.Reporting"
-    run_dir = train(*SHORT, "trainer.max_epochs=1", "logger=[jsonl,wandb,mlflow]", reporting, *keep)
+    reporting = ("~task.metrics.predicted", "+callbacks.reporting._target_=tests.features.media_cases.Reporting")
+    run_dir = train(*SHORT, "trainer.max_epochs=1", "logger=[jsonl,wandb,mlflow]", *reporting, *keep)
     _, history, _ = wandb_run(run_dir)
     (row,) = (row for row in history if row["_step"] == 20)
     kinds = {name: row[f"val/{name}/_type"] for name in ("image", "images", "figure", "histogram", "table", "text")}
