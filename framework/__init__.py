@@ -10,22 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 from framework.errors import ConfigError, DataError, FrameworkError, RequestError, RunError
 from framework.types import (
+    Artifact,
     Batch,
     Callback,
     Datasets,
     EpochReport,
     EvalReport,
+    Figure,
     FitInfo,
+    Histogram,
+    Image,
     Logger,
     MapDataset,
+    Media,
     Phase,
+    Report,
     Sampler,
     StatefulMetric,
     StepOutput,
     StepReport,
     Stop,
     SumCount,
+    Table,
     Task,
+    Text,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
     from framework.strategies.base import Strategy
 
 __all__ = [
+    "Artifact",
     "Batch",
     "Callback",
     "ConfigError",
@@ -44,11 +53,16 @@ __all__ = [
     "Datasets",
     "EpochReport",
     "EvalReport",
+    "Figure",
     "FitInfo",
     "FrameworkError",
+    "Histogram",
+    "Image",
     "Logger",
     "MapDataset",
+    "Media",
     "Phase",
+    "Report",
     "RequestError",
     "Run",
     "RunError",
@@ -60,8 +74,10 @@ __all__ = [
     "Stop",
     "Strategy",
     "SumCount",
+    "Table",
     "Task",
     "TensorSamples",
+    "Text",
     "load",
     "samplers",
     "train",

@@ -5,10 +5,13 @@ Imports no torch at run time, so every layer may import this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from framework.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
@@ -94,6 +97,83 @@ class Datasets:
         return (given.get(part) or given.get(part.partition("/")[0])) if isinstance(given, Mapping) else given
 
 
+@dataclass(frozen=True, eq=False)
+class Image:
+    """A picture to log. A list of these is logged as several under one name.
+
+    pixels: a tensor or array of shape (H, W) or (C, H, W), C 1 (grey), 3 (RGB) or 4 (RGBA): integers from 0 to 255, or
+        floats from 0 to 1; what lies outside is clipped. It may be on any device.
+
+    Raises DataError for another shape.
+    """
+
+    pixels: Any
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        shape = tuple(getattr(self.pixels, "shape", ()))
+        if len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3, 4)):
+            return
+        hint = ""
+        if len(shape) == 3 and shape[2] in (1, 3, 4):
+            hint = " Put the channels first: permute(2, 0, 1)."
+        elif len(shape) == 4:
+            hint = " For a batch give a list: [framework.Image(each) for each in batch]."
+        given = f"pixels of shape {shape}" if shape else f"pixels that are a {type(self.pixels).__name__}"
+        raise DataError(
+            f"framework.Image got {given}. It takes a tensor or array of shape (H, W) or (C, H, W) with C 1, 3 or 4."
+            f"{hint}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Figure:
+    """A figure of matplotlib to log, `matplotlib.figure.Figure`. It is closed once it is logged."""
+
+    figure: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """The distribution of numbers to log. values: a tensor or array of any shape, on any device; NaN is left out."""
+
+    values: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows to log, each with a text or number for every column. Raises DataError for a row of another length."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float]]
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise DataError(
+                    f"framework.Table got {len(self.columns)} columns ({', '.join(self.columns)}), and row {number} "
+                    f"has {len(row)} values. Give one for each column."
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A text to log, plain or Markdown."""
+
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """A file or folder to keep with the run. It must stay as it is until the run ends."""
+
+    path: str | Path
+
+
+Media = Image | Sequence[Image] | Figure | Histogram | Table | Text | Artifact
+"""What can be logged beside numbers."""
+
+
 class StepOutput(NamedTuple):
     """What a task computes from one batch.
 
@@ -105,6 +185,10 @@ class StepOutput(NamedTuple):
         element, for every batch or for none. Gradients and logged losses are then of the mean over the global batch.
     updates: in evaluations: name → arguments of `update` of that object in the task's attribute `metrics`, a
         StatefulMetric or one of torchmetrics.
+    media: returns name → Media, logged as `train/NAME` and `val/NAME`. Called on rank 0 only, for the first micro-batch
+        of a training step that is logged (after the optimizer's step) and for the first batch of an evaluation; what it
+        refers to is dropped for all other steps. It must not talk to other ranks. Under `strategy=pipeline`, where rank
+        0 has no output, it isn't called.
     """
 
     loss: Tensor
@@ -112,13 +196,15 @@ class StepOutput(NamedTuple):
     metrics: Mapping[str, SumCount] = {}
     weight: Tensor | float | None = None
     updates: Mapping[str, tuple[Any, ...]] = {}
+    media: Callable[[], Mapping[str, Media]] | None = None
 
 
 class StatefulMetric(Protocol):
     """A metric that is no mean over samples, in a task's attribute `metrics`, a dict by name.
 
     It is reset, updated with each batch of this rank, merged with the states of all ranks, and computed. It may have
-    `text()`, which returns a table to log as text.
+    `text()`, which returns a table to log as text, and `media()`, which returns Media, or Media by name (the empty name
+    is the metric's own). Both are called after `compute`; `media` on rank 0 only, and only if there is a logger.
     """
 
     def reset(self) -> None: ...
@@ -233,6 +319,20 @@ class Stop(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Report:
+    """Returned by a callback to log values, with the step of the call. `stop` ends training, too.
+
+    values: name → a number or Media, of which rank 0's is logged at once; or a pair (sum, count), which is a mean over
+        all ranks that return it. Pairs of `on_validation_end` are reduced after it; the others add up until the next
+        log of training, as metrics of a task do. Ranks needn't return the same names, or anything.
+        The names get `val/` in front if a hook of a validation returns them, else `train/`.
+    """
+
+    values: Mapping[str, float | Tensor | SumCount | Media]
+    stop: Stop | None = None
+
+
+@dataclass(frozen=True)
 class FitInfo:
     """What observers learn before the first step. `model` is the unwrapped module.
 
@@ -286,14 +386,15 @@ class Callback(Protocol):
     """Observes training on every rank. Write only the hooks you need: one that is left out costs nothing.
 
     Hooks are bound once before the first step. A hook that returns `Stop` ends training: at once with one rank, else
-    after the next log, validation or epoch, when the ranks agree (doing so in every step would cost a collective).
+    after the next log, validation or epoch, when the ranks agree (doing so in every step would cost a collective). One
+    that returns `Report` has its values logged, by whichever loggers there are.
     State that a resumed run needs goes through `state_dict` and `load_state_dict` (plain types and tensors only).
     """
 
     def on_fit_start(self, info: FitInfo) -> None:
         return None
 
-    def on_train_epoch_start(self, report: EpochReport) -> Stop | None:
+    def on_train_epoch_start(self, report: EpochReport) -> Stop | Report | None:
         """Called before the first step of an epoch; not if a resumed run continues in the middle of one."""
         return None
 
@@ -301,18 +402,18 @@ class Callback(Protocol):
         """Called with the gradients averaged over ranks and unscaled, before they are clipped."""
         return
 
-    def on_train_step_end(self, report: StepReport) -> Stop | None:
+    def on_train_step_end(self, report: StepReport) -> Stop | Report | None:
         return None
 
-    def on_train_epoch_end(self, report: EpochReport) -> Stop | None:
+    def on_train_epoch_end(self, report: EpochReport) -> Stop | Report | None:
         """Called after the last step of epoch `report.epoch` and its validation, before its checkpoint."""
         return None
 
-    def on_validation_start(self, report: EpochReport) -> None:
+    def on_validation_start(self, report: EpochReport) -> Stop | Report | None:
         """Called before a validation, with the weights that are trained."""
-        return
+        return None
 
-    def on_validation_end(self, report: EvalReport) -> Stop | None:
+    def on_validation_end(self, report: EvalReport) -> Stop | Report | None:
         return None
 
     def on_fit_end(self) -> None:
@@ -334,16 +435,34 @@ class Callback(Protocol):
 
 
 class Logger(Protocol):
-    """Writes what a run reports, on rank 0 only. `fit_start`, `step` and `flush` may be left out.
+    """Writes what a run reports, on rank 0 only. Only `metrics`, `text` and `close` must be there.
 
-    `step` is called after every optimizer step and must cost next to nothing; `metrics` gets plain numbers. `flush` is
-    called before each checkpoint: what was logged must survive a kill then, since a resumed run doesn't log it again.
+    `step` is optimizer steps done, everywhere. The method `step` is called after every one of them and must cost next
+    to nothing; `metrics` gets plain numbers. `flush` is called before each checkpoint: what was logged must survive a
+    kill then, since a resumed run doesn't log it again. Media that a logger has no method for is left out; a logger
+    with `images` but no `figure` gets figures as images.
     """
 
     def fit_start(self, info: FitInfo) -> None: ...
     def step(self, report: StepReport) -> None: ...
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None: ...
     def text(self, tag: str, text: str) -> None: ...
+    def images(self, tag: str, images: Sequence[Image], *, step: int) -> None: ...
+    def figure(self, tag: str, figure: Any, *, step: int) -> None:
+        """Log a `matplotlib.figure.Figure`, which is closed after this call."""
+
+    def histogram(self, tag: str, values: Any, *, step: int) -> None:
+        """Log a tensor or array of any shape, which may change after this call."""
+
+    def table(self, tag: str, table: Table, *, step: int) -> None: ...
+    def artifact(self, tag: str, path: Path, *, step: int) -> None: ...
+    def hparams(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Log the run's whole configuration, nested, and its final metrics. Called once, when training has ended.
+
+        metrics: of the last validation and the test under their own names, and `best/NAME`, the monitored one of the
+        best checkpoint. A run that fails, or is stopped on request, doesn't get here.
+        """
+
     def flush(self) -> None: ...
     def close(self) -> None: ...
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from framework import Datasets, EvalReport, FitInfo, Phase, StepOutput, TensorSamples
+from framework import Datasets, EvalReport, FitInfo, Image, Phase, Report, StepOutput, TensorSamples
 
 SIZE, NOISE = 8, 16
 
@@ -71,35 +71,23 @@ class Adversarial:
 
 
 class Grid:
-    """Write generated digits to samples/ of the run directory and to TensorBoard after each validation."""
+    """Log generated digits after each validation."""
 
-    def __init__(self, run_dir: Any, context: Any, rows: int = 8) -> None:
-        self.run_dir, self.is_main, self.rows = run_dir, context.is_main, rows
+    def __init__(self, rows: int = 8) -> None:
+        self.rows = rows
 
     def on_fit_start(self, info: FitInfo) -> None:
         self.model = info.model
-        if self.is_main:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(self.run_dir.tensorboard))
 
     @torch.no_grad()
-    def on_validation_end(self, report: EvalReport) -> None:
-        from torchvision.utils import make_grid, save_image
+    def on_validation_end(self, report: EvalReport) -> Report:
+        from torchvision.utils import make_grid
 
         generator = torch.Generator().manual_seed(0)
         noise = 2 * torch.rand(self.rows**2, NOISE, generator=generator) - 1
         device = next(self.model.parameters()).device
         images = self.model("images", noise.to(device)).view(-1, 1, SIZE, SIZE)  # on all ranks, as fsdp needs
-        if self.is_main:
-            grid = make_grid(images / 2 + 0.5, nrow=self.rows, padding=1)
-            self.writer.add_image("samples", grid, report.step)
-            (self.run_dir.path / "samples").mkdir(exist_ok=True)
-            save_image(grid, self.run_dir.path / f"samples/step_{report.step:06}.png")
-
-    def close(self) -> None:
-        if hasattr(self, "writer"):
-            self.writer.close()
+        return Report({"samples": Image(make_grid(images / 2 + 0.5, nrow=self.rows, padding=1))})
 
 
 def with_noise(batch: list[Tensor], draws: Any) -> list[Tensor]:

@@ -287,6 +287,7 @@ class Config:
     job: Job | FunctionName
     args: dict[str, Any] = field(default_factory=dict)  # keywords of the function that `job` names
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
+    tags: Texts = Texts(())  # of the run, in run.json and in trackers
     resume: str | None  # the run directory to resume
     rerun: str | None = None  # the run whose configuration a new run has
     init_from: str | None  # a checkpoint, a file of weights, or a folder of transformers, to take the weights from

@@ -198,6 +198,7 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
         "process": {"pid": os.getpid(), "host": socket.gethostname()},
         "command": _command(request),
         **described(request.raw, request.overrides),
+        "tags": list(request.config.tags),
         "topology": {**asdict(topology), "world_size": topology.world_size},
         "git": _git(),
         "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},

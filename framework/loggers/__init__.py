@@ -1,7 +1,13 @@
-"""Where a run's numbers go. Loggers are built on rank 0 only, and get the run directory as the keyword `run_dir`."""
+"""Where a run's numbers and media go. Loggers are built on rank 0 only, and get the run directory as `run_dir`.
+
+One file for each; `tracker` is the base of those that go through a tracker's library, `media` has what they share.
+"""
 
 from framework.loggers.console import ConsoleLogger
+from framework.loggers.csv import CSVLogger
 from framework.loggers.jsonl import JsonlLogger
+from framework.loggers.mlflow import MLflowLogger
 from framework.loggers.tensorboard import TensorBoardLogger
+from framework.loggers.wandb import WandbLogger
 
-__all__ = ["ConsoleLogger", "JsonlLogger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "ConsoleLogger", "JsonlLogger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"]

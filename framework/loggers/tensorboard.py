@@ -1,20 +1,25 @@
-"""Curves and texts for TensorBoard, through `torch.utils.tensorboard.SummaryWriter`."""
+"""Curves, texts and media for TensorBoard, through `torch.utils.tensorboard.SummaryWriter`."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from operator import methodcaller
+from pathlib import Path
 from textwrap import indent
 from types import ModuleType
 from typing import Any, final
 
+import numpy as np
+
+from framework.loggers.media import array_of, markdown, pixels_of
 from framework.monitoring.rank_log import warn
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo
+from framework.types import FitInfo, Image, Table
 
 _WRITE_EVERY_S = 5
 _RANK_METRICS = "skew/"
@@ -43,6 +48,7 @@ class TensorBoardLogger:
         self._folder = run_dir.tensorboard
         self._writer: Any = None  # a SummaryWriter
         self._pending_texts: list[tuple[str, str]] = []
+        self._pending_media: list[Callable[[Any], None]] = []  # each writes to a SummaryWriter
         self._pending_scalars: list[tuple[dict[str, float], int, float]] = []  # values, step, Unix time
         self._next_write_s = 0.0
         self._start_step: int | None = None
@@ -66,8 +72,32 @@ class TensorBoardLogger:
     def text(self, tag: str, text: str) -> None:
         self._pending_texts.append((tag, text))
 
+    def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
+        """Captions aren't shown: TensorBoard has none."""
+        for number, image in enumerate(images):
+            name = tag if len(images) == 1 else f"{tag}/{number}"
+            self._add("add_image", name, pixels_of(image), step, dataformats="HWC")
+
+    def histogram(self, tag: str, values: Any, *, step: int) -> None:
+        flat = array_of(values).astype(np.float64).reshape(-1)
+        finite = flat[np.isfinite(flat)]
+        if finite.size:
+            self._add("add_histogram", tag, finite, step)
+
+    def table(self, tag: str, table: Table, *, step: int) -> None:
+        self._add("add_text", tag, markdown(table), step)
+
+    def artifact(self, tag: str, path: Path, *, step: int) -> None:
+        """Note where it is: event files hold no files."""
+        self._add("add_text", tag, f"`{path}`", step)
+
+    def _add(self, method: str, *arguments: Any, **keywords: Any) -> None:
+        if not self._is_refused:
+            self._pending_media.append(methodcaller(method, *arguments, **keywords))
+
     def flush(self) -> None:
-        if self._writer is None and not (self._pending_scalars or self._pending_texts or self._is_refused):
+        pending = self._pending_scalars or self._pending_texts or self._pending_media
+        if self._writer is None and not (pending or self._is_refused):
             return
         try:
             if self._writer is None:
@@ -78,6 +108,7 @@ class TensorBoardLogger:
                 self._is_refused = True
                 warn(f"{self._folder} can't be written: {error.strerror or error}. TensorBoard will lack numbers")
             self._pending_scalars.clear()
+            self._pending_media.clear()
             self._drop_writer()
 
     def close(self) -> None:
@@ -117,7 +148,10 @@ class TensorBoardLogger:
             # One event for all of them: `add_scalar`, with one for each, takes five times as long.
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
             self._writer.file_writer.add_summary(summary, step, unix_s)
+        for write in self._pending_media:
+            write(self._writer)
         self._writer.flush()
+        self._pending_media.clear()
         self._pending_texts.clear()
         self._pending_scalars.clear()
         self._next_write_s = time.monotonic() + _WRITE_EVERY_S

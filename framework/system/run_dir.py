@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 from framework.errors import RequestError
 
 _ATTEMPTS = 100
+_updating = threading.Lock()  # trackers note their ids from threads
 
 
 @dataclass(unsafe_hash=True)
@@ -59,8 +61,15 @@ class RunDir:
 
     def update_run(self, facts: Mapping[str, Any]) -> None:
         """Add to `run.json`. One process at a time may: the parent before and after the ranks, rank 0 in between."""
-        known = self.read_run() if self.run_file.exists() else {}
-        write_object(self.run_file, {**known, **facts})
+        with _updating:
+            known = self.read_run() if self.run_file.exists() else {}
+            write_object(self.run_file, {**known, **facts})
+
+    def record_tracker(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Note in `run.json` what identifies the run in a tracker, to continue it there. As `update_run`."""
+        with _updating:
+            known = self.read_run()
+            write_object(self.run_file, {**known, "trackers": {**known.get("trackers", {}), name: dict(facts)}})
 
 
 @contextmanager

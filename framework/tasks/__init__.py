@@ -1,6 +1,16 @@
 """What a step computes: a model's loss and metrics, chosen by config. A user's own class takes the same place."""
 
-from framework.tasks.metrics import F1, Accuracy, Classes, ConfusionMatrix, MeanAbsoluteError, Metric, Perplexity
+from framework.tasks.metrics import (
+    F1,
+    Accuracy,
+    Classes,
+    ConfusionMatrix,
+    MeanAbsoluteError,
+    Metric,
+    Perplexity,
+    PredictedAgainstTrue,
+    WorstMistakes,
+)
 from framework.tasks.model_loss import ModelLoss
 from framework.tasks.supervised import Supervised
 
@@ -13,5 +23,7 @@ __all__ = [
     "Metric",
     "ModelLoss",
     "Perplexity",
+    "PredictedAgainstTrue",
     "Supervised",
+    "WorstMistakes",
 ]

@@ -11,10 +11,12 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import avg_pool2d, cross_entropy
 
 from framework.errors import ConfigError, DataError
+from framework.types import Media, Table
 
+_LARGEST_IMAGE = 128  # pixels
 _LARGEST_EXPONENT = 700.0  # beyond it a double overflows
 
 
@@ -135,7 +137,9 @@ class F1(_ClassCounts):
 
 @final
 class ConfusionMatrix(_ClassCounts):
-    """A table of target classes (rows) and predicted classes (columns), as text in the logs; no number.
+    """A table of target classes (rows) and predicted classes (columns), as text and picture in the logs; no number.
+
+    Beside it, the accuracy of each class (its recall) is logged as a table.
 
     max_classes: With more there is no table, nor for targets that are no classes.
     """
@@ -159,6 +163,128 @@ class ConfusionMatrix(_ClassCounts):
         head = ["target \\ predicted", *map(str, range(len(rows)))]
         lines = [head, ["---"] * len(head), *([str(label), *map(str, row)] for label, row in enumerate(rows))]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def media(self) -> dict[str, Media]:
+        """Return the picture, and the table of classes as `classes`."""
+        if self.counts is None:
+            return {}
+        from framework.tasks.pictures import confusion_picture
+
+        counts = self.counts.tolist()
+        rows = [(label, row[label] / sum(row) if any(row) else math.nan, sum(row)) for label, row in enumerate(counts)]
+        return {"": confusion_picture(counts), "classes": Table(["class", "accuracy", "samples"], rows)}
+
+
+@final
+class WorstMistakes:
+    """The wrongly classified images with the largest cross entropy, of all ranks, as a picture in the logs; no number.
+
+    For scores of shape (B, C) and inputs that are images, of shape (B, 1, H, W) or (B, 3, H, W); others give nothing.
+    Each image's own range becomes black to white.
+
+    number: of images. ignore_index: as for `Accuracy`.
+    """
+
+    def __init__(self, number: int = 8, ignore_index: int | None = None) -> None:
+        self.ignore_index = ignore_index
+        self._number = number
+        self.reset()
+
+    def reset(self) -> None:
+        # Losses, targets, predicted classes (each of shape (K,)) and images (K, C, H, W), uint8; -inf: no mistake.
+        self._worst: list[Tensor] | None = None
+
+    def update(self, output: Tensor, target: Tensor, input: Any) -> None:
+        is_image = isinstance(input, Tensor) and input.ndim == 4 and input.shape[1] in (1, 3)
+        if not is_image or output.ndim != 2 or target.ndim != 1 or target.is_floating_point():
+            return
+        predicted = output.argmax(dim=1)
+        is_wrong = predicted != target
+        if self.ignore_index is not None:
+            is_wrong &= target != self.ignore_index
+        losses = cross_entropy(output.float(), target.where(is_wrong, 0), reduction="none")
+        losses = losses.nan_to_num(nan=math.inf).where(is_wrong, -math.inf)
+        places = losses.topk(min(self._number, len(losses))).indices
+        self.merge([losses[places], target[places], predicted[places], _shown(input[places.to(input.device)])])
+
+    def state(self) -> list[Tensor] | None:
+        return self._worst
+
+    def merge(self, state: list[Tensor] | None) -> None:
+        if state is None:
+            return
+        if self._worst is not None:
+            state = [torch.cat(pair) for pair in zip(self._worst, state, strict=True)]
+            places = state[0].topk(min(self._number, len(state[0]))).indices
+            state = [each[places.to(each.device)] for each in state]
+        self._worst = state
+
+    def compute(self) -> dict[str, float]:
+        return {}
+
+    def media(self) -> dict[str, Media]:
+        if self._worst is None:
+            return {}
+        losses, targets, predicted = (each.tolist() for each in self._worst[:3])
+        captions = [
+            f"{target} taken for {found}\nloss {loss:.3g}"
+            for loss, target, found in zip(losses, targets, predicted, strict=True)
+            if loss > -math.inf
+        ]
+        if not captions:
+            return {}
+        from framework.tasks.pictures import grid_picture
+
+        return {"": grid_picture(list(self._worst[3].cpu().numpy())[: len(captions)], captions)}  # mistakes are first
+
+
+def _shown(images: Tensor) -> Tensor:
+    """Return images as uint8, at most 128 pixels wide and high: each rank sends its own to all others."""
+    images = images.detach().float()
+    factor = math.ceil(max(images.shape[2:]) / _LARGEST_IMAGE)
+    if factor > 1:
+        images = avg_pool2d(images, factor, ceil_mode=True)
+    low, high = images.amin(dim=(1, 2, 3), keepdim=True), images.amax(dim=(1, 2, 3), keepdim=True)
+    return ((images - low) / (high - low).clamp(min=1e-12) * 255).to(torch.uint8)
+
+
+@final
+class PredictedAgainstTrue:
+    """A chart of predicted against true values in the logs; no number.
+
+    number: of values that each rank keeps, the first ones. Outputs of another shape than the target give nothing.
+    """
+
+    def __init__(self, number: int = 1000) -> None:
+        self._number = number
+        self.reset()
+
+    def reset(self) -> None:
+        self._points: list[Tensor] = []  # each of shape (2, n): true and predicted
+        self._count = 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        if self._count < self._number and output.shape == target.shape and target.is_floating_point():
+            points = torch.stack([target.flatten(), output.flatten()])[:, : self._number - self._count]
+            self._points.append(points.float())
+            self._count += points.shape[1]
+
+    def state(self) -> list[Tensor]:
+        return self._points
+
+    def merge(self, state: list[Tensor]) -> None:
+        self._points += state
+
+    def compute(self) -> dict[str, float]:
+        return {}
+
+    def media(self) -> dict[str, Media]:
+        if not self._points:
+            return {}
+        from framework.tasks.pictures import scatter_picture
+
+        true, predicted = torch.cat(self._points, dim=1).tolist()
+        return {"": scatter_picture(true, predicted)}
 
 
 @final

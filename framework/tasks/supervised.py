@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, final
 
 import torch
@@ -30,7 +31,8 @@ class Supervised:
         weighed by what torch takes its mean over. The tensors of a module move to the output's device and take the type
         of `trainer.precision=bf16-true` or `64-true`.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
-        Those with `update(output, target)`, StatefulMetrics and torchmetrics, are computed in validation only.
+        Those with `update(output, target)`, StatefulMetrics and torchmetrics, are computed in validation only. If
+        `update` has a parameter `input`, it gets the input, too.
         torchmetrics' classification gets probabilities, if the loss says how: given scores, it would decide by the
         values in each batch if they are probabilities already.
         Targets equal to the loss's `ignore_index` are left out of metrics that have no `ignore_index` of their own.
@@ -63,6 +65,9 @@ class Supervised:
         weights = getattr(loss, "weight", None) if self._may_weigh else None
         self._may_weigh_nothing = weights is not None and not bool(weights.all())
         self._stateful = [name for name, metric in self.metrics.items() if hasattr(metric, "update")]
+        self._take_input = {
+            name for name in self._stateful if "input" in signature(self.metrics[name].update).parameters
+        }
         self._sums = {name: metric for name, metric in self.metrics.items() if name not in self._stateful}
         self._train_metrics: dict[str, Metric] = self._sums if train_metrics else {}
 
@@ -96,16 +101,23 @@ class Supervised:
             return StepOutput(loss, len(target), weight=weight)
         seen = output.detach() if isinstance(output, Tensor) else output
         found = {name: metric(seen, target) for name, metric in metrics.items()}
-        return StepOutput(loss, len(target), found, weight, self._updates(seen, target, names=updates))
+        return StepOutput(loss, len(target), found, weight, self._updates(seen, target, input_, names=updates))
 
-    def _updates(self, output: Any, target: Tensor, *, names: Sequence[str]) -> dict[str, tuple[Any, Tensor]]:
+    def _updates(self, output: Any, target: Tensor, input_: Any, *, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         likely = [name for name in names if _takes_probabilities(self.metrics[name])]
         probabilities = output
         if likely and isinstance(self.loss, nn.CrossEntropyLoss):
             probabilities = output.softmax(dim=1)
         elif likely and isinstance(self.loss, nn.BCEWithLogitsLoss):
             probabilities = output.sigmoid()
-        return {name: (probabilities if name in likely else output, target) for name in names}
+        return {
+            name: (
+                probabilities if name in likely else output,
+                target,
+                *((input_,) if name in self._take_input else ()),
+            )
+            for name in names
+        }
 
     def _weight(self, target: Tensor) -> Tensor | None:
         """Return what cross entropy takes the mean over, if not samples: the sum of weights of the classes that count.

@@ -15,6 +15,7 @@ from typing import Any
 from framework.checkpoint.layout import BEST, step_of
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.optimizers import optimizer_configs
+from framework.config.saved import load_yaml
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
@@ -259,18 +260,20 @@ def _test(rank: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader]) 
     if not loaders:
         return None
     step: int | None = trainer.progress.step
+    with_media = bool(trainer.state.loggers)
     best, is_ranked = rank.run_dir.checkpoints / BEST, trainer.checkpoints is not None and trainer.checkpoints.monitor
     if is_ranked and broadcast_object(best.exists(), rank.context):
         step = step_of(load_model(rank, trainer.state.bare_model, best).name)
-        found = trainer.state.evaluate(loaders)
+        found = trainer.state.evaluate(loaders, with_media=with_media)
     else:
         with trainer.state.evaluation_weights():
-            found = trainer.state.evaluate(loaders)
+            found = trainer.state.evaluate(loaders, with_media=with_media)
     results = rank.run_dir.read_run().get("results", {})
     # A run that is resumed after its end has logged this test already.
     if results.get("test") is None or results.get("steps") != trainer.progress.step:
         trainer.log_values(found.metrics)
         trainer.log_texts(found.texts)
+        trainer.log_media(found.media)
     return {"step": step, "metrics": found.metrics, "texts": found.texts}
 
 
@@ -313,7 +316,7 @@ def _cause_of_restart(rank: RankSetup) -> str:
 
 
 def _report(rank: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, seconds: float) -> None:
-    """Write the results to `run.json`, where the parent reads them for the closing summary.
+    """Write the results to `run.json`, where the parent reads them for the closing summary; give them to the loggers.
 
     `best` and `last` are validations; they and `test` have the step of their weights.
     """
@@ -337,3 +340,11 @@ def _report(rank: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, s
         "slow_ranks": [asdict(each) for each in trainer.slow_ranks.found()],
     }
     rank.run_dir.update_run({"results": results})
+    if trainer.stop.on_request:
+        return
+    final = dict(state.val_metrics) | ({} if test is None else test["metrics"])
+    if best is not None:
+        final[f"best/{rank.config.checkpoint.monitor}"] = best.metrics[str(rank.config.checkpoint.monitor)]
+    config = load_yaml(rank.run_dir.config_file)
+    for record in hooks(state.loggers.values(), "hparams"):
+        record(config, final)

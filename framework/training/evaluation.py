@@ -16,15 +16,19 @@ from framework.tasks.supervised import describe
 from framework.training.meter import LOSS, Meter
 from framework.training.precision import PrecisionPlugin
 from framework.training.stateful_metrics import StatefulMetrics
-from framework.types import MicroBatch, StepOutput, Task
+from framework.types import Media, MicroBatch, StepOutput, Task
 
 
 class Evaluation(NamedTuple):
-    """Metrics over all ranks, named `prefix/name`. names: of all, also those without samples. texts: tables by name."""
+    """Metrics over all ranks, named `prefix/name`.
+
+    names: of all, also those without samples. texts: tables by name. media: what else is logged, by name; of rank 0.
+    """
 
     metrics: dict[str, float]
     names: list[str]
     texts: dict[str, str]
+    media: dict[str, Media]
 
 
 def evaluate(
@@ -35,21 +39,27 @@ def evaluate(
     precision: PrecisionPlugin,
     context: Context,
     prefix: str,
+    with_media: bool = False,
 ) -> Evaluation:
     """Return metrics over all ranks' batches. Every rank must call it.
 
     model: the unwrapped module; unless its forward has collectives, ranks may have different numbers of batches.
+    with_media: what this rank's first batch and the metrics show is wanted. Ranks may differ.
     """
     stateful = StatefulMetrics(task)
-    meter = _run_batches(model, batches, stateful, task=task, precision=precision)
+    media: dict[str, Media] = {}
+    meter = _run_batches(model, batches, stateful, task=task, precision=precision, media=media if with_media else None)
     values, _ = meter.reduce(context)
     values |= stateful.compute(context)
     names = dict.fromkeys([*meter.names, *values])
     texts = stateful.texts()
+    if with_media:
+        media |= stateful.media()
     return Evaluation(
         {f"{prefix}/{name}": value for name, value in values.items()},
         [f"{prefix}/{name}" for name in names],
         {f"{prefix}/{name}": text for name, text in texts.items()},
+        {f"{prefix}/{name}": value for name, value in media.items()},
     )
 
 
@@ -60,10 +70,12 @@ def _run_batches(
     *,
     task: Task,
     precision: PrecisionPlugin,
+    media: dict[str, Media] | None,
 ) -> Meter:
     """Return what the task computes for this rank's batches, in evaluation mode and without gradients.
 
     A batch of `num_samples` 0 is a stand-in, whose results are dropped. Afterwards every module is in its former mode.
+    media: gets what the task shows of the first batch.
     """
     meter, counts = Meter(), has_output(model)
     training = [module for module in model.modules() if module.training]
@@ -80,6 +92,8 @@ def _run_batches(
                 meter.add(output._replace(loss=output.loss.clone()))
                 if output.updates:
                     stateful.update(output.updates)
+                if position == 0 and media is not None and output.media is not None:
+                    media |= output.media()
     for module in training:
         module.training = True  # one by one: a frozen part stays in evaluation mode
     return meter
@@ -93,7 +107,7 @@ def check_output(output: Any, task: Task, method: str) -> None:
 
     if not isinstance(output, StepOutput):
         refuse(f"{describe(output)}. Return framework.StepOutput(loss, num_samples, metrics={{}}).")
-    loss, num_samples, metrics, weight, updates = cast("tuple[Any, Any, Any, Any, Any]", output)
+    loss, num_samples, metrics, weight, updates, media = cast("tuple[Any, Any, Any, Any, Any, Any]", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         refuse(f"a loss that is {describe(loss)}. Return a tensor of one number, the batch's mean.")
     if method == "training_step" and not loss.requires_grad:
@@ -103,21 +117,24 @@ def check_output(output: Any, task: Task, method: str) -> None:
         )
     if not isinstance(num_samples, Integral):
         refuse(f"a num_samples that is {describe(num_samples)}. Return the batch's size, an int.")
-    if weight is not None and not _is_number(weight):
+    if weight is not None and not is_number(weight):
         refuse(f"a weight that is {describe(weight)}. Return one number: what the loss is the mean over.")
     if not isinstance(metrics, Mapping):
         refuse(f"metrics that are {describe(metrics)}. Return a dict.")
     if not isinstance(updates, Mapping) or not all(isinstance(each, tuple) for each in updates.values()):
         refuse(f"updates that are {describe(updates)}. Return a dict from names of metrics to tuples of arguments.")
+    if media is not None and not callable(media):
+        refuse(f"media that is {describe(media)}. Return a function without arguments that returns a dict.")
     for name, pair in metrics.items():
         if not isinstance(name, str) or name == LOSS:
             refuse(f"a metric called {name!r}. Use a str other than {LOSS!r}.")
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(is_number, pair)):
             refuse(
                 f"the metric {name!r} as {describe(pair)}. Return a pair (sum over samples, count) of numbers or "
                 "one-element tensors; for a mean m of n samples, (m * n, n)."
             )
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Return True for a real number or a tensor of one."""
     return value.numel() == 1 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, Real)

@@ -15,6 +15,7 @@ from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.errors import TargetError
 from framework.tasks.supervised import describe
+from framework.types import Media
 
 
 @final
@@ -67,6 +68,15 @@ class StatefulMetrics:
         """Return what metrics with a method `text` say, after `compute`."""
         texts = {name: metric.text() for name, metric in self._metrics.items() if hasattr(metric, "text")}
         return {name: text for name, text in texts.items() if text}
+
+    def media(self) -> dict[str, Media]:
+        """Return what metrics with a method `media` show, after `compute`."""
+        found: dict[str, Media] = {}
+        for name, metric in self._metrics.items():
+            shown = metric.media() if hasattr(metric, "media") else {}
+            named = shown if isinstance(shown, Mapping) else {"": shown}
+            found |= {f"{name}/{key}".rstrip("/"): value for key, value in named.items()}
+        return found
 
     def _number(self, value: Any, *, metric: str) -> float:
         if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, (int, float)):

@@ -40,7 +40,10 @@ class StopControl:
         """Note what a callback returned. Raises TargetError unless that is None or a Stop."""
         if answer is not None:
             if not isinstance(answer, Stop):
-                raise TargetError(f"A callback returned {answer!r}. Return framework.Stop(reason) to end, else None.")
+                raise TargetError(
+                    f"A callback returned {answer!r}. Return framework.Stop(reason) to end, framework.Report(values) "
+                    "to log something, else None."
+                )
             self.own_reason = answer.reason
             if self._context.world_size == 1:
                 self.reason = answer.reason

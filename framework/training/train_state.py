@@ -33,6 +33,7 @@ from framework.training.optimizer import Schedule, Schedules, restore_optimizer
 from framework.training.param_groups import Optimizers
 from framework.training.phases import Phases
 from framework.training.precision import PrecisionPlugin
+from framework.training.reports import ReportedPairs
 from framework.training.stop_control import StopControl
 from framework.types import Callback, Logger, MicroBatch, Phase, Task, hooks
 
@@ -86,6 +87,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.meter = Meter(varies=self.phases is not None)
+        self.reported = ReportedPairs()
         self.trainable = Trainable(self.bare_model)
         self._saved_trainable: Sequence[str] | None = None  # names of those trained, in the checkpoint resumed from
 
@@ -150,14 +152,25 @@ class TrainState:
         self.strategy.before_evaluation(self.model)
         return stack
 
-    def evaluate(self, loaders: Mapping[str, Iterable[MicroBatch]]) -> Evaluation:
+    def evaluate(self, loaders: Mapping[str, Iterable[MicroBatch]], *, with_media: bool = False) -> Evaluation:
         """Return the metrics of the weights that the bare model holds, on each set by its prefix."""
-        whole = Evaluation({}, [], {})
+        whole = Evaluation({}, [], {}, {})
         for prefix, batches in loaders.items():
             found = evaluate(
-                self.bare_model, batches, task=self.task, precision=self.precision, context=self.context, prefix=prefix
+                self.bare_model,
+                batches,
+                task=self.task,
+                precision=self.precision,
+                context=self.context,
+                prefix=prefix,
+                with_media=with_media,
             )
-            whole = Evaluation(whole.metrics | found.metrics, whole.names + found.names, whole.texts | found.texts)
+            whole = Evaluation(
+                whole.metrics | found.metrics,
+                whole.names + found.names,
+                whole.texts | found.texts,
+                whole.media | found.media,
+            )
         return whole
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,14 +210,17 @@ class TrainState:
         # Rank 0 has all of them, unless each rank has its own stages.
         trained = self.trainable.names if context.is_main or self.strategy.num_stages is not None else []
         mine = (generator_states(context.devices), self.meter.state_dict(), self.stop.own_reason)
-        of_ranks = gather_to_all((*mine, self.train_loader.state_dict(), compared, trained), context)
-        generators, meters, reasons, streams, parts, names = map(list, zip(*of_ranks, strict=True))
+        of_ranks = gather_to_all(
+            (*mine, self.reported.state_dict(), self.train_loader.state_dict(), compared, trained), context
+        )
+        generators, meters, reasons, reported, streams, parts, names = map(list, zip(*of_ranks, strict=True))
         check_equal(parts, step=self.progress.step)
         training |= {
             "progress": asdict(self.progress),
             "val_metrics": dict(self.val_metrics),
             "val_step": self.val_step,
             "meters": meters,
+            "reported": reported,
             "trainable": sorted({name for each in names for name in each}),
             "streams": [each for each in streams if each is not None],
             "global_batch_size": self.train_loader.global_batch_size,
@@ -232,12 +248,13 @@ class TrainState:
         self.progress.load_state_dict(training["progress"])
         self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)
         self.val_metrics, self.val_step = dict(training.get("val_metrics", {})), training.get("val_step")
-        meters, rank = training.get("meters", []), self.context.rank
+        meters, reported, rank = training.get("meters", []), training.get("reported", []), self.context.rank
         if len(meters) == self.context.world_size:
-            meters = [meters[rank]]
+            meters, reported = [meters[rank]], reported[rank : rank + 1]
         elif rank > 0:
-            meters = []
+            meters, reported = [], []
         self.meter.load_state_dicts(meters, device=self.context.device)
+        self.reported.load_state_dicts(reported)
         self.stop.load_state_dict(training.get("stop", {"reason": None, "wishes": []}))
 
     def _weight_swaps(self) -> list[Callable[..., Any]]:

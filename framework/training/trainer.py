@@ -30,20 +30,21 @@ from framework.data.loader import EvalLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.errors import DiskError
 from framework.launch.plan import MonitorLink
+from framework.loggers.media import log_media
 from framework.monitoring.device_usage import DeviceUsage
 from framework.monitoring.rank_log import logger, show, warn
 from framework.monitoring.rank_status import Phase
 from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.data_settings import total_steps
-from framework.training.evaluation import check_output
+from framework.training.evaluation import check_output, is_number
 from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
 from framework.training.optimizer import clip_gradients
 from framework.training.step_times import Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
-from framework.types import EpochReport, EvalReport, FitInfo, StepOutput, StepReport, Stop, Window, hooks
+from framework.types import EpochReport, EvalReport, FitInfo, Media, Report, StepOutput, StepReport, Stop, Window, hooks
 from framework.types import Phase as TaskPhase
 
 _ONE_LOSS: tuple[TaskPhase | None, ...] = (None,)
@@ -87,6 +88,7 @@ class Trainer:
         self._saved_step: int | None = None
         self._save_is_due = False  # by the clock
         self._grad_norms: dict[str, Tensor] = {}  # by the names they are logged under
+        self._media: dict[str, Callable[[], Mapping[str, Media]]] = {}  # of the step that is logged next, by prefix
         self._lrs: list[float] = []  # of the last step's groups; the schedule has moved on when they are logged
         # CUDA graphs write the outputs of every step to the same memory.
         self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and context.device.type == "cuda"
@@ -143,7 +145,8 @@ class Trainer:
             self._timer.finish_step(progress.step)
             report = StepReport(progress.step, epoch, loss, window.global_count, window.indices)
             for observe in observe_step:
-                self.stop.handle(observe(report))
+                if (answer := observe(report)) is not None:
+                    self._handle(answer)
             if progress.step - self.start_step == 1:
                 self._after_first_step()
             if progress.step % settings.log_every_n_steps == 0:
@@ -197,6 +200,8 @@ class Trainer:
                         output = step(state.model, state.precision.convert_batch(micro.batch))
                     if self.progress.step == self.start_step:
                         check_output(output, state.task, "training_step" if phase is None else f"phases: {phase.name}")
+                    if output.media is not None and position == 1:
+                        self._keep_media(output.media, phase=phase)
                     if self._overwrites_outputs:
                         output = output._replace(loss=output.loss.clone())
                     if self._weights.are_used(output, None if phase is None else phase.name):
@@ -221,9 +226,16 @@ class Trainer:
         if self.progress.step == self.start_step:
             check_output(output, self.state.task, "training_step")
         self.state.meter.add(output, step=self.progress.step + 1)
+        if output.media is not None and "train" not in self._media:
+            self._keep_media(output.media)
         if self._weights.are_used(output, None):
             return self._weights.weighted(output, num_samples=num_samples, scale=scale)
         return output.loss if num_samples * scale == 1.0 else output.loss * (num_samples * scale)
+
+    def _keep_media(self, media: Callable[[], Mapping[str, Media]], *, phase: TaskPhase | None = None) -> None:
+        """Keep what the task shows of this step, if the step will be logged, and here."""
+        if self.state.loggers and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
+            self._media["train" if phase is None else f"train/{phase.name}"] = media
 
     def _sum_weights(self) -> None:
         """Sum the weights of losses over ranks, some of which have seen no output of the task."""
@@ -273,9 +285,9 @@ class Trainer:
         self._timer.leave_step(Phase.LOGGING)
         state, meter = self.state, self.state.meter
         save_is_due = self.checkpoints is not None and self.checkpoints.due_time()
-        extra = [self.stop.own_reason is not None, save_is_due, state.trainable.has_changed()]
+        extra = [self.stop.own_reason is not None, save_is_due, state.trainable.has_changed(), bool(state.reported)]
         times = self.slow_ranks.row(self._timer.read())
-        values, (stops, saves, changes, *times) = meter.reduce(self.context, extra=[*extra, *times])
+        values, (stops, saves, changes, reports, *times) = meter.reduce(self.context, extra=[*extra, *times])
         if changes:  # on any rank: all take part, to detect ranks that differ
             self._update_trainable()
             self._timer.leave_step(Phase.LOGGING)
@@ -287,6 +299,8 @@ class Trainer:
             raise bad_loss(bad[0], step=meter.first_nonfinite_step(self.context), epoch=self.progress.last_epoch)
         meter.clear()
         self.stop.agree(stops > 0)
+        if reports:
+            self.log_values(state.reported.reduce(self.context, prefix="train/"))
         if not values:
             return
         labels = (group.get("name", "") for group in state.optimizer.param_groups)
@@ -297,6 +311,9 @@ class Trainer:
         values |= {f"{name}_per_s": rate * number for name, number in getattr(state.task, "per_sample", {}).items()}
         usage = self._usage.read() if state.loggers else {}
         self.log_values({f"train/{name}": value for name, value in values.items()} | self._compare(times) | usage)
+        for prefix, media in self._media.items():
+            self.log_media({f"{prefix}/{name}": value for name, value in media().items()})
+        self._media.clear()
 
     def _compare(self, times: Sequence[float]) -> dict[str, float]:
         """Return what to log of all ranks' times, on rank 0, and warn of a rank that is newly slow."""
@@ -311,7 +328,7 @@ class Trainer:
 
     def log_values(self, values: Mapping[str, float]) -> None:
         """Give the loggers values of the last step done."""
-        for each in self.state.loggers.values():
+        for each in self.state.loggers.values() if values else ():
             each.metrics(values, step=self.progress.step, epoch=self.progress.last_epoch)
 
     def log_texts(self, texts: Mapping[str, str]) -> None:
@@ -319,6 +336,11 @@ class Trainer:
         for each in self.state.loggers.values():
             for name, text in texts.items():
                 each.text(name, text)
+
+    def log_media(self, media: Mapping[str, Any]) -> None:
+        """Give the loggers what they can show of the last step done. Raises TargetError for anything else."""
+        if media and self.state.loggers:
+            log_media(self.state.loggers.values(), media, step=self.progress.step)
 
     def read_means(self) -> dict[str, float]:
         """Return the means over all ranks since the last call, for steps outside `fit`. Every rank must call it."""
@@ -335,18 +357,23 @@ class Trainer:
         self._flush_loggers()
         self.context.wait_for_devices()  # so that queued steps count as training time
         began = time.perf_counter()
-        self._call(hooks(state.callbacks.values(), "on_validation_start"), epoch=self.progress.last_epoch)
+        observers = hooks(state.callbacks.values(), "on_validation_start")
+        self._call(observers, epoch=self.progress.last_epoch, part="val")
         with state.evaluation_weights():
-            found = state.evaluate(self.val_loaders)
+            found = state.evaluate(self.val_loaders, with_media=bool(state.loggers))
         state.val_metrics = found.metrics
         self._check_metrics(state.val_metrics)
         state.val_step, state.val_texts = self.progress.step, found.texts
         self.log_values(found.metrics)
         self.log_texts(found.texts)
+        self.log_media(found.media)
         state.schedule.step_after("validation", state.val_metrics)
         report = EvalReport("val", self.progress.step, self.progress.last_epoch, state.val_metrics)
-        for observe in hooks(state.callbacks.values(), "on_validation_end"):
-            self.stop.handle(observe(report))
+        observers += (ended := hooks(state.callbacks.values(), "on_validation_end"))
+        for observe in ended:
+            self._handle(observe(report), part="val")
+        if observers and any_over_ranks(bool(state.reported), self.context):
+            self.log_values(state.reported.reduce(self.context, prefix="val/"))
         self.stop.agree()
         self._throughput.leave_out(since=began)
 
@@ -381,7 +408,7 @@ class Trainer:
         self.state.load_state_dict(training)
         self._saved_step = self.progress.step
 
-    def _start_observers(self) -> list[Callable[[StepReport], Stop | None]]:
+    def _start_observers(self) -> list[Callable[[StepReport], Stop | Report | None]]:
         """Call the observers' start hooks; return those to call after every step."""
         state = self.state
         steps_per_epoch = self.train_loader.steps_per_epoch
@@ -401,9 +428,30 @@ class Trainer:
         self._before_optimizer_step = hooks(callbacks, "on_before_optimizer_step")
         return hooks(callbacks, "on_train_step_end") + hooks(state.loggers.values(), "step")
 
-    def _call(self, observers: Iterable[Callable[[EpochReport], Stop | None]], *, epoch: int) -> None:
+    def _call(
+        self, observers: Iterable[Callable[[EpochReport], Stop | Report | None]], *, epoch: int, part: str = "train"
+    ) -> None:
         for observe in observers:
-            self.stop.handle(observe(EpochReport(epoch, self.progress.step)))
+            self._handle(observe(EpochReport(epoch, self.progress.step)), part=part)
+
+    def _handle(self, answer: Stop | Report | None, *, part: str = "train") -> None:
+        """Do what a callback's answer says: log its report's values, or stop. Pairs wait until the ranks meet."""
+        if isinstance(answer, Report):
+            named: dict[str, Any] = {f"{part}/{name}": value for name, value in answer.values.items()}
+            numbers: dict[str, float] = {}
+            media: dict[str, Any] = {}
+            for name, value in named.items():
+                if isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_number, value)):
+                    self.state.reported.add(name, (value[0], value[1]))
+                elif is_number(value):
+                    if self.context.is_main:
+                        numbers[name] = float(value)
+                else:
+                    media[name] = value
+            self.log_values(numbers)
+            self.log_media(media)
+            answer = answer.stop
+        self.stop.handle(answer)
 
     def _start_timer(self) -> None:
         state, context = self.state, self.context

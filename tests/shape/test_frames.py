@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import framework
-from framework import Callback, FitInfo, cli
+from framework import Callback, FitInfo, Report, StepReport, cli
 
 MAX_FRAMES = 4
 START = "run_rank"
@@ -55,6 +55,13 @@ class Idle(Callback):
         return
 
 
+class Silent:
+    """Might report something after each step, and doesn't."""
+
+    def on_train_step_end(self, report: StepReport) -> Report | None:
+        return None
+
+
 @pytest.mark.usefixtures("own_state")
 def test_hooks_that_nobody_wrote_are_never_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -77,7 +84,8 @@ def test_hooks_that_nobody_wrote_are_never_called(tmp_path: Path, monkeypatch: p
         return counts
 
     idle = "+callbacks.idle._target_=tests.shape.test_frames.Idle"
+    silent = "+callbacks.silent._target_=tests.shape.test_frames.Silent"
     calls(1, idle)  # what happens once in a process
-    bare, observed = (calls(20, *given) - calls(10, *given) for given in ((), (idle,)))
+    bare, observed, reporting = (calls(20, *given) - calls(10, *given) for given in ((), (idle,), (silent,)))
     assert bare.total() > 20
-    assert observed == bare
+    assert observed == reporting == bare

@@ -1,0 +1,325 @@
+"""What loggers through another library have in common: a thread of their own, and a journal to resume from."""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import re
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, final, get_args
+
+from framework.config.saved import load_yaml
+from framework.errors import ConfigError
+from framework.loggers.jsonl import JsonLines
+from framework.loggers.media import array_of, counts_of, pixels_of
+from framework.monitoring.rank_log import warn
+from framework.system.run_dir import RunDir
+from framework.types import FitInfo, Image, Table
+
+Row = Mapping[str, Any]
+"""A line of the journal: `step`, `kind`, and what the kind has."""
+
+Checkpoints = Literal["best", "all"]
+_CAPACITY = 1000  # calls that wait for the library
+
+
+@final
+class Worker:
+    """Makes calls one after another on a thread. Nothing here raises, and only `close` waits."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._is_off = False
+        self._has_dropped = False
+        # A daemon: the process ends without a thread that hangs.
+        self._thread = threading.Thread(target=self._run, name=f"logger.{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Queue a call; drop it if too many wait, or one has raised."""
+        if self._is_off:
+            return
+        if self._queue.qsize() < _CAPACITY:
+            self._queue.put(call)
+        elif not self._has_dropped:
+            self._has_dropped = True
+            warn(
+                f"logger.{self._name} is slower than the training: {_CAPACITY} calls wait, and further ones are "
+                "dropped. Raise trainer.log_every_n_steps."
+            )
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Wait until all calls are made. Return False, after a warning, if that takes too long."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            return True
+        self._is_off = True
+        warn(f"logger.{self._name} isn't done after {timeout_s:g} s; the run ends without it.")
+        return False
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            if self._is_off:
+                continue
+            try:
+                call()
+            except BaseException as error:  # a library may call sys.exit, too
+                if not self._is_off:
+                    text = " ".join(str(error).split())
+                    warn(f"logger.{self._name} is off: {type(error).__name__}: {text}. Training continues without it.")
+                self._is_off = True
+
+
+class Tracker(ABC):
+    """Base of loggers through a tracker's library, every call of which runs on a thread of its own.
+
+    What is logged goes to a journal in the run directory at once, images as PNG, and then to the thread. A resumed run
+    cuts the journal off after the step it resumes from, and gives the tracker what it lacks of it: so the tracker's
+    curve has each step once, although a killed process may have lost what its library hadn't sent.
+
+    If the library raises, that is reported once, and the logger is off. If it hangs, training goes on, and the end of
+    the run waits for it `close_timeout_s` at most.
+
+    Subclasses write the methods below `begin`, which run on the thread, in the order of what was logged.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, run_dir: RunDir, *, log_checkpoints: str | None, close_timeout_s: float) -> None:
+        if log_checkpoints not in (None, *get_args(Checkpoints)):
+            raise ConfigError(f"logger.{self.name}.log_checkpoints={log_checkpoints}: must be best, all or null.")
+        self.run_dir = run_dir
+        self.config: Mapping[str, Any] = load_yaml(run_dir.config_file)
+        self._log_checkpoints = log_checkpoints
+        self._close_timeout_s = close_timeout_s
+        self._folder = run_dir.path / "trackers" / self.name
+        self._journal: JsonLines | None = None
+        self._worker: Worker | None = None
+        self._step = 0
+        self._is_full = False  # the disk
+
+    # What the run logs
+
+    def fit_start(self, info: FitInfo) -> None:
+        """Cut the journal, and give the tracker what it lacks of it."""
+        self.close_journal()
+        self._step = info.start_step
+        self._journal = JsonLines(self._folder / "journal.jsonl", last_step=info.start_step)
+        self._start()
+
+    def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
+        self._step = step
+        self._log("numbers", values={name: _to_plain(value) for name, value in values.items()}, epoch=epoch)
+
+    def text(self, tag: str, text: str) -> None:
+        if tag != "config":  # the tracker has that as the run's configuration
+            self._log("text", tag=tag, text=text)
+
+    def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
+        from PIL import Image as Picture
+
+        files = []
+        try:
+            for number, image in enumerate(images):
+                file = self._folder / "images" / f"{_file_name(tag)}_{step:08}_{number}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                pixels = pixels_of(image)
+                Picture.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file)
+                files.append(str(file.relative_to(self._folder)))
+        except OSError as error:
+            if not self._is_full:
+                warn(f"{self._folder} can't be written: {error.strerror or error}. Images are left out")
+            self._is_full = True
+            return
+        self._log("images", step=step, tag=tag, files=files, captions=[image.caption for image in images])
+
+    def histogram(self, tag: str, values: Any, *, step: int) -> None:
+        if array_of(values).size:
+            counts, edges = counts_of(values)
+            self._log("histogram", step=step, tag=tag, counts=counts, edges=edges)
+
+    def table(self, tag: str, table: Table, *, step: int) -> None:
+        rows = [[_to_plain(value) for value in row] for row in table.rows]
+        self._log("table", step=step, tag=tag, columns=list(table.columns), rows=rows)
+
+    def artifact(self, tag: str, path: Path, *, step: int) -> None:
+        self._log("artifact", step=step, tag=tag, path=str(path))
+
+    def hparams(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        if self._worker is not None:
+            final = dict(metrics)
+            self._worker.submit(lambda: self.write_final(final))
+            for folder in self._checkpoints():
+                self._worker.submit(lambda folder=folder: self.write_checkpoint(*folder))  # type: ignore[misc]
+
+    def flush(self) -> None:
+        """Write the journal; the library isn't waited for."""
+        if self._journal is not None:
+            self._journal.flush()
+
+    def close(self) -> None:
+        """Wait for the library until the deadline; calling it again is fine."""
+        self.close_journal()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            has_failed = sys.exc_info()[1] is not None  # the run
+            worker.submit(lambda: self.finish(has_failed=has_failed))
+            if not worker.close(timeout_s=self._close_timeout_s):
+                self.abandon()
+
+    def close_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _start(self) -> None:
+        if self._worker is None:
+            text = (self._folder / "journal.jsonl").read_text()
+            self._worker = Worker(self.name)
+            self._worker.submit(self.begin)
+            self._worker.submit(lambda: self._write_earlier(text))
+
+    def _write_earlier(self, text: str) -> None:
+        self.write_earlier([_from_plain(json.loads(line)) for line in text.splitlines()])
+
+    def _log(self, kind: str, *, step: int | None = None, **content: Any) -> None:
+        row = {"step": self._step if step is None else step, "time": round(time.time(), 3), "kind": kind, **content}
+        if self._journal is None:  # before or outside of training
+            self._journal = JsonLines(self._folder / "journal.jsonl", last_step=None)
+        self._journal.write(row)
+        if self._worker is not None:
+            self._worker.submit(lambda: self.write(_from_plain(row)))
+
+    def _checkpoints(self) -> Iterator[tuple[Path, list[str]]]:
+        """Yield the checkpoints to log, with what points to them."""
+        folder = self.run_dir.checkpoints
+        names: dict[Path, list[str]] = {}
+        for pointer in ("last", "best"):
+            if (folder / pointer).exists():
+                names.setdefault((folder / pointer).resolve(), []).append(pointer)
+        if self._log_checkpoints == "all":
+            yield from ((path, names.get(path, [])) for path in sorted(folder.resolve().glob("step_*")))
+        elif self._log_checkpoints == "best" and names:
+            # Without a metric that ranks them, the last one.
+            yield next(((path, found) for path, found in names.items() if "best" in found), next(iter(names.items())))
+
+    # On the thread
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Create the tracker's run, or continue the one that `identity` names."""
+
+    @abstractmethod
+    def write_earlier(self, rows: Sequence[Row]) -> None:
+        """Write what the tracker lacks of what was logged before."""
+
+    def write(self, row: Row) -> None:
+        """Write a row by the method for its kind: `write_numbers` for `numbers`."""
+        getattr(self, f"write_{row['kind']}")(row)
+
+    @abstractmethod
+    def write_numbers(self, row: Row) -> None:
+        """Write `values`, name → float."""
+
+    @abstractmethod
+    def write_text(self, row: Row) -> None:
+        """Write `text` as `tag`."""
+
+    @abstractmethod
+    def write_images(self, row: Row) -> None:
+        """Write the PNG `files`, which `file_of` finds, with their `captions`, as `tag`."""
+
+    @abstractmethod
+    def write_histogram(self, row: Row) -> None:
+        """Write `counts` between `edges` as `tag`."""
+
+    @abstractmethod
+    def write_table(self, row: Row) -> None:
+        """Write `rows` under `columns` as `tag`."""
+
+    @abstractmethod
+    def write_artifact(self, row: Row) -> None:
+        """Keep the file or folder `path` as `tag`."""
+
+    @abstractmethod
+    def write_final(self, metrics: Mapping[str, float]) -> None:
+        """Write the final metrics."""
+
+    @abstractmethod
+    def write_checkpoint(self, folder: Path, names: Sequence[str]) -> None:
+        """Keep a checkpoint. names: `best` and `last`, if these point to it."""
+
+    @abstractmethod
+    def finish(self, *, has_failed: bool) -> None:
+        """End the tracker's run."""
+
+    def abandon(self) -> None:
+        """Make sure that the process can end although the library hangs. Called on the main thread."""
+        return
+
+    # For subclasses
+
+    def file_of(self, name: str) -> Path:
+        return self._folder / name
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What `run.json` keeps to continue the tracker's run; empty for a new one."""
+        found: dict[str, Any] = self.run_dir.read_run().get("trackers", {}).get(self.name, {})
+        return found
+
+    @identity.setter
+    def identity(self, facts: Mapping[str, Any]) -> None:
+        self.run_dir.record_tracker(self.name, facts)
+
+    @property
+    def sweep(self) -> str | None:
+        """The name of the sweep that the run is a job of."""
+        parent = self.run_dir.path.parent
+        return parent.name if parent.parent.name == "multirun" else None
+
+    @property
+    def run_name(self) -> str:
+        return "/".join(filter(None, (self.sweep, self.run_dir.path.name)))
+
+    @property
+    def tags(self) -> list[str]:
+        return list(self.config.get("tags") or [])
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a nested configuration by their dotted keys; lists stay whole."""
+    leaves: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def _file_name(tag: str) -> str:
+    return re.sub(r"[^\w.-]", "_", tag)
+
+
+def _to_plain(value: Any) -> Any:
+    """Return what JSON can hold: it has no NaN."""
+    if isinstance(value, str):
+        return value
+    return value if isinstance(value, int) else float(value) if math.isfinite(value) else {"float": str(float(value))}
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"float"}:
+            return float(value["float"])
+        return {key: _from_plain(each) for key, each in value.items()}
+    return [_from_plain(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,165 @@
+"""Weights & Biases. Needs the extra `wandb`."""
+
+from __future__ import annotations
+
+import html
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import psutil
+
+from framework.loggers.tracker import Row, Tracker
+from framework.monitoring.rank_log import show, warn
+from framework.system.run_dir import RunDir
+
+_INIT_TIMEOUT_S = 30.0
+
+
+@final
+class WandbLogger(Tracker):
+    """One run of W&B for a run directory, however often that is resumed. W&B's step is optimizer steps done.
+
+    Offline, if no key is known to `wandb login` and WANDB_MODE isn't set, or the server can't be reached: `wandb sync`
+    sends it later. Offline, W&B writes a folder for each process; a resumed run writes what is in the former ones to
+    its own, up to the step it resumes from, and removes them, unless they have been synced. Online, W&B takes no step
+    twice, so values of steps that are repeated stay as they were.
+
+    Args:
+        project, entity, group: As of `wandb.init`; group is by default the sweep's name.
+        name: By default that of the run directory.
+        mode: online, offline, shared or disabled; None as above.
+        settings: Further `wandb.Settings`, by name. What the run prints is not sent by default.
+        log_checkpoints: best, all: upload these at the end.
+        close_timeout_s: How long the end of the run waits for W&B.
+    """
+
+    name: ClassVar[str] = "wandb"
+
+    def __init__(
+        self,
+        *,
+        run_dir: RunDir,
+        project: str = "framework",
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        mode: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        log_checkpoints: str | None = None,
+        close_timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(run_dir, log_checkpoints=log_checkpoints, close_timeout_s=close_timeout_s)
+        self._arguments = {
+            "project": project,
+            "entity": entity,
+            "name": name or self.run_name,
+            "group": group or self.sweep,
+            "tags": self.tags or None,
+            "config": dict(self.config),
+            "dir": str(run_dir.path),
+            "resume": "allow",
+            "reinit": "create_new",
+        }
+        self._mode = mode
+        self._settings = {"console": "off", "silent": True, "init_timeout": _INIT_TIMEOUT_S, **(settings or {})}
+        self._run: Any = None
+
+    def begin(self) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        known = self.identity
+        self._id = known.get("id") or secrets.token_hex(6)
+        self._was_online = known.get("mode") == "online"
+        self._offline_before = sorted((self.run_dir.path / "wandb").glob(f"offline-run-*-{self._id}"))
+        mode = self._mode or os.environ.get("WANDB_MODE")
+        try:
+            self._run = self._init(mode or ("online" if wandb.login(prompt=False, verify=False) else "offline"))
+        except Exception as error:
+            if mode not in (None, "online"):
+                raise
+            warn(f"logger.wandb: {' '.join(str(error).split())}. It continues offline.")
+            wandb.teardown()  # else the run is in use
+            self._run = self._init("offline")
+        is_online = not self._run.offline
+        place = {"url": self._run.url} if is_online else {"folder": self._run.settings.sync_dir}
+        facts = {"id": self._id, "project": self._arguments["project"], **place}
+        self.identity = {**facts, "mode": "online" if is_online or self._was_online else "offline"}
+        show(f"wandb  {self._run.url if is_online else f'offline; to send it: wandb sync {self._folder_shown()}'}")
+
+    def write_earlier(self, rows: Sequence[Row]) -> None:
+        is_sent = self._was_online or any(list(folder.glob("*.synced")) for folder in self._offline_before)
+        if self._run.offline and is_sent:
+            return
+        for row in rows:
+            self.write(row)
+        if self._run.offline:
+            for folder in self._offline_before:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def write_numbers(self, row: Row) -> None:
+        self._put(row, row["values"])
+
+    def write_text(self, row: Row) -> None:
+        shown = self._wandb.Html(f"<pre>{html.escape(row['text'])}</pre>")
+        self._put(row, {row["tag"]: shown})
+
+    def write_images(self, row: Row) -> None:
+        pairs = zip(row["files"], row["captions"], strict=True)
+        images = [self._wandb.Image(str(self.file_of(name)), caption=caption or None) for name, caption in pairs]
+        self._put(row, {row["tag"]: images if len(images) > 1 else images[0]})
+
+    def write_histogram(self, row: Row) -> None:
+        self._put(row, {row["tag"]: self._wandb.Histogram(np_histogram=(row["counts"], row["edges"]))})
+
+    def write_table(self, row: Row) -> None:
+        self._put(row, {row["tag"]: self._wandb.Table(columns=row["columns"], data=row["rows"])})
+
+    def write_artifact(self, row: Row) -> None:
+        self._keep(Path(row["path"]), kind="file", name=row["tag"], aliases=[f"step_{row['step']}"])
+
+    def write_final(self, metrics: Mapping[str, float]) -> None:
+        self._run.summary.update(dict(metrics))
+
+    def write_checkpoint(self, folder: Path, names: Sequence[str]) -> None:
+        self._keep(folder, kind="model", name="checkpoint", aliases=[folder.name, *names])
+
+    def finish(self, *, has_failed: bool) -> None:
+        self._run.finish(exit_code=int(has_failed))
+        self._wandb.teardown()
+
+    def abandon(self) -> None:
+        """Kill W&B's own process, which its library would wait for at exit. What it has written stays."""
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                if "wandb-core" in child.name():
+                    child.kill()
+        with suppress(Exception, SystemExit):  # that the process is gone, and with its exit status
+            self._wandb.teardown()
+
+    def _put(self, row: Row, values: Mapping[str, Any]) -> None:
+        if row["step"] >= self._run.starting_step:  # the server has those before
+            self._run.log(dict(values), step=row["step"])
+
+    def _keep(self, path: Path, *, kind: str, name: str, aliases: Sequence[str]) -> None:
+        if not path.exists():
+            warn(f"logger.wandb: {path} is gone, so it isn't kept.")
+            return
+        artifact = self._wandb.Artifact(f"{name.replace('/', '-')}-{self._id}", type=kind)
+        (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
+        self._run.log_artifact(artifact, aliases=list(aliases))
+
+    def _init(self, mode: str) -> Any:
+        settings = self._wandb.Settings(**self._settings)
+        return self._wandb.init(id=self._id, mode=mode, settings=settings, **self._arguments)
+
+    def _folder_shown(self) -> str:
+        folder = Path(self._run.settings.sync_dir)
+        with suppress(ValueError):
+            return str(folder.relative_to(Path.cwd()))
+        return str(folder)

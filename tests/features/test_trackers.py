@@ -1,0 +1,244 @@
+"""Trackers through their own libraries, offline: one run and one curve, whatever happens to the process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from framework.loggers.tracker import Worker
+from framework.loggers.wandb import WandbLogger
+from framework.system.run_dir import RunDir
+from tests.helpers import results
+from tests.helpers.command import started_python
+from tests.helpers.trackers import mlflow_curve, mlflow_rows, wandb_curve, wandb_run
+
+CASES = "tests.features.tracker_cases"
+SHORT = ("recipe=toy", "trainer.limit_train_batches=20", "trainer.limit_test_batches=2", "trainer.log_every_n_steps=5")
+FAKE = (*SHORT, "trainer.max_epochs=2", "logger=[jsonl,console]", f"+logger.fake._target_={CASES}.Fake")
+
+
+@pytest.fixture(autouse=True)
+def without_accounts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No key and no server of the user's."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path_factory.mktemp("home") / "netrc"))
+
+
+def csv_curve(run_dir: Path, name: str) -> dict[int, float]:
+    with (run_dir / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["step"] for row in rows}) == len(rows)
+    return {int(row["step"]): float(row[name]) for row in rows if row[name]}
+
+
+def mlflow_of(run_dir: Path) -> tuple[Path, str]:
+    """The database and the run's id."""
+    found = results.run_file(run_dir)["trackers"]["mlflow"]
+    return Path(found["tracking_uri"].removeprefix("sqlite:///")), found["run_id"]
+
+
+@pytest.fixture
+def killed_run(train):
+    """Return a function that trains on two processes with these loggers, is killed after a step, and resumes."""
+
+    def run(logger: str, *overrides: str) -> Path:
+        saves = ("trainer.max_epochs=3", "checkpoint.every_n_steps=20", "topology.procs_per_node=2")
+        killed = f"+callbacks.killed._target_={CASES}.KilledOnce"
+        run_dir: Path = train(*SHORT, f"logger=[jsonl,{logger}]", *saves, killed, *overrides, status=1)
+        before = results.run_file(run_dir).get("trackers", {})  # nothing, if it wasn't even begun
+        assert train(f"resume={run_dir}") == run_dir
+        after = results.run_file(run_dir).get("trackers", {})
+        for tracker, key in (("wandb", "id"), ("mlflow", "run_id")):
+            assert tracker not in before or before[tracker][key] == after[tracker][key]
+        return run_dir
+
+    return run
+
+
+CURVES = ("train/loss", "val/loss", "test/loss")
+
+
+@pytest.mark.multiproc
+def test_a_killed_run_is_one_run_of_wandb_with_each_step_once(killed_run):
+    run_dir = killed_run("csv,wandb", "tags=[baseline,big]")
+    for name in CURVES:
+        wanted = results.curve(run_dir, name)
+        assert wandb_curve(run_dir, name) == wanted
+        assert csv_curve(run_dir, name) == wanted
+    assert list(results.curve(run_dir, "train/loss")) == list(range(5, 61, 5))
+    run, _, summary = wandb_run(run_dir)
+    known = results.run_file(run_dir)["trackers"]["wandb"]
+    assert (run.project, list(run.tags), run.run_id) == ("toy", ["baseline", "big"], known["id"])
+    assert summary["best/val/loss"] == results.results(run_dir)["score"]
+    config = {each.key: json.loads(each.value_json) for each in run.config.update}
+    assert config["optimizer"]["lr"] == 0.001
+    assert results.run_file(run_dir)["tags"] == ["baseline", "big"]
+    with (run_dir / "hparams.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["optimizer.lr"], row["best/val/loss"]) == ("0.001", str(summary["best/val/loss"]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.multiproc
+def test_a_killed_run_is_one_run_of_mlflow_with_each_step_once(killed_run):
+    run_dir = killed_run("mlflow", "tags=[baseline,big]")
+    database, run_id = mlflow_of(run_dir)
+    for name in CURVES:
+        assert mlflow_curve(database, run_id, name) == results.curve(run_dir, name)
+    assert mlflow_rows(database, "SELECT name, status FROM runs") == [(run_dir.name, "FINISHED")]
+    params = dict(mlflow_rows(database, "SELECT key, value FROM params WHERE run_uuid = ?", run_id))
+    assert (params["optimizer.lr"], params["recipe"]) == ("0.001", "toy")
+    tags = dict(mlflow_rows(database, "SELECT key, value FROM tags WHERE run_uuid = ?", run_id))
+    assert tags["baseline"] == tags["big"] == "true"
+    (best,) = mlflow_rows(database, "SELECT value FROM metrics WHERE run_uuid = ? AND key = 'best/val/loss'", run_id)
+    assert best == (results.results(run_dir)["score"],)
+
+
+@pytest.mark.exhaustive
+def test_media_and_checkpoints_reach_the_trackers(train, tmp_path):
+    (tmp_path / "conf.txt").write_text("content")
+    keep = ("logger.wandb.log_checkpoints=all", "logger.mlflow.log_checkpoints=best")
+    reporting = ("~task.metrics.predicted", "+callbacks.reporting._target_=tests.features.media_cases.Reporting")
+    run_dir = train(*SHORT, "trainer.max_epochs=1", "logger=[jsonl,wandb,mlflow]", *reporting, *keep)
+    _, history, _ = wandb_run(run_dir)
+    (row,) = (row for row in history if row["_step"] == 20)
+    kinds = {name: row[f"val/{name}/_type"] for name in ("image", "images", "figure", "histogram", "table", "text")}
+    assert kinds == {
+        "image": "image-file",
+        "images": "images/separated",
+        "figure": "image-file",
+        "histogram": "histogram",
+        "table": "table-file",
+        "text": "html-file",
+    }
+    assert row["val/image/caption"] == "grey"
+    assert (row["val/image/width"], row["val/image/height"]) == (5, 4)
+    (folder,) = (tmp_path / "outputs/mlartifacts/toy").glob("*/artifacts")
+    found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    media = {file for file in found if file.startswith("media/")}
+    assert media == {
+        "media/val/image/val_image_00000020_0.png",
+        *(f"media/val/images/val_images_00000020_{number}.png" for number in range(2)),
+        "media/val/figure/val_figure_00000020_0.png",
+        "media/val/table/00000020.csv",
+        "media/val/text/00000020.txt",
+    }
+    assert {"val/file/conf.txt", "config.yaml", "checkpoints/step_00000020/manifest.json"} <= found
+
+
+# Trackers that fail
+
+
+@pytest.mark.parametrize("where", ["begin", "numbers", "finish False"])
+@pytest.mark.parametrize("trouble", ["raise", "exit", "hang"])
+def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(train, trouble, where):
+    run_dir = train(
+        *FAKE, f"+logger.fake.trouble={trouble}", f"+logger.fake.where='{where}'", "+logger.fake.close_timeout_s=0.3"
+    )
+    assert results.results(run_dir)["steps"] == 40
+    assert len(results.curve(run_dir, "train/loss")) == 8
+    log = results.log(run_dir)
+    said = {
+        "raise": "logger.fake is off: ValueError: the library's own. Training continues without it.",
+        "exit": "logger.fake is off: SystemExit: 3. Training continues without it.",
+        "hang": "logger.fake isn't done after 0.3 s; the run ends without it.",
+    }
+    assert len(re.findall(f"WARNING {re.escape(said[trouble])}", log)) == 1
+    assert log.count("WARNING logger.fake") == 1
+    assert (run_dir / "fake").read_text().split("\n")[-2] == where
+
+
+def test_a_tracker_is_told_how_the_run_ended(train, tmp_path):
+    assert (train(*FAKE) / "fake").read_text().splitlines()[-2:] == ["final", "finish False"]
+    (tmp_path / "falls.py").write_text("class Falls:\n    def on_train_step_end(self, report): 1 / 0\n")
+    run_dir = train(*FAKE, "+callbacks.falls._target_=falls.Falls", status=1)
+    assert (run_dir / "fake").read_text().splitlines() == ["begin", "earlier 0", "finish True"]
+
+
+def test_a_tracker_that_is_too_slow_loses_calls_and_says_so_once(capsys):
+    worker = Worker("slow")
+    begins, may_end = threading.Event(), threading.Event()
+
+    def block() -> None:
+        begins.set()
+        may_end.wait(60)
+
+    worker.submit(block)
+    assert begins.wait(60)
+    done: list[int] = []
+    for number in range(1100):
+        worker.submit(partial(done.append, number))
+    may_end.set()
+    assert worker.close(timeout_s=60)
+    assert done == list(range(1000))
+    printed = capsys.readouterr().out
+    assert printed.count("logger.slow is slower than the training: 1000 calls wait") == 1
+
+
+@pytest.mark.exhaustive
+def test_wandb_whose_own_process_hangs_is_given_up(train):
+    stopping = f"+callbacks.stopping._target_={CASES}.Stopping"
+    run_dir = train(*SHORT, "trainer.max_epochs=2", "logger=[jsonl,wandb]", "logger.wandb.close_timeout_s=2", stopping)
+    assert results.results(run_dir)["steps"] == 40
+    assert results.log(run_dir).count("WARNING logger.wandb isn't done after 2 s") == 1
+
+
+@pytest.mark.exhaustive
+def test_wandb_without_its_server_continues_offline(train, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a1" * 20)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    run_dir = train(*SHORT, "trainer.max_epochs=1", "logger=[jsonl,wandb]", "logger.wandb.settings={init_timeout:2}")
+    assert "It continues offline" in results.log(run_dir)
+    assert wandb_curve(run_dir, "train/loss") == results.curve(run_dir, "train/loss")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.multiproc
+def test_mlflow_through_a_server(killed_run, tmp_path):
+    database = tmp_path / "server.db"
+    store = ("--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", str(tmp_path / "kept"))
+    place = ("--host", "127.0.0.1", "--port", "0", "--workers", "1")
+    with started_python("-m", "mlflow", "server", *place, *store, cwd=tmp_path) as server:
+        server.wait_for_output("Application startup complete", timeout=100)
+        (address,) = set(re.findall(r"http://127\.0\.0\.1:\d+", server.printed()))
+        uri = f"logger.mlflow.tracking_uri={address}"
+        run_dir = killed_run("mlflow", uri, "logger.mlflow.log_checkpoints=best")
+    run_id = results.run_file(run_dir)["trackers"]["mlflow"]["run_id"]
+    assert mlflow_curve(database, run_id, "train/loss") == results.curve(run_dir, "train/loss")
+    assert list((tmp_path / "kept").rglob("manifest.json"))
+
+
+# Names, groups, options
+
+
+@pytest.mark.parametrize(
+    ("place", "sweep", "name"),
+    [("outputs/toy/a", None, "a"), ("outputs/multirun/2026_x/3", "2026_x", "2026_x/3")],
+)
+def test_a_sweeps_runs_are_one_group(tmp_path, place, sweep, name):
+    folder = tmp_path / place
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"tags": ["x"]}))
+    logger = WandbLogger(run_dir=RunDir(folder))
+    assert (logger.sweep, logger.run_name, logger.tags) == (sweep, name, ["x"])
+
+
+def test_other_checkpoints_than_best_and_all_are_refused(train, capsys):
+    train(*SHORT, "logger=wandb", "logger.wandb.log_checkpoints=some", status=2)
+    assert "logger.wandb.log_checkpoints=some: must be best, all or null" in capsys.readouterr().err
+
+
+def test_csv_merges_steps_and_a_resumed_run_cuts_what_follows(train):
+    short = (*SHORT, "trainer.max_epochs=3", "logger=[csv,jsonl]")
+    run_dir = train(*short, "trainer.max_steps=45", "checkpoint.every_n_steps=20")
+    train(f"resume={run_dir / 'checkpoints/step_00000040'}", "trainer.max_steps=null")
+    for name in ("train/loss", "val/loss", "train/lr", "test/loss"):
+        assert csv_curve(run_dir, name) == results.curve(run_dir, name)
