@@ -1,20 +1,23 @@
-"""metrics.jsonl: one JSON object per line, for programs."""
+"""metrics.jsonl: one JSON object per line, for programs; and the newest images and tables as files in `media`."""
 
 from __future__ import annotations
 
+import csv
+import glob
 import json
 import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
+from framework.loggers.media import pixels_of
 from framework.monitoring.rank_log import warn
 from framework.system.run_dir import RunDir, write_atomically
-from framework.types import FitInfo
+from framework.types import FitInfo, Image, Table
 
 _encode = json.JSONEncoder(allow_nan=False).encode  # made once: `json.dumps` makes one at each call
 
@@ -26,10 +29,14 @@ class JsonlLogger:
     A value that is not finite is null, and `nonfinite` says what it was: {"train/loss": null, "nonfinite":
     {"train/loss": "nan"}}. A resumed run cuts off lines of later steps than it resumes from. A full disk does not end
     training (see `JsonLines`).
+
+    Images and tables go to `media/NAME_STEP.png` and `.csv`, with `/` in the name written `__`; only the newest
+    of a name is kept. `job=report` shows them.
     """
 
     def __init__(self, *, run_dir: RunDir) -> None:
         self._path = run_dir.metrics_file
+        self._media = run_dir.media
         self._file: JsonLines | None = None
 
     def fit_start(self, info: FitInfo) -> None:
@@ -46,6 +53,40 @@ class JsonlLogger:
 
     def text(self, tag: str, text: str) -> None:
         """Do nothing: the config has a file of its own."""
+
+    def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
+        """Captions are kept as the PNG's text `Description`."""
+        from PIL import Image as Pillow
+        from PIL.PngImagePlugin import PngInfo
+
+        for number, image in enumerate(images):
+            info = PngInfo()
+            if image.caption:
+                info.add_itxt("Description", image.caption)
+            picture = Pillow.fromarray(pixels_of(image).squeeze())
+            name = tag if len(images) == 1 else f"{tag}/{number}"
+            self._write_medium(name, ".png", lambda file: picture.save(file, pnginfo=info), step=step)  # noqa: B023
+
+    def table(self, tag: str, table: Table, *, step: int) -> None:
+        def write(path: Path) -> None:
+            with path.open("w", newline="") as file:
+                csv.writer(file).writerows([table.columns, *table.rows])
+
+        self._write_medium(tag, ".csv", write, step=step)
+
+    def _write_medium(self, tag: str, suffix: str, write: Callable[[Path], object], *, step: int) -> None:
+        name = tag.replace("/", "__")
+        path = self._media / f"{name}_{step}{suffix}"
+        try:
+            self._media.mkdir(exist_ok=True)
+            earlier = [file for file in self._media.glob(f"{glob.escape(name)}_*{suffix}") if file != path]
+            write(path)
+            for file in earlier:
+                if file.stem.removeprefix(f"{name}_").isdecimal():
+                    file.unlink()
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            warn(f"{path} can't be written: {error.strerror or error}")
 
     def flush(self) -> None:
         if self._file is not None:

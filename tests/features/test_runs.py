@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from framework import cli
+from framework import Image, Table, cli
+from framework.loggers import JsonlLogger
 from framework.system.run_dir import RunDir, locked
 from tests.helpers import results
 
@@ -290,12 +292,12 @@ def test_a_report_has_all_of_its_runs_and_loads_nothing(answer: Command, made: M
     other = made("b", "optimizer.lr=0.01")
     with (other / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "epoch": 0, "time": 0, "train/loss": null, "nonfinite": {"train/loss": "nan"}}\n{"st')
-    media = other / "media"
-    media.mkdir()
-    (media / "val__worst_40.png").write_bytes(b"an image")
-    (media / "val__errors_40.csv").write_text("index,label\n7,<i>\n")
-    (media / "val__table_20.md").write_text("| x | y |\n| --- | --- |\n| 1 | 2 |\nafter it")
-    (media / "note_1.txt").write_text("<u>")
+    shutil.rmtree(other / "media")
+    logger = JsonlLogger(run_dir=RunDir(other))
+    worst = [Image(torch.zeros(4, 4), caption="<u>"), Image(torch.ones(4, 4))]
+    for step in (20, 40):  # the newest of a name counts
+        logger.images("val/worst", worst, step=step)
+        logger.table("val/errors", Table(["index", "label"], [[7, "<i>"]]), step=step)
     status, out, _ = answer("job=report", "runs=outputs/toy")
     assert (status, out.startswith("Report of 2 runs: report.html")) == (0, True)
     page = Page(Path("report.html").read_text())
@@ -309,16 +311,16 @@ def test_a_report_has_all_of_its_runs_and_loads_nothing(answer: Command, made: M
         "+<b>",
         "not finite",
         "optimizer.lr",
-        "val/worst",
+        "val/worst, step 40",
+        "val/errors, step 40",
         "<i>",
         "<u>",
-        "after it",
     ):
         assert text in page.text
     for name in ("Runs", "Results", "Curves", "Media", "Differences", "Environment", "Configuration"):
         assert name in page.text
     sources = [value for _, attributes in page.tags for key, value in attributes.items() if key in ("src", "href")]
-    assert sources == ["data:image/png;base64,YW4gaW1hZ2U="]
+    assert [source.partition(",")[0] for source in sources] == ["data:image/png;base64"] * 2
 
     status, _, err = answer("job=report", "runs=outputs/toy/a")
     assert status == 2

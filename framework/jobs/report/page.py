@@ -1,7 +1,6 @@
 """The HTML page of a report: one file that loads nothing, for a desktop, a phone and a printer.
 
-Everything that comes from a run is escaped. Files in a run's `media` folder, named NAME_STEP with `/` in the name
-written `__`, are shown by their kind: .png, .csv, .md (its tables) and .txt.
+Everything that comes from a run is escaped. Images and tables are those that `JsonlLogger` keeps in the `media` folder.
 """
 
 from __future__ import annotations
@@ -9,12 +8,15 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from framework.jobs.compare import Section, cell, compare, metrics
 from framework.jobs.report import curves
@@ -227,33 +229,33 @@ def _evaluations(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _media(records: Sequence[RunRecord]) -> list[str]:
-    """Return the newest file of each name and kind, and the earlier ones folded."""
+    """Return the files of each name, several images of one name side by side."""
     parts = []
     for number, record in enumerate(records):
-        by_name: dict[tuple[str, str], list[tuple[int, Path]]] = defaultdict(list)
-        for file in record.run_dir.media.glob("*_*.*"):
+        by_name: dict[str, list[str]] = defaultdict(list)
+        for file in sorted(record.run_dir.media.glob("*_*.*")):
             name, _, step = file.stem.rpartition("_")
-            if file.suffix in (".png", ".csv", ".md", ".txt") and step.isdecimal():
-                by_name[name.replace("__", "/"), file.suffix].append((int(step), file))
-        for (name, _), files in sorted(by_name.items()):
-            shown = [
-                f'<p class="dim">step {step:,}</p>{_medium(file, name)}' for step, file in sorted(files, reverse=True)
-            ]
-            earlier = f"<details><summary>{len(shown) - 1} earlier</summary>{''.join(shown[1:])}</details>"
-            parts.append(f"<h3>{_label(number, record)}: {escape(name)}</h3>{shown[0]}{earlier if shown[1:] else ''}")
+            if file.suffix in (".png", ".csv") and step.isdecimal():
+                name = re.sub(r"__\d+$", "", name).replace("__", "/")
+                if name in record.texts:  # a confusion matrix is among the tables already
+                    continue
+                by_name[f"{name}, step {int(step):,}"].append(_medium(file, name))
+        for name, shown in by_name.items():
+            content = shown[0] if len(shown) == 1 else f'<div class="gallery">{"".join(shown)}</div>'
+            parts.append(f"<h3>{_label(number, record)}: {escape(name)}</h3>{content}")
     return parts
 
 
 def _medium(file: Path, name: str) -> str:
     if file.suffix == ".png":
         content = base64.b64encode(file.read_bytes()).decode()
-        return f'<img alt="{escape(name)}" src="data:image/png;base64,{content}">'
-    text = file.read_text(errors="replace")
-    if file.suffix == ".csv":
-        rows = list(csv.reader(text.splitlines()))
-        more = len(rows) - 1 - _MAX_ROWS
-        return _plain_table(rows[: _MAX_ROWS + 1]) + (f'<p class="dim">and {more:,} rows more</p>' if more > 0 else "")
-    return _markdown(text) if file.suffix == ".md" else f"<pre>{escape(text)}</pre>"
+        with Image.open(file) as image:
+            caption = escape(image.info.get("Description", ""))
+        picture = f'<img alt="{escape(name)}" src="data:image/png;base64,{content}">'
+        return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
+    rows = list(csv.reader(file.read_text().splitlines()))
+    more = len(rows) - 1 - _MAX_ROWS
+    return _plain_table(rows[: _MAX_ROWS + 1]) + (f'<p class="dim">and {more:,} rows more</p>' if more > 0 else "")
 
 
 def _markdown(text: str) -> str:
