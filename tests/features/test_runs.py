@@ -320,7 +320,7 @@ def test_a_report_has_all_of_its_runs_and_loads_nothing(answer: Command, made: M
     for name in ("Runs", "Results", "Curves", "Media", "Differences", "Environment", "Configuration"):
         assert name in page.text
     sources = [value for _, attributes in page.tags for key, value in attributes.items() if key in ("src", "href")]
-    assert [source.partition(",")[0] for source in sources] == ["data:image/png;base64"] * 2
+    assert {str(source).partition(",")[0] for source in sources} == {"data:image/png;base64"}
 
     status, _, err = answer("job=report", "runs=outputs/toy/a")
     assert status == 2
