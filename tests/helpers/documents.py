@@ -23,7 +23,7 @@ _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _OUTPUT = re.compile(r"^```text\n.*?^```", re.MULTILINE | re.DOTALL)
 _TEXT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_FILE_NAME = re.compile(r"^(?:# @package \S+\n)?# ((?:conf|recipes)/[\w/]+\.(?:yaml|py))\n")
+_FILE_NAME = re.compile(r"^(?:# @package \S+\n)?# ([\w/]+\.(?:yaml|py))\n")
 
 
 class Command(NamedTuple):
@@ -109,7 +109,7 @@ def shown_script(text: str) -> str:
 
 
 def shown_files(text: str) -> dict[str, str]:
-    """Path → content, of code blocks that begin with a comment that is a path in conf/ or recipes/.
+    """Path → content, of code blocks that begin with a comment that is a path.
 
     Hydra wants its own comment, `# @package`, to be the very first.
     """
