@@ -184,6 +184,7 @@ def build_trainer(
         stop=StopControl(rank.link, context=context),
         context=context,
         phases=phases,
+        recomputes=settings.activation_checkpointing is not None,
         compile_mode=settings.compile,
     )
     seed_everything(config.seed, rank=context.rank)
@@ -197,6 +198,7 @@ def build_trainer(
         ),
         check_metrics=partial(data_settings.check_metrics, config),
         link=rank.link,
+        counts_flops=bool(config.logger),
     )
 
 
