@@ -69,6 +69,7 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """The modes of `torch.compile` that capture CUDA graphs, whose outputs the next call overwrites."""
 
 ClipAlgorithm = Literal["norm", "value"]
+ProgressMode = Literal["auto", "rich", "plain", "off"]
 ExportFormat = Literal["state_dict", "safetensors", "pretrained", "onnx", "torch_export"]
 
 
@@ -132,6 +133,7 @@ class TrainerConfig:
     gradient_clip_val: float | None = bounded(above=0)
     gradient_clip_algorithm: ClipAlgorithm
     log_every_n_steps: int = bounded(at_least=1)
+    progress: ProgressMode = "auto"  # what the terminal shows of the training
     log_rank_losses: bool | Literal["terminal"] = False  # log each rank's own mean loss; terminal: print it as well
     val_check_interval: int | None = bounded(at_least=1)  # optimizer steps; null: at the end of epochs
     check_val_every_n_epoch: int | None = bounded(at_least=1)  # null: not at the end of epochs

@@ -45,7 +45,7 @@ def check_targets(config: Config) -> None:
             options = {"_target_": optimizer.node["_target_"], "_partial_": True, **group.options}
             mistakes += check_node(options, f"{optimizer.key}.groups.{number}", positional=1)
     for name, node in config.logger.items():
-        mistakes += check_node(node, f"logger.{name}", supplied=("run_dir", "redraws"))
+        mistakes += check_node(node, f"logger.{name}", supplied=("run_dir", "progress"))
     for name, node in config.callbacks.items():
         mistakes += check_node(node, f"callbacks.{name}", supplied=("context", "run_dir"))
     for key, schedule in schedules(config):

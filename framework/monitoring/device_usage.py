@@ -1,46 +1,69 @@
-"""Memory and utilization of a rank's accelerators, for the logs."""
+"""Memory of the ranks and utilization of their accelerators, for the logs."""
 
 from __future__ import annotations
 
 import logging
+import resource
+import sys
 import time
 from collections.abc import Sequence
 from typing import final
 
 import torch
 
+from framework.distributed.context import Context
+from framework.monitoring.slow_ranks import CURVES_OF_RANKS
+
 _EVERY_S = 1.0  # a reading takes about a millisecond; NVML itself averages over up to a second
 _GB = 1e9
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # https://man7.org/linux/man-pages/man2/getrusage.2.html
 
 _log = logging.getLogger("framework")
 
 
 @final
 class DeviceUsage:
-    """Reads memory and utilization of a rank's accelerators, and nothing on the CPU."""
+    """Reads peak memory and utilization, at most once a second. Doesn't wait for the devices."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
+    def __init__(self, context: Context) -> None:
+        self._rank, self._world_size = context.rank, context.world_size
+        self._devices = [device for device in dict.fromkeys(context.devices) if device.type != "cpu"]
+        self._memory_gb = 0.0
         self._next_s = 0.0
+        self._is_new = False
         self._has_utilization = True
 
-    def read(self) -> dict[str, float]:
-        """Return the values to log, at most once a second. Doesn't wait for the devices.
+    def row(self) -> list[float]:
+        """Return this rank's memory at its place in a vector for all ranks, to be summed over ranks for `values`."""
+        self._is_new = time.monotonic() >= self._next_s
+        if self._is_new:
+            self._next_s = time.monotonic() + _EVERY_S
+            self._memory_gb = self._peak_bytes() / _GB
+        return [self._memory_gb if rank == self._rank else 0.0 for rank in range(self._world_size)]
 
-        `device/memory_gb`: the peak memory of tensors on the fullest device, in 10^9 bytes.
-        `device/utilization`: the share of the last second in which a kernel ran, averaged over devices.
+    def values(self, memory_gb: Sequence[float]) -> dict[str, float]:
+        """Return the values to log; empty if the last `row` was less than a second after the one before.
+
+        `device/memory_gb`: the peak memory of the fullest rank, in 10^9 bytes: of tensors on its fullest accelerator;
+        on the CPU, resident memory. `device/memory_gb_rank_N`: of each rank, if there are few.
+        `device/utilization`: the share of the last second in which a kernel ran, averaged over this rank's devices.
         """
-        if not self._devices or time.monotonic() < self._next_s:
+        if not self._is_new:
             return {}
-        self._next_s = time.monotonic() + _EVERY_S
-        module = torch.get_device_module(self._devices[0])
-        values: dict[str, float] = {}
-        if hasattr(module, "max_memory_allocated"):
-            values["device/memory_gb"] = max(map(module.max_memory_allocated, self._devices)) / _GB
-        if self._has_utilization and hasattr(module, "utilization"):
+        values = {"device/memory_gb": max(memory_gb)}
+        if 1 < len(memory_gb) <= CURVES_OF_RANKS:
+            values |= {f"device/memory_gb_rank_{rank}": own for rank, own in enumerate(memory_gb)}
+        if self._devices and self._has_utilization:
+            module = torch.get_device_module(self._devices[0])
             try:
                 values["device/utilization"] = sum(map(module.utilization, self._devices)) / len(self._devices) / 100
             except Exception as error:  # no NVML bindings, or a GPU without it, such as a MIG slice
                 _log.info("device/utilization isn't logged: %s", error)
                 self._has_utilization = False
         return values
+
+    def _peak_bytes(self) -> float:
+        if not self._devices:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+        module = torch.get_device_module(self._devices[0])
+        return float(max(map(module.max_memory_allocated, self._devices)))

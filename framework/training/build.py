@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils.data import IterableDataset
 
 from framework.config.optimizers import OptimizerConfig
-from framework.config.schema import DataConfig, Node, SchedulerConfig
+from framework.config.schema import DataConfig, Node, ProgressMode, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.config.targets import import_target, plain_function, requires, takes, without_freeze
 from framework.data.from_loader import take_loaders_apart
@@ -304,16 +304,15 @@ def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
             )
 
 
-def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir, redraws: bool = True) -> dict[str, Logger]:
+def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir, progress: ProgressMode = "auto") -> dict[str, Logger]:
     """Return the loggers by name, in the config's order. Call it on rank 0 only: they open files.
 
-    Those that take `run_dir` or `redraws` get it, unless the config sets it. redraws: False under a debugger, where
-    lines on the terminal must not be redrawn.
+    Those that take `run_dir` or `progress` get it, unless the config sets it.
     """
     loggers: dict[str, Logger] = {}
     for name, node in nodes.items():
         key = f"logger.{name}"
-        built = _build(key, node, run_dir=run_dir, redraws=redraws)
+        built = _build(key, node, run_dir=run_dir, progress=progress)
         loggers[name] = _with_methods(key, node, built, names=("metrics", "text", "close"))
     return loggers
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -21,18 +20,17 @@ from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
 from framework.distributed.process_group import new_group, process_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
-from framework.distributed.sharded import num_parameters
 from framework.errors import EXIT_STOPPED, RunError
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.launch.stopping import stoppable
 from framework.monitoring.rank_log import logger, warn
 from framework.monitoring.rank_status import Phase
-from framework.monitoring.report import FailureReport
 from framework.system.files import free_bytes
 from framework.system.formatting import format_bytes
 from framework.system.hardware import Sharers, keep_to_cores, share_of_cores
 from framework.training import build, data_settings
 from framework.training.activation_checkpointing import apply_activation_checkpointing
+from framework.training.introduction import introduce, state_sizes
 from framework.training.param_groups import ParamGroups
 from framework.training.phases import phases_of
 from framework.training.precision import PrecisionPlugin
@@ -46,7 +44,6 @@ from framework.training.rank_setup import (
     setup_rank,
 )
 from framework.training.resume import restore
-from framework.training.sizes import checkpoint_bytes
 from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
@@ -89,9 +86,10 @@ def _run(rank: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLo
     trainer = build_trainer(rank, train_loader, val_loaders)
     try:
         restore(rank, trainer)
-        _check_disk_space(rank, trainer)
         if rank.context.is_main:
-            _introduce(rank, trainer, datasets)
+            sizes = state_sizes(rank, trainer)
+            _check_disk_space(rank, sizes.checkpoint)
+            introduce(rank, trainer, datasets, sizes)
         if rank.config.trainer.cpu_affinity:
             _bind_to_cores(core_sharers(rank.config, rank.context))
         if names := trainer.sanity_check():
@@ -170,6 +168,8 @@ def build_trainer(
     steps = data_settings.steps_per_epoch(rank.requested.trainer, rank.plan, size=train_loader.size)
     length = partial(data_settings.schedule_length, rank.requested, steps, phases=phases)
     callbacks, loggers = config.callbacks, config.logger if context.is_main else {}
+    # Redrawn lines would disturb a debugger's prompt.
+    progress = "plain" if settings.progress == "auto" and not rank.link.is_watched else settings.progress
     if settings.profiler is not None and "profiler" not in callbacks:
         callbacks = {**callbacks, "profiler": {"_target_": "framework.callbacks.profiler.TorchProfiler"}}
     state = TrainState(
@@ -180,11 +180,12 @@ def build_trainer(
         optimizer=optimizer,
         schedule=build.build_schedule(config.scheduler, optimizer, configs, length=length),
         callbacks=build.build_callbacks(callbacks, context=context, run_dir=rank.run_dir),
-        loggers=build.build_loggers(loggers, run_dir=rank.run_dir, redraws=rank.link.is_watched),
+        loggers=build.build_loggers(loggers, run_dir=rank.run_dir, progress=progress),
         train_loader=train_loader,
         stop=StopControl(rank.link, context=context),
         context=context,
         phases=phases,
+        recomputes=settings.activation_checkpointing is not None,
         compile_mode=settings.compile,
     )
     seed_everything(config.seed, rank=context.rank)
@@ -198,6 +199,7 @@ def build_trainer(
         ),
         check_metrics=partial(data_settings.check_metrics, config),
         link=rank.link,
+        counts_flops=bool(config.logger),
     )
 
 
@@ -218,37 +220,16 @@ def _checkpoints(rank: RankSetup) -> CheckpointManager | None:
     )
 
 
-def _check_disk_space(rank: RankSetup, trainer: Trainer) -> None:
-    """On rank 0, raise RunError if the disk has no room for one checkpoint. A disk that fills up later is reported."""
+def _check_disk_space(rank: RankSetup, checkpoint_bytes: int) -> None:
+    """Raise RunError if the disk has no room for one checkpoint. A disk that fills up later is reported."""
     folder = rank.run_dir.checkpoints
-    free = free_bytes(folder) if rank.config.checkpoint.enabled and rank.context.is_main else None
-    if free is not None and free < (size := _estimated_bytes(rank, trainer)):
+    free = free_bytes(folder) if rank.config.checkpoint.enabled else None
+    if free is not None and free < checkpoint_bytes:
         raise RunError(
-            f"There is no room for a checkpoint: one takes about {format_bytes(size)}, and {format_bytes(free)} are "
-            f"free in {folder}.\nMake room, choose another disk with path.outputs=FOLDER, or train without "
-            "checkpoints: checkpoint=none"
+            f"There is no room for a checkpoint: one takes about {format_bytes(checkpoint_bytes)}, and "
+            f"{format_bytes(free)} are free in {folder}.\nMake room, choose another disk with path.outputs=FOLDER, or "
+            "train without checkpoints: checkpoint=none"
         )
-
-
-def _estimated_bytes(rank: RankSetup, trainer: Trainer) -> int:
-    model = trainer.state.bare_model
-    try:
-        size = 0
-        for config, optimizer in zip(optimizer_configs(rank.config.optimizer), trainer.state.optimizers, strict=True):
-            own = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            size += build.optimizer_bytes(config, own)
-    except Exception as error:  # a user's optimizer may raise anything; training shows if it works
-        logger.info("the size of the optimizer's state isn't known before the first step: %r", error)
-        size = 0
-    estimated = checkpoint_bytes(
-        model,
-        size,
-        world_size=rank.context.world_size,
-        averages=len(hooks(trainer.state.callbacks.values(), "evaluation_weights")),
-        strategy=rank.strategy,
-    )
-    here = sum(each.numel() for each in model.parameters())
-    return estimated * num_parameters(model) // max(here, 1)  # with several stages, this rank has only some of them
 
 
 def _test(rank: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader]) -> dict[str, Any] | None:
@@ -275,44 +256,6 @@ def _test(rank: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader]) 
         trainer.log_texts(found.texts)
         trainer.log_media(found.media)
     return {"step": step, "metrics": found.metrics, "texts": found.texts}
-
-
-def _introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets) -> None:
-    """Print what is about to train, and give the loggers the configuration."""
-    context, state, progress = rank.context, trainer.state, trainer.progress
-    steps = trainer.train_loader.steps_per_epoch
-    per_epoch = "an unknown number of" if steps is None else steps
-    devices = ", ".join(dict.fromkeys(map(str, context.devices)))
-    streams = data_settings.streams_of(datasets)
-    parts = datasets.parts.items()
-    sizes = ", ".join(f"{name} {'a stream' if name in streams else f'{len(part):,}'}" for name, part in parts)
-    print(
-        f"{type(state.bare_model).__name__} with {num_parameters(state.bare_model):,} parameters on {devices} "
-        f"({context.backend})\n"
-        f"{sizes}{'' if streams else ' samples'}; "
-        f"global batch {rank.plan.global_batch_size}, {per_epoch} steps an epoch",
-        flush=True,
-    )
-    position = f"after step {progress.step:,}, in epoch {progress.epoch}"
-    if rank.attempt:
-        begins = f"resuming {position}" if progress.step else "starting from scratch"
-        text = f"Restart {rank.attempt}: {begins}\nCause: {_cause_of_restart(rank)}"
-        print(text, flush=True)
-        for each in state.loggers.values():
-            each.text("restart", text)
-        trainer.log_values({"restart/attempt": float(rank.attempt)})
-    elif progress.step:
-        print(f"Resuming {position}", flush=True)
-    for each in state.loggers.values():
-        each.text("config", rank.run_dir.config_file.read_text())
-
-
-def _cause_of_restart(rank: RankSetup) -> str:
-    file = rank.run_dir.failure_of(node=0, attempt=rank.attempt - 1, is_last=False)
-    if not file.exists():
-        return f"not known: there is no {file.name}"
-    first = FailureReport.from_plain(json.loads(file.read_text())).first
-    return f"rank {first.rank}: {first.cause}"
 
 
 def _report(rank: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, seconds: float) -> None:

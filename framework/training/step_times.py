@@ -9,6 +9,7 @@ Not counted: steps before the first log, which load and allocate; the step after
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable
@@ -23,6 +24,13 @@ from framework.monitoring.slow_ranks import Spent
 _WAITING, _OUTSIDE = len(Phase), len(Phase) + 1  # beside the phases
 _COMPUTE = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 _COUNTED = (Phase.DATA, *_COMPUTE, Phase.LOGGING, _WAITING)
+SHARES = {
+    "forward": Phase.FORWARD,
+    "backward": Phase.BACKWARD,
+    "optimizer": Phase.OPTIMIZER,
+    "callbacks": Phase.LOGGING,
+}
+"""The parts of a step that are logged as the ranks' mean share, beside data and waiting; 0 if unknown."""
 _NOTHING = (0.0,) * (_OUTSIDE + 1)
 _MAX_MARKS = 4096  # before they are added up
 
@@ -76,6 +84,7 @@ class StepTimer:
         self._steps = 0
         self._sums = list(_NOTHING)
         self._skips_step = False  # the one after an evaluation or a checkpoint
+        self.shares = [0.0] * len(SHARES)  # of the steps that were read last, see SHARES
 
     def set_phase(self, phase: Phase) -> None:
         """Begin a phase of the step."""
@@ -131,6 +140,8 @@ class StepTimer:
             waiting=seconds[_WAITING],
         )
         is_complete = self._is_complete
+        total = spent.step if is_complete and spent.step else math.inf
+        self.shares = [seconds[phase] / total for phase in SHARES.values()]
         self._is_complete = True
         self._steps, self._sums = 0, list(_NOTHING)
         return spent if is_complete else Spent()

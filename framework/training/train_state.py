@@ -79,6 +79,7 @@ class TrainState:
     stop: StopControl
     context: Context
     phases: Phases | None = None  # of the task
+    recomputes: bool = False  # activation checkpointing is on
     compile_mode: str | None = None  # of `torch.compile`, for when the model is wrapped again; None: not compiled
     progress: Progress = field(default_factory=Progress)
     val_metrics: dict[str, float] = field(default_factory=dict)  # of the last validation, after step `val_step`

@@ -38,13 +38,26 @@ from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.data_settings import total_steps
 from framework.training.evaluation import check_output, is_number
+from framework.training.flops import FlopRate, peak_of_run
 from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
 from framework.training.optimizer import clip_gradients
-from framework.training.step_times import Clock, StepTimer, Throughput, clock_of
+from framework.training.step_times import SHARES, Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
-from framework.types import EpochReport, EvalReport, FitInfo, Media, Report, StepOutput, StepReport, Stop, Window, hooks
+from framework.types import (
+    EpochReport,
+    EvalReport,
+    FitInfo,
+    Media,
+    MicroBatch,
+    Report,
+    StepOutput,
+    StepReport,
+    Stop,
+    Window,
+    hooks,
+)
 from framework.types import Phase as TaskPhase
 
 _ONE_LOSS: tuple[TaskPhase | None, ...] = (None,)
@@ -65,6 +78,7 @@ class Trainer:
         after_first_step: Callable[[], None],
         check_metrics: Callable[[Collection[str]], None],
         link: MonitorLink,
+        counts_flops: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self.state = state
@@ -99,10 +113,15 @@ class Trainer:
         if state.precision.scaler.is_enabled():  # it skips steps whose gradients overflow
             state.optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
         self._throughput = Throughput()
-        self._usage = DeviceUsage(context.devices)
+        self._usage = DeviceUsage(context)
+        self._flops = FlopRate(peak_of_run(context, settings.precision))
         self._weights = LossWeights(context, strategy=state.strategy, task=state.task)
         self._sums_weights = False  # for strategies that run windows; known after the first step
         self._runs_windows = type(state.strategy).run_window is not Strategy.run_window
+        # A model that is spread over ranks isn't copied, and phases differ from step to step.
+        is_spread = self._runs_windows or state.strategy.forward_communicates
+        self._flops_are_wanted = counts_flops and not is_spread and state.phases is None
+        self._counts_flops = False
 
     def sanity_check(self) -> list[str]:
         """Run the first validation batches to find errors in them before training; return the metrics' names.
@@ -134,6 +153,7 @@ class Trainer:
         state.restore_trainable()  # callbacks may have changed it
         if self.restore_generators is not None:
             self.restore_generators()
+        self._counts_flops = self._flops_are_wanted
         self._throughput.read()
         self._start_timer()
         self._timer.set_phase(Phase.DATA)
@@ -191,6 +211,8 @@ class Trainer:
         for phase in phases:
             step = state.task.training_step if phase is None else phase.step
             for position, micro in enumerate(micro_batches, start=1):
+                if self._counts_flops and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
+                    self._count_flops(micro)
                 mark(Phase.FORWARD)
                 weight = micro.num_samples * scale
                 is_last = position == window.num_micro_batches
@@ -220,6 +242,14 @@ class Trainer:
             self._update(window.global_count, phase)
         state.strategy.after_update(state.model)
         return output.loss.detach()
+
+    def _count_flops(self, micro: MicroBatch) -> None:
+        """Count those of a micro-batch, outside of the timed steps: none is timed before the first log."""
+        self._timer.leave_step(Phase.LOGGING)
+        began = time.perf_counter()
+        self._counts_flops = False
+        self._flops.count(self.state, micro)
+        self._throughput.leave_out(since=began)
 
     def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
         """Return the loss to go backward from, for a strategy that runs windows itself."""
@@ -286,8 +316,11 @@ class Trainer:
         state, meter = self.state, self.state.meter
         save_is_due = self.checkpoints is not None and self.checkpoints.due_time()
         extra = [self.stop.own_reason is not None, save_is_due, state.trainable.has_changed(), bool(state.reported)]
-        times = self.slow_ranks.row(self._timer.read())
-        values, (stops, saves, changes, reports, *times) = meter.reduce(self.context, extra=[*extra, *times])
+        times, memory = self.slow_ranks.row(self._timer.read()), self._usage.row()
+        own = [*extra, *self._timer.shares, *memory, *times]
+        values, (stops, saves, changes, reports, *of_ranks) = meter.reduce(self.context, extra=own)
+        shares, memory = of_ranks[: len(SHARES)], of_ranks[len(SHARES) : len(SHARES) + len(memory)]
+        times = of_ranks[len(SHARES) + len(memory) :]
         if changes:  # on any rank: all take part, to detect ranks that differ
             self._update_trainable()
             self._timer.leave_step(Phase.LOGGING)
@@ -309,8 +342,12 @@ class Trainer:
         self._grad_norms.clear()
         values["samples_per_s"] = rate = self._throughput.read()
         values |= {f"{name}_per_s": rate * number for name, number in getattr(state.task, "per_sample", {}).items()}
-        usage = self._usage.read() if state.loggers else {}
-        self.log_values({f"train/{name}": value for name, value in values.items()} | self._compare(times) | usage)
+        values |= self._flops.values(rate)
+        usage = self._usage.values(memory) if state.loggers else {}
+        compared = self._compare(times)
+        if compared:
+            compared |= {f"time/{name}": sum / len(memory) for name, sum in zip(SHARES, shares, strict=True)}
+        self.log_values({f"train/{name}": value for name, value in values.items()} | compared | usage)
         for prefix, media in self._media.items():
             self.log_media({f"{prefix}/{name}": value for name, value in media().items()})
         self._media.clear()

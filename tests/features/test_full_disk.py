@@ -113,7 +113,7 @@ def test_with_room_made_meanwhile_the_next_save_works_and_nothing_is_missing(tra
 
 
 def test_too_little_room_for_one_checkpoint_is_said_before_the_first_step(train, small_disk, capfd):
-    small_disk(56)
+    small_disk(60)
     run_dir = train(*SHORT, *TWO, status=1)
     printed = capfd.readouterr().err
     assert "one takes about 4" in printed

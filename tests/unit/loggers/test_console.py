@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
 import sys
 import threading
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,10 @@ import pytest
 import torch
 from torch import nn
 
+from framework.config.schema import ProgressMode
+from framework.launch.child import Tee
 from framework.loggers import ConsoleLogger, console
+from framework.system.run_dir import RunDir
 from framework.types import FitInfo, StepReport
 
 LOSS = torch.zeros((), device="meta")
@@ -83,8 +89,15 @@ def test_runs_by_steps_or_without_end_and_resumed_ones(
     logger.close()
 
 
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *, term: str) -> str:
-    """What a terminal of 120 columns gets of a short training."""
+def on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    progress: ProgressMode = "auto",
+    columns: int = 120,
+    environment: Mapping[str, str] | None = None,
+    run_dir: RunDir | None = None,
+) -> str:
+    """What a terminal gets of a short training."""
     master, slave = pty.openpty()
     output: list[bytes] = []
 
@@ -98,35 +111,108 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *, term: str) -> str:
 
     reader = threading.Thread(target=read)
     reader.start()
-    for name, value in (("TERM", term), ("COLUMNS", "120"), ("LINES", "30")):
+    for name in ("NO_COLOR", "FORCE_COLOR", "JPY_PARENT_PID"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "30", **(environment or {})}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    log = io.StringIO()
     with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", terminal)
-        logger = started()
+        out = Tee(terminal, log)
+        patch.setattr(sys, "stdout", out)
+        logger = ConsoleLogger(progress, run_dir=run_dir)
+        logger.fit_start(info())
         for step in range(1, 101):
             logger.step(report(step))
-        logger.metrics({"train/loss": 0.0025, "train/lr": 0.5}, step=100, epoch=9)
+        values = {"train/loss": 0.0025, "train/lr": 0.5, "train/samples_per_s": 1234.5, "device/memory_gb": 0.25}
+        logger.metrics(values | {"skew/worst": 0.5, "skew/slowest_rank": 3.0}, step=100, epoch=9)
         logger.metrics({"val/accuracy": 0.875}, step=100, epoch=9)
         print("said in between")
         logger.close()
-        assert sys.stdout is terminal
+        assert sys.stdout is out
+        assert out.terminal is terminal
         print("after")
     reader.join(timeout=30)
     os.close(master)
+    assert [line for line in log.getvalue().splitlines() if not line.startswith("epoch 9/9")] == (
+        ["said in between", "after"] if progress == "off" else [EVALUATED, "said in between", "after"]
+    )
     return b"".join(output).decode()
 
 
-@pytest.mark.usefixtures("own_state")  # rich draws random numbers when it is loaded
-def test_a_terminal_shows_one_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = on_a_terminal(monkeypatch, term="xterm-256color")
-    assert text.index("\x1b[?25l") < text.index("\x1b[?25h")  # the cursor is hidden, and shown again
+EVALUATED = "epoch 9  step 100  val/accuracy 0.875"
+
+
+def last_rows(text: str) -> list[str]:
+    """The rows of the live view when it was closed."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
-    assert re.search(r"epoch 9/9  step 100/100  \S+ steps/s  ETA 0:00:00  loss 0.0025 lr 0.5", plain)
-    assert plain.index("said in between") < plain.index("after")
+    lines = [line.rstrip() for line in plain.splitlines() if line.strip()]
+    assert lines.index(EVALUATED) < lines.index("said in between") < lines.index("after")
+    return lines[lines.index("said in between") + 1 : lines.index("after")][-6:]
 
 
-def test_a_terminal_that_cannot_redraw_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = on_a_terminal(monkeypatch, term="dumb")
+@pytest.mark.usefixtures("own_state")  # rich draws random numbers when it is loaded
+@pytest.mark.parametrize("columns", [60, 200])
+def test_a_terminal_shows_rows_that_are_redrawn_below_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last").symlink_to("step_00000090")
+    text = on_a_terminal(monkeypatch, columns=columns, run_dir=RunDir(tmp_path))
+    assert text.index("\x1b[?25l") < text.index("\x1b[?25h")  # the cursor is hidden, and shown again
+    rows = last_rows(text)
+    assert max(map(len, rows)) <= columns
+    for row, pattern in zip(
+        rows,
+        (
+            r"epoch 9/9 +━+  10/10",
+            r"total +━+  100/100  0:00:00 left",
+            r"train +loss 0.0025  lr 0.5",
+            r"evaluated +val/accuracy 0.875  at step 100",
+            r"speed +\S+ steps/s  1,234 samples/s  skew 50% \(rank 3\)",
+            r"state +memory 250 MB  saved step 90",
+        ),
+        strict=True,
+    ):
+        assert re.fullmatch(pattern, row), row
+
+
+@pytest.mark.usefixtures("own_state")
+def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    colored = r"\x1b\[[\d;]*3\dm"
+    assert re.search(colored, on_a_terminal(monkeypatch))
+    assert not re.search(colored, on_a_terminal(monkeypatch, environment={"NO_COLOR": "1"}))
+
+
+@pytest.mark.usefixtures("own_state")
+@pytest.mark.parametrize(
+    ("progress", "environment"),
+    [
+        ("plain", {}),
+        ("auto", {"JPY_PARENT_PID": "1"}),  # `!python -m framework` in a notebook
+        ("auto", {"TERM": "dumb"}),
+        ("rich", {"TERM": "dumb"}),
+    ],
+)
+def test_plain_lines_on_request_in_a_notebook_and_on_a_terminal_that_cannot_redraw(
+    monkeypatch: pytest.MonkeyPatch, progress: ProgressMode, environment: dict[str, str]
+) -> None:
+    text = on_a_terminal(monkeypatch, progress=progress, environment=environment)
     assert "\x1b[" not in text
-    assert "step 100  val/accuracy 0.875" in text
+    lines = text.splitlines()
+    assert lines[:2] == [EVALUATED, "said in between"]
+    assert lines[2].startswith("epoch 9/9  step 100/100  ")
+
+
+def test_nothing_is_printed_if_progress_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_a_terminal(monkeypatch, progress="off").splitlines() == ["said in between", "after"]
+
+
+@pytest.mark.usefixtures("own_state")
+def test_the_live_view_on_request_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = ConsoleLogger("rich")
+    logger.fit_start(info())
+    logger.step(report(7))
+    print("said in between")
+    logger.close()
+    assert re.search(r"said in between.*total .*7/100", capsys.readouterr().out, re.DOTALL)

@@ -1,0 +1,124 @@
+"""How many FLOPs training makes per second, and the share of what the GPUs could do: model FLOPs utilization (MFU)."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from framework.config.schema import Precision
+from framework.distributed.context import Context
+from framework.monitoring.rank_log import logger
+from framework.training.precision import task_modules
+from framework.training.train_state import TrainState
+from framework.types import MicroBatch
+
+# Dense peaks in TFLOP/s, without sparsity, of the first entry whose words are all in the device's name: bf16 and fp16
+# (accumulated in fp32), TF32, fp32. From NVIDIA's data sheets; those that list sparse figures are halved. No bf16 and
+# TF32 before Ampere.
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
+    ("H200 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ("H200", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
+    ("H100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    ("H100 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ("H100", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
+    ("A100", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
+    ("A40", {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4}),
+    ("A30", {"bf16": 165, "fp16": 165, "tf32": 82, "fp32": 10.3}),
+    ("A10", {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2}),
+    ("L40S", {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
+    ("L40", {"bf16": 181, "fp16": 181, "tf32": 90.5, "fp32": 90.5}),
+    ("L4", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    ("RTX 4090", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
+    ("RTX 3090", {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}),
+    ("V100 PCIE", {"fp16": 112, "fp32": 14}),
+    ("V100", {"fp16": 125, "fp32": 15.7}),
+    ("T4", {"fp16": 65, "fp32": 8.1}),
+)
+_FORMATS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@final
+@dataclass
+class FlopRate:
+    """Rates of a run, from the FLOPs of one micro-batch. peak: of all its devices; None if that isn't known."""
+
+    peak: float | None
+    flops_per_sample: float | None = None  # None: not counted
+
+    def count(self, state: TrainState, micro: MicroBatch) -> None:
+        """Run the micro-batch forward and backward once more and count. Every rank must call it.
+
+        It runs on a copy of model and task that shares the weights: gradients, buffers, generators and attributes stay
+        as they are, and hooks aren't called. A gradient is dropped as soon as it is there, so the peak of memory stays.
+        If a model or task can't be copied, that is logged, and there are no rates.
+        """
+        try:
+            with state.without_side_effects():
+                flops = _counted(state, micro)
+        except Exception as error:  # the user's classes may refuse to be copied, or to run once more
+            logger.info("train/tflop_per_s isn't logged: FLOPs can't be counted: %r", error)
+        else:
+            self.flops_per_sample = flops / max(micro.num_samples, 1) or None
+
+    def values(self, samples_per_s: float) -> dict[str, float]:
+        """Return what to log: `tflop_per_s` of all devices and, if the peak is known, `mfu`, the share of it."""
+        if self.flops_per_sample is None:
+            return {}
+        rate = self.flops_per_sample * samples_per_s
+        return {"tflop_per_s": rate / 1e12} | ({} if self.peak is None else {"mfu": rate / self.peak})
+
+
+def peak_of_run(context: Context, precision: Precision) -> float | None:
+    """Return the FLOP/s that all GPUs of the run could do; None on the CPU and for unknown GPUs."""
+    if context.device.type != "cuda":
+        return None
+    allows_tf32 = torch.get_float32_matmul_precision() != "highest"
+    own = peak_of_gpu(torch.cuda.get_device_name(context.device), precision, allows_tf32=allows_tf32)
+    return None if own is None else own * context.topology.nnodes * context.topology.gpus_per_node
+
+
+def peak_of_gpu(name: str, precision: Precision, *, allows_tf32: bool) -> float | None:
+    """Return the FLOP/s of a GPU's matrix products, without sparsity; None if it isn't in the table."""
+    form = _FORMATS.get(precision, "tf32" if allows_tf32 else "fp32")
+    words = name.replace("-", " ").split()
+    if precision == "64-true" or {"MIG", "Ti", "Laptop", "D"} & set(words):  # a part of one, or others
+        return None
+    for known, peaks in _PEAKS:
+        if set(known.split()) <= {*words, *(word[1:] for word in words if word[:2] in ("GB", "GH"))}:
+            peak = peaks.get(form, peaks["fp32"] if form == "tf32" else None)
+            return None if peak is None else peak * 1e12
+    return None
+
+
+def _counted(state: TrainState, micro: MicroBatch) -> int:
+    from torch.utils.flop_counter import FlopCounterMode  # takes 0.2 s, as it imports triton
+
+    memo: dict[int, Any] = {}
+    for parameter in state.bare_model.parameters():
+        alias = memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        if alias.requires_grad:
+            alias.register_post_accumulate_grad_hook(_drop_gradient)
+    for module in (state.bare_model, *task_modules(state.task)):
+        memo |= {id(parameter): parameter for parameter in module.parameters() if id(parameter) not in memo}
+        memo |= {id(buffer): buffer.clone() for buffer in module.buffers()}
+        for part in module.modules():
+            memo |= {id(vars(part)[name]): OrderedDict[int, Any]() for name in _HOOKS}
+    model, task = copy.deepcopy((state.bare_model, state.task), memo)
+    with FlopCounterMode(display=False) as counter:
+        with state.precision.autocast():
+            loss = task.training_step(model, state.precision.convert_batch(micro.batch)).loss
+        if state.recomputes:  # a backward takes about twice the forward; what is recomputed isn't the model's work
+            return 3 * int(counter.get_total_flops())
+        loss.backward()
+    return int(counter.get_total_flops())
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

@@ -1,0 +1,184 @@
+"""What is said before the first step: the model and its memory, the data, the processes. On rank 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from framework.config.optimizers import optimizer_configs
+from framework.distributed.sharded import layout_of, local_tensor, num_parameters
+from framework.monitoring.rank_log import logger, show
+from framework.monitoring.report import FailureReport
+from framework.system.formatting import format_bytes, format_count, format_facts, format_table
+from framework.training import build
+from framework.training.data_settings import streams_of, total_steps
+from framework.training.rank_setup import RankSetup
+from framework.training.sizes import checkpoint_bytes, tensor_bytes
+from framework.training.trainer import Trainer
+from framework.types import Datasets, hooks
+
+_SHOWN_MODULES = 5  # on the terminal
+_LISTED_MODULES = 200  # in the log
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """Bytes that this rank keeps from step to step, and those of a checkpoint of all ranks."""
+
+    weights: int  # buffers, too
+    gradients: int
+    optimizer: int | None  # None: not known before the first step
+    checkpoint: int
+
+
+def state_sizes(rank: RankSetup, trainer: Trainer) -> StateSizes:
+    """Return the sizes, of which those of optimizer and checkpoint are estimates."""
+    model = trainer.state.bare_model
+    optimizer: int | None
+    try:
+        optimizer = 0
+        for config, own in zip(optimizer_configs(rank.config.optimizer), trainer.state.optimizers, strict=True):
+            parameters = (parameter for group in own.param_groups for parameter in group["params"])
+            optimizer += build.optimizer_bytes(config, parameters)
+    except Exception as error:  # a user's optimizer may raise anything; training shows if it works
+        logger.info("the size of the optimizer's state isn't known before the first step: %r", error)
+        optimizer = None
+    checkpoint = checkpoint_bytes(
+        model,
+        optimizer or 0,
+        world_size=rank.context.world_size,
+        averages=len(hooks(trainer.state.callbacks.values(), "evaluation_weights")),
+        strategy=rank.strategy,
+    )
+    here = max(sum(each.numel() for each in model.parameters()), 1)  # with several stages, this rank has some of them
+    weights = [local_tensor(each) for each in model.parameters()]
+    share = sum(each.numel() for each in weights) / here  # of a sharded model
+    return StateSizes(
+        weights=tensor_bytes([*weights, *model.buffers()]),
+        gradients=tensor_bytes(local_tensor(each) for each in model.parameters() if each.requires_grad),
+        optimizer=None if optimizer is None else round(optimizer * share),
+        checkpoint=checkpoint * num_parameters(model) // here,
+    )
+
+
+def introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets, sizes: StateSizes) -> None:
+    """Print what is about to train, unless `trainer.progress=off`, and give the loggers that and the configuration."""
+    state, progress, is_shown = trainer.state, trainer.progress, rank.config.trainer.progress != "off"
+    facts = format_facts([*_facts(rank, trainer, datasets, sizes)])
+    short, full = (module_table(state.bare_model, rows=rows) for rows in (_SHOWN_MODULES, _LISTED_MODULES))
+    if is_shown:
+        show(f"{short}\n{facts}")
+    if not is_shown or full != short:  # what is printed is in the log, too
+        logger.info("the model and its training:\n%s\n%s", full, facts)
+    position = f"after step {progress.step:,}, in epoch {progress.epoch}"
+    if rank.attempt:
+        begins = f"resuming {position}" if progress.step else "starting from scratch"
+        text = f"Restart {rank.attempt}: {begins}\nCause: {_cause_of_restart(rank)}"
+        show(text)
+        trainer.log_texts({"restart": text})
+        trainer.log_values({"restart/attempt": float(rank.attempt)})
+    elif progress.step and is_shown:
+        show(f"Resuming {position}")
+    trainer.log_texts({"summary": f"{full}\n{facts}", "config": rank.run_dir.config_file.read_text()})
+
+
+def module_table(model: nn.Module, *, rows: int) -> str:
+    """Return a table of the model and its modules that have parameters, as deep as `rows` lines allow."""
+    found = list(_modules(model, depth=1))
+    for depth in count(2):
+        deeper = list(_modules(model, depth=depth))
+        if len(deeper) == len(found) or len(deeper) > rows:
+            break
+        found = deeper
+    num_left_out = len(found) - rows + 1 if len(found) > rows else 0
+    found = found[: len(found) - num_left_out]
+    frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
+    parameters, part = num_parameters(model), "" if layout_of(model) is None else "rank 0's part"
+    whole = _Module(type(model).__name__, part, 0, parameters, parameters - frozen)
+    lines = [("model", "", "parameters", "trainable")]
+    for name, kind, depth, parameters, trained in (whole, *found):
+        trainable = "all" if trained == parameters else f"{trained:,}" if trained else "none"
+        lines.append((f"{'  ' * depth}{name}", kind, f"{parameters:,}", trainable))
+    if num_left_out:
+        lines.append((f"  … {num_left_out} more", "", "", ""))
+    width = max(len(line[2]) for line in lines)
+    return format_table([(name, kind, number.rjust(width), trained) for name, kind, number, trained in lines])
+
+
+class _Module(NamedTuple):
+    name: str
+    kind: str
+    depth: int
+    parameters: int
+    trained: int
+
+
+def _modules(module: nn.Module, *, depth: int, level: int = 1, prefix: str = "") -> Iterator[_Module]:
+    """Yield the modules below `module` down to a depth, each before those below it."""
+    for name, child in module.named_children():
+        parameters = sum(each.numel() for each in child.parameters())
+        if parameters:
+            yield _Module(f"{prefix}{name}", _kind(child), level, parameters, _num_trained(child))
+            if level < depth:
+                yield from _modules(child, depth=depth, level=level + 1, prefix=f"{prefix}{name}.")
+
+
+def _kind(module: nn.Module) -> str:
+    """Return the class, with that of a container's modules if there are several and all have the same."""
+    inside = [type(each).__name__ for each in module.children()]
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(inside) > 1 and len(set(inside)) == 1
+    return f"{len(inside)} × {inside[0]}" if is_list else type(module).__name__
+
+
+def _num_trained(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters() if each.requires_grad)
+
+
+def _facts(rank: RankSetup, trainer: Trainer, datasets: Datasets, sizes: StateSizes) -> Iterator[tuple[str, str]]:
+    context, config, plan = rank.context, rank.config, rank.plan
+    named = [("weights", sizes.weights), ("gradients", sizes.gradients), ("optimizer", sizes.optimizer)]
+    each = "each process: " if context.world_size > 1 else ""
+    memory = ", ".join(f"{name} {'unknown' if size is None else format_bytes(size)}" for name, size in named)
+    saved = f"; a checkpoint takes about {format_bytes(sizes.checkpoint)}" if config.checkpoint.enabled else ""
+    yield "memory", f"{each}{memory}{saved}"
+    streams = streams_of(datasets)
+    parts = datasets.parts.items()
+    samples = ", ".join(f"{name} {'a stream' if name in streams else f'{len(part):,}'}" for name, part in parts)
+    yield "data", f"{samples}{'' if streams else ' samples'}"
+    steps = trainer.train_loader.steps_per_epoch
+    total = total_steps(config.trainer, steps_per_epoch=steps)
+    factors = f"{plan.global_batch_size // plan.world_size // plan.micro_batches} a forward"
+    if plan.micro_batches > 1:
+        factors += f" × {plan.micro_batches} accumulated"
+    if plan.world_size > 1:
+        factors += f" × {plan.world_size} processes"
+    is_split = plan.world_size * plan.micro_batches > 1
+    batch = f"global batch {plan.global_batch_size}" + (f" ({factors})" if is_split else "")
+    per_epoch = "an unknown number of steps" if steps is None else format_count(steps, "step")
+    yield "steps", f"{batch}, {per_epoch} an epoch" + ("" if total is None else f", {total:,} in total")
+    yield "processes", _processes(rank)
+
+
+def _processes(rank: RankSetup) -> str:
+    context, topology = rank.context, rank.context.topology
+    devices = ", ".join(dict.fromkeys(map(str, context.devices)))
+    if context.device.type == "cuda":
+        devices += f" ({torch.cuda.get_device_name(context.device)})"
+    number = format_count(context.world_size, "process", "processes")
+    nodes = f" on {topology.nnodes} nodes" if topology.nnodes > 1 else ""
+    strategy = type(rank.strategy).__name__
+    return f"{number}{nodes}, {devices}, {context.backend}, {strategy}, {rank.config.trainer.precision}"
+
+
+def _cause_of_restart(rank: RankSetup) -> str:
+    file = rank.run_dir.failure_of(node=0, attempt=rank.attempt - 1, is_last=False)
+    if not file.exists():
+        return f"not known: there is no {file.name}"
+    first = FailureReport.from_plain(json.loads(file.read_text())).first
+    return f"rank {first.rank}: {first.cause}"

@@ -1,0 +1,91 @@
+"""Memory, time by phase and FLOP/s of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from framework.training.flops import peak_of_gpu
+from tests.helpers import results
+
+TOY_FLOPS = 700
+"""Of a sample: 300 forward, 400 backward, in which the first layer's input needs no gradient."""
+TOY = ("recipe=toy", "trainer.max_steps=30", "trainer.log_every_n_steps=10", "trainer.limit_val_batches=0")
+UNWATCHED = ("checkpoint.monitor=null", "trainer.limit_test_batches=0")
+MODEL = "model._target_=tests.features.flop_cases"
+
+
+@pytest.mark.parametrize("more", [(), ("topology.procs_per_node=2", "trainer.accumulate_grad_batches=2")])
+def test_a_run_logs_memory_flops_and_the_shares_of_a_step(shared_run, more):
+    run_dir = shared_run(*TOY, *UNWATCHED, *more)
+    rows = [row for row in results.rows(run_dir) if "train/samples_per_s" in row]
+    for row in rows:
+        assert row["train/tflop_per_s"] * 1e12 / row["train/samples_per_s"] == pytest.approx(TOY_FLOPS)
+        assert "train/mfu" not in row  # of a CPU
+    shares = [{name: value for name, value in row.items() if name.startswith("time/")} for row in rows]
+    assert not shares[0]  # steps before the first log aren't timed
+    for each in shares[1:]:
+        assert each.keys() >= {"time/data", "time/forward", "time/backward", "time/optimizer", "time/callbacks"}
+        assert sum(each.values()) == pytest.approx(1)
+    ranks = ["_rank_0", "_rank_1"] if more else []
+    assert {name for name in rows[0] if "memory" in name} == {f"device/memory_gb{rank}" for rank in ["", *ranks]}
+    assert 0.05 < rows[0]["device/memory_gb"] < 50
+
+
+@pytest.mark.parametrize("more", [(), ("topology.procs_per_node=2", "data.batch_size=10")])
+def test_counting_changes_nothing_that_is_trained(train, more):
+    own = (f"{MODEL}.Counting", "+callbacks.count._target_=tests.features.flop_cases.CountCalls")
+    weights = []
+    for logger in ("none", "jsonl"):
+        run_dir = train(*TOY, *UNWATCHED, *own, *more, f"logger={logger}")
+        assert "30 forwards" in results.log(run_dir)
+        weights.append(results.weights(run_dir))
+    results.assert_same(*weights)
+    assert results.curve(run_dir, "train/tflop_per_s")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((f"{MODEL}.Uncopyable",), "holds a lock"),
+        (("strategy=fsdp", "topology.procs_per_node=2"), None),
+    ],
+)
+def test_models_that_cannot_be_counted_have_no_flops(train, overrides, reason):
+    run_dir = train(*TOY, *UNWATCHED, *overrides)
+    assert "train/samples_per_s" in results.rows(run_dir)[0]
+    assert not any("tflop" in name for row in results.rows(run_dir) for name in row)
+    assert reason is None or f"FLOPs can't be counted: TypeError('{reason}')" in results.log(run_dir)
+
+
+def test_what_is_recomputed_is_not_the_models_work(train):
+    checkpointed = "trainer.activation_checkpointing=[Linear]"
+    run_dir = train(*TOY, *UNWATCHED, checkpointed)
+    row = results.rows(run_dir)[0]
+    assert row["train/tflop_per_s"] * 1e12 / row["train/samples_per_s"] == pytest.approx(3 * 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", "32-true", 67e12),
+        ("NVIDIA H100 PCIe", "16-mixed", 756e12),
+        ("NVIDIA GH200 480GB", "bf16-true", 989.5e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312e12),
+        ("NVIDIA L40S", "bf16-mixed", 362e12),
+        ("NVIDIA L4", "bf16-mixed", 121e12),
+        ("Tesla V100-PCIE-16GB", "16-mixed", 112e12),
+        ("Tesla V100-SXM2-16GB", "bf16-mixed", None),  # it has none of it
+        ("NVIDIA H100 80GB HBM3", "64-true", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed", None),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16-mixed", None),
+        ("NVIDIA A10G", "bf16-mixed", None),
+    ],
+)
+def test_peaks_of_gpus(name, precision, peak):
+    assert peak_of_gpu(name, precision, allows_tf32=False) == peak
+
+
+def test_tf32_is_used_where_it_is_allowed_and_there_is_some():
+    assert peak_of_gpu("NVIDIA A100-SXM4-40GB", "32-true", allows_tf32=True) == 156e12
+    assert peak_of_gpu("Tesla T4", "32-true", allows_tf32=True) == 8.1e12
