@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from framework.launch.handshake import AdoptedRanks
 
 _MULTIRUN = "hydra.mode=MULTIRUN"
+_HYDRA = threading.Lock()
 
 
 def main(
@@ -80,12 +82,19 @@ def main(
 
 def run_call(overrides: Sequence[str], call: PythonCall, *, fork_server: ForkServer) -> JobResult:
     """Run a job for Python code, as the command does. Raises FrameworkError, also for a wrong request."""
-    hydra_config = HydraConfig.instance()
-    before = hydra_config.cfg  # of the program, if it is a Hydra application itself
-    try:
-        return _Command(overrides, fork_server=fork_server, call=call).run()
-    finally:
-        hydra_config.cfg = before
+    return _Command(overrides, fork_server=fork_server, call=call).run()
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Leave Hydra's global state to this thread, and restore that of a program that is a Hydra application itself."""
+    with _HYDRA:
+        hydra, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+        GlobalHydra.instance().clear()
+        try:
+            yield
+        finally:  # Hydra may have replaced its instances
+            GlobalHydra.instance().hydra, HydraConfig.instance().cfg = hydra, config
 
 
 def _own_answer(arguments: Sequence[str]) -> str | None:
@@ -130,7 +139,7 @@ class _Command:
         import_from_working_dir()
         Plugins.instance().register(UserConfigFirst)
         folder = config_dir() if self._flags.config_path is None else Path(self._flags.config_path).absolute()
-        with initialize_config_dir(str(folder), job_name="framework", version_base="1.3"):
+        with _own_hydra(), initialize_config_dir(str(folder), job_name="framework", version_base="1.3"):
             self._base, overrides = find_base(self._typed, compose=self._compose_raw, swept=self._is_sweep)
             with self._explained(overrides) as hydra:
                 if self._show(hydra, overrides):

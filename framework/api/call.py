@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from framework.api.nodes import Nodes, override_value
+from framework.api.nodes import KEY, Nodes, is_maker, override_value
+from framework.config.parse import known_keys
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError, RequestError, RunError
@@ -21,10 +22,12 @@ from framework.jobs.request import JobResult, PythonCall
 from framework.launch.environment import detect
 from framework.launch.fork_server import PRELOAD, ForkServer
 from framework.monitoring.report import FailureReport, render
+from framework.types import Datasets
 
 _SECTIONS = tuple(field.name for field in fields(Config) if field.name not in ("recipe", "job", "resume", "objects"))
 _ONE_NODE = ("model", "task", "strategy", "optimizer")
 _NAMED_NODES = ("callbacks", "logger")
+_TEXTS = ("seed", "init_from", "tags")  # not groups
 _kept_servers: list[ForkServer] = []  # at most one, which has torch loaded for the next call
 
 
@@ -56,23 +59,25 @@ def execute(overrides: Sequence[str], nodes: Nodes, *, name: str | None = None) 
     return result
 
 
-def section_overrides(nodes: Nodes, sections: Mapping[str, Any], typed: Sequence[str] = ()) -> Iterator[str]:
+def section_overrides(
+    nodes: Nodes,
+    sections: Mapping[str, Any],
+    typed: Sequence[str] = (),
+    *,
+    loss: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> Iterator[str]:
     """Yield the overrides that set these sections of the configuration, then those that were typed.
 
-    Raises ConfigError for an unknown section, and for typed ones that start more than one training.
-
     A text chooses an option of a group. A dict without `_target_` sets keys. Anything else is a part of the run, and
-    replaces what the recipe has.
+    replaces what the recipe has. Raises ConfigError for mistakes that only Python code can make.
     """
-    for section, value in sections.items():
-        if section not in _SECTIONS:
-            hint = did_you_mean(nearest(section, _SECTIONS))
-            raise ConfigError(f"{section}: there is no such section.{hint} There is {', '.join(_SECTIONS)}.")
-        if value is None:
-            continue
-        if isinstance(value, (bool, int, float)) or (isinstance(value, str) and section in ("seed", "init_from")):
-            yield f"{section}={override_value(value)}"
-        elif isinstance(value, str):
+    given = {section: value for section, value in sections.items() if value is not None}
+    if loss is not None or metrics is not None:
+        given["task"] = _supervised(nodes, loss, metrics, task=given.get("task"))
+    for section, value in given.items():
+        _check_section(section)
+        if isinstance(value, str) and section not in _TEXTS:
             yield f"{section}={value}"
         elif section in _NAMED_NODES:
             yield from _named(nodes, section, value)
@@ -81,73 +86,132 @@ def section_overrides(nodes: Nodes, sections: Mapping[str, Any], typed: Sequence
         elif section == "data":
             yield from _data(nodes, value)
         elif section == "scheduler":
-            parts = value if isinstance(value, Mapping) else {"schedule": value}
+            parts = value if isinstance(value, Mapping) else {"schedule": _not_made(value, section)}
             yield from _keys(nodes, section, parts, parts_of_run=("schedule",))
-        else:
+        elif isinstance(value, Mapping):
             yield from _keys(nodes, section, value)
+        else:
+            yield f"{section}={override_value(_plain(value))}"
+    if not isinstance(typed, (list, tuple)) or not all(isinstance(text, str) for text in typed):
+        raise ConfigError(f'overrides={typed!r}: must be a list of texts, such as ["trainer.max_epochs=1"].')
     for text in typed:
-        if text.startswith("-") or text.lstrip("+").startswith(("job=", "resume=", "rerun=")):
+        key = text.lstrip("+~").partition("=")[0]
+        if text.startswith("-") or key in ("job", "resume", "rerun", "checkpoint.path") or key.startswith("hydra"):
             raise ConfigError(f"overrides: {text} is for the command. Use framework.load and the run's methods.")
+        if key in given:
+            raise ConfigError(f"overrides: {text} can't go with the argument {key}. Leave one of them out.")
         yield text
+
+
+def _check_section(section: str) -> None:
+    if section in _SECTIONS:
+        return
+    owners = [key.rpartition(".")[0] for key in known_keys() if key.endswith(f".{section}")]
+    guess = nearest(section, _SECTIONS)
+    hint = did_you_mean(f"{owners[0]}={{{section!r}: ...}}" if owners and "." not in owners[0] else guess)
+    raise ConfigError(f"{section}: there is no such argument or section.{hint} Sections: {', '.join(_SECTIONS)}.")
+
+
+def _supervised(nodes: Nodes, loss: Any, metrics: Mapping[str, Any] | None, *, task: Any) -> dict[str, Any]:
+    """Return the node of a task that compares the model's output with a target."""
+    if task is not None:
+        raise ConfigError("loss and metrics can't go with task, which has its own. Leave either out.")
+    if loss is None:
+        raise ConfigError("metrics needs loss. Without one, metrics are those of the task.")
+    if not callable(loss):
+        raise ConfigError(f"loss={loss!r}: must be a function or module of (output, target): nn.CrossEntropyLoss()")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError('metrics: must be a dict of names and metrics, such as {"accuracy": Accuracy()}.')
+    own = {name: nodes.function(each, key=f"metrics.{name}") for name, each in (metrics or {}).items()}
+    if wrong := [name for name in own if not KEY.fullmatch(name)]:
+        raise ConfigError(
+            f"metrics: {wrong[0]!r} can't be a name. Use letters, digits and _ - / . @ %, a letter first."
+        )
+    return {"_target_": "framework.tasks.Supervised", "loss": nodes.function(loss, key="loss"), "metrics": own}
 
 
 def _one_node(nodes: Nodes, section: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping) and "_target_" not in value:
-        if all(isinstance(part, (partial, type)) for part in value.values()):  # several optimizers by name
-            value = {name: nodes.part(part, key=f"{section}.{name}") for name, part in value.items()}
-        else:
+        if not all(is_maker(part) or (isinstance(part, Mapping) and "_target_" in part) for part in value.values()):
             yield from _keys(nodes, section, value)
             return
-    if section == "optimizer" and hasattr(value, "param_groups"):
-        kind = type(value).__name__
+        # Several optimizers by name.
+        value = {name: nodes.part(part, key=f"{section}.{name}") for name, part in value.items()}
+    if section == "optimizer":
+        value = _not_made(value, section)
+    yield f"~{section}"
+    yield f"++{section}={override_value(nodes.part(value, key=section))}"
+
+
+def _not_made(value: Any, section: str) -> Any:
+    """Raise ConfigError for an optimizer or scheduler that was made already, for this process's model."""
+    if not isinstance(value, Mapping) and not is_maker(value) and callable(getattr(value, "step", None)):
+        name, place = type(value).__name__, type(value).__module__.removesuffix(f".{type(value).__name__.lower()}")
+        groups = getattr(value, "param_groups", None)
+        arguments = f", lr={groups[0]['lr']}" if groups else ", ..."
         raise ConfigError(
-            f"optimizer: this {kind} was made for your copy of the model. Pass what makes one: "
-            f"partial(torch.optim.{kind}, lr={value.param_groups[0].get('lr')})"
+            f"{section}: this {name} was made for your copy of the model. Pass what makes one: "
+            f"partial({place}.{name}{arguments})"
         )
-    yield from _replaced(section, nodes.part(value, key=section), is_group=True)
+    return value
 
 
 def _named(nodes: Nodes, section: str, value: Any) -> Iterator[str]:
-    """Yield the overrides of callbacks or loggers: names of options, and objects under the names of their classes."""
+    """Yield the overrides of callbacks or loggers: options, with keys, and objects under the names of their classes."""
     if isinstance(value, Mapping):
         own = dict(value)
     else:
-        each = value if isinstance(value, (list, tuple)) else [value]
-        options = [item for item in each if isinstance(item, str)]
-        if options:
-            yield f"{section}=[{','.join(options)}]"
-        own = {_name_of(item): item for item in each if not isinstance(item, str)}
+        own = {}
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            name, number = item if isinstance(item, str) else _name_of(item), 1
+            while (name if number == 1 else f"{name}_{number}") in own:
+                number += 1
+            own[name if number == 1 else f"{name}_{number}"] = {} if isinstance(item, str) else item
+    options = {name: keys for name, keys in own.items() if isinstance(keys, Mapping) and "_target_" not in keys}
+    if options:
+        yield f"{section}=[{','.join(options)}]"
     for name, item in own.items():
-        node = nodes.part(item, key=f"{section}.{name}")
-        yield from _replaced(f"{section}.{name}", node)
+        key = f"{section}.{name}"
+        if name in options:
+            yield from _keys(nodes, key, item)
+        else:
+            yield from _replaced(key, nodes.part(item, key=key))
 
 
 def _name_of(part: Any) -> str:
     """Return `early_stopping` for an `EarlyStopping`, its class, or a partial of it."""
     made = part.func if isinstance(part, partial) else part
     name = getattr(made, "__name__", type(made).__name__)
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return words if words.isidentifier() else "function"  # a lambda
 
 
 def _data(nodes: Nodes, value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping) and "_target_" not in value:
-        given = {name: _datasets(part) if name == "datasets" else part for name, part in value.items()}
-        yield from _keys(nodes, "data", given, parts_of_run=("datasets", "sampler"), functions=("collate_fn",))
-    else:
-        yield from _keys(nodes, "data", {"datasets": _datasets(value)}, parts_of_run=("datasets",))
+    from torch.utils.data import IterableDataset
+
+    is_section = isinstance(value, Mapping) and not value.keys() <= {"train", "val", "test"} and "_target_" not in value
+    keys = dict(value) if is_section else {"datasets": value}
+    if "datasets" in keys:
+        keys["datasets"] = datasets = _datasets(keys["datasets"])
+        if isinstance(datasets, Datasets) and isinstance(datasets.train, IterableDataset):
+            keys.setdefault("shuffle", False)  # a stream has its own order
+    yield from _keys(nodes, "data", keys, parts_of_run=("datasets", "sampler"), functions=("collate_fn",))
 
 
 def _datasets(value: Any) -> Any:
     """Return what was given as `Datasets`, with DataLoaders taken apart; what makes the data stays as it is."""
-    if callable(value) or isinstance(value, Mapping):
+    if is_maker(value) or (isinstance(value, Mapping) and "_target_" in value):
         return value
     from framework.data.from_loader import take_loaders_apart
-    from framework.types import Datasets
 
     if isinstance(value, (list, tuple)):
         if not 1 <= len(value) <= 3:
             raise ConfigError(f"data: {len(value)} parts were given. Give train, (train, val) or (train, val, test).")
         value = Datasets(*value)
+    elif isinstance(value, Mapping):
+        if "train" not in value:
+            raise ConfigError("data: there is no train part.")
+        value = Datasets(**value)
     elif not isinstance(value, Datasets):
         value = Datasets(value)
     return take_loaders_apart(value)
@@ -162,20 +226,25 @@ def _keys(
     functions: Sequence[str] = (),
 ) -> Iterator[str]:
     """Yield the overrides that set the keys of a section; those of `parts_of_run` and `functions` are nodes."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{section}={values!r}: must be a dict of keys and values, or the name of an option.")
     for name, value in values.items():
         key = f"{section}.{name}"
         if value is not None and not isinstance(value, str) and name in (*parts_of_run, *functions):
             make = nodes.function if name in functions else nodes.part
             yield from _replaced(key, make(value, key=key))
         else:
-            yield f"++{key}={override_value(nodes.value(value, key=key))}"
+            yield f"++{key}={override_value(nodes.value(_plain(value), key=key))}"
 
 
-def _replaced(key: str, node: Mapping[str, Any], *, is_group: bool = False) -> Iterator[str]:
+def _plain(value: Any) -> Any:
+    """Return paths as texts and tuples as lists: what the framework's own keys take."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _replaced(key: str, node: Mapping[str, Any]) -> Iterator[str]:
     """Yield the overrides that put a node in the place of another one; a mapping alone would be merged with it."""
-    yield f"~{key}" if is_group else f"++{key}=null"
+    yield f"++{key}=null"
     yield f"++{key}={override_value(node)}"
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import io
 import pickle
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from inspect import Parameter
-from numbers import Integral, Real
+from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, final
 
@@ -29,6 +31,10 @@ BLANK = "blank"
 """The recipe without a model, data or task: what a call without a recipe starts from."""
 
 _PLAIN = (bool, int, float, str, type(None))
+KEY = re.compile(r"(?!(true|false|null|nan|inf)$)[a-z_][\w/.@%+* -]*", re.ASCII | re.IGNORECASE)
+"""Names that Hydra's overrides take as they are."""
+
+_DTYPE = "<class 'torch.dtype'>"
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -43,7 +49,7 @@ class Nodes:
         """Return the node of a part of a run: a class or function to call, a node already, or the object itself."""
         if isinstance(value, Mapping):
             return {name: self.value(item, key=f"{key}.{name}") for name, item in value.items()}
-        if isinstance(value, (partial, type, *_FUNCTIONS)):
+        if is_maker(value):
             return self._call(value, key=key)
         return self._object(value, key=key)
 
@@ -57,35 +63,34 @@ class Nodes:
 
     def value(self, value: Any, *, key: str) -> Any:
         """Return an argument as it is written in YAML: plain, or a node that gives exactly this value."""
-        if value is None or isinstance(value, (bool, str)):
+        kind = type(value)
+        if kind.__module__ == "numpy" and isinstance(value, Real):
+            return value.item()  # type: ignore[attr-defined] # of NumPy's numbers
+        if kind is str and ("${" in value or value == "???"):  # OmegaConf would read them
+            return self._object(value, key=key)
+        if kind in _PLAIN:
             return value
-        if isinstance(value, Real):  # NumPy's numbers, too
-            return int(value) if isinstance(value, Integral) else float(value)
-        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        if kind is dict and all(isinstance(name, str) and KEY.fullmatch(name) for name in value):
             return {name: self.value(item, key=f"{key}.{name}") for name, item in value.items()}
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return [self.value(item, key=f"{key}.{number}") for number, item in enumerate(value)]
+        if kind in (list, tuple):
+            items = [self.value(item, key=f"{key}.{number}") for number, item in enumerate(value)]
+            return items if kind is list else {"_target_": "builtins.tuple", "_args_": [items]}
         if isinstance(value, partial):
             return {**self._call(value, key=key), "_partial_": True}
-        if isinstance(value, (type, *_FUNCTIONS)) and (name := importable_name(value)):
+        name = importable_name(value) if is_maker(value) else str(value) if str(kind) == _DTYPE else None
+        if name is not None:
             return {"_target_": "hydra.utils.get_object", "path": name}
         return self._object(value, key=key)
 
     def pickled(self) -> bytes | None:
         """Return the objects that nodes refer to, or None. Raises ConfigError for one that can't be pickled."""
-        import cloudpickle
-
-        def dump(what: Any) -> bytes:
-            content: bytes = cloudpickle.dumps(what)
-            return content
-
         if not self._objects:
             return None
         try:
-            return dump(self._objects)
+            return _pickled(self._objects)
         except Exception:  # a user's class may raise anything
             for name, value in self._objects.items():
-                _check_pickles(name, value, dump)
+                _check_pickles(name, value)
             raise
 
     def _call(self, value: Any, *, key: str) -> dict[str, Any]:
@@ -114,6 +119,11 @@ class Nodes:
             free = f"{name}_{number}"
         self._objects[free] = value
         return f"{OBJECTS}.{free}"
+
+
+def is_maker(value: Any) -> bool:
+    """Return True for what is called to make a part of a run, False for the part itself."""
+    return isinstance(value, (partial, type, *_FUNCTIONS))
 
 
 def importable_name(value: Any) -> str | None:
@@ -166,15 +176,11 @@ def override_value(value: Any) -> str:
         case str():
             return QuotedString(value.replace("${", "\\${"), Quote.single).with_quotes()
         case Mapping():
-            return "{" + ", ".join(f"{_key(name)}: {override_value(item)}" for name, item in value.items()) + "}"
+            return "{" + ", ".join(f"{name}: {override_value(item)}" for name, item in value.items()) + "}"
         case list() | tuple():
             return "[" + ", ".join(map(override_value, value)) + "]"
         case _:
-            return repr(value)
-
-
-def _key(name: str) -> str:
-    return name if name.replace("_", "a").isalnum() else QuotedString(name, Quote.single).with_quotes()
+            return str(value)
 
 
 def _is_findable(root: str) -> bool:
@@ -193,15 +199,34 @@ def _attribute(module: str, name: str) -> Any:
 
 def _on_cpu(value: Any) -> Any:
     """Return a copy on the CPU of a module that is on another device: each rank moves it to its own."""
-    parameters = getattr(value, "parameters", None)
-    if callable(parameters) and hasattr(value, "cpu") and any(each.device.type != "cpu" for each in parameters()):
-        return copy.deepcopy(value).cpu()
-    return value
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.nn.Module):
+        return value
+    is_elsewhere = {each.device.type for each in value.parameters()} - {"cpu", "meta"}
+    return copy.deepcopy(value).cpu() if is_elsewhere else value
 
 
-def _check_pickles(name: str, value: Any, dump: Callable[[Any], bytes]) -> None:
+def _pickled(value: Any) -> bytes:
+    """Return the value as cloudpickle writes it, of a tensor that is a part of a larger one only that part."""
+    import cloudpickle
+
+    torch = sys.modules.get("torch")
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, each: Any) -> Any:
+            is_plain = torch is not None and type(each) is torch.Tensor and each.layout is torch.strided
+            if is_plain and each.is_leaf and each.untyped_storage().nbytes() > each.nbytes:
+                return each.clone().__reduce_ex__(self.proto)
+            return super().reducer_override(each)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _check_pickles(name: str, value: Any) -> None:
     try:
-        dump(value)
+        _pickled(value)
     except Exception as error:
         kind = value.value if isinstance(value, Given) else value
         raise ConfigError(

@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from framework.api.nodes import BLANK, OBJECTS, importable_name
+from framework.api.nodes import BLANK, OBJECTS, importable_name, is_maker
 from framework.config.assets import config_dir, user_config_dir
 from framework.config.objects import Given, load_objects
 from framework.config.parse import raise_mistakes, walk
-from framework.config.saved import load_yaml
+from framework.config.saved import load_yaml, objects_of
 from framework.config.targets import import_target
 from framework.errors import ConfigError
 from framework.system.run_dir import RunDir, write_atomically
@@ -43,13 +43,15 @@ def write_recipe(run_dir: RunDir, path: Path) -> Path:
             base = [] if value == BLANK else [value]
         elif _is_group(key) and not isinstance(value, Mapping):
             options[f"override /{key}"] = None if override.is_delete() else value
+        elif override.is_delete():
+            raise ConfigError(f"{text} removes a key, which a recipe can't do. Choose another option of the group.")
         elif base and below and value is None and section in _EMPTY_OPTIONS:
             # YAML can't remove the node that the recipe has, so the whole section is written out.
             options[f"override /{section}"] = _EMPTY_OPTIONS[section]
             content[section] = raw[section]
         elif content.get(section) is not raw[section]:
             _set(content, key.split("."), value)
-    raise_mistakes(list(_unnamed(content, raw.get("objects") or ())))
+    raise_mistakes(list(_unnamed(content, objects_of(run_dir, raw))))
     defaults = [*base, *({name: option} for name, option in options.items())]
     written = {**({"defaults": defaults} if defaults else {}), **content}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,21 +76,22 @@ def _set(content: dict[str, Any], path: list[str], value: Any) -> None:
 def _unnamed(content: Mapping[str, Any], files: Sequence[str]) -> Iterator[str]:
     """Yield what to pass instead of each object of the run that `content` refers to."""
     load_objects(files)
-    for key, value in walk(content):
-        if not (key.endswith("._target_") and str(value).startswith(f"{OBJECTS}.")):
+    for key, target in walk(content):
+        if not (key.endswith("._target_") and str(target).startswith(f"{OBJECTS}.")):
             continue
-        found = import_target(value)
+        found = import_target(target)
         place = key.removesuffix("._target_")
         if not isinstance(found, Given):
-            name = getattr(found, "__qualname__", value)
+            name = getattr(found, "__qualname__", target)
             yield f"{place}: {name} is defined in a script or notebook. Move it to a module, and import it from there."
             continue
-        kind = type(found.value)
-        name = importable_name(kind)
-        if isinstance(found.value, Datasets):
+        value, name = found.value, importable_name(type(found.value))
+        if isinstance(value, Datasets):
             yield f"{place}: these data sets have no name. Put a function that makes them in a module, and pass that."
-        elif name is None:
-            how = f"pass what makes an object: functools.partial({kind.__qualname__}, ...)"
-            yield f"{place}: {kind.__qualname__} is defined in a script or notebook. Move it to a module, and {how}."
-        else:
+        elif is_maker(value) or name is None:
+            name = getattr(value, "__qualname__", type(value).__qualname__)
+            yield f"{place}: {name} is defined in a script or notebook. Move it to a module; pass a class or function."
+        elif place in content or place == "task.loss":
             yield f"{place}: the arguments of this {name} aren't known. Pass functools.partial({name}, ...) instead."
+        else:
+            yield f"{place}: this {name} can't be written. Have a function of a module make it, and pass that."

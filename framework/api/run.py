@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
 
 from framework.api.call import execute, section_overrides
-from framework.api.nodes import Nodes, override_value
+from framework.api.nodes import Nodes, is_maker, override_value
 from framework.api.recipe import write_recipe
 from framework.checkpoint.layout import BEST, LAST
 from framework.config.parse import parse
-from framework.config.saved import load_yaml, run_of
+from framework.config.saved import is_run, load_yaml, objects_of
+from framework.errors import ConfigError
+from framework.jobs.run_records import RunRecord, read_run
 from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 
 
 def load(directory: str | Path) -> Run:
-    """Return the run in `directory`, which any of `framework.train` and the command has left.
+    """Return the run in `directory`, which `framework.train` or the command has left.
 
     Raises ConfigError if it isn't a run directory.
     """
-    return Run(run_of(directory).path)
+    path = Path(directory).expanduser().absolute()
+    if not is_run(path):
+        raise ConfigError(f"{path} is not a run directory: it has no config.yaml and overrides.yaml.")
+    return Run(path)
 
 
 @final
@@ -43,7 +48,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The whole configuration, as in `config.yaml`."""
         content: dict[str, Any] = load_yaml(self._run_dir.config_file)
-        return content
+        return {**content, "objects": objects_of(self._run_dir, content) or None}
 
     @property
     def record(self) -> dict[str, Any]:
@@ -52,17 +57,14 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`finished`, `stopped` (on request, with a checkpoint), `failed`, `interrupted`, or `running`."""
-        return str(self.record["status"])
+        """`finished`, `stopped` (on request, with a checkpoint), `failed`, `interrupted`, `running` or `crashed`."""
+        return self._records.status
 
     @property
     def metrics(self) -> dict[str, float]:
         """The last validation's metrics, or the best one's if `checkpoint.monitor` is set; and those of the test."""
-        results = self.record.get("results", {})
-        validated = results.get("best") or results.get("last")
-        return {
-            name: value for each in (validated, results.get("test")) if each for name, value in each["metrics"].items()
-        }
+        found = self._records
+        return {**(found.best_metrics or found.last_metrics), **found.test_metrics}
 
     @property
     def history(self) -> Any:
@@ -87,11 +89,18 @@ class Run:
         """Return the model with the last weights that were saved: on the CPU, in eval mode."""
         return self._model(LAST)
 
-    def resume(self, *, overrides: Sequence[str] = (), **sections: Any) -> Run:
+    def resume(
+        self,
+        *,
+        loss: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        overrides: Sequence[str] = (),
+        **sections: Any,
+    ) -> Run:
         """Continue training from the last checkpoint, and return this run again; see `framework.train`."""
         nodes = Nodes()
-        typed = [self._key("resume"), *section_overrides(nodes, sections, overrides)]
-        execute(typed, nodes)
+        typed = section_overrides(nodes, sections, overrides, loss=loss, metrics=metrics)
+        execute([self._key("resume"), *typed], nodes)
         return self
 
     def evaluate(
@@ -130,6 +139,13 @@ class Run:
         """
         return write_recipe(self._run_dir, Path(path))
 
+    @property
+    def _records(self) -> RunRecord:
+        found = read_run(self.directory)
+        if found is None:
+            raise ConfigError(f"{self.directory} isn't a run any more: it was moved or removed.")
+        return found
+
     def _weights(self) -> str:
         return BEST if (self._run_dir.checkpoints / BEST).exists() else LAST
 
@@ -139,7 +155,7 @@ class Run:
     def _job(self, job: str, data: Any, part: str, overrides: Sequence[str], sections: dict[str, Any]) -> RunDir:
         nodes = Nodes()
         if data is not None:
-            is_one = not isinstance(data, (tuple, list, dict)) and not callable(data) and not hasattr(data, "parts")
+            is_one = not isinstance(data, (tuple, list, dict)) and not is_maker(data) and not hasattr(data, "parts")
             sections = {"data": _as_test(data) if is_one else data, **sections}
         typed = [
             f"job={job}",

@@ -53,20 +53,20 @@ def train(
         RequestError: a mistake in the arguments; nothing was started.
         RunFailedError: the run failed; the exception has its report.
     """
-    nodes = Nodes()
+    if recipe is not None and not isinstance(recipe, str):
+        raise ConfigError(f"recipe={recipe!r}: must be the name of a recipe. Did you mean model=...?")
     given = {"model": model, "data": data, "optimizer": optimizer, **sections}
-    if loss is not None:
-        if "task" in sections:
-            raise ConfigError("loss can't go with task, which has its own. Leave one of them out.")
-        given["task"] = {
-            "_target_": "framework.tasks.Supervised",
-            "loss": nodes.function(loss, key="loss"),
-            "metrics": {key: nodes.function(each, key=f"metrics.{key}") for key, each in (metrics or {}).items()},
-        }
-    elif metrics is not None:
-        raise ConfigError("metrics needs loss. Without one, metrics are those of the task.")
-    typed = [f"recipe={recipe or BLANK}", *section_overrides(nodes, given, overrides)]
-    result = execute(typed, nodes, name=name or (None if recipe else _program_name()))
+    if recipe is None:
+        needed = {"model": model, "data": data, "loss (or task)": sections.get("task") if loss is None else loss}
+        if missing := [name for name, value in needed.items() if value is None and not overrides]:
+            raise ConfigError(
+                f"framework.train needs a recipe, or model, data and loss. Missing: {', '.join(missing)}."
+            )
+    if name is not None and (not name.strip(". ") or Path(name).is_absolute() or ".." in Path(name).parts):
+        raise ConfigError(f"name={name!r}: must be the name of a folder below outputs, such as 'digits'.")
+    nodes = Nodes()
+    typed = section_overrides(nodes, given, overrides, loss=loss, metrics=metrics)
+    result = execute([f"recipe={recipe or BLANK}", *typed], nodes, name=name or (None if recipe else _program_name()))
     assert result.run_dir is not None, "a training has a run directory"
     return Run(result.run_dir.path)
 
@@ -74,7 +74,7 @@ def train(
 def _program_name() -> str:
     """Return the name of the script or package that runs, or a word for a notebook or an interactive session."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    if script is None:
+    if script is None or script.startswith("<"):
         return _NO_SCRIPT
     path = Path(script)
     return path.parent.name if path.stem == "__main__" else path.stem

@@ -65,7 +65,7 @@ def _typed_mistakes(overrides: Sequence[Override], loader: Any, *, is_sweep: boo
         text, group, is_swept = str(each.input_line), each.key_or_group, each.is_sweep_override()
         if is_swept and not is_sweep:
             yield f"{text}: several values start several runs, which needs -m. Give one value or a list, or add -m."
-        if group.startswith("hydra"):
+        if group.startswith("hydra") or (each.is_delete() and group in groups):
             continue
         if group not in groups or (not is_swept and isinstance(each.value(), dict)):
             keys.append(each)

@@ -192,6 +192,12 @@ def load_run(run_dir: RunDir) -> tuple[dict[str, Any], list[str]]:
     return _load(run_dir.config_file, dict), _load(run_dir.overrides_file, list)
 
 
+def objects_of(run_dir: RunDir, raw: Mapping[str, Any]) -> list[str]:
+    """Return where the Python objects of a run lie, which may have been moved; those of a run that it reruns stay."""
+    found = [(run_dir.path / Path(file).name, file) for file in raw.get("objects") or ()]
+    return [str(moved if moved.exists() else file) for moved, file in found]
+
+
 def is_run(place: Path) -> bool:
     """Return True if `place` is a run directory. Other folders may have a config.yaml, but not both files."""
     return RunDir(place).config_file.is_file() and RunDir(place).overrides_file.is_file()

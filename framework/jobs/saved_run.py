@@ -25,12 +25,12 @@ from framework.config.saved import (
     load_saved,
     merge_overrides,
     newest_unfinished,
+    objects_of,
     resume_argument,
     value_of,
 )
 from framework.errors import ConfigError
 from framework.jobs.summary import display_path
-from framework.system.run_dir import RunDir
 
 _RESUME = "resume"
 _RERUN = "rerun"
@@ -118,7 +118,7 @@ class BaseConfig:
         own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
         raw = apply_typed(found.raw, before=self.without_typed, after=composed, typed=own)
         if raw.get("objects"):
-            raw["objects"] = [_file_of(found.run_dir, file) for file in raw["objects"]]
+            raw["objects"] = objects_of(found.run_dir, raw)
         raw["resume"] = str(found.checkpoint or found.run_dir.path) if found.key == _RESUME else None
         if found.key == _RERUN:
             raw["rerun"] = str(found.run_dir.path)
@@ -157,12 +157,6 @@ def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[B
             "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its absolute path."
         ) from error
     return base, merge_overrides(started_with, [text for text in typed if not names_a_run(text)])
-
-
-def _file_of(run_dir: RunDir, file: str) -> str:
-    """Return where a file of a run that may have been moved lies; one of the run that it reruns stays there."""
-    moved = run_dir.path / Path(file).name
-    return str(moved if moved.exists() else file)
 
 
 def _unsaved(composed: Mapping[str, Any]) -> dict[str, Any]:

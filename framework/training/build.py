@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from torch import device, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from framework.config.optimizers import OptimizerConfig
 from framework.config.schema import DataConfig, Node, ProgressMode, SchedulerConfig
@@ -67,11 +67,13 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
 
 
 def build_datasets(node: Node) -> Datasets:
-    """Return the datasets, from a Datasets or a plain tuple (train, val, test) or shorter; DataLoaders taken apart."""
+    """Return the datasets, from a Datasets, a tuple (train, val, test) or shorter, or one; DataLoaders taken apart."""
     key = "data.datasets"
     result = _build(key, node)
     if isinstance(result, tuple) and 1 <= len(result) <= 3:
         result = Datasets(*result)
+    if isinstance(result, (Dataset, DataLoader)):
+        result = Datasets(result)
     if not isinstance(result, Datasets):
         raise _wrong_result(key, node, result, expected="framework.Datasets(train, val, test)")
     datasets = result

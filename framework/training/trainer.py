@@ -337,7 +337,7 @@ class Trainer:
         if not values:
             return
         labels = (group.get("name", "") for group in state.optimizer.param_groups)
-        values |= {f"lr/{label}".rstrip("/"): lr for label, lr in zip(labels, self._lrs, strict=True)}
+        values |= {f"lr/{label}".rstrip("/"): float(lr) for label, lr in zip(labels, self._lrs, strict=True)}
         values |= {name: float(norm) for name, norm in self._grad_norms.items()}
         self._grad_norms.clear()
         values["samples_per_s"] = rate = self._throughput.read()

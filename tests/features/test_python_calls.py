@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+import random
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import framework
 from framework import ConfigError, RequestError, Run, RunFailedError
@@ -131,6 +136,9 @@ def test_a_run_is_resumed_evaluated_and_predicted(call_train: Call, train: Calla
         torch.testing.assert_close(output, run.last_model()(val.dataset[:][0]))
     # The objects lie in the run directory, also if it is moved: the command finds them.
     moved = run.directory.rename(run.directory.with_name("moved"))
+    results.assert_same(framework.load(moved).last_model().state_dict(), whole.last_model().state_dict())
+    with pytest.raises(ConfigError, match="was moved or removed"):
+        repr(run)
     train(f"resume={moved}", "trainer.max_epochs=4")
     assert framework.load(moved).history.index[-1] == 48
 
@@ -146,12 +154,24 @@ def correct(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, i
         ({"trainer": {"precision": "bf16"}}, "Did you mean trainer.precision=bf16-mixed?"),
         ({"trainier": {"max_epochs": 3}}, "Did you mean trainer?"),
         ({"strategy": "dpp"}, "Did you mean strategy=ddp?"),
+        ({"strategy": "fdsp", "callbacks": ["emma"]}, r"has 2 mistakes:\n.*fsdp\?"),
+        ({"max_epochs": 3}, r"Did you mean trainer=\{'max_epochs': ...\}\?"),
+        ({"overrides": ["model=cnn"]}, "can't go with the argument model"),
+        ({"overrides": "seed=1"}, "must be a list of texts"),
+        ({"overrides": ["hydra.mode=MULTIRUN"]}, "framework.load"),
+        ({"metrics": [correct]}, "must be a dict"),
+        ({"metrics": {"acc (%)": correct}}, "can't be a name"),
+        ({"loss": "cross_entropy"}, "must be a function or module"),
+        ({"loss": None}, r"Missing: loss \(or task\)"),
+        ({"recipe": Net}, "Did you mean model"),
+        ({"name": "../up"}, "a folder below outputs"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(Net().parameters(), lr=0.1), 1)}, "StepLR, ..."),
         ({"model": {"_target_": "tests.features.api_cases.Net", "hiden": 3}}, "Did you mean model.hidden?"),
         ({"optimizer": torch.optim.SGD(Net().parameters(), lr=0.1)}, r"partial\(torch.optim.SGD, lr=0.1\)"),
         ({"data": ()}, "Give train"),
         ({"data": (open,)}, "the train part|map-style"),
-        ({"metrics": {"correct": correct}, "loss": None}, "metrics needs loss"),
-        ({"task": {"_target_": "framework.tasks.ModelLoss"}}, "loss can't go with task"),
+        ({"metrics": {"correct": correct}, "loss": None}, "Missing: loss"),
+        ({"task": {"_target_": "framework.tasks.ModelLoss"}}, "can't go with task"),
         ({"overrides": ["job=eval"]}, "framework.load"),
         ({"overrides": ["-m"]}, "framework.load"),
     ],
@@ -159,8 +179,99 @@ def correct(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, i
 def test_mistakes_are_exceptions_with_the_commands_words(call_train: Call, given: dict[str, Any], words: str) -> None:
     parts = {"model": Net, "data": partial(datasets, size=20), "loss": nn.CrossEntropyLoss(), **given}
     with pytest.raises(RequestError, match=words):
-        call_train(**parts)
+        call_train(parts.pop("recipe", None), **parts)
     assert not Path("outputs").exists()
+
+
+class Recorder:
+    """A callback that keeps what it is given, and writes it."""
+
+    def __init__(self, file: str, given: Any) -> None:
+        self.file, self.given = file, given
+
+    def on_fit_end(self) -> None:
+        Path(self.file).write_text(repr(self.given))
+
+
+class Kind(enum.IntEnum):
+    FIRST = 1
+
+
+def test_arguments_arrive_as_they_were_given(call_train: Call) -> None:
+    class Inner(nn.Linear):
+        """Of this function, as a notebook's classes are."""
+
+    given = {
+        "plain": [1, 2.5, None, True, "a 'b' \"c\"\nd\\"],
+        "tuple": (1, (2, "x")),
+        "interpolation": ["${a.b}", "${oc.env:HOME}", "\\${x}", "???"],
+        "keys": {"top-5": 1, "a b": 2, "1": 3, "é": 4},
+        "member": Kind.FIRST,
+        "path": Path("x"),
+        "type": torch.float16,
+        "number": np.int64(3),
+        "class": Net,
+    }
+    run = call_train(
+        model=partial(Net, activation=partial(Inner, 8, 8)),  # type: ignore[arg-type]
+        data=lambda: samples(20),
+        loss=nn.CrossEntropyLoss(),
+        metrics={"top-5": correct, "f1/macro": correct},
+        callbacks=[Recorder("one", 1), Recorder("two", 2), partial(Recorder, "three", given), "ema"],
+        path={"outputs": Path("elsewhere")},
+        seed=np.int64(3),
+        trainer={"check_val_every_n_epoch": None},
+    )
+    assert run.directory.parents[1] == Path("elsewhere").resolve()
+    assert run.config["seed"] == 3
+    assert [Path(name).read_text() for name in ("one", "two")] == ["1", "2"]
+    assert Path("three").read_text() == repr({**given, "number": 3})
+
+
+def test_a_stream_and_a_slice(call_train: Call) -> None:
+    class Numbers(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(samples(40))
+
+    large = torch.randn(100_000, 4)
+    part = TensorDataset(large[:60], (large[:60, :2] > 0).sum(dim=1))
+    run = call_train(
+        model=Net, data={"train": DataLoader(Numbers(), batch_size=8), "val": part}, loss=smoothed, optimizer=ADAM
+    )
+    assert (run.directory / "objects_0.pkl").stat().st_size < large.nbytes / 10
+    assert run.evaluate(part)["test/loss"] == pytest.approx(run.metrics["val/loss"])
+    assert run.evaluate(DataLoader(Numbers(), batch_size=8)).keys() == {"test/loss"}
+
+
+def test_options_with_keys_and_several_optimizers(call_train: Call) -> None:
+    run = call_train(
+        model=Net,
+        data=loaders,
+        loss=smoothed,
+        optimizer={
+            "first": {"_target_": "torch.optim.SGD", "params": "^0", "lr": 0.1},
+            "rest": partial(torch.optim.Adam, lr=0.01),
+        },
+        callbacks={"early_stopping": {"monitor": "val/loss", "patience": 7}},
+    )
+    assert run.config["callbacks"]["early_stopping"]["patience"] == 7
+    assert {"train/lr/first", "train/lr/rest"} <= {*call_log(run)}
+
+
+def call_log(run: Run) -> list[str]:
+    return [name for row in results.rows(run.directory) for name in row]
+
+
+def test_a_hydra_application_keeps_its_state(call_train: Call) -> None:
+    folder = Path("conf")
+    folder.mkdir()
+    (folder / "app.yaml").write_text("number: 1\n")
+    state = random.getstate()
+    with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+        run = call_train("toy", trainer={"max_steps": 2})
+        assert compose("app").number == 1
+    assert run.status == "finished"
+    assert random.getstate() == state
 
 
 def test_an_object_that_cannot_be_pickled_is_named(call_train: Call) -> None:
