@@ -43,7 +43,7 @@ from framework.training.optimizer import clip_gradients
 from framework.training.step_times import Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
-from framework.types import EpochReport, EvalReport, FitInfo, StepOutput, StepReport, Stop, Window, hooks
+from framework.types import EpochReport, EvalReport, FitInfo, Interval, StepOutput, StepReport, Stop, Window, hooks
 from framework.types import Phase as TaskPhase
 
 _ONE_LOSS: tuple[TaskPhase | None, ...] = (None,)
@@ -94,6 +94,7 @@ class Trainer:
         self._on_epoch_start: Sequence[Any] = ()  # the callbacks' hooks, from `fit` on
         self._on_epoch_end: Sequence[Any] = ()
         self._before_optimizer_step: Sequence[Any] = ()
+        self._logged_by_task = hooks([state.task], "logged")
         if state.precision.scaler.is_enabled():  # it skips steps whose gradients overflow
             state.optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
         self._throughput = Throughput()
@@ -158,6 +159,8 @@ class Trainer:
                 self._timer.leave_step(Phase.LOGGING)
                 self._call(self._on_epoch_end, epoch=epoch)
                 self.stop.agree()
+            if window.epoch_end and (values := self._from_task("epoch")):
+                self.log_values(values)
             if self._save_due(epoch_end=window.epoch_end):
                 self.save()
             if self.stop.request.pending:
@@ -296,7 +299,13 @@ class Trainer:
         values["samples_per_s"] = rate = self._throughput.read()
         values |= {f"{name}_per_s": rate * number for name, number in getattr(state.task, "per_sample", {}).items()}
         usage = self._usage.read() if state.loggers else {}
-        self.log_values({f"train/{name}": value for name, value in values.items()} | self._compare(times) | usage)
+        named = {f"train/{name}": value for name, value in values.items()}
+        self.log_values(named | self._from_task("step") | self._compare(times) | usage)
+
+    def _from_task(self, interval: Interval) -> dict[str, float]:
+        """Return what the task logs itself. Every rank must call it."""
+        found = [logged(interval, self.context) for logged in self._logged_by_task]
+        return {f"train/{name}": value for each in found for name, value in each.items()}
 
     def _compare(self, times: Sequence[float]) -> dict[str, float]:
         """Return what to log of all ranks' times, on rank 0, and warn of a rank that is newly slow."""
@@ -335,7 +344,7 @@ class Trainer:
         self._flush_loggers()
         self.context.wait_for_devices()  # so that queued steps count as training time
         began = time.perf_counter()
-        self._call(hooks(state.callbacks.values(), "on_validation_start"), epoch=self.progress.last_epoch)
+        self._call(hooks(state.observers, "on_validation_start"), epoch=self.progress.last_epoch)
         with state.evaluation_weights():
             found = state.evaluate(self.val_loaders)
         state.val_metrics = found.metrics
@@ -345,7 +354,7 @@ class Trainer:
         self.log_texts(found.texts)
         state.schedule.step_after("validation", state.val_metrics)
         report = EvalReport("val", self.progress.step, self.progress.last_epoch, state.val_metrics)
-        for observe in hooks(state.callbacks.values(), "on_validation_end"):
+        for observe in hooks(state.observers, "on_validation_end"):
             self.stop.handle(observe(report))
         self.stop.agree()
         self._throughput.leave_out(since=began)
@@ -393,13 +402,13 @@ class Trainer:
             max_epochs=self.settings.max_epochs,
             optimizer=state.optimizer,
         )
-        for start in hooks(state.callbacks.values(), "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
+        for start in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
             start(info)
-        callbacks = state.callbacks.values()
-        self._on_epoch_start = hooks(callbacks, "on_train_epoch_start")
-        self._on_epoch_end = hooks(callbacks, "on_train_epoch_end")
-        self._before_optimizer_step = hooks(callbacks, "on_before_optimizer_step")
-        return hooks(callbacks, "on_train_step_end") + hooks(state.loggers.values(), "step")
+        observers = state.observers
+        self._on_epoch_start = hooks(observers, "on_train_epoch_start")
+        self._on_epoch_end = hooks(observers, "on_train_epoch_end")
+        self._before_optimizer_step = hooks(observers, "on_before_optimizer_step")
+        return hooks(observers, "on_train_step_end") + hooks(state.loggers.values(), "step")
 
     def _call(self, observers: Iterable[Callable[[EpochReport], Stop | None]], *, epoch: int) -> None:
         for observe in observers:
@@ -462,7 +471,7 @@ class Trainer:
         if self.progress.step > self.start_step and not self.stop.on_request:
             self.log()
         self._wait_for_checkpoint()
-        for end in hooks(self.state.callbacks.values(), "on_fit_end"):
+        for end in hooks(self.state.observers, "on_fit_end"):
             end()
 
     def _wait_for_checkpoint(self) -> None:
