@@ -148,9 +148,8 @@ def build_trainer(
     precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
     stages = rank.strategy.num_stages
     model = build.build_model(config.model, context=context, num_stages=stages)
-    task = build.build_task(
-        rank.requested.task, model=model, config=rank.requested, context=context
-    )  # which may add to the model
+    # The task may add to the model.
+    task = build.build_task(rank.requested.task, model=model, config=rank.requested, context=context)
     model, task = precision.convert_model(model), precision.convert_task(task)
     if not model.training:  # as transformers' from_pretrained returns it; parts of it may be in evaluation mode
         model.train()
