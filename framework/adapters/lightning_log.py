@@ -89,13 +89,10 @@ class Log:
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: str | Callable[[Any], Any] = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Any = None,
-        add_dataloader_idx: bool = True,
+        *_: Any,
         batch_size: int | None = None,
-        metric_attribute: str | None = None,  # found without it
         rank_zero_only: bool = False,
+        **__: Any,
     ) -> None:
         """Take the place of `LightningModule.log`. All ranks count, whatever `sync_dist` says.
 

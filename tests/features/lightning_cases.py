@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -278,6 +279,88 @@ class Reductions(Base):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.05)]
+
+
+class Watched(Regression):
+    """Notes its hooks and what they see of the trainer, in a file; stops by itself."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def note(self, name: str) -> None:
+        sanity = " sanity" if self.trainer.sanity_checking else ""
+        with Path(self.file).open("a") as file:
+            file.write(f"{name} {self.current_epoch} {self.global_step}{sanity}\n")
+
+    def configure_model(self) -> None:
+        self.extra = nn.Linear(1, 1)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_index", float(dataloader_idx))
+        self.log("val_size", len(batch[0]), reduce_fx="sum")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("on_train_epoch_end")
+        assert (self.trainer.max_epochs, self.trainer.world_size, self.device.type) == (9, 1, "cpu")
+        self.trainer.should_stop = self.current_epoch == 1
+
+
+def _noting(name: str) -> Any:
+    def hook(self: Watched, *_: Any) -> None:
+        self.note(name)
+
+    return hook
+
+
+for _name in (
+    *("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_validation_start", "on_test_start"),
+    *("on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end", "on_train_end", "on_fit_end"),
+    *("on_test_end", "teardown"),
+):
+    setattr(Watched, _name, _noting(_name))
+
+
+def changed(name: str, of: str = "Regression") -> pl.LightningModule:
+    """Return a module that differs from another in one thing."""
+    base: Any = globals()[of]
+    optimizers = {
+        "optimizers": lambda self: [torch.optim.SGD(self.parameters()), torch.optim.SGD(self.parameters())],
+        "none": lambda _: None,
+        "nonsense": lambda _: "Adam",
+        "no monitor": _plateau,
+        "train monitor": lambda self: _plateau(self, monitor="train_loss"),
+        "unknown monitor": lambda self: _plateau(self, monitor="val_los"),
+        "schedules": lambda self: ([o := torch.optim.SGD(self.parameters())], [_constant(o), _constant(o)]),
+    }
+    steps = {
+        "returns None": lambda *_: None,
+        "logger": lambda self, *_: self.logger.experiment,
+        "optimizer": lambda self, *_: self.optimizers(),
+        "vector": lambda self, batch, *_: self.log("v", batch[0]),
+        "median": lambda self, *_: self.log("v", 1.0, reduce_fx=torch.median),
+        "one name": lambda self, *_: self.log_dict({"train_v": 1.0, "v": 2.0}),
+    }
+    methods: dict[str, Any] = {name: lambda *_: None}
+    if name in optimizers:
+        methods = {"configure_optimizers": optimizers[name]}
+    elif name in steps:
+        methods = {"training_step": steps[name]}
+    elif name == "automatic_optimization":
+        methods = {name: False}
+    elif name == "only step":
+        methods = {"validation_step": lambda self, *_: self.log("v", 1.0, on_epoch=False)}
+    module: pl.LightningModule = type("Changed", (base,), methods)()
+    return module
+
+
+def _constant(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+def _plateau(self: Any, **keys: Any) -> Any:
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), **keys}
 
 
 CASES: dict[str, dict[str, Any]] = {
