@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from framework.distributed.context import Context
-
 Batch = Any
 """What a dataset's samples collate to: a tensor, or a tuple or dict of tensors whose first dimension is the sample."""
 
@@ -292,7 +290,7 @@ class TaskHooks(Protocol):
     def on_evaluation_end(self) -> None:
         """Called after its last batch, still in evaluation mode."""
 
-    def logged(self, interval: Interval, context: Context) -> Mapping[str, float]:
+    def logged(self, interval: Interval) -> Mapping[str, float]:
         """Return metrics that the task reduces itself, over all ranks, since the last call for that interval.
 
         Every rank calls it at the same point: when a step is logged, at the end of an epoch or of an evaluation.

@@ -94,7 +94,7 @@ class LightningTask:
     def __init__(self, *, model: nn.Module, config: Config, context: Context) -> None:
         base = _base_of(model)
         module: Any = model
-        _refuse_hooks(module, base)
+        _refuse_hooks(module, base, predicts=config.job == "predict")
         self._overridden = {name for name in _CALLED if _overrides(module, base, name)}
         self._context = context
         self._trains = config.job == "train"
@@ -250,7 +250,7 @@ class LightningTask:
             self._hook(f"on_{self._stage}_end")
         self._dataloader_idx = ()
 
-    def logged(self, interval: Interval, context: Context) -> Mapping[str, float]:
+    def logged(self, interval: Interval) -> Mapping[str, float]:
         return self._log.reduce(interval)
 
     @property
@@ -372,14 +372,15 @@ def _overrides(module: Any, base: type, name: str) -> bool:
     return getattr(type(module), name, None) is not getattr(base, name, None)
 
 
-def _refuse_hooks(module: Any, base: type) -> None:
+def _refuse_hooks(module: Any, base: type, *, predicts: bool) -> None:
     """Raise ConfigError for all hooks of the module that would never be called."""
     name = type(module).__name__
     if not module.automatic_optimization:
         _refuse_several(name, "automatic_optimization=False")
     hooks = {each for each in dir(base) if each.startswith(("on_", "configure_"))} | _INSTEAD.keys()
-    predicts = {each for each in hooks if each.startswith("on_predict_")}  # which no training calls in Lightning either
-    refused = sorted(each for each in hooks - _CALLED - predicts if _overrides(module, base, each))
+    if not predicts:  # Lightning doesn't call them either
+        hooks = {each for each in hooks if not each.startswith("on_predict_")}
+    refused = sorted(each for each in hooks - _CALLED if _overrides(module, base, each))
     if refused:
         lines = [f"  {each}: {_INSTEAD.get(each, 'Leave it out.')}" for each in refused]
         raise ConfigError("\n".join([f"{name} overrides hooks that have no counterpart here:", *lines]))

@@ -46,7 +46,7 @@ def evaluate(
     values, _ = meter.reduce(context)
     values |= stateful.compute(context)
     for logged in hooks([task], "logged"):
-        values |= logged("evaluation", context)
+        values |= logged("evaluation")
     names = dict.fromkeys([*meter.names, *values])
     texts = stateful.texts()
     return Evaluation(

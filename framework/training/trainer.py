@@ -304,7 +304,7 @@ class Trainer:
 
     def _from_task(self, interval: Interval) -> dict[str, float]:
         """Return what the task logs itself. Every rank must call it."""
-        found = [logged(interval, self.context) for logged in self._logged_by_task]
+        found = [logged(interval) for logged in self._logged_by_task]
         return {f"train/{name}": value for each in found for name, value in each.items()}
 
     def _compare(self, times: Sequence[float]) -> dict[str, float]:
