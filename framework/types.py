@@ -9,16 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from framework.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 Batch = Any
 """What a dataset's samples collate to: a tensor, or a tuple or dict of tensors whose first dimension is the sample."""
+
+Interval = Literal["step", "epoch", "evaluation"]
+"""Of what a task logs itself."""
 
 SumCount = tuple["Tensor | float", "Tensor | int"]
 """A metric as a sum over samples and their number, so that batches add up exactly."""
@@ -179,7 +183,7 @@ class StepOutput(NamedTuple):
 
     loss: scalar, the *mean* over the batch's samples, with its graph in training.
     num_samples: how many samples the mean is over: the weight of this loss in logged and evaluated means. Gradients are
-        weighted by the number of samples in the batch.
+        weighted by the number of samples in the batch. 0 in evaluations: there is no loss to report.
     metrics: name → (sum over samples, count), the same names for every batch; tensors may stay on the device.
     weight: what the mean is over, if not samples: the number of tokens that count, or the sum of sample weights; one
         element, for every batch or for none. Gradients and logged losses are then of the mean over the global batch.
@@ -238,6 +242,20 @@ class Phase(NamedTuple):
     optimizer: str
     every: int = 1
     offset: int = 0
+
+
+class LRSchedulerConfig(NamedTuple):
+    """What `scheduler.schedule` may return in place of a scheduler: one with its own interval. Lightning's names.
+
+    interval: `step` or `epoch`; ReduceLROnPlateau steps after validations. frequency: it moves in every so many.
+    monitor: the metric of ReduceLROnPlateau. strict: refuse a validation that doesn't compute it.
+    """
+
+    scheduler: LRScheduler
+    interval: Literal["step", "epoch"] = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
 
 
 class MicroBatch(NamedTuple):
@@ -363,6 +381,27 @@ class Task(Protocol):
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput: ...
 
 
+class TaskHooks(Protocol):
+    """What a task may have beside its steps, and all `on_` hooks of a Callback. One that is left out costs nothing."""
+
+    def on_evaluation_start(self, model: nn.Module, prefix: str) -> None:
+        """Called before the first batch of a set, whose metrics are named `prefix/…`: val, val/NAME, test or train."""
+
+    def on_evaluation_end(self) -> None:
+        """Called after its last batch, still in evaluation mode."""
+
+    def logged(self, interval: Interval) -> Mapping[str, float]:
+        """Return metrics that the task reduces itself, over all ranks, since the last call for that interval.
+
+        Every rank calls it at the same point: when a step is logged, at the end of an epoch or of an evaluation.
+        """
+        return {}
+
+    def without_side_effects(self) -> AbstractContextManager[None]:
+        """Return a context after which the task's state is as before: around a batch whose results are dropped."""
+        return nullcontext()
+
+
 class NumberFormats(Protocol):
     """Computes in the formats of `trainer.precision`: `framework.training.precision.PrecisionPlugin`."""
 
@@ -469,7 +508,7 @@ class Logger(Protocol):
 
 def hooks(observers: Iterable[Any], name: str) -> list[Callable[..., Any]]:
     """Return the bound method `name` of each observer that has its own: an inherited empty hook costs nothing."""
-    empty = [getattr(protocol, name) for protocol in (Callback, Logger) if hasattr(protocol, name)]
+    empty = [getattr(protocol, name) for protocol in (Callback, Logger, TaskHooks) if hasattr(protocol, name)]
     return [
         hook
         for each in observers

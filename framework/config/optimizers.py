@@ -114,8 +114,8 @@ class OptimizerConfig:
 
     def settings(self, label: str) -> dict[str, Any]:
         """Return the optimizer's keys for the group of this label."""
-        number = self.labels.index(label)
-        own = self.groups[number - 1].options if number else {}
+        options = dict(zip(self.labels[1:], (group.options for group in self.groups), strict=True))
+        own = options.get(label, {})  # none for a group that the target itself has made
         return {name: value for name, value in {**self.node, **own}.items() if not name.startswith("_")}
 
 

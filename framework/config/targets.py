@@ -36,11 +36,11 @@ def check_targets(config: Config) -> None:
         *check_node(config.data.datasets, "data.datasets"),
         *check_node(config.data.collate_fn and {**config.data.collate_fn, "_partial_": True}, "data.collate_fn"),
         *check_node(config.data.sampler, "data.sampler", positional=1),
-        *check_node(config.task, "task"),
+        *check_node(config.task, "task", supplied=("model", "config", "context")),
         *check_node(config.strategy, "strategy", supplied=("context",)),
     ]
     for optimizer in optimizer_configs(config.optimizer):
-        mistakes += check_node(optimizer.node, optimizer.key, positional=1)
+        mistakes += check_node(optimizer.node, optimizer.key, positional=1, supplied=("model", "total_steps"))
         for number, group in enumerate(optimizer.groups):
             options = {"_target_": optimizer.node["_target_"], "_partial_": True, **group.options}
             mistakes += check_node(options, f"{optimizer.key}.groups.{number}", positional=1)

@@ -28,6 +28,7 @@ from framework.training.data_settings import streams_of
 from framework.training.evaluation import evaluate
 from framework.training.precision import PrecisionPlugin
 from framework.training.rank_setup import RankSetup, build_data, load_model, make_eval_loaders, setup_rank
+from framework.types import Task
 
 Columns = dict[str, Tensor]
 """Name → values of some samples: shape (n,) or (n, k) or more, on the CPU."""
@@ -37,8 +38,7 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """Evaluate the weights of `checkpoint.path` on `eval.part`; rank 0 writes the metrics to `run.json`."""
     with setup_rank(arguments, link) as rank:
         part = rank.config.eval.part
-        with _ready(rank, arguments, part=part) as (model, loaders, precision):
-            task = precision.convert_task(build.build_task(rank.config.task))
+        with _ready(rank, arguments, part=part) as (model, task, loaders, precision):
             metrics: dict[str, float] = {}
             texts: dict[str, str] = {}
             for prefix, loader in loaders.items():
@@ -52,21 +52,19 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
 def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """Write the model's predictions for `predict.part` to `predict.output`, in the order of the dataset."""
     with setup_rank(arguments, link) as rank:
-        task: Any = build.build_task(rank.config.task)
-        if not callable(getattr(task, "predict_step", None)):
-            raise ConfigError(
-                f"job=predict needs a task with predict_step(model, batch); {type(task).__name__} has none.\n"
-                "Give it one that returns a tensor, or a dict of tensors, with a row for each sample."
-            )
         part = rank.config.predict.part
-        with _ready(rank, arguments, part=part) as (model, loaders, precision):
+        with _ready(rank, arguments, part=part) as (model, task, loaders, precision):
+            if not callable(getattr(task, "predict_step", None)):
+                raise ConfigError(
+                    f"job=predict needs a task with predict_step(model, batch); {type(task).__name__} has none.\n"
+                    "Give it one that returns a tensor, or a dict of tensors, with a row for each sample."
+                )
             if len(loaders) > 1:
                 raise ConfigError(
                     f"job=predict writes the predictions of one set, and the {part} part has {', '.join(loaders)}.\n"
                     "Choose one by a keyword of data.datasets, or give a Datasets with one."
                 )
             (loader,) = loaders.values()
-            precision.convert_task(task)
             own = joined(list(_predictions(model, loader, task=task, precision=precision)))
             shares = gather_to_first(own, rank.context)
             if rank.context.is_main:
@@ -93,7 +91,7 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
         keywords = {name: value for name, value in offered.items() if name not in config.args and takes(node, name)}
         rank.link.rank_status.set_phase(Phase.MEETING)
         with process_group(rank.context, config.backend, rendezvous=arguments.rendezvous):
-            model, _ = _trained_model(rank)
+            model, _, _ = _trained_model(rank)
             model.eval()
             rank.link.rank_status.set_phase(Phase.FUNCTION)
             function(model, **keywords, **config.args)
@@ -101,15 +99,20 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
             barrier(rank.context)
 
 
-def _trained_model(rank: RankSetup) -> tuple[nn.Module, PrecisionPlugin]:
-    """Return the model with the weights of `checkpoint.path`. Every rank must call it, inside the process group."""
+def _trained_model(rank: RankSetup) -> tuple[nn.Module, Task, PrecisionPlugin]:
+    """Return the model with the weights of `checkpoint.path`, and the task.
+
+    Every rank must call it, inside the process group.
+    """
     rank.link.rank_status.set_phase(Phase.BUILDING)
     config, settings = rank.config, rank.config.trainer
     precision = PrecisionPlugin(settings.precision, device=rank.context.device, channels_last=settings.channels_last)
-    model = precision.convert_model(build.build_model(config.model, context=rank.context))
+    model = build.build_model(config.model, context=rank.context)
+    task = build.build_task(config.task, model=model, config=config, context=rank.context)  # which may add to the model
+    model, task = precision.convert_model(model), precision.convert_task(task)
     load_model(rank, model, Path(str(config.checkpoint.path)))
     rank.link.rank_status.set_phase(Phase.EVALUATE)
-    return model, precision
+    return model, task, precision
 
 
 def _predictions(model: nn.Module, loader: EvalLoader, *, task: Any, precision: PrecisionPlugin) -> Iterator[Columns]:
@@ -124,8 +127,8 @@ def _predictions(model: nn.Module, loader: EvalLoader, *, task: Any, precision: 
 @contextmanager
 def _ready(
     rank: RankSetup, arguments: RankArguments, *, part: Part
-) -> Iterator[tuple[nn.Module, dict[str, EvalLoader], PrecisionPlugin]]:
-    """Yield the model with its weights, this rank's loaders and the precision, inside the process group."""
+) -> Iterator[tuple[nn.Module, Any, dict[str, EvalLoader], PrecisionPlugin]]:
+    """Yield the model with its weights, the task, this rank's loaders and the precision, inside the process group."""
     datasets, rank = build_data(rank)
     loaders = make_eval_loaders(rank, datasets, part=part)
     if not loaders:
@@ -140,8 +143,8 @@ def _ready(
             stack.enter_context(closing(loader))
         if streams_of(datasets):
             rank.exchange.open()
-        model, precision = _trained_model(rank)
-        yield model, loaders, precision
+        model, task, precision = _trained_model(rank)
+        yield model, task, loaders, precision
         rank.link.rank_status.set_phase(Phase.CLOSING)
 
 

@@ -31,7 +31,7 @@ from framework.training.optimizer import Schedule, Schedules, fused_pays, skip_p
 from framework.training.param_groups import Optimizers, ParamGroups
 from framework.training.precision import task_modules
 from framework.training.sizes import optimizer_state_bytes
-from framework.types import Callback, Collate, Datasets, Logger, Task
+from framework.types import Callback, Collate, Datasets, Logger, LRSchedulerConfig, Task
 
 _CPU = device("cpu")
 _HOOKS = (
@@ -120,9 +120,12 @@ def _build_collate_fn(node: Node) -> Collate:
     return built  # type: ignore[no-any-return]
 
 
-def build_task(node: Node) -> Task:
-    """Return the task, on the CPU. Raises ConfigError if its parameters require gradients: no optimizer gets them."""
-    built = _build("task", node)
+def build_task(node: Node, **offered: Any) -> Task:
+    """Return the task, on the CPU. offered: `model`, which isn't wrapped yet, `config` and `context`, if it takes them.
+
+    Raises ConfigError if its parameters require gradients: no optimizer gets them.
+    """
+    built = _build("task", node, **offered)
     names = ("validation_step",) if hasattr(built, "phases") else ("training_step", "validation_step")
     task: Task = _with_methods("task", node, built, names=names)
     for module in task_modules(task):
@@ -143,8 +146,12 @@ def build_strategy(node: Node, *, context: Context) -> Strategy:
     return built
 
 
-def build_optimizer(groups: ParamGroups, model: nn.Module, *, may_fuse: bool = True) -> Optimizer:
+def build_optimizer(
+    groups: ParamGroups, model: nn.Module, *, may_fuse: bool = True, total_steps: int | None = None
+) -> Optimizer:
     """Return the optimizer over the parameters of `model`, or all of several by name.
+
+    One that takes `model` or `total_steps`, those of the whole run, gets it.
 
     model: all of it, or the stages of this rank. may_fuse: False with a loss scaler, since a fused optimizer doesn't
         show that it skipped a step, and for sparse gradients.
@@ -152,12 +159,15 @@ def build_optimizer(groups: ParamGroups, model: nn.Module, *, may_fuse: bool = T
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("No parameter of the model requires a gradient, so there is nothing to train.")
-    built = {config.name: _build_optimizer(config, own, may_fuse=may_fuse) for config, own in groups.groups(model)}
+    built = {
+        config.name: _build_optimizer(config, own, may_fuse=may_fuse, model=model, total_steps=total_steps)
+        for config, own in groups.groups(model)
+    }
     return built[""] if "" in built else Optimizers(built)
 
 
 def _build_optimizer(
-    config: OptimizerConfig, groups: Mapping[str, Sequence[nn.Parameter]], *, may_fuse: bool = True
+    config: OptimizerConfig, groups: Mapping[str, Sequence[nn.Parameter]], *, may_fuse: bool = True, **offered: Any
 ) -> Optimizer:
     """Return one optimizer. groups: its parameters by the labels of their groups.
 
@@ -176,16 +186,18 @@ def _build_optimizer(
             form["fused"] = True
         elif takes(node, "foreach") and {parameter.device.type for parameter in together} == {"cpu"}:
             form["foreach"] = False
-    optimizer = _build(key, node, given, **form)
+    optimizer = _build(key, node, given, **form, **offered)
     if not isinstance(optimizer, Optimizer):
         raise _wrong_result(key, node, optimizer, expected="a torch.optim.Optimizer")
     skip_profiler_mark(optimizer)
     return optimizer
 
 
-def optimizer_bytes(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> int:
+def optimizer_bytes(config: OptimizerConfig, parameters: Iterable[nn.Parameter], *, model: nn.Module) -> int:
     """Return the bytes that an optimizer keeps from step to step for `parameters`; see `optimizer_state_bytes`."""
-    return optimizer_state_bytes(lambda probes: _build_optimizer(config, {config.name: probes}), parameters)
+    return optimizer_state_bytes(
+        lambda probes: _build_optimizer(config, {config.name: probes}, model=model), parameters
+    )
 
 
 def build_schedule(
@@ -241,14 +253,20 @@ def build_scheduler(
             )
     supplied = {} if length is None else {"total_steps": length}
     scheduler = _build(key, node, optimizer, **supplied)
+    if scheduler is None:
+        return Schedule(None, settings)
+    own = scheduler if isinstance(scheduler, LRSchedulerConfig) else None
+    if own is not None:
+        scheduler, settings = own.scheduler, replace(settings, interval=own.interval, monitor=own.monitor)
     if not isinstance(scheduler, LRScheduler):
         raise _wrong_result(key, node, scheduler, expected="a torch.optim.lr_scheduler.LRScheduler")
-    if isinstance(scheduler, OneCycleLR) and total_steps is not None and scheduler.total_steps < total_steps:
+    known = total_steps if own is None else None  # one with its own interval counts other steps
+    if isinstance(scheduler, OneCycleLR) and known is not None and scheduler.total_steps < known:
         raise ConfigError(
             f"{node['_target_']} ends after {scheduler.total_steps} steps and can't continue, and the run has "
             f"{total_steps}.\nSet its total_steps to at least that, or train for fewer steps."
         )
-    return Schedule(scheduler, settings, total_steps=length)
+    return Schedule(scheduler, settings, total_steps=length, own=own)
 
 
 def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: RunDir) -> dict[str, Callback]:

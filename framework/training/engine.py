@@ -111,7 +111,7 @@ def _run(rank: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLo
 
 def _close(trainer: Trainer, loaders: Iterable[Any], *, failing: BaseException | None) -> None:
     """Close everything, even if something raises; raise its error unless another one ends the run already."""
-    closes = hooks(trainer.state.callbacks.values(), "close")
+    closes = hooks(trainer.state.observers, "close")
     closes += [
         each.close for each in (trainer.checkpoints, *trainer.state.loggers.values(), *loaders) if each is not None
     ]
@@ -146,13 +146,15 @@ def build_trainer(
     settings = config.trainer
     precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
     stages = rank.strategy.num_stages
-    model = precision.convert_model(build.build_model(config.model, context=context, num_stages=stages))
+    model = build.build_model(config.model, context=context, num_stages=stages)
+    # The task may add to the model.
+    task = build.build_task(rank.requested.task, model=model, config=rank.requested, context=context)
+    model, task = precision.convert_model(model), precision.convert_task(task)
     if not model.training:  # as transformers' from_pretrained returns it; parts of it may be in evaluation mode
         model.train()
     apply_activation_checkpointing(model, settings.activation_checkpointing)
     configs = optimizer_configs(config.optimizer)
     param_groups = ParamGroups.of(model, configs)  # before strategies that leave each rank a part of it
-    task = precision.convert_task(build.build_task(config.task))
     phases = phases_of(task, optimizers=[each.name for each in configs])
     if phases is not None:
         rank.strategy.allow_unused_parameters()
@@ -163,9 +165,10 @@ def build_trainer(
     # Fused optimizers take no sparse gradients, and skip a step that overflows unseen.
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     may_fuse = not precision.scaler.is_enabled() and not is_sparse
-    optimizer = build.build_optimizer(param_groups, model, may_fuse=may_fuse)
     # The schedule is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
     steps = data_settings.steps_per_epoch(rank.requested.trainer, rank.plan, size=train_loader.size)
+    total = data_settings.total_steps(rank.requested.trainer, steps_per_epoch=steps)
+    optimizer = build.build_optimizer(param_groups, model, may_fuse=may_fuse, total_steps=total)
     length = partial(data_settings.schedule_length, rank.requested, steps, phases=phases)
     callbacks, loggers = config.callbacks, config.logger if context.is_main else {}
     # Redrawn lines would disturb a debugger's prompt.

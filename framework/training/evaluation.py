@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -16,7 +17,7 @@ from framework.tasks.supervised import describe
 from framework.training.meter import LOSS, Meter
 from framework.training.precision import PrecisionPlugin
 from framework.training.stateful_metrics import StatefulMetrics
-from framework.types import Media, MicroBatch, StepOutput, Task
+from framework.types import Media, MicroBatch, StepOutput, Task, hooks
 
 
 class Evaluation(NamedTuple):
@@ -48,9 +49,19 @@ def evaluate(
     """
     stateful = StatefulMetrics(task)
     media: dict[str, Media] = {}
-    meter = _run_batches(model, batches, stateful, task=task, precision=precision, media=media if with_media else None)
+    meter = _run_batches(
+        model,
+        batches,
+        stateful,
+        task=task,
+        precision=precision,
+        prefix=prefix,
+        media=media if with_media else None,
+    )
     values, _ = meter.reduce(context)
     values |= stateful.compute(context)
+    for logged in hooks([task], "logged"):
+        values |= logged("evaluation")
     names = dict.fromkeys([*meter.names, *values])
     texts = stateful.texts()
     if with_media:
@@ -70,6 +81,7 @@ def _run_batches(
     *,
     task: Task,
     precision: PrecisionPlugin,
+    prefix: str,
     media: dict[str, Media] | None,
 ) -> Meter:
     """Return what the task computes for this rank's batches, in evaluation mode and without gradients.
@@ -82,21 +94,35 @@ def _run_batches(
     model.eval()
     # A sharded model keeps what it gathers for the next step; memory made in inference mode can't be trained on.
     with torch.no_grad() if is_model_sharded(model) else torch.inference_mode():
+        for start in hooks([task], "on_evaluation_start"):
+            start(model, prefix)
         for position, micro in enumerate(batches):
-            with precision.autocast():
+            with precision.autocast(), nullcontext() if micro.num_samples else isolated(task):
                 output = task.validation_step(model, precision.convert_batch(micro.batch))
             if position == 0:
                 check_output(output, task, "validation_step")
             if micro.num_samples and counts:
-                # Cloned: the next batch may overwrite what a compiled model returned.
-                meter.add(output._replace(loss=output.loss.clone()))
+                if output.num_samples:
+                    # Cloned: the next batch may overwrite what a compiled model returned.
+                    meter.add(output._replace(loss=output.loss.clone()))
                 if output.updates:
                     stateful.update(output.updates)
                 if position == 0 and media is not None and output.media is not None:
                     media |= output.media()
+        for end in hooks([task], "on_evaluation_end"):
+            end()
     for module in training:
         module.training = True  # one by one: a frozen part stays in evaluation mode
     return meter
+
+
+@contextmanager
+def isolated(task: Task) -> Iterator[None]:
+    """Leave a state of the task's own as it is, around a step whose results are dropped."""
+    with ExitStack() as stack:
+        for without_side_effects in hooks([task], "without_side_effects"):
+            stack.enter_context(without_side_effects())
+        yield
 
 
 def check_output(output: Any, task: Task, method: str) -> None:

@@ -45,7 +45,7 @@ def state_sizes(rank: RankSetup, trainer: Trainer) -> StateSizes:
         optimizer = 0
         for config, own in zip(optimizer_configs(rank.config.optimizer), trainer.state.optimizers, strict=True):
             parameters = (parameter for group in own.param_groups for parameter in group["params"])
-            optimizer += build.optimizer_bytes(config, parameters)
+            optimizer += build.optimizer_bytes(config, parameters, model=model)
     except Exception as error:  # a user's optimizer may raise anything; training shows if it works
         logger.info("the size of the optimizer's state isn't known before the first step: %r", error)
         optimizer = None

@@ -14,11 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from framework.config.schema import SchedulerConfig, TrainerConfig
+from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.sharded import full_tensor, is_dtensor
 from framework.errors import ConfigError
 from framework.monitoring.rank_log import logger
+from framework.types import LRSchedulerConfig
 
-_LENGTH = "schedule_total_steps"  # its key in `state_dict`, beside the scheduler's own
+_LENGTH, _CALLS = "schedule_total_steps", "schedule_calls"  # keys in `state_dict`, beside the scheduler's own
 _FUSED_PAYS_FROM = 100_000  # elements in all parameters, on a CPU
 
 
@@ -29,25 +31,47 @@ class Schedule:
     ReduceLROnPlateau steps after validations, by the metric `monitor`; all others after steps or epochs.
 
     total_steps: the scheduler's length, counted in `settings.interval`; None if it has none.
+    own: what the scheduler came in, if it has its own interval.
     """
 
     def __init__(
-        self, scheduler: LRScheduler | None, settings: SchedulerConfig, *, total_steps: int | None = None
+        self,
+        scheduler: LRScheduler | None,
+        settings: SchedulerConfig,
+        *,
+        total_steps: int | None = None,
+        own: LRSchedulerConfig | None = None,
     ) -> None:
         self._scheduler: Any = scheduler
         self._settings = settings
         self._total_steps = total_steps
+        self._frequency, self._is_strict = (1, True) if own is None else (own.frequency, own.strict)
+        self._calls = 0  # counted only if it doesn't move in each
         self._steps_after = "validation" if isinstance(scheduler, ReduceLROnPlateau) else settings.interval
 
     def step_after(self, what: str, metrics: Mapping[str, float] | None = None) -> None:
         """Step the scheduler if it is due after a `step`, an `epoch` or, with its metrics, a `validation`."""
-        if self._scheduler is not None and self._steps_after == what:
-            self._scheduler.step(*([] if metrics is None else [metrics[str(self._settings.monitor)]]))
+        if self._scheduler is None or self._steps_after != what:
+            return
+        if self._frequency > 1:
+            self._calls += 1
+            if self._calls % self._frequency:
+                return
+        if metrics is None:
+            self._scheduler.step()
+        elif (monitor := str(self._settings.monitor)) in metrics:
+            self._scheduler.step(metrics[monitor])
+        elif self._is_strict:
+            raise ConfigError(
+                f"The learning-rate schedule monitors {monitor}, which validation doesn't compute: it computes "
+                f"{', '.join(metrics)}.{did_you_mean(nearest(monitor, metrics))}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         if self._scheduler is None:
             return {}
-        return {**self._scheduler.state_dict(), _LENGTH: self._total_steps}
+        calls = {_CALLS: self._calls} if self._frequency > 1 else {}
+        return {**self._scheduler.state_dict(), _LENGTH: self._total_steps, **calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, after the optimizer's state.
@@ -59,7 +83,7 @@ class Schedule:
         if self._scheduler is None:
             return
         state = dict(state)
-        made_for = state.pop(_LENGTH, None)
+        made_for, self._calls = state.pop(_LENGTH, None), state.pop(_CALLS, 0)
         if self._total_steps is None or made_for in (None, self._total_steps):
             self._scheduler.load_state_dict(state)
             return
@@ -154,11 +178,12 @@ def fused_pays(parameters: Sequence[Tensor]) -> bool:
 def skip_profiler_mark(optimizer: Optimizer) -> None:
     """Let `optimizer.step()` leave out torch's mark for the profiler while no profiler runs and no step hook is set.
 
-    The mark takes 35 of the 280 µs of a toy step. Call it before a scheduler is made, which wraps `optimizer.step`. An
-    optimizer whose class isn't wrapped by torch in the known way stays as it is.
+    The mark takes 35 of the 280 µs of a toy step. An optimizer whose class isn't wrapped by torch in the known way
+    stays as it is, and so does one with a scheduler already, which wraps `optimizer.step`.
     """
     marked, profiler = type(optimizer).step, torch.autograd.profiler
-    if getattr(marked, "__code__", None) is not Optimizer.profile_hook_step(marked).__code__:
+    is_known = getattr(marked, "__code__", None) is Optimizer.profile_hook_step(marked).__code__
+    if "step" in vars(optimizer) or not is_known:
         return
     bare: Callable[..., Any] = vars(marked)["__wrapped__"]
     own_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

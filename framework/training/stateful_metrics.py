@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
+from framework.distributed.metric_sync import is_torchmetric, sync_through
 from framework.errors import TargetError
 from framework.tasks.supervised import describe
 from framework.types import Media
@@ -44,7 +44,7 @@ class StatefulMetrics:
 
     def compute(self, context: Context) -> dict[str, float]:
         """Merge the states of all ranks and return the values by name. Every rank must call it."""
-        own = {name: metric for name, metric in self._metrics.items() if not _is_torchmetric(metric)}
+        own = {name: metric for name, metric in self._metrics.items() if not is_torchmetric(metric)}
         if own and context.world_size > 1:
             states = {name: _on_cpu(metric.state()) for name, metric in own.items()}
             of_ranks = gather_to_all(states, context)
@@ -53,9 +53,8 @@ class StatefulMetrics:
                 for states in of_ranks:
                     metric.merge(states[name])
         for name, metric in self._metrics.items():
-            if name not in own:  # it merges by its own rules when it computes, through our exchange
-                metric.dist_sync_fn = partial(_gathered, context, has_data=metric.update_count > 0)
-                metric.distributed_available_fn = lambda: context.world_size > 1
+            if name not in own:
+                sync_through(metric, context)
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             computed = metric.compute()
@@ -94,20 +93,6 @@ def _single(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}/{key}", each) for key, each in metric.items())
         elif callable(getattr(metric, "update", None)):
             yield name, metric
-
-
-def _is_torchmetric(metric: Any) -> bool:
-    return hasattr(metric, "metric_state") and hasattr(metric, "dist_sync_fn")
-
-
-def _gathered(context: Context, tensor: Tensor, *, has_data: bool, group: Any) -> list[Tensor]:  # noqa: ARG001
-    """Return the tensors of all ranks that had data: an empty state may be of another type, which spoils the others.
-
-    Called by torchmetrics with `group`, of which there is one.
-    """
-    of_ranks = gather_to_all((has_data, tensor.detach().cpu()), context)
-    tensors = [each.to(tensor.device) for had_data, each in of_ranks if had_data]
-    return tensors or [tensor]
 
 
 def _on_cpu(state: Any) -> Any:

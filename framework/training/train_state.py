@@ -27,7 +27,7 @@ from framework.errors import ConfigError, RunError
 from framework.monitoring.rank_log import logger
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import Trainable, described_change
-from framework.training.evaluation import Evaluation, evaluate
+from framework.training.evaluation import Evaluation, evaluate, isolated
 from framework.training.meter import Meter
 from framework.training.optimizer import Schedule, Schedules, restore_optimizer
 from framework.training.param_groups import Optimizers
@@ -97,6 +97,11 @@ class TrainState:
         return self.strategy.unwrap(self.model)
 
     @property
+    def observers(self) -> list[Any]:
+        """The task, which may have a callback's hooks, and the callbacks."""
+        return [self.task, *self.callbacks.values()]
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """One, or several in the order of the configuration."""
         return list(self.optimizer.named.values()) if isinstance(self.optimizer, Optimizers) else [self.optimizer]
@@ -138,7 +143,8 @@ class TrainState:
         """
         generators = generator_states(self.context.devices)
         kept = {name: buffer.clone() for name, buffer in self.bare_model.named_buffers()}
-        yield
+        with isolated(self.task):
+            yield
         restore_generator_states(generators, devices=self.context.devices)
         with torch.no_grad():
             for name, buffer in self.bare_model.named_buffers():

@@ -49,6 +49,7 @@ from framework.types import (
     EpochReport,
     EvalReport,
     FitInfo,
+    Interval,
     Media,
     MicroBatch,
     Report,
@@ -110,6 +111,7 @@ class Trainer:
         self._on_epoch_start: Sequence[Any] = ()  # the callbacks' hooks, from `fit` on
         self._on_epoch_end: Sequence[Any] = ()
         self._before_optimizer_step: Sequence[Any] = ()
+        self._logged_by_task = hooks([state.task], "logged")
         if state.precision.scaler.is_enabled():  # it skips steps whose gradients overflow
             state.optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
         self._throughput = Throughput()
@@ -181,6 +183,8 @@ class Trainer:
                 self._timer.leave_step(Phase.LOGGING)
                 self._call(self._on_epoch_end, epoch=epoch)
                 self.stop.agree()
+            if window.epoch_end and (values := self._from_task("epoch")):
+                self.log_values(values)
             if self._save_due(epoch_end=window.epoch_end):
                 self.save()
             if self.stop.request.pending:
@@ -347,10 +351,16 @@ class Trainer:
         compared = self._compare(times)
         if compared:
             compared |= {f"time/{name}": sum / len(memory) for name, sum in zip(SHARES, shares, strict=True)}
-        self.log_values({f"train/{name}": value for name, value in values.items()} | compared | usage)
+        named = {f"train/{name}": value for name, value in values.items()}
+        self.log_values(named | self._from_task("step") | compared | usage)
         for prefix, media in self._media.items():
             self.log_media({f"{prefix}/{name}": value for name, value in media().items()})
         self._media.clear()
+
+    def _from_task(self, interval: Interval) -> dict[str, float]:
+        """Return what the task logs itself. Every rank must call it."""
+        found = [logged(interval) for logged in self._logged_by_task]
+        return {f"train/{name}": value for each in found for name, value in each.items()}
 
     def _compare(self, times: Sequence[float]) -> dict[str, float]:
         """Return what to log of all ranks' times, on rank 0, and warn of a rank that is newly slow."""
@@ -394,7 +404,7 @@ class Trainer:
         self._flush_loggers()
         self.context.wait_for_devices()  # so that queued steps count as training time
         began = time.perf_counter()
-        observers = hooks(state.callbacks.values(), "on_validation_start")
+        observers = hooks(state.observers, "on_validation_start")
         self._call(observers, epoch=self.progress.last_epoch, part="val")
         with state.evaluation_weights():
             found = state.evaluate(self.val_loaders, with_media=bool(state.loggers))
@@ -406,7 +416,7 @@ class Trainer:
         self.log_media(found.media)
         state.schedule.step_after("validation", state.val_metrics)
         report = EvalReport("val", self.progress.step, self.progress.last_epoch, state.val_metrics)
-        observers += (ended := hooks(state.callbacks.values(), "on_validation_end"))
+        observers += (ended := hooks(state.observers, "on_validation_end"))
         for observe in ended:
             self._handle(observe(report), part="val")
         if observers and any_over_ranks(bool(state.reported), self.context):
@@ -457,13 +467,13 @@ class Trainer:
             max_epochs=self.settings.max_epochs,
             optimizer=state.optimizer,
         )
-        for start in hooks(state.callbacks.values(), "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
+        for start in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
             start(info)
-        callbacks = state.callbacks.values()
-        self._on_epoch_start = hooks(callbacks, "on_train_epoch_start")
-        self._on_epoch_end = hooks(callbacks, "on_train_epoch_end")
-        self._before_optimizer_step = hooks(callbacks, "on_before_optimizer_step")
-        return hooks(callbacks, "on_train_step_end") + hooks(state.loggers.values(), "step")
+        observers = state.observers
+        self._on_epoch_start = hooks(observers, "on_train_epoch_start")
+        self._on_epoch_end = hooks(observers, "on_train_epoch_end")
+        self._before_optimizer_step = hooks(observers, "on_before_optimizer_step")
+        return hooks(observers, "on_train_step_end") + hooks(state.loggers.values(), "step")
 
     def _call(
         self, observers: Iterable[Callable[[EpochReport], Stop | Report | None]], *, epoch: int, part: str = "train"
@@ -547,7 +557,7 @@ class Trainer:
         if self.progress.step > self.start_step and not self.stop.on_request:
             self.log()
         self._wait_for_checkpoint()
-        for end in hooks(self.state.callbacks.values(), "on_fit_end"):
+        for end in hooks(self.state.observers, "on_fit_end"):
             end()
 
     def _wait_for_checkpoint(self) -> None:

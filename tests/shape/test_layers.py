@@ -20,7 +20,7 @@ LAYERS: tuple[set[str], ...] = (
     {"errors", "types"},
     {"config", "system"},
     {"launch", "monitoring", "distributed"},
-    {"strategies", "data", "checkpoint", "loggers", "callbacks", "tasks"},
+    {"strategies", "data", "checkpoint", "loggers", "callbacks", "tasks", "adapters"},
     {"training"},
     {"jobs"},
     {"cli"},

@@ -35,6 +35,7 @@ from framework.errors import ConfigError, FrameworkError, RunError, TargetError,
 from framework.system.versions import installed_versions
 from framework.training import build
 from framework.training.precision import PrecisionPlugin
+from framework.types import Task
 
 Facts = list[tuple[str, str]]
 """What is printed about a file: names and texts."""
@@ -61,6 +62,7 @@ class Source:
 
     config: Config
     model: nn.Module  # in eval mode, with the checkpoint's weights
+    task: Task
     step: int
     metadata: Mapping[str, str]  # written into files that can hold it
 
@@ -95,9 +97,10 @@ def load_source(config: Config, *, span: int) -> Source:
     step = read_manifest(directory).step
     topology = Topology(nnodes=1, procs_per_node=1, gpus_per_node=0, span=span)
     context = Context(topology, 0, 0, 0, devices=(_CPU,) * span, backend="gloo")
-    model = PrecisionPlugin(config.trainer.precision, device=_CPU).convert_model(
-        build.build_model(config.model, context=context)
-    )
+    precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
+    model = build.build_model(config.model, context=context)
+    task = build.build_task(config.task, model=model, config=config, context=context)  # which may add to the model
+    model, task = precision.convert_model(model), precision.convert_task(task)
     load_weights(model, load(directory, map_location=_CPU, parts=["model"])["model"], source=directory)
     metadata = {
         "recipe": config.recipe,
@@ -105,7 +108,7 @@ def load_source(config: Config, *, span: int) -> Source:
         "framework_version": installed_versions(["framework"])["framework"],
         "torch_version": str(torch.__version__),
     }
-    return Source(config, model.eval(), step, metadata)
+    return Source(config, model.eval(), task, step, metadata)
 
 
 # Weights
@@ -217,7 +220,7 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
     Raises ConfigError if it doesn't call the model.
     """
     config = source.config
-    datasets, task = build.build_data(config.data), build.build_task(config.task)
+    datasets, task = build.build_data(config.data), source.task
     part, dataset = list(datasets.parts.items())[-1]
     collate_fn = datasets.collate_fn_of(part)
     if isinstance(dataset, IterableDataset):
@@ -227,7 +230,6 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
         indices = [number % size for number in range(num_samples)]
         batch = BatchDataset(dataset, split=part, seed=0, collate_fn=collate_fn)[indices, 0]
     precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
-    precision.convert_task(task)
     seen: list[Call] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -81,7 +81,9 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         unvalidated = check_validation(config, datasets, steps_per_epoch=steps["per_epoch"])
         notes += [] if unvalidated is None else [unvalidated]
     configs = optimizer_configs(config.optimizer)
-    phases = phases_of(build.build_task(config.task), optimizers=[each.name for each in configs])
+    model = _build_model(config, context, num_stages=strategy.num_stages)
+    task = build.build_task(requested.task, model=model, config=requested, context=context)
+    phases = phases_of(task, optimizers=[each.name for each in configs])
     if phases is not None:
         strategy.allow_unused_parameters()
     run_dir = RunDir(Path(config.path.outputs))  # nothing is written to it
@@ -90,7 +92,9 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     length = partial(schedule_length, requested, requested_steps, phases=phases)
     # A callback that evaluates averaged weights keeps a second copy of the model, also in a checkpoint.
     averages = len(hooks(callbacks.values(), "evaluation_weights"))
-    sizes = _sizes(config, context, strategy, averages=averages, schedule_length=length, notes=notes)
+    sizes = _sizes(
+        config, context, strategy, model, averages=averages, schedule_length=length, total=steps["total"], notes=notes
+    )
     least, most = plan.global_batch_size // plan.world_size, plan.largest_share
     return {
         "strategy": type(strategy).__name__,
@@ -161,17 +165,18 @@ def _sizes(
     config: Config,
     context: Context,
     strategy: Strategy,
+    model: nn.Module,
     *,
     averages: int,
     schedule_length: Callable[[str], int | None],
+    total: int | None,
     notes: list[str],
 ) -> dict[str, Any]:
-    """averages: further copies of the model that callbacks keep."""
-    model = _build_model(config, context, num_stages=strategy.num_stages)
+    """averages: further copies of the model that callbacks keep. total: optimizer steps."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     configs = optimizer_configs(config.optimizer)
     param_groups = ParamGroups.of(model, configs)
-    optimizer = build.build_optimizer(param_groups, model)
+    optimizer = build.build_optimizer(param_groups, model, total_steps=total)
     build.build_schedule(config.scheduler, optimizer, configs, length=schedule_length)
     parameters, gradients, buffers = map(tensor_bytes, (model.parameters(), trainable, model.buffers()))
     groups: list[dict[str, Any]] = []
@@ -185,7 +190,7 @@ def _sizes(
                     "tensors": len(own),
                     "parameters": sum(parameter.numel() for parameter in own),
                     "trainable": sum(parameter.numel() for parameter in trained),
-                    "state": _state_bytes(each, trained, notes),
+                    "state": _state_bytes(each, trained, model, notes),
                 }
             )
     states = [group["state"] for group in groups]
@@ -223,9 +228,11 @@ def _sizes(
     }
 
 
-def _state_bytes(config: OptimizerConfig, trained: Sequence[nn.Parameter], notes: list[str]) -> int | None:
+def _state_bytes(
+    config: OptimizerConfig, trained: Sequence[nn.Parameter], model: nn.Module, notes: list[str]
+) -> int | None:
     try:
-        return build.optimizer_bytes(config, trained)
+        return build.optimizer_bytes(config, trained, model=model)
     except Exception as error:  # maybe the user's own optimizer: the other sizes are still known
         notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
         return None

@@ -1,0 +1,406 @@
+"""Train an unchanged LightningModule: `task=lightning`. What maps to what is in docs/lightning.md.
+
+The module is the model. The task calls its steps and hooks, its optimizer and schedule come from
+`configure_optimizers`, and `self.log` and `self.trainer` are replaced by objects of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NoReturn, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from framework.adapters.lightning_log import Log, LogPart, short_name
+from framework.config.schema import Config
+from framework.distributed.collectives import gather_to_all
+from framework.distributed.context import Context
+from framework.distributed.sharded import is_model_sharded
+from framework.errors import ConfigError, TargetError
+from framework.types import Batch, EpochReport, FitInfo, Interval, LRSchedulerConfig, StepOutput, StepReport, Stop
+
+_CORE = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
+_SCHEDULE = "_lightning_schedule"  # an optimizer's attribute: the schedule that came with it
+
+_STAGES = ("train", "validation", "test")
+_CALLED = {
+    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_before_optimizer_step"),
+    *("setup", "teardown", "configure_model", "configure_optimizers", "on_after_batch_transfer"),
+    *(f"on_{stage}_{event}" for stage in _STAGES for event in ("start", "end", "epoch_start", "epoch_end")),
+    *(f"on_{stage}_batch_{event}" for stage in _STAGES for event in ("start", "end")),
+}
+"""The hooks of a LightningModule that have a counterpart. Its loaders are replaced by `data.datasets`."""
+
+_INSTEAD = {
+    "backward": "The framework goes backward from the loss that training_step returns.",
+    "configure_callbacks": "Write framework callbacks, and list them in the section `callbacks`.",
+    "configure_gradient_clipping": "Use trainer.gradient_clip_val and gradient_clip_algorithm.",
+    "clip_gradients": "Use trainer.gradient_clip_val and gradient_clip_algorithm.",
+    "lr_scheduler_step": "Use a torch.optim.lr_scheduler.LRScheduler.",
+    "optimizer_step": "Use on_before_optimizer_step, or a torch.optim.Optimizer with a `step` of its own.",
+    "optimizer_zero_grad": "Gradients are set to None after each step.",
+    "on_before_zero_grad": "Use on_train_batch_end.",
+    "on_after_backward": "Use on_before_optimizer_step.",
+    "on_save_checkpoint": "Keep the state in buffers (register_buffer), which checkpoints have.",
+    "on_load_checkpoint": "Keep the state in buffers (register_buffer), which checkpoints have.",
+    "transfer_batch_to_device": "Batches are moved to the device as they are. Use on_after_batch_transfer.",
+    "on_before_batch_transfer": "Do it in the dataset or the collate function.",
+}
+
+
+@final
+class Trainer:
+    """What `self.trainer` is: the engine's numbers under Lightning's names, and the keys of the section `trainer`."""
+
+    def __init__(self, config: Config, context: Context) -> None:
+        self._settings = config.trainer
+        self.current_epoch = self.global_step = 0
+        self.estimated_stepping_batches: float = math.inf
+        self.max_steps = -1 if config.trainer.max_steps is None else config.trainer.max_steps
+        self.global_rank, self.local_rank, self.node_rank = context.rank, context.local_rank, context.node_rank
+        self.world_size, self.num_nodes = context.world_size, context.topology.nnodes
+        self.is_global_zero = context.is_main
+        self.should_stop = self.sanity_checking = False
+        self.progress_bar_callback = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if hasattr(self._settings, name):
+            return getattr(self._settings, name)
+        raise ConfigError(
+            f"self.trainer.{name} isn't there: the framework trains, not Lightning's Trainer. There is "
+            f"{', '.join(name for name in vars(self) if name[0] != '_')}, and what the section `trainer` has.\n"
+            "To log images or text, write a framework callback or logger (docs/own_code.md)."
+        )
+
+
+@final
+class LightningTask:
+    """The steps and hooks of a LightningModule, which is the model.
+
+    Raises ConfigError for a model that is none, or that overrides a hook without a counterpart.
+    """
+
+    def __init__(self, *, model: nn.Module, config: Config, context: Context) -> None:
+        base = _base_of(model)
+        module: Any = model
+        _refuse_hooks(module, base, predicts=config.job == "predict")
+        self._overridden = {name for name in _CALLED if _overrides(module, base, name)}
+        self._context = context
+        self._trains = config.job == "train"
+        self._is_sharded: bool | None = None  # known once a strategy has wrapped the model
+        self._tests = _overrides(module, base, "test_step")  # without it, validation_step does
+        self._trainer = module.trainer = Trainer(config, context)
+        module.setup({"eval": "test", "predict": "predict", "export": "predict"}.get(config.job, "fit"))
+        module.configure_model()
+        module.to(context.device)  # with what these have made
+        data = import_module(f"{base.__module__.removesuffix('.core.module')}.utilities.data")
+        self._log = Log(module, context, infer_batch_size=data.extract_batch_size)
+        module.log = self._log.log
+        names = {"train": "training_step", **{stage: f"{stage}_step" for stage in ("validation", "test", "predict")}}
+        self._steps: dict[str, Any] = {stage: getattr(module, name) for stage, name in names.items()}
+        self._num_arguments = {stage: _num_arguments(step) for stage, step in self._steps.items()}
+        self._stage = "validation"
+        self._sets: list[str] = []
+        self._dataloader_idx: tuple[int, ...] = ()
+        self._batch_idx = self._batches_trained = 0
+        self._has_begun = False
+        self._finished: tuple[Any, Batch, int] | None = None  # for on_train_batch_end
+
+    # Steps
+
+    def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        self._end_batch()
+        number, self._batches_trained = self._batches_trained, self._batches_trained + 1
+        output, batch = self._step("train", model, batch, number)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            raise TargetError(
+                f"{self._name}.training_step returned {'None' if output is None else 'a dict without a loss'}. "
+                "Lightning skips such a batch, but here every process takes part in every step.\n"
+                "Return a loss: 0 * loss trains on nothing."
+            )
+        if "on_train_batch_end" in self._overridden:
+            self._finished = output if isinstance(output, Mapping) else {"loss": loss.detach()}, batch, number
+        return StepOutput(loss, self._log.num_samples)
+
+    def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        number, self._batch_idx = self._batch_idx, self._batch_idx + 1
+        output, batch = self._step(self._stage, model, batch, number)
+        with self._log.within(self._part, in_step=True):
+            self._hook(f"on_{self._stage}_batch_end", output, batch, number, *self._dataloader_idx)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
+            return StepOutput(loss, self._log.num_samples)
+        return StepOutput(torch.zeros(()), 0)  # only what is logged counts
+
+    def predict_step(self, model: nn.Module, batch: Batch) -> Any:
+        number, self._batch_idx = self._batch_idx, self._batch_idx + 1
+        with self._log.within(None):
+            return self._call("predict", model, batch, number)
+
+    def _step(self, stage: str, model: nn.Module, batch: Batch, number: int) -> tuple[Any, Batch]:
+        if "on_after_batch_transfer" in self._overridden:
+            batch = self._module.on_after_batch_transfer(batch, *(self._dataloader_idx or (0,)))
+        self._log.begin_batch(batch)
+        with self._log.within("train" if stage == "train" else self._part, in_step=True):
+            if self._hook(f"on_{stage}_batch_start", batch, number, *self._dataloader_idx) == -1:
+                raise TargetError(
+                    f"{self._name}.on_train_batch_start returned -1, to leave out the rest of the epoch, which has no "
+                    "counterpart. Use trainer.limit_train_batches, or set self.trainer.should_stop."
+                )
+            return self._call(stage, model, batch, number), batch
+
+    def _call(self, stage: str, model: nn.Module, batch: Batch, number: int) -> Any:
+        """Call a step of the module: through the model's forward if a strategy has wrapped or sharded it."""
+        module, step = self._module, self._steps[stage]
+        if self._is_sharded is None:
+            self._is_sharded = is_model_sharded(module)
+        arguments = (batch, number, *self._dataloader_idx)[: self._num_arguments[stage]]
+        if model is module and not self._is_sharded:
+            return step(*arguments)
+
+        def forward(*arguments: Any) -> Any:
+            del module.forward  # inside the step, self(x) is the module's own
+            return step(*arguments)
+
+        module.forward = forward
+        try:
+            return model(*arguments)
+        finally:
+            vars(module).pop("forward", None)
+
+    # Hooks of training, called by the engine
+
+    def on_fit_start(self, info: FitInfo) -> None:
+        if hasattr(info.optimizer, _SCHEDULE):
+            raise ConfigError(
+                f"{self._name}.configure_optimizers returns a schedule, and scheduler.schedule chooses another one.\n"
+                "Leave one of them out: scheduler=lightning takes the module's."
+            )
+        self._trainer.global_step, self._trainer.sanity_checking, self._has_begun = info.start_step, False, True
+        self._hook("on_fit_start")
+        with self._log.within("train"):
+            self._hook("on_train_start")
+
+    def on_train_epoch_start(self, report: EpochReport) -> None:
+        self._trainer.current_epoch, self._batches_trained = report.epoch, 0
+        with self._log.within("train"):
+            self._hook("on_train_epoch_start")
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        with self._log.within("train", in_step=True):
+            self._hook("on_before_optimizer_step", optimizer)
+
+    def on_train_step_end(self, report: StepReport) -> Stop | None:
+        self._trainer.global_step = report.step
+        self._end_batch()
+        return self._stop
+
+    def on_train_epoch_end(self, report: EpochReport) -> Stop | None:
+        with self._log.within("train"):
+            self._hook("on_train_epoch_end")
+        return self._stop
+
+    def on_fit_end(self) -> None:
+        self._hook("on_train_end")
+        self._hook("on_fit_end")
+
+    def close(self) -> None:
+        self._hook("teardown", "fit")
+
+    def _end_batch(self) -> None:
+        if self._finished is not None:
+            finished, self._finished = self._finished, None
+            with self._log.within("train", in_step=True):
+                self._hook("on_train_batch_end", *finished)
+
+    @property
+    def _stop(self) -> Stop | None:
+        return Stop("self.trainer.should_stop was set") if self._trainer.should_stop else None
+
+    # Evaluations
+
+    def on_evaluation_start(self, model: nn.Module, prefix: str) -> None:
+        part, _, name = prefix.partition("/")
+        self._stage, self._batch_idx = "test" if part == "test" and self._tests else "validation", 0
+        if prefix not in self._sets:
+            self._sets.append(prefix)
+        of_part = [each for each in self._sets if each.startswith(f"{part}/")]
+        takes_index = self._num_arguments[self._stage] > 2
+        self._dataloader_idx = (of_part.index(prefix),) if name and takes_index else ()
+        self._trainer.sanity_checking = self._trains and not self._has_begun
+        with self._log.within(self._part):
+            self._hook(f"on_{self._stage}_start")
+            self._hook(f"on_{self._stage}_epoch_start")
+
+    def on_evaluation_end(self) -> None:
+        with self._log.within(self._part):
+            self._hook(f"on_{self._stage}_epoch_end")
+            self._hook(f"on_{self._stage}_end")
+        self._dataloader_idx = ()
+
+    def logged(self, interval: Interval) -> Mapping[str, float]:
+        return self._log.reduce(interval)
+
+    @property
+    def _part(self) -> LogPart:
+        return "test" if self._stage == "test" else "val"
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every rank: what was logged since, torchmetrics, and the place in the epoch."""
+        own = {"epoch": self._trainer.current_epoch, "batches": self._batches_trained, "log": self._log.state_dict()}
+        return {"ranks": gather_to_all(own, self._context)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """With another number of ranks, rank 0 gets what all have logged."""
+        ranks, rank = state["ranks"], self._context.rank
+        is_same = len(ranks) == self._context.world_size
+        self._trainer.current_epoch, self._batches_trained = ranks[0]["epoch"], ranks[0]["batches"]
+        for number, each in enumerate([ranks[rank]] if is_same else ranks if rank == 0 else ()):
+            self._log.load_state_dict(each["log"], adds=number > 0)
+
+    @contextmanager
+    def without_side_effects(self) -> Iterator[None]:
+        log, numbers = self._log.state_dict(), (self._batches_trained, self._batch_idx)
+        yield
+        self._log.load_state_dict(log)
+        self._batches_trained, self._batch_idx = numbers
+        self._finished = None
+
+    @property
+    def _module(self) -> Any:
+        return self._log.module  # no attribute of its own: its parameters aren't the task's
+
+    @property
+    def _name(self) -> str:
+        return type(self._module).__name__
+
+    def _hook(self, name: str, *arguments: Any) -> Any:
+        return getattr(self._module, name)(*arguments) if name in self._overridden else None
+
+
+def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps: int | None = None) -> Optimizer:
+    """Return the optimizer of the module's `configure_optimizers`, of `task=lightning`; `lr_scheduler` its schedule.
+
+    params: those of the model; others, to measure the optimizer's state on, get an optimizer with the same settings.
+    Raises ConfigError for none and for several.
+    """
+    module, name = cast("Any", model), type(model).__name__
+    base = _base_of(model)
+    if not isinstance(module._trainer, Trainer):
+        raise ConfigError(f"optimizer=lightning takes the optimizer of {name}. Use task=lightning, too.")
+    module.trainer.estimated_stepping_batches = math.inf if total_steps is None else total_steps
+    if not _overrides(module, base, "configure_optimizers"):
+        raise ConfigError(f"{name} has no configure_optimizers. Write one, or choose an option: optimizer=adam")
+    given = module.configure_optimizers()
+    if given is None:
+        raise ConfigError(
+            f"{name}.configure_optimizers returned None, so nothing would be trained.\nReturn an optimizer, or choose "
+            "one here: optimizer=adam"
+        )
+    theirs = import_module(base.__module__.replace(".module", ".optimizer"))  # the forms that Lightning documents
+    try:
+        optimizers, schedulers, monitor = theirs._configure_optimizers(given)
+        configs = theirs._configure_schedulers_automatic_opt(schedulers, monitor)
+    except Exception as error:
+        raise ConfigError(f"{name}.configure_optimizers: {error}") from error
+    if len(optimizers) != 1:
+        _refuse_several(name, f"configure_optimizers returned {len(optimizers)} optimizers")
+    if len(configs) > 1:
+        raise ConfigError(
+            f"{name}.configure_optimizers returned {len(configs)} schedules of one optimizer. Return one: "
+            "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR joins several."
+        )
+    (optimizer,) = optimizers
+    if params and not {id(each) for each in params} & {id(each) for each in model.parameters()}:
+        optimizer = copy.copy(optimizer)
+        optimizer.state, optimizer.param_groups = defaultdict(dict), []
+        optimizer.add_param_group({"params": list(params)})
+        return cast("Optimizer", optimizer)
+    for number, group in enumerate(optimizer.param_groups if len(optimizer.param_groups) > 1 else ()):
+        group.setdefault("name", str(number))  # of its learning rate in the logs
+    for each in configs:
+        setattr(optimizer, _SCHEDULE, _schedule(each, name))
+    return cast("Optimizer", optimizer)
+
+
+def lr_scheduler(optimizer: Optimizer) -> LRSchedulerConfig | None:
+    """Return the schedule that `configure_optimizers` gave for this optimizer; None for a constant learning rate."""
+    schedule: LRSchedulerConfig | None = vars(optimizer).pop(_SCHEDULE, None)
+    return schedule
+
+
+def _schedule(config: Any, name: str) -> LRSchedulerConfig:
+    """Return the schedule, with the name that validation gives to what it monitors."""
+    monitor = None
+    if isinstance(config.scheduler, ReduceLROnPlateau):
+        if config.interval == "step" or short_name(config.monitor, "train") != config.monitor:
+            raise ConfigError(
+                f"{name}.configure_optimizers: ReduceLROnPlateau with interval={config.interval} and monitor="
+                f"{config.monitor}. It steps after validations: leave `interval` out, and monitor a metric of those."
+            )
+        monitor = f"val/{short_name(config.monitor, 'val')}"
+    return LRSchedulerConfig(config.scheduler, config.interval, config.frequency, monitor, config.strict)
+
+
+def _base_of(model: nn.Module) -> type:
+    """Return Lightning's own class among those of the model. Raises ConfigError if it has none."""
+    for cls in type(model).__mro__:
+        if cls.__module__ in _CORE and cls.__name__ == "LightningModule":
+            return cls
+    raise ConfigError(
+        "task=lightning trains a LightningModule, and the model is a "
+        f"{type(model).__module__}.{type(model).__name__}.\n"
+        "Choose another task: classification, regression, or one of your own."
+    )
+
+
+def _overrides(module: Any, base: type, name: str) -> bool:
+    return getattr(type(module), name, None) is not getattr(base, name, None)
+
+
+def _refuse_hooks(module: Any, base: type, *, predicts: bool) -> None:
+    """Raise ConfigError for all hooks of the module that would never be called."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        _refuse_several(name, "automatic_optimization=False")
+    hooks = {each for each in dir(base) if each.startswith(("on_", "configure_"))} | _INSTEAD.keys()
+    if not predicts:  # Lightning doesn't call them either
+        hooks = {each for each in hooks if not each.startswith("on_predict_")}
+    refused = sorted(each for each in hooks - _CALLED if _overrides(module, base, each))
+    if refused:
+        lines = [f"  {each}: {_INSTEAD.get(each, 'Leave it out.')}" for each in refused]
+        raise ConfigError("\n".join([f"{name} overrides hooks that have no counterpart here:", *lines]))
+
+
+def _refuse_several(name: str, what: str) -> NoReturn:
+    raise ConfigError(
+        f"{name}: {what}. A task with several optimizers names its losses, each with an optimizer:\n\n"
+        "  class MyTask:\n"
+        "      def __init__(self):\n"
+        '          self.phases = [framework.Phase("critic", self.critic, optimizer="critic"), ...]\n\n'
+        "      def critic(self, model, batch):\n"
+        '          return framework.StepOutput(model("critic", batch), len(batch))\n\n'
+        "  optimizer: {critic: {_target_: torch.optim.Adam, params: '^critic', lr: 0.001}, ...}\n\n"
+        "See docs/optimizers.md. A model is any nn.Module, this one too."
+    )
+
+
+def _num_arguments(step: Any) -> int:
+    """Return how many of (batch, batch_idx, dataloader_idx) a step takes."""
+    kinds = [each.kind for each in inspect.signature(step).parameters.values()]
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return 3 if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind in named for kind in kinds)

@@ -1,0 +1,279 @@
+"""Unchanged LightningModules: the losses, metrics and weights of Lightning's own Trainer; what has no counterpart."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.helpers import results
+from tests.helpers.source import ROOT
+
+CASES = "tests.features.lightning_cases"
+TRAINER: dict[str, dict[str, Any]] = {  # as `lightning_cases.CASES`, which takes seconds to import
+    "Regression": {},
+    "ConvNet": {},
+    "LanguageModel": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+    "Autoencoder": {},
+    "Classifier": {},
+    "Reductions": {},
+}
+KINDS = {"ConvNet": "images", "LanguageModel": "tokens"}
+QUICK = ("LanguageModel", "Classifier")
+SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINER]
+TWO = ("topology.procs_per_node=2", "data.batch_size=8", "data.eval_batch_size=8")
+
+
+@pytest.fixture(scope="module")
+def fork_server():
+    """Ranks that have imported Lightning."""
+    from framework.launch.fork_server import PRELOAD, ForkServer
+
+    server = ForkServer((*PRELOAD, CASES))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def reference(request, tmp_path_factory):
+    """What Lightning's own Trainer computes, by the name of the module."""
+    names = [name for name in TRAINER if any(name in item.nodeid for item in request.session.items)]
+    file = tmp_path_factory.mktemp("lightning") / "reference.pt"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.lightning_reference", str(file), *names]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    return torch.load(file)
+
+
+@pytest.fixture
+def run(train, tmp_path):
+    """Train a module; return the run directory."""
+
+    def run(model, *overrides, kind="vectors", several=False, status=0, trainer=None, task=True):
+        recipe = {
+            "defaults": [{"override /task": "lightning"}, {"override /logger": "jsonl"}],
+            "model": {"_target_": f"{CASES}.{model}"} if isinstance(model, str) else model,
+            "data": {
+                "shuffle": False,
+                "datasets": {
+                    "_target_": "framework.adapters.datamodule",
+                    "module": {"_target_": f"{CASES}.Data", "kind": kind, "several": several},
+                },
+            },
+            "trainer": {"max_epochs": 3, "num_threads": 1, "log_every_n_steps": 1, **(trainer or {})},
+        }
+        file = tmp_path / "conf/recipe/lit.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+        return train("recipe=lit", *overrides, status=status)
+
+    return run
+
+
+def trained(run, name, *overrides):
+    return run(name, *overrides, kind=KINDS.get(name, "vectors"), trainer=TRAINER[name])
+
+
+def same_metrics(run_dir, wanted, *, part, names, rel=2e-6):
+    """Compare the curves of a run with what Lightning had at the end of each epoch."""
+    for theirs, ours in names.items():
+        values = [each[theirs] for each in wanted]
+        assert list(results.curve(run_dir, f"{part}/{ours}").values()) == pytest.approx(
+            values, rel=rel, abs=rel / 1e3
+        ), theirs
+
+
+VALIDATED = {
+    "Regression": {"val_loss": "loss"},
+    "ConvNet": {"val/loss": "loss", "val/acc": "acc"},
+    "LanguageModel": {"val/loss": "loss"},
+    "Autoencoder": {"recon": "recon"},
+    "Classifier": {"val_acc": "acc", "val_f1": "f1", "val_loss": "loss"},
+    "Reductions": {f"val_{name}": name for name in ("least", "most", "number", "weighted", "mean", "first")},
+}
+EPOCHS = {
+    "ConvNet": {"loss_epoch": "loss_epoch"},
+    "Classifier": {"train_acc_epoch": "acc_epoch"},
+    "Reductions": {f"train_{name}": name for name in ("least", "most", "number", "mean")},
+}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_one_process_computes_what_lightnings_trainer_does_bit_for_bit(run, reference, name):
+    run_dir, wanted = trained(run, name), reference[name]
+    weights = results.weights(run_dir)
+    assert weights.keys() == wanted["weights"].keys()
+    for key, value in wanted["weights"].items():
+        assert torch.equal(weights[key], value), key
+    accumulated = TRAINER[name].get("accumulate_grad_batches", 1)
+    batches = iter(wanted["losses"])  # Lightning divides them by the number of batches in a step
+    losses = [sum(each) for each in zip(*[batches] * accumulated, strict=True)]
+    assert list(results.curve(run_dir, "train/loss").values()) == losses
+    rates = results.curve(run_dir, "train/lr/0" if name == "Autoencoder" else "train/lr").values()
+    assert list(rates) == wanted["lrs"][::accumulated]
+    same_metrics(run_dir, wanted["validations"], part="val", names=VALIDATED[name])
+    same_metrics(run_dir, wanted["epochs"], part="train", names=EPOCHS.get(name, {}))
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "name",  # BatchNorm sees each process's part of a batch, as it does in Lightning
+    ["Classifier", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINER if name[0] not in "C")],
+)
+def test_two_processes_compute_the_same(run, reference, name):
+    run_dir, wanted = trained(run, name, *TWO), reference[name]
+    for key, value in wanted["weights"].items():
+        if not key.endswith("in_proj_bias"):  # a third of it has no gradient: Adam makes steps of rounding errors
+            torch.testing.assert_close(results.weights(run_dir)[key], value, atol=2e-6, rtol=1e-5)
+    names = {theirs: ours for theirs, ours in VALIDATED[name].items() if ours not in ("first", "weighted")}
+    same_metrics(run_dir, wanted["validations"], part="val", names=names, rel=1e-5)
+    same_metrics(run_dir, wanted["epochs"], part="train", names=EPOCHS.get(name, {}), rel=1e-5)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("overrides", [(), pytest.param(TWO, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["Classifier", pytest.param("Reductions", marks=pytest.mark.exhaustive)])
+def test_a_run_that_stopped_within_an_epoch_resumes_exactly(run, train, name, overrides):
+    whole = trained(run, name, *overrides)
+    stopped = trained(run, name, *overrides, "trainer.max_steps=8")
+    train(f"resume={stopped}", "trainer.max_steps=null")
+    for key, value in results.weights(whole).items():
+        assert torch.equal(results.weights(stopped)[key], value), key
+    for part, names in (("val", VALIDATED), ("train", EPOCHS)):
+        for each in names[name].values():
+            assert results.curve(stopped, f"{part}/{each}") == results.curve(whole, f"{part}/{each}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.multiproc
+def test_another_number_of_processes_resumes_what_was_logged(run, train):
+    whole = trained(run, "Classifier")
+    stopped = trained(run, "Classifier", "trainer.max_steps=8", *TWO)
+    train(
+        f"resume={stopped}",
+        *("trainer.max_steps=null", "topology.procs_per_node=1", "data.batch_size=16", "data.eval_batch_size=16"),
+    )
+    wanted = results.curve(whole, "train/acc_epoch")
+    assert results.curve(stopped, "train/acc_epoch") == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("strategy=fsdp", *TWO[:2], "data.eval_batch_size=3"),  # with stand-ins for the last samples
+        ("strategy=allreduce", *TWO),
+        ("trainer.precision=64-true", "callbacks=ema", "callbacks.ema.decay=0"),
+        ("trainer.compile=default",),
+        ("trainer.compile=default", *TWO),
+    ],
+)
+def test_strategies_and_options(run, reference, overrides):
+    run_dir, wanted = trained(run, "Classifier", *overrides), reference["Classifier"]
+    names = {"val_acc": "acc", "val_f1": "f1"}
+    for theirs, ours in names.items():
+        values = [each[theirs] for each in wanted["validations"]]
+        assert list(results.curve(run_dir, f"val/{ours}").values()) == pytest.approx(values, abs=1e-5)
+
+
+def test_hooks_and_what_they_see_of_the_trainer(run, tmp_path):
+    file = tmp_path / "hooks"
+    run_dir = run({"_target_": f"{CASES}.Watched", "file": str(file)}, "trainer.max_epochs=9", several=True)
+    validation = ["start", "epoch_start", "epoch_end", "end"] * 2  # sets
+
+    def validated(step, epoch, also=""):
+        return [f"on_validation_{each} {epoch} {step}{also}" for each in validation]
+
+    assert file.read_text().splitlines() == [
+        "setup 0 0",
+        *validated(0, 0, " sanity"),
+        *("on_fit_start 0 0", "on_train_start 0 0", "on_train_epoch_start 0 0"),
+        *validated(6, 0),
+        *("on_train_epoch_end 0 6", "on_train_epoch_start 1 6"),
+        *validated(12, 1),
+        *("on_train_epoch_end 1 12", "on_train_end 1 12", "on_fit_end 1 12"),
+        *("on_test_start 1 12", "on_test_end 1 12", "teardown 1 12"),
+    ]
+    assert results.results(run_dir)["ended_by"] == "self.trainer.should_stop was set"
+    metrics = results.results(run_dir)["last"]["metrics"]
+    assert metrics == {"val/0/index": 0, "val/0/size": 40, "val/1/index": 1, "val/1/size": 24}
+    assert any(key.startswith("extra.") for key in results.weights(run_dir))
+
+
+def test_evaluation_and_predictions(run, train, tmp_path, capfd):
+    run_dir = run("Regression", "+model.hidden=5", "checkpoint.monitor=val/loss")
+    evaluated = train("job=eval", f"checkpoint.path={run_dir}", "eval.part=test")
+    assert results.metrics(evaluated)["test/loss"] == results.results(run_dir)["test"]["metrics"]["test/loss"]
+    train("job=predict", f"checkpoint.path={run_dir}", "predict.output=out.pt", "predict.part=test")
+    predicted = torch.load(tmp_path / "out.pt")["output"]
+    weights = results.weights(run_dir)
+    assert weights["net.0.weight"].shape == (5, 8)
+    x = torch.randn(24, 8, generator=torch.Generator().manual_seed(2))
+    hidden = (x @ weights["net.0.weight"].T + weights["net.0.bias"]).tanh()
+    wanted = (hidden @ weights["net.2.weight"].T + weights["net.2.bias"]).squeeze(1)
+    torch.testing.assert_close(predicted, wanted)
+    run_dir = run({"_target_": f"{CASES}.changed", "name": "on_predict_start"}, "trainer.max_epochs=1")
+    train("job=predict", f"checkpoint.path={run_dir}", status=2)
+    assert "no counterpart here:\n  on_predict_start" in capfd.readouterr().err
+    # A test part is evaluated by validation_step, if there is no test_step.
+    assert "test/acc" in results.results(run("ConvNet", "trainer.max_epochs=1", kind="images"))["test"]["metrics"]
+
+
+def test_another_optimizer_and_schedule(run, capfd):
+    run_dir = run("Regression", "optimizer=sgd", "optimizer.lr=0.5", "scheduler=step", "trainer.max_epochs=1")
+    assert results.curve(run_dir, "train/lr")[1] == 0.5
+    run("ConvNet", "scheduler=cosine", kind="images", status=2)
+    assert "configure_optimizers returns a schedule, and scheduler.schedule chooses another" in capfd.readouterr().err
+
+
+REFUSED = {
+    "automatic_optimization": r"Changed: automatic_optimization=False.*framework\.Phase\(.*docs/optimizers.md",
+    "optimizers": r"configure_optimizers returned 2 optimizers.*framework\.Phase\(",
+    "none": r"returned None, so nothing would be trained.*optimizer=adam",
+    "nonsense": r"Changed\.configure_optimizers: Unknown configuration for model optimizers",
+    "no monitor": r"must include a monitor",
+    "train monitor": r"monitor=train_loss. It steps after validations",
+    "unknown monitor": r"monitors val/los, which validation doesn't compute: .* Did you mean val/loss\?",
+    "schedules": r"returned 2 schedules of one optimizer.*ChainedScheduler",
+    "returns None": r"training_step returned None.*0 \* loss",
+    "logger": r"self\.trainer\.logger isn't there.*write a framework callback or logger",
+    "optimizer": r"self\.trainer\.strategy isn't there",
+    "vector": r"self\.log\('v'\): the value is a tensor of shape \(16, 8\)",
+    "median": r"reduce_fx=median. Use one of mean, sum, min, max",
+    "one name": r"self\.log\('v'\): it is train/v, and so is 'train_v'",
+    "only step": r"on_epoch=False: an evaluation is logged once",
+    "configure_gradient_clipping": r"no counterpart here:\n  configure_gradient_clipping: Use trainer\.",
+    **{
+        hook: rf"no counterpart here:\n  {hook}: "
+        for hook in (
+            *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_callbacks"),
+            *("on_before_zero_grad", "on_before_backward", "on_after_backward", "transfer_batch_to_device"),
+            *("on_before_batch_transfer", "on_save_checkpoint", "on_load_checkpoint", "on_validation_model_eval"),
+        )
+    },
+}
+AT_ONCE = ("automatic_optimization", "unknown monitor", "logger", "configure_gradient_clipping")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in AT_ONCE else pytest.param(each, marks=pytest.mark.exhaustive) for each in REFUSED]
+)
+def test_what_has_no_counterpart_is_refused_by_name(run, capfd, name):
+    run({"_target_": f"{CASES}.changed", "name": name}, status=2)
+    assert re.search(REFUSED[name], capfd.readouterr().err, re.DOTALL)
+
+
+def test_another_model_is_refused(run, capfd):
+    run({"_target_": "torch.nn.Linear", "in_features": 8, "out_features": 1}, status=2)
+    assert "task=lightning trains a LightningModule, and the model is a torch.nn" in capfd.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_modules_of_the_package_pytorch_lightning(run):
+    run_dir = run({"_target_": "tests.features.pytorch_lightning_case.Old"})
+    assert list(results.curve(run_dir, "val/loss")) == [6, 12, 18]
