@@ -226,6 +226,15 @@ def test_evaluation_and_predictions(run, train, tmp_path, capfd):
 
 
 @pytest.mark.exhaustive
+def test_the_frequency_of_a_schedule_and_one_that_is_not_strict(run, train):
+    run_dir = run({"_target_": f"{CASES}.changed", "name": "every fourth"}, "trainer.max_steps=6")
+    train(f"resume={run_dir}", "trainer.max_steps=10")
+    rates = [0.1] * 4 + [0.05] * 4 + [0.025] * 2
+    assert list(results.curve(run_dir, "train/lr").values()) == pytest.approx(rates)
+    assert results.curve(run({"_target_": f"{CASES}.changed", "name": "not strict"}), "train/lr")[18] == 0.1
+
+
+@pytest.mark.exhaustive
 def test_another_optimizer_and_schedule(run, capfd):
     run_dir = run("Regression", "optimizer=sgd", "optimizer.lr=0.5", "scheduler=step", "trainer.max_epochs=1")
     assert results.curve(run_dir, "train/lr")[1] == 0.5
