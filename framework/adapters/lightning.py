@@ -58,7 +58,7 @@ _INSTEAD = {
 
 
 @final
-class Trainer:
+class TrainerView:
     """What `self.trainer` is: the engine's numbers under Lightning's names, and the keys of the section `trainer`."""
 
     def __init__(self, config: Config, context: Context) -> None:
@@ -100,10 +100,11 @@ class LightningTask:
         self._trains = config.job == "train"
         self._is_sharded: bool | None = None  # known once a strategy has wrapped the model
         self._tests = _overrides(module, base, "test_step")  # without it, validation_step does
-        self._trainer = module.trainer = Trainer(config, context)
+        self._trainer = module.trainer = TrainerView(config, context)
         module.setup({"eval": "test", "predict": "predict", "export": "predict"}.get(config.job, "fit"))
         module.configure_model()
-        module.to(context.device)  # with what these have made
+        if self._overridden & {"setup", "configure_model"}:
+            module.to(context.device)  # with what these have made
         data = import_module(f"{base.__module__.removesuffix('.core.module')}.utilities.data")
         self._log = Log(module, context, infer_batch_size=data.extract_batch_size)
         module.log = self._log.log
@@ -147,11 +148,10 @@ class LightningTask:
     def predict_step(self, model: nn.Module, batch: Batch) -> Any:
         number, self._batch_idx = self._batch_idx, self._batch_idx + 1
         with self._log.within(None):
-            return self._call("predict", model, batch, number)
+            return self._call("predict", model, self._transferred(batch), number)
 
     def _step(self, stage: str, model: nn.Module, batch: Batch, number: int) -> tuple[Any, Batch]:
-        if "on_after_batch_transfer" in self._overridden:
-            batch = self._module.on_after_batch_transfer(batch, *(self._dataloader_idx or (0,)))
+        batch = self._transferred(batch)
         self._log.begin_batch(batch)
         with self._log.within("train" if stage == "train" else self._part, in_step=True):
             if self._hook(f"on_{stage}_batch_start", batch, number, *self._dataloader_idx) == -1:
@@ -160,6 +160,11 @@ class LightningTask:
                     "counterpart. Use trainer.limit_train_batches, or set self.trainer.should_stop."
                 )
             return self._call(stage, model, batch, number), batch
+
+    def _transferred(self, batch: Batch) -> Batch:
+        if "on_after_batch_transfer" not in self._overridden:
+            return batch
+        return self._module.on_after_batch_transfer(batch, *(self._dataloader_idx or (0,)))
 
     def _call(self, stage: str, model: nn.Module, batch: Batch, number: int) -> Any:
         """Call a step of the module: through the model's forward if a strategy has wrapped or sharded it."""
@@ -274,6 +279,7 @@ class LightningTask:
 
     @contextmanager
     def without_side_effects(self) -> Iterator[None]:
+        self._end_batch()
         log, numbers = self._log.state_dict(), (self._batches_trained, self._batch_idx)
         yield
         self._log.load_state_dict(log)
@@ -300,7 +306,7 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
     """
     module, name = cast("Any", model), type(model).__name__
     base = _base_of(model)
-    if not isinstance(module._trainer, Trainer):
+    if not isinstance(module._trainer, TrainerView):
         raise ConfigError(f"optimizer=lightning takes the optimizer of {name}. Use task=lightning, too.")
     module.trainer.estimated_stepping_batches = math.inf if total_steps is None else total_steps
     if not _overrides(module, base, "configure_optimizers"):

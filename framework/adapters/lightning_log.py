@@ -127,7 +127,7 @@ class Log:
             self._add("epoch" if part == "train" else "evaluation", f"{short}_epoch" if on_step else short, entry)
 
     def reduce(self, interval: Interval) -> dict[str, float]:
-        """Return the values over all ranks, and begin anew. Every rank must call it; waits for the device."""
+        """Return the values over all ranks, and clear them. Every rank must call it; waits for the device."""
         merged: dict[str, _Entry] = {}
         for entries in gather_to_all(self._plain(interval), self._context):
             _add_all(merged, entries)

@@ -331,6 +331,8 @@ def changed(name: str, of: str = "Regression") -> pl.LightningModule:
         "no monitor": _plateau,
         "train monitor": lambda self: _plateau(self, monitor="train_loss"),
         "unknown monitor": lambda self: _plateau(self, monitor="val_los"),
+        "not strict": lambda self: _scheduled(self, _plateau(self)["lr_scheduler"], monitor="val_los", strict=False),
+        "every fourth": lambda self: _scheduled(self, None, interval="step", frequency=4),
         "schedules": lambda self: ([o := torch.optim.SGD(self.parameters())], [_constant(o), _constant(o)]),
     }
     steps = {
@@ -356,6 +358,12 @@ def changed(name: str, of: str = "Regression") -> pl.LightningModule:
 
 def _constant(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+def _scheduled(self: Any, schedule: Any, **keys: Any) -> Any:
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1) if schedule is None else schedule.optimizer
+    schedule = schedule or torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    return [{"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **keys}}]
 
 
 def _plateau(self: Any, **keys: Any) -> Any:

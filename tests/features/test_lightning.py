@@ -224,6 +224,16 @@ def test_evaluation_and_predictions(run, train, tmp_path, capfd):
     assert "test/acc" in results.results(run("ConvNet", "trainer.max_epochs=1", kind="images"))["test"]["metrics"]
 
 
+@pytest.mark.exhaustive
+def test_the_frequency_of_a_schedule_and_one_that_is_not_strict(run, train):
+    run_dir = run({"_target_": f"{CASES}.changed", "name": "every fourth"}, "trainer.max_steps=6")
+    train(f"resume={run_dir}", "trainer.max_steps=10")
+    rates = [0.1] * 4 + [0.05] * 4 + [0.025] * 2
+    assert list(results.curve(run_dir, "train/lr").values()) == pytest.approx(rates)
+    assert results.curve(run({"_target_": f"{CASES}.changed", "name": "not strict"}), "train/lr")[18] == 0.1
+
+
+@pytest.mark.exhaustive
 def test_another_optimizer_and_schedule(run, capfd):
     run_dir = run("Regression", "optimizer=sgd", "optimizer.lr=0.5", "scheduler=step", "trainer.max_epochs=1")
     assert results.curve(run_dir, "train/lr")[1] == 0.5
@@ -257,17 +267,18 @@ REFUSED = {
         )
     },
 }
-AT_ONCE = ("automatic_optimization", "unknown monitor", "logger", "configure_gradient_clipping")
+QUICK_ONES = ("automatic_optimization", "configure_gradient_clipping")
 
 
 @pytest.mark.parametrize(
-    "name", [each if each in AT_ONCE else pytest.param(each, marks=pytest.mark.exhaustive) for each in REFUSED]
+    "name", [each if each in QUICK_ONES else pytest.param(each, marks=pytest.mark.exhaustive) for each in REFUSED]
 )
 def test_what_has_no_counterpart_is_refused_by_name(run, capfd, name):
     run({"_target_": f"{CASES}.changed", "name": name}, status=2)
     assert re.search(REFUSED[name], capfd.readouterr().err, re.DOTALL)
 
 
+@pytest.mark.exhaustive
 def test_another_model_is_refused(run, capfd):
     run({"_target_": "torch.nn.Linear", "in_features": 8, "out_features": 1}, status=2)
     assert "task=lightning trains a LightningModule, and the model is a torch.nn" in capfd.readouterr().err
