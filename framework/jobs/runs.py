@@ -23,7 +23,6 @@ import csv
 import json
 import operator
 import re
-import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -39,7 +38,7 @@ from framework.errors import ConfigError
 from framework.jobs.request import JobResult, Request
 from framework.jobs.run_records import COLUMNS, MISSING, RunRecord, find_runs, named_runs
 from framework.jobs.summary import display_path
-from framework.system.formatting import format_count
+from framework.system.formatting import format_count, terminal_width
 
 _CONDITION = re.compile(r"([^<>=!]+)(!=|<=|>=|=|<|>)(.+)")
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -53,7 +52,6 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 _HEAD = ("run", "recipe", "status", "metric", "best", "last", "time", "started", "overrides")
 _TO_THE_RIGHT = ("best", "last", "time")
 _MIN_OVERRIDES = 20  # columns of the terminal that they get; with fewer, they go on a line of their own
-_UNLIMITED = 10_000
 _WORDS: Any = {
     **{"initial_indent": "  ", "subsequent_indent": "    "},
     **{"break_long_words": False, "break_on_hyphens": False},
@@ -160,7 +158,7 @@ def _plain(record: RunRecord) -> dict[str, Any]:
         **{name: getattr(record, name) for name in COLUMNS},
         "started": record.started.isoformat(),
         "overrides": list(record.overrides),
-        "metrics": {**(record.best_metrics or record.last_metrics), **record.test_metrics},
+        "metrics": record.metrics,
     }
 
 
@@ -185,8 +183,7 @@ def _text(records: Sequence[RunRecord], *, num_found: int, where: str) -> str:
     counts = ", ".join(f"{number:,} {status}" for status, number in by_status.most_common())
     left_out = f" of {num_found:,}" if len(records) < num_found else ""
     total = f"{len(records):,}{left_out} {'run' if num_found == 1 else 'runs'} in {where}: {counts}"
-    width = shutil.get_terminal_size((_UNLIMITED, 0)).columns
-    return "\n".join([*table_lines(records, width=width), "", total])
+    return "\n".join([*table_lines(records, width=terminal_width()), "", total])
 
 
 def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:
