@@ -123,7 +123,7 @@ class _Field:
             float: "a fraction" if int in self.kinds else "a number",
             str: "text",
             Duration: "a time such as 90s, 30m, 2h or 1d, or a number of seconds; above 0 and at most 365d",
-            Texts: "a list of texts such as [one,two]",
+            Texts: "a list of strings such as [one,two]",
             Node: "a mapping with `_target_`",
             dict[str, Any]: "a mapping",
             FunctionName: "the dotted name of a function",

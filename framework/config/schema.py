@@ -18,7 +18,7 @@ Duration = NewType("Duration", float)
 """Seconds. Written as a number of seconds, `90s`, `30m`, `2h` or `1d`; above 0, at most a year."""
 
 Texts = NewType("Texts", tuple[str, ...])
-"""Written as a list of texts."""
+"""Written as a list of strings."""
 
 Node = Mapping[str, Any]
 """A mapping with `_target_`: a callable to import, called with the other keys as keywords."""
