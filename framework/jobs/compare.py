@@ -4,7 +4,7 @@
 name to a list with the value in each run, null for none. `csv` has a row for each name.
 
     run            status, time, steps
-    metrics        of the best and the last validation and of the test; all, not only those that differ
+    metrics        of the best and the last validation and of the test, also those that are equal
     configuration  keys of config.yaml
     code           the git revision, and the files with uncommitted changes: lines added and removed
     versions       of Python and of packages
@@ -44,7 +44,7 @@ def main(request: Request) -> JobResult:
     records = named_runs(settings.paths or ())
     if len(records) < 2:
         raise ConfigError(
-            f"job=compare needs two runs or more, and {','.join(settings.paths or ())} is one. Use runs=[RUN,RUN]."
+            f"job=compare needs two or more runs, and {','.join(settings.paths or ())} is one. Use runs=[RUN,RUN]."
         )
     found = compare(records)
     if settings.format == "json":
@@ -147,7 +147,7 @@ def _names(columns: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def render(records: Sequence[RunRecord], found: Mapping[str, Section]) -> str:
-    """Return the runs with their numbers, then a table with a column for each of them."""
+    """Return the numbered runs, then a table with a column for each of them."""
     is_code_known = any(record.facts.get("git") for record in records)
     same = [name for name, section in found.items() if not section and (name != "code" or is_code_known)]
     rows: list[list[str]] = [["", *(str(number) for number, _ in enumerate(records, start=1))]]
