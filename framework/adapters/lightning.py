@@ -78,7 +78,7 @@ class Trainer:
         if hasattr(self._settings, name):
             return getattr(self._settings, name)
         raise ConfigError(
-            f"self.trainer.{name}: the framework trains, not Lightning's Trainer, and has no such attribute. There are "
+            f"There is no self.trainer.{name}: the framework trains, not Lightning's Trainer. Available are "
             f"{', '.join(name for name in vars(self) if name[0] != '_')}, and the keys of the section `trainer`.\n"
             "To log images or text, write a framework callback or logger (docs/own_code.md)."
         )
