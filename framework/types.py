@@ -22,7 +22,7 @@ Batch = Any
 """What a dataset's samples collate to: a tensor, or a tuple or dict of tensors whose first dimension is the sample."""
 
 Interval = Literal["step", "epoch", "evaluation"]
-"""Of what a task logs itself."""
+"""When `TaskHooks.logged` is called: after what its values are reduced."""
 
 SumCount = tuple["Tensor | float", "Tensor | int"]
 """A metric as a sum over samples and their number, so that batches add up exactly."""
@@ -103,10 +103,10 @@ class Datasets:
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """A picture to log. A list of these is logged as several under one name.
+    """An image to log. A list of them is logged under one name.
 
     pixels: a tensor or array of shape (H, W) or (C, H, W), C 1 (grey), 3 (RGB) or 4 (RGBA): integers from 0 to 255, or
-        floats from 0 to 1; what lies outside is clipped. It may be on any device.
+        floats from 0 to 1; other values are clipped. It may be on any device.
 
     Raises DataError for another shape.
     """
@@ -132,7 +132,7 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class Figure:
-    """A figure of matplotlib to log, `matplotlib.figure.Figure`. It is closed once it is logged."""
+    """A `matplotlib.figure.Figure` to log. It is closed once it is logged."""
 
     figure: Any
 
@@ -146,7 +146,7 @@ class Histogram:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Rows to log, each with a text or number for every column. Raises DataError for a row of another length."""
+    """A table to log: rows with a string or number for each column. Raises DataError for a row of another length."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str | float]]
@@ -162,14 +162,14 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A text to log, plain or Markdown."""
+    """Text to log, plain or Markdown."""
 
     text: str
 
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """A file or folder to keep with the run. It must stay as it is until the run ends."""
+    """A file or folder to keep with the run. It must not change until the run ends."""
 
     path: str | Path
 
@@ -189,10 +189,9 @@ class StepOutput(NamedTuple):
         element, for every batch or for none. Gradients and logged losses are then of the mean over the global batch.
     updates: in evaluations: name → arguments of `update` of that object in the task's attribute `metrics`, a
         StatefulMetric or one of torchmetrics.
-    media: returns name → Media, logged as `train/NAME` and `val/NAME`. Called on rank 0 only, for the first micro-batch
-        of a training step that is logged (after the optimizer's step) and for the first batch of an evaluation; what it
-        refers to is dropped for all other steps. It must not talk to other ranks. Under `strategy=pipeline`, where rank
-        0 has no output, it isn't called.
+    media: a function that returns name → Media, logged as `train/NAME` and `val/NAME`. Called on rank 0 only, for the
+        first micro-batch of a logged training step (after the optimizer's step) and for the first batch of an
+        evaluation. It must not use collectives. Not called under `strategy=pipeline`, where rank 0 has no output.
     """
 
     loss: Tensor
@@ -245,10 +244,10 @@ class Phase(NamedTuple):
 
 
 class LRSchedulerConfig(NamedTuple):
-    """What `scheduler.schedule` may return in place of a scheduler: one with its own interval. Lightning's names.
+    """A scheduler with its own interval, which `scheduler.schedule` may return. The names are Lightning's.
 
-    interval: `step` or `epoch`; ReduceLROnPlateau steps after validations. frequency: it moves in every so many.
-    monitor: the metric of ReduceLROnPlateau. strict: refuse a validation that doesn't compute it.
+    interval: `step` or `epoch`; ReduceLROnPlateau steps after validations. frequency: step at every n-th of these.
+    monitor: the metric of ReduceLROnPlateau. strict: raise if a validation doesn't compute it.
     """
 
     scheduler: LRScheduler
@@ -338,12 +337,12 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Returned by a callback to log values, with the step of the call. `stop` ends training, too.
+    """Values to log, returned by a callback's hook. `stop` ends training, too.
 
-    values: name → a number or Media, of which rank 0's is logged at once; or a pair (sum, count), which is a mean over
-        all ranks that return it. Pairs of `on_validation_end` are reduced after it; the others add up until the next
-        log of training, as metrics of a task do. Ranks needn't return the same names, or anything.
-        The names get `val/` in front if a hook of a validation returns them, else `train/`.
+    values: name → a number or Media, of which rank 0's is logged at once; or a pair (sum, count), logged as the mean
+        over the ranks that return it: after the validation for validation hooks, else at the next log, accumulated
+        since the last one. Ranks may return different names, or nothing. Names are prefixed with `val/` in validation
+        hooks, else with `train/`.
     """
 
     values: Mapping[str, float | Tensor | SumCount | Media]
@@ -382,23 +381,23 @@ class Task(Protocol):
 
 
 class TaskHooks(Protocol):
-    """What a task may have beside its steps, and all `on_` hooks of a Callback. One that is left out costs nothing."""
+    """Hooks that a task may have, besides all `on_` hooks of a Callback. One that is left out costs nothing."""
 
     def on_evaluation_start(self, model: nn.Module, prefix: str) -> None:
-        """Called before the first batch of a set, whose metrics are named `prefix/…`: val, val/NAME, test or train."""
+        """Called before the first batch of an evaluated set. prefix: of its metrics: val, val/NAME, test or train."""
 
     def on_evaluation_end(self) -> None:
-        """Called after its last batch, still in evaluation mode."""
+        """Called after the last batch of the set, still in evaluation mode."""
 
     def logged(self, interval: Interval) -> Mapping[str, float]:
-        """Return metrics that the task reduces itself, over all ranks, since the last call for that interval.
+        """Return metrics since the last call for this interval, reduced over ranks by the task itself.
 
-        Every rank calls it at the same point: when a step is logged, at the end of an epoch or of an evaluation.
+        Called on every rank at the same point: when a step is logged, at the end of an epoch or of an evaluation.
         """
         return {}
 
     def without_side_effects(self) -> AbstractContextManager[None]:
-        """Return a context after which the task's state is as before: around a batch whose results are dropped."""
+        """Return a context that restores the task's state, for a batch whose results are dropped."""
         return nullcontext()
 
 

@@ -1,6 +1,6 @@
-"""Code written for another framework, trained as it is: start with `lightning`.
+"""Train code written for another framework, unchanged. Start with `lightning`.
 
-Importing this package doesn't import that framework: the user's own module does.
+Importing this package doesn't import the other framework; the user's module does.
 """
 
 from framework.adapters.lightning import LightningTask

@@ -1,7 +1,7 @@
-"""Train an unchanged LightningModule: `task=lightning`. What maps to what is in docs/lightning.md.
+"""Train an unchanged LightningModule: `task=lightning`. docs/lightning.md says what maps to what.
 
-The module is the model. The task calls its steps and hooks, its optimizer and schedule come from
-`configure_optimizers`, and `self.log` and `self.trainer` are replaced by objects of ours.
+The module is the model. The task calls its steps and hooks; the optimizer and schedule come from
+`configure_optimizers`; `self.log` and `self.trainer` are replaced.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _CALLED = {
     *(f"on_{stage}_{event}" for stage in _STAGES for event in ("start", "end", "epoch_start", "epoch_end")),
     *(f"on_{stage}_batch_{event}" for stage in _STAGES for event in ("start", "end")),
 }
-"""The hooks of a LightningModule that have a counterpart. Its loaders are replaced by `data.datasets`."""
+"""The hooks that are called. Loaders come from `data.datasets`."""
 
-_INSTEAD = {
+_INSTEAD = {  # of hooks that are refused: what to use
     "backward": "The framework goes backward from the loss that training_step returns.",
     "configure_callbacks": "Write framework callbacks, and list them in the section `callbacks`.",
     "configure_gradient_clipping": "Use trainer.gradient_clip_val and gradient_clip_algorithm.",
@@ -59,7 +59,7 @@ _INSTEAD = {
 
 @final
 class TrainerView:
-    """What `self.trainer` is: the engine's numbers under Lightning's names, and the keys of the section `trainer`."""
+    """`self.trainer` of the module: progress and ranks under Lightning's names, and the keys of `trainer`."""
 
     def __init__(self, config: Config, context: Context) -> None:
         self._settings = config.trainer
@@ -78,17 +78,17 @@ class TrainerView:
         if hasattr(self._settings, name):
             return getattr(self._settings, name)
         raise ConfigError(
-            f"self.trainer.{name} isn't there: the framework trains, not Lightning's Trainer. There is "
-            f"{', '.join(name for name in vars(self) if name[0] != '_')}, and what the section `trainer` has.\n"
+            f"There is no self.trainer.{name}: the framework trains, not Lightning's Trainer. Available are "
+            f"{', '.join(name for name in vars(self) if name[0] != '_')}, and the keys of the section `trainer`.\n"
             "To log images or text, write a framework callback or logger (docs/own_code.md)."
         )
 
 
 @final
 class LightningTask:
-    """The steps and hooks of a LightningModule, which is the model.
+    """A task that calls the steps and hooks of the model, a LightningModule.
 
-    Raises ConfigError for a model that is none, or that overrides a hook without a counterpart.
+    Raises ConfigError for any other model, or one that overrides a hook without a counterpart.
     """
 
     def __init__(self, *, model: nn.Module, config: Config, context: Context) -> None:
@@ -265,12 +265,12 @@ class LightningTask:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every rank: what was logged since, torchmetrics, and the place in the epoch."""
+        """Return the state of all ranks: logged values, torchmetrics, and the position in the epoch."""
         own = {"epoch": self._trainer.current_epoch, "batches": self._batches_trained, "log": self._log.state_dict()}
         return {"ranks": gather_to_all(own, self._context)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """With another number of ranks, rank 0 gets what all have logged."""
+        """Load what `state_dict` returned. With another number of ranks, rank 0 gets the logged values of all."""
         ranks, rank = state["ranks"], self._context.rank
         is_same = len(ranks) == self._context.world_size
         self._trainer.current_epoch, self._batches_trained = ranks[0]["epoch"], ranks[0]["batches"]
@@ -299,10 +299,10 @@ class LightningTask:
 
 
 def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps: int | None = None) -> Optimizer:
-    """Return the optimizer of the module's `configure_optimizers`, of `task=lightning`; `lr_scheduler` its schedule.
+    """Return the optimizer from `configure_optimizers` of the model. `lr_scheduler` then returns its schedule.
 
-    params: those of the model; others, to measure the optimizer's state on, get an optimizer with the same settings.
-    Raises ConfigError for none and for several.
+    params: the model's. For others, which serve to measure the optimizer's state, return one with the same settings.
+    Raises ConfigError if there is no optimizer, or more than one.
     """
     module, name = cast("Any", model), type(model).__name__
     base = _base_of(model)
@@ -344,13 +344,13 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
 
 
 def lr_scheduler(optimizer: Optimizer) -> LRSchedulerConfig | None:
-    """Return the schedule that `configure_optimizers` gave for this optimizer; None for a constant learning rate."""
+    """Return the optimizer's schedule from `configure_optimizers`; None for a constant learning rate."""
     schedule: LRSchedulerConfig | None = vars(optimizer).pop(_SCHEDULE, None)
     return schedule
 
 
 def _schedule(config: Any, name: str) -> LRSchedulerConfig:
-    """Return the schedule, with the name that validation gives to what it monitors."""
+    """Return the schedule, with the monitored metric under the name that validation gives it."""
     monitor = None
     if isinstance(config.scheduler, ReduceLROnPlateau):
         if config.interval == "step" or short_name(config.monitor, "train") != config.monitor:
@@ -363,7 +363,7 @@ def _schedule(config: Any, name: str) -> LRSchedulerConfig:
 
 
 def _base_of(model: nn.Module) -> type:
-    """Return Lightning's own class among those of the model. Raises ConfigError if it has none."""
+    """Return the class LightningModule that the model inherits from. Raises ConfigError if there is none."""
     for cls in type(model).__mro__:
         if cls.__module__ in _CORE and cls.__name__ == "LightningModule":
             return cls
@@ -379,7 +379,7 @@ def _overrides(module: Any, base: type, name: str) -> bool:
 
 
 def _refuse_hooks(module: Any, base: type, *, predicts: bool) -> None:
-    """Raise ConfigError for all hooks of the module that would never be called."""
+    """Raise ConfigError if the module overrides hooks that would never be called."""
     name = type(module).__name__
     if not module.automatic_optimization:
         _refuse_several(name, "automatic_optimization=False")

@@ -21,8 +21,8 @@ def datamodule(module: Any) -> Datasets:
     """Return the loaders of a LightningDataModule, or of a LightningModule that has its own, for `data.datasets`.
 
     The processes of a node call `prepare_data`, `setup("fit")` and, with a `test_dataloader`, `setup("test")` one after
-    another. What these draw without a generator of their own is the same in every process and run. Several validation
-    or test loaders are sets by their names, or numbers. Raises DataError for a hook without a counterpart.
+    another, with the same global seed in every process and run. Several validation or test loaders are sets, by their
+    names or numbers. Raises DataError for a hook without a counterpart.
     """
     if refused := [hook for hook in _HOOKS if _overrides(module, hook)]:
         raise DataError(
@@ -43,14 +43,14 @@ def datamodule(module: Any) -> Datasets:
 
 
 def _sets(loaders: Any) -> Any:
-    """Return one loader, or several by name."""
+    """Return one loader as it is, several by name."""
     if not isinstance(loaders, (list, tuple)):
         return loaders
     return loaders[0] if len(loaders) == 1 else {str(number): each for number, each in enumerate(loaders)}
 
 
 def _overrides(module: Any, name: str) -> bool:
-    """Return True if a class of the user's has the method, or the object itself."""
+    """Return True if a class of the user, or the object itself, defines the method."""
     own = next((cls for cls in type(module).__mro__ if name in vars(cls)), object)
     return name in vars(module) or own.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
 

@@ -1,4 +1,4 @@
-"""What a LightningModule logs by `self.log`: added up as its arguments say, reduced over ranks when it is read."""
+"""`self.log` of a LightningModule: values are accumulated as its arguments say, and reduced over ranks when read."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _Entry = dict[str, Any]
 
 
 def short_name(name: str, part: LogPart) -> str:
-    """Return the name without the part it is of, which the framework puts in front: `val_loss` is `loss` of val."""
+    """Return the name without its part, which the framework puts in front: `val_loss` is `loss` of val."""
     match = re.fullmatch(rf"(?:{_PREFIXES[part]})[_/. -](.+)", name)
     return match[1] if match else name
 
 
 @final
 class Log:
-    """What `self.log` and `self.log_dict` of one module got since it was last read, by interval and name."""
+    """The values that a module has logged since they were last read, by interval and name."""
 
     def __init__(self, module: Any, context: Context, *, infer_batch_size: Callable[[Batch], int]) -> None:
         self.module, self._context, self._infer = module, context, infer_batch_size
@@ -51,7 +51,7 @@ class Log:
             sync_through(metric, context)
 
     def __deepcopy__(self, memo: object) -> Log:
-        return self  # of the module that is trained; a copy of it only holds averages
+        return self  # the copy is a model with averaged weights, which logs nothing of its own
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Log:
 
     @contextmanager
     def within(self, part: LogPart | None, *, in_step: bool = False) -> Iterator[None]:
-        """Surround a hook of a part, or a step and the hooks of its batch. None: nothing can be logged there."""
+        """Return a context for a hook or step of this part; None: nothing can be logged in it."""
         before = self._part, self._in_step
         self._part, self._in_step = part, in_step
         yield
@@ -71,7 +71,7 @@ class Log:
 
     @property
     def num_samples(self) -> int:
-        """Of the current batch: what the step gave as `batch_size`, else as Lightning infers it."""
+        """The size of the current batch: the `batch_size` that the step gave, else the one that Lightning infers."""
         return self._inferred_size if self._given_size is None else self._given_size
 
     @property
@@ -144,7 +144,7 @@ class Log:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has added, and the states of its torchmetrics: plain types and tensors."""
+        """Return this rank's values and the states of its torchmetrics: plain types and tensors."""
         metrics = {
             path: {"count": metric._update_count, "state": _copied(metric.metric_state)}
             for path, metric in self.metrics.items()
@@ -152,7 +152,7 @@ class Log:
         return {"entries": {interval: self._plain(interval) for interval in self._entries}, "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any], *, adds: bool = False) -> None:
-        """Load what `state_dict` returned; with `adds`, add another rank's to it."""
+        """Load what `state_dict` returned; with `adds`, add it to the present state."""
         for interval, entries in state["entries"].items():
             if not adds:
                 self._entries[interval] = {}

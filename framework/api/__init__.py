@@ -1,5 +1,5 @@
-"""The framework called from Python: `framework.train`, `framework.load` and the runs they return.
+"""The Python API: `framework.train`, `framework.load` and the runs they return.
 
-Start with `train`: it turns its arguments into the overrides of a command (`nodes`) and runs that. `run` has what a
-finished run offers.
+Start with `train`, which turns its arguments into overrides (`call`, `nodes`) and runs the command. `run` is what it
+returns.
 """

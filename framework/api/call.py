@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from framework.api.nodes import KEY, Nodes, is_maker, override_value
+from framework.api.nodes import KEY, Nodes, is_maker, override_value, unused_name
 from framework.config.parse import known_keys
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
@@ -32,10 +32,11 @@ _kept_servers: list[ForkServer] = []  # at most one, which has torch loaded for 
 
 
 class RunFailedError(RunError):
-    """The processes of a run have failed; the text is the report that the command prints.
+    """A process of the run failed; the message is the failure report that the command prints.
 
-    report: the same, with fields: `report.first.rank`, `.phase`, `.step`, `.exception`, `.traceback`, … directory: that
-    of the run, which `framework.load(directory).resume()` continues from its last checkpoint.
+    Attributes:
+        report: the report's fields: `report.first.rank`, `.phase`, `.step`, `.exception`, `.traceback`, …
+        directory: the run directory; `framework.load(directory).resume()` continues from the last checkpoint.
     """
 
     def __init__(self, text: str, *, report: FailureReport, directory: Path) -> None:
@@ -44,9 +45,10 @@ class RunFailedError(RunError):
 
 
 def execute(overrides: Sequence[str], nodes: Nodes, *, name: str | None = None) -> JobResult:
-    """Run the job of these overrides in processes of its own.
+    """Run the job that the overrides ask for, in processes of its own.
 
-    name: stands for the recipe's in paths and titles. Raises FrameworkError: RunFailedError if the ranks failed.
+    name: replaces the recipe's name in paths and titles.
+    Raises FrameworkError; RunFailedError if a rank failed.
     """
     _check_caller()
     with _fork_server() as server:  # it imports torch while this process pickles and composes
@@ -67,10 +69,10 @@ def section_overrides(
     loss: Any = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
-    """Yield the overrides that set these sections of the configuration, then those that were typed.
+    """Yield the overrides that set these sections of the configuration, then the `typed` ones.
 
-    A text chooses an option of a group. A dict without `_target_` sets keys. Anything else is a part of the run, and
-    replaces what the recipe has. Raises ConfigError for mistakes that only Python code can make.
+    A string chooses an option of a group. A dict without `_target_` sets keys. Anything else is a part of the run and
+    replaces the recipe's. Raises ConfigError for mistakes that only Python code can make.
     """
     given = {section: value for section, value in sections.items() if value is not None}
     if loss is not None or metrics is not None:
@@ -93,7 +95,7 @@ def section_overrides(
         else:
             yield f"{section}={override_value(_plain(value))}"
     if not isinstance(typed, (list, tuple)) or not all(isinstance(text, str) for text in typed):
-        raise ConfigError(f'overrides={typed!r}: must be a list of texts, such as ["trainer.max_epochs=1"].')
+        raise ConfigError(f'overrides={typed!r}: must be a list of strings, such as ["trainer.max_epochs=1"].')
     for text in typed:
         key = text.lstrip("+~").partition("=")[0]
         if text.startswith("-") or key in ("job", "resume", "rerun", "checkpoint.path") or key.startswith("hydra"):
@@ -113,7 +115,7 @@ def _check_section(section: str) -> None:
 
 
 def _supervised(nodes: Nodes, loss: Any, metrics: Mapping[str, Any] | None, *, task: Any) -> dict[str, Any]:
-    """Return the node of a task that compares the model's output with a target."""
+    """Return the node of a `Supervised` task with this loss and these metrics."""
     if task is not None:
         raise ConfigError("loss and metrics can't go with task, which has its own. Leave either out.")
     if loss is None:
@@ -144,7 +146,7 @@ def _one_node(nodes: Nodes, section: str, value: Any) -> Iterator[str]:
 
 
 def _not_made(value: Any, section: str) -> Any:
-    """Raise ConfigError for an optimizer or scheduler that was made already, for this process's model."""
+    """Return the value. Raises ConfigError for an optimizer or scheduler that is made already, for another model."""
     if not isinstance(value, Mapping) and not is_maker(value) and callable(getattr(value, "step", None)):
         name, place = type(value).__name__, type(value).__module__.removesuffix(f".{type(value).__name__.lower()}")
         groups = getattr(value, "param_groups", None)
@@ -163,10 +165,8 @@ def _named(nodes: Nodes, section: str, value: Any) -> Iterator[str]:
     else:
         own = {}
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            name, number = item if isinstance(item, str) else _name_of(item), 1
-            while (name if number == 1 else f"{name}_{number}") in own:
-                number += 1
-            own[name if number == 1 else f"{name}_{number}"] = {} if isinstance(item, str) else item
+            is_option = isinstance(item, str)
+            own[unused_name(item if is_option else _name_of(item), own)] = {} if is_option else item
     options = {name: keys for name, keys in own.items() if isinstance(keys, Mapping) and "_target_" not in keys}
     if options:
         yield f"{section}=[{','.join(options)}]"
@@ -199,7 +199,7 @@ def _data(nodes: Nodes, value: Any) -> Iterator[str]:
 
 
 def _datasets(value: Any) -> Any:
-    """Return what was given as `Datasets`, with DataLoaders taken apart; what makes the data stays as it is."""
+    """Return the data as `Datasets`, with DataLoaders taken apart; a function or node that makes it, as it is."""
     if is_maker(value) or (isinstance(value, Mapping) and "_target_" in value):
         return value
     from framework.data.from_loader import take_loaders_apart
@@ -236,20 +236,20 @@ def _keys(
 
 
 def _plain(value: Any) -> Any:
-    """Return paths as texts and tuples as lists: what the framework's own keys take."""
+    """Return paths as strings and tuples as lists, which the framework's own keys take."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _replaced(key: str, node: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the overrides that put a node in the place of another one; a mapping alone would be merged with it."""
+    """Yield the overrides that replace a node; a mapping alone would be merged with the old one."""
     yield f"++{key}=null"
     yield f"++{key}={override_value(node)}"
 
 
 def _check_caller() -> None:
-    """Raise RequestError for a call that one of several ranks makes."""
+    """Raise RequestError if the caller is itself a rank, of ours or of another launcher."""
     cluster = detect(os.environ)
     if cluster is None and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # set for our ranks
         raise RequestError(

@@ -1,7 +1,7 @@
-"""Python values as configuration: what has a name becomes a `_target_` node, anything else an object of the run.
+"""Turn Python values into configuration: `_target_` nodes.
 
-A class or function that can be imported is named, with the arguments that a `functools.partial` binds. What is defined
-in a script or notebook, or was made already, is pickled with the run, and named in `framework.config.objects`.
+An importable class or function is named, with the arguments that a `functools.partial` binds. An instance, or anything
+defined in a script or notebook, is pickled into the run directory and named as `framework.config.objects.NAME`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from inspect import Parameter
+from itertools import chain, count
 from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, final
@@ -40,7 +41,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
 @final
 class Nodes:
-    """Makes the nodes of one call, and collects the objects that they refer to."""
+    """Make the nodes of one call, and collect the objects that they refer to."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
@@ -54,7 +55,7 @@ class Nodes:
         return self._object(value, key=key)
 
     def function(self, value: Any, *, key: str) -> dict[str, Any]:
-        """Return the node of something that is called in every step, such as a loss: a class is made first."""
+        """Return the node of a callable, such as a loss: a function as it is, an instance of a class."""
         if isinstance(value, _FUNCTIONS):
             node: dict[str, Any] = self.value(value, key=key)
             return node
@@ -62,7 +63,7 @@ class Nodes:
         return {**node, "_partial_": True} if isinstance(getattr(value, "func", None), _FUNCTIONS) else node
 
     def value(self, value: Any, *, key: str) -> Any:
-        """Return an argument as it is written in YAML: plain, or a node that gives exactly this value."""
+        """Return an argument as YAML has it: a plain value, or a node that evaluates to exactly this value."""
         kind = type(value)
         if kind.__module__ == "numpy" and isinstance(value, Real):
             return value.item()  # type: ignore[attr-defined] # of NumPy's numbers
@@ -83,7 +84,7 @@ class Nodes:
         return self._object(value, key=key)
 
     def pickled(self) -> bytes | None:
-        """Return the objects that nodes refer to, or None. Raises ConfigError for one that can't be pickled."""
+        """Return the collected objects, pickled; None if there are none. Raises ConfigError for one that can't be."""
         if not self._objects:
             return None
         try:
@@ -111,23 +112,25 @@ class Nodes:
         return {"_target_": self._add(Given(_on_cpu(value)), name=key.replace(".", "_"))}
 
     def _add(self, value: Any, *, name: str) -> str:
-        """Keep the object under its name, or the next free one, and return the dotted name."""
+        """Keep the object under its name, or the next unused one, and return the dotted name."""
         name = name if name.isidentifier() else "function"  # a lambda
-        free, number = name, 1
-        while free in self._objects and self._objects[free] is not value:
-            number += 1
-            free = f"{name}_{number}"
-        self._objects[free] = value
-        return f"{OBJECTS}.{free}"
+        name = unused_name(name, [taken for taken, other in self._objects.items() if other is not value])
+        self._objects[name] = value
+        return f"{OBJECTS}.{name}"
+
+
+def unused_name(name: str, taken: Collection[str]) -> str:
+    """Return `name`, or the first of `name_2`, `name_3`, … that isn't taken."""
+    return next(each for each in chain([name], (f"{name}_{number}" for number in count(2))) if each not in taken)
 
 
 def is_maker(value: Any) -> bool:
-    """Return True for what is called to make a part of a run, False for the part itself."""
+    """Return True for a class, function or partial, which makes a part of a run when it is called."""
     return isinstance(value, (partial, type, *_FUNCTIONS))
 
 
 def importable_name(value: Any) -> str | None:
-    """Return the shortest dotted name by which any process can import `value`; None if there is none."""
+    """Return the shortest dotted name by which any process can import `value`; None if it has none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     root = str(module).partition(".")[0]
     if module is None or name is None or root == "__main__" or module not in sys.modules:
@@ -142,10 +145,10 @@ def importable_name(value: Any) -> str | None:
 
 
 def constructor_arguments(value: Any) -> dict[str, Any] | None:
-    """Return the arguments with which its class gives an equal object; None if they aren't known.
+    """Return constructor arguments that give an equal object; None if they can't be recovered.
 
-    Known are those of objects without attributes, and of modules without parameters that keep their arguments as
-    attributes of the same name, as torch's losses do: one is made, and compared.
+    They can for objects without attributes, and for modules without parameters that keep their arguments as attributes
+    of the same name, as torch's losses do. An object is made with them and compared.
     """
     kind = type(value)
     if not inspect.isclass(kind) or importable_name(kind) is None:
@@ -167,7 +170,7 @@ def constructor_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def override_value(value: Any) -> str:
-    """Return a plain value as Hydra's overrides write it: texts quoted, so that they stay texts."""
+    """Return a plain value in the syntax of Hydra's overrides; strings are quoted, so that they stay strings."""
     match value:
         case None:
             return "null"
@@ -198,7 +201,7 @@ def _attribute(module: str, name: str) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a copy on the CPU of a module that is on another device: each rank moves it to its own."""
+    """Return the value; of a module on another device, a copy on the CPU. Each rank moves it to its own device."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.nn.Module):
         return value
@@ -207,7 +210,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _pickled(value: Any) -> bytes:
-    """Return the value as cloudpickle writes it, of a tensor that is a part of a larger one only that part."""
+    """Return the value pickled by cloudpickle; of a tensor that is a view, only the part it shows."""
     import cloudpickle
 
     torch = sys.modules.get("torch")

@@ -1,4 +1,4 @@
-"""Write what a run was started with as a recipe."""
+"""Write the configuration of a run as a recipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EMPTY_OPTIONS = {"data": "default", "scheduler": "none"}
 def write_recipe(run_dir: RunDir, path: Path) -> Path:
     """Write the overrides of a run as a recipe's file; return its path.
 
-    Raises ConfigError if it exists, or if the run has objects that no name stands for.
+    Raises ConfigError if the file exists, or if the run has objects that can't be named.
     """
     if path.exists():
         raise ConfigError(f"{path} exists already. Choose another name, or remove it.")
@@ -74,7 +74,7 @@ def _set(content: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _unnamed(content: Mapping[str, Any], files: Sequence[str]) -> Iterator[str]:
-    """Yield what to pass instead of each object of the run that `content` refers to."""
+    """Yield a mistake for each pickled object that `content` refers to, with what to pass instead."""
     load_objects(files)
     for key, target in walk(content):
         if not (key.endswith("._target_") and str(target).startswith(f"{OBJECTS}.")):

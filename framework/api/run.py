@@ -1,8 +1,7 @@
-"""A run from Python: its numbers, its model, and what can be done with them."""
+"""A run directory as a Python object: metrics, models, and jobs on them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,7 @@ from framework.checkpoint.layout import BEST, LAST
 from framework.config.parse import parse
 from framework.config.saved import is_run, load_yaml, objects_of
 from framework.errors import ConfigError
-from framework.jobs.run_records import RunRecord, read_run
+from framework.jobs.run_records import RunRecord, read_rows, read_run
 from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def load(directory: str | Path) -> Run:
-    """Return the run in `directory`, which `framework.train` or the command has left.
+    """Return the run in `directory`, whether `framework.train` or the command made it.
 
     Raises ConfigError if it isn't a run directory.
     """
@@ -35,7 +34,7 @@ def load(directory: str | Path) -> Run:
 
 @final
 class Run:
-    """A run directory. What it says is read from its files, so a run that is still training can be looked at."""
+    """A run. Its files are read at each access, so a run that is still training can be inspected."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -58,21 +57,18 @@ class Run:
     @property
     def status(self) -> str:
         """`finished`, `stopped` (on request, with a checkpoint), `failed`, `interrupted`, `running` or `crashed`."""
-        return self._records.status
+        return self._read().status
 
     @property
     def metrics(self) -> dict[str, float]:
         """The last validation's metrics, or the best one's if `checkpoint.monitor` is set; and those of the test."""
-        found = self._records
-        return {**(found.best_metrics or found.last_metrics), **found.test_metrics}
+        return self._read().metrics
 
     @property
     def history(self) -> Any:
-        """All that was logged: a pandas table of one row a step, or without pandas a list of dicts."""
+        """All that was logged: a pandas DataFrame indexed by step; without pandas, a list of dicts."""
         rows: dict[int, dict[str, Any]] = {}
-        file = self._run_dir.metrics_file
-        for line in file.read_text().splitlines() if file.exists() else ():
-            row = json.loads(line)
+        for row in read_rows(self._run_dir):
             rows.setdefault(row["step"], {}).update({name: row[name] for name in row if name != "nonfinite"})
         try:
             import pandas
@@ -106,11 +102,11 @@ class Run:
     def evaluate(
         self, data: Any = None, *, part: str = "test", overrides: Sequence[str] = (), **sections: Any
     ) -> dict[str, float]:
-        """Return the metrics of the best weights over other data, or over a part of the run's own.
+        """Return the metrics of the best weights on `data`, or on a part of the run's own data.
 
         Args:
-            data: a DataLoader or Dataset, evaluated as the test part; or what `framework.train` takes.
-            part: train, val or test; of `data`, if that has several parts.
+            data: a DataLoader or Dataset, evaluated as the test part; or several parts, as for `framework.train`.
+            part: train, val or test.
         """
         run_dir = self._job("eval", data, part, overrides, sections)
         metrics: dict[str, float] = run_dir.read_run()["results"]["metrics"]
@@ -119,7 +115,7 @@ class Run:
     def predict(
         self, data: Any = None, *, part: str = "test", overrides: Sequence[str] = (), **sections: Any
     ) -> dict[str, Tensor]:
-        """Return what the task predicts for each sample, in the order of the data: name → tensor of n rows.
+        """Return the task's predictions in the order of the data: name → tensor with a row for each sample.
 
         See `evaluate` for the arguments.
         """
@@ -135,12 +131,11 @@ class Run:
     def to_yaml(self, path: str | Path) -> Path:
         """Write the run as a recipe: `conf/recipe/mine.yaml` for `python -m framework recipe=mine`.
 
-        Raises ConfigError if it exists, or for objects that no name stands for: it says what to pass instead.
+        Raises ConfigError if the file exists, or if a recipe can't name an object; it says what to pass instead.
         """
         return write_recipe(self._run_dir, Path(path))
 
-    @property
-    def _records(self) -> RunRecord:
+    def _read(self) -> RunRecord:
         found = read_run(self.directory)
         if found is None:
             raise ConfigError(f"{self.directory} isn't a run any more: it was moved or removed.")
@@ -181,7 +176,7 @@ class Run:
 
 
 def _as_test(data: Any) -> Any:
-    """Return one Dataset or DataLoader as the test part, taken apart."""
+    """Return one Dataset or DataLoader as the test part."""
     from framework.data.from_loader import take_loaders_apart
     from framework.types import Datasets
 

@@ -12,8 +12,6 @@ from framework.api.nodes import BLANK, Nodes
 from framework.api.run import Run
 from framework.errors import ConfigError
 
-_NO_SCRIPT = "interactive"
-
 
 def train(
     recipe: str | None = None,
@@ -30,27 +28,27 @@ def train(
     """Train as `python -m framework` does, in processes of their own, and return the run.
 
     A part (model, data, optimizer, …) is a class, a function, a `functools.partial` of one, or an object. Classes,
-    functions and partials are called in every process; objects are copied to them, so yours stay as they are: the
-    trained weights are those of `run.best_model()`.
+    functions and partials are called in every process. Objects are copied to the processes, so yours don't change: get
+    the trained model from `run.best_model()`.
 
     Args:
         recipe: a recipe to start from; without one, model, data and loss (or task) are needed.
-        model: an `nn.Module`, or what makes one.
+        model: an `nn.Module`, or a class, function or partial that makes one.
         data: `(train, val, test)` or fewer, each a Dataset or DataLoader; `framework.Datasets`; or a function that
             returns one of these. A dict sets keys of the section `data`.
         loss: `loss(output, target)`, the mean over the batch. For other losses give a `task`.
         metrics: name → metric, with `loss`.
         optimizer: a class of `torch.optim`, or a partial with its arguments. A dict names several.
-        name: of the folder below `outputs`; by default the recipe's or the script's.
+        name: the folder below `outputs`; by default the name of the recipe or script.
         overrides: as on the command line.
-        sections: other sections of the configuration, such as `trainer={"max_epochs": 5}`: a dict sets keys, a text
+        sections: other sections of the configuration, such as `trainer={"max_epochs": 5}`: a dict sets keys, a string
             chooses an option, as in `strategy="fsdp"`. callbacks and logger also take lists of names and objects.
 
     Returns:
         The run, finished, or stopped with a checkpoint if it was interrupted.
 
     Raises:
-        RequestError: a mistake in the arguments; nothing was started.
+        RequestError: an argument is wrong; nothing was started.
         RunFailedError: the run failed; the exception has its report.
     """
     if recipe is not None and not isinstance(recipe, str):
@@ -72,9 +70,9 @@ def train(
 
 
 def _program_name() -> str:
-    """Return the name of the script or package that runs, or a word for a notebook or an interactive session."""
+    """Return the name of the running script or package; `interactive` in a notebook or REPL."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None or script.startswith("<"):
-        return _NO_SCRIPT
+        return "interactive"
     path = Path(script)
     return path.parent.name if path.stem == "__main__" else path.stem

@@ -1,7 +1,7 @@
-"""The Python objects of a run that `framework.train` started, as attributes of this module.
+"""The pickled Python objects of a run that `framework.train` started, as attributes of this module.
 
-`_target_: framework.config.objects.Net` names one, in the process that has loaded the run's files with `load_objects`.
-The files are pickles in the run directory: loading them runs code, as importing the user's modules does.
+`_target_: framework.config.objects.Net` refers to one, in a process that has called `load_objects`. Loading the pickles
+runs code, as importing the user's modules does.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Given:
 
 
 def load_objects(files: Sequence[str]) -> None:
-    """Load the objects of a run, replacing those of another one; of the same name, that of the last file counts.
+    """Load the objects of a run in place of any loaded before. If files share a name, the last one wins.
 
-    Raises ConfigError if a file is missing, or needs something that can't be imported here.
+    Raises ConfigError if a file is missing, or needs a module that can't be imported here.
     """
     _loaded.clear()
     for file in files:

@@ -77,6 +77,17 @@ def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from walk(value, key)
 
 
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested configuration by their dotted keys; a list is one value."""
+    leaves: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= flatten(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
 def show(value: Any) -> str:
     """Return a value as it would be typed, shortened."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
@@ -112,7 +123,7 @@ class _Field:
             float: "a fraction" if int in self.kinds else "a number",
             str: "text",
             Duration: "a time such as 90s, 30m, 2h or 1d, or a number of seconds; above 0 and at most 365d",
-            Texts: "a list of texts such as [one,two]",
+            Texts: "a list of strings such as [one,two]",
             Node: "a mapping with `_target_`",
             dict[str, Any]: "a mapping",
             FunctionName: "the dotted name of a function",

@@ -18,7 +18,7 @@ Duration = NewType("Duration", float)
 """Seconds. Written as a number of seconds, `90s`, `30m`, `2h` or `1d`; above 0, at most a year."""
 
 Texts = NewType("Texts", tuple[str, ...])
-"""Written as a list of texts."""
+"""Written as a list of strings."""
 
 Node = Mapping[str, Any]
 """A mapping with `_target_`: a callable to import, called with the other keys as keywords."""
@@ -133,7 +133,7 @@ class TrainerConfig:
     gradient_clip_val: float | None = bounded(above=0)
     gradient_clip_algorithm: ClipAlgorithm
     log_every_n_steps: int = bounded(at_least=1)
-    progress: ProgressMode = "auto"  # what the terminal shows of the training
+    progress: ProgressMode = "auto"  # on the terminal
     log_rank_losses: bool | Literal["terminal"] = False  # log each rank's own mean loss; terminal: print it as well
     val_check_interval: int | None = bounded(at_least=1)  # optimizer steps; null: at the end of epochs
     check_val_every_n_epoch: int | None = bounded(at_least=1)  # null: not at the end of epochs
@@ -268,7 +268,7 @@ class RunsConfig:
     """job=runs, compare and report."""
 
     paths: Texts | None = None  # run directories, or folders of them; `runs=[a,b]` sets this key; null: path.outputs
-    sort: str = "started"  # a column or a metric; with a minus in front, the largest first
+    sort: str = "started"  # a column, a metric or a key; -NAME: the largest first
     filter: str | None = None  # conditions such as `status=failed val/accuracy>0.9`
     format: Literal["text", "csv", "json"] = "text"
 
@@ -289,12 +289,12 @@ class Config:
     job: Job | FunctionName
     args: dict[str, Any] = field(default_factory=dict)  # keywords of the function that `job` names
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
-    tags: Texts = Texts(())  # of the run, in run.json and in trackers
+    tags: Texts = Texts(())  # labels of the run, in run.json and trackers
     resume: str | None  # the run directory to resume
-    rerun: str | None = None  # the run whose configuration a new run has
+    rerun: str | None = None  # the run directory whose configuration a new run uses
     init_from: str | None  # a checkpoint, a file of weights, or a folder of transformers, to take the weights from
     init: InitConfig = InitConfig()
-    objects: Texts | None = None  # files of Python objects, see framework.config.objects; set by framework.train
+    objects: Texts | None = None  # files of pickled objects, see framework.config.objects; set by framework.train
     eval: EvalConfig
     predict: PredictConfig
     plan: PlanConfig

@@ -21,7 +21,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
-    """Put the tensors of all ranks into `output`, in rank order, by torch's function of this name or its old one."""
+    """Put the tensors of all ranks into `output`, in rank order, by torch's function of this name, or its older one."""
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, group=group)
 
 

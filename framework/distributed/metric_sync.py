@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics, merged over ranks by their own rules through our exchange."""
+"""Merge torchmetrics over ranks by their own rules, through our collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_torchmetric(metric: object) -> bool:
 def sync_through(metric: Any, context: Context) -> None:
     """Let `metric.compute()` merge the states of all ranks; from then on, every rank must call it.
 
-    Ranks without data are left out: an empty state may be of another type, which spoils the others.
+    Ranks without data are left out: an empty state may have another dtype, which torchmetrics can't join.
     """
 
     def gathered(tensor: Tensor, group: Any) -> list[Tensor]:  # noqa: ARG001  torchmetrics' `group`, of which there is one

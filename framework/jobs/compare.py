@@ -4,7 +4,7 @@
 name to a list with the value in each run, null for none. `csv` has a row for each name.
 
     run            status, time, steps
-    metrics        of the best and the last validation and of the test; all, not only those that differ
+    metrics        of the best and the last validation and of the test, also those that are equal
     configuration  keys of config.yaml
     code           the git revision, and the files with uncommitted changes: lines added and removed
     versions       of Python and of packages
@@ -17,17 +17,16 @@ import csv
 import hashlib
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from framework.config.parse import show, walk
+from framework.config.parse import flatten, show
 from framework.errors import ConfigError
 from framework.jobs.request import JobResult, Request
 from framework.jobs.run_records import RunRecord, named_runs
 from framework.jobs.runs import format_duration, format_metric
-from framework.system.formatting import format_table
+from framework.system.formatting import format_table, terminal_width
 
 Section = dict[str, list[Any]]
 """Name → its value in each run; None for a run that has none."""
@@ -37,7 +36,6 @@ NO_CODE = "The code can't be compared: no run was started in a git repository."
 _NOT_COMPARED = ("resume", "rerun")  # where a run comes from, not what it is
 _FILE = re.compile(r"^diff --git a/.* b/(.*)$", re.MULTILINE)
 _SHOWN_REVISION = 12  # characters
-_UNLIMITED = 10_000
 
 
 def main(request: Request) -> JobResult:
@@ -46,7 +44,7 @@ def main(request: Request) -> JobResult:
     records = named_runs(settings.paths or ())
     if len(records) < 2:
         raise ConfigError(
-            f"job=compare needs two runs or more, and {','.join(settings.paths or ())} is one. Use runs=[RUN,RUN]."
+            f"job=compare needs two or more runs, and {','.join(settings.paths or ())} is one. Use runs=[RUN,RUN]."
         )
     found = compare(records)
     if settings.format == "json":
@@ -103,19 +101,11 @@ def _run(records: Sequence[RunRecord]) -> Section:
 
 
 def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration by their dotted keys; a list is one value."""
-    lists = {key for key, value in walk(config) if isinstance(value, list)}
-    return {
-        key: value
-        for key, value in walk(config)
-        if not (isinstance(value, Mapping) and value)
-        and key not in _NOT_COMPARED
-        and not any(key.startswith(f"{each}.") for each in lists)
-    }
+    return {key: value for key, value in flatten(config).items() if key not in _NOT_COMPARED}
 
 
 def _differing(columns: Sequence[Mapping[str, Any]]) -> Section:
-    """Return what isn't the same in all. `null` as a value is the text `null`, so that it differs from no value."""
+    """Return the values that differ. A null is shown as the text `null`, so that it differs from a missing value."""
     rows = {
         name: [("null" if c[name] is None else c[name]) if name in c else None for c in columns]
         for name in _names(columns)
@@ -130,7 +120,7 @@ def _code(found: Sequence[Mapping[str, str]]) -> Section:
         texts = [each.get(name) for each in changed]
         if any(text != texts[0] for text in texts):
             counts = [None if text is None else _count(text) for text in texts]
-            if len(set(counts)) < len(set(texts)):  # as many lines, but others
+            if len(set(counts)) < len(set(texts)):  # different changes of as many lines
                 digests = [text and hashlib.sha256(text.encode()).hexdigest()[:4] for text in texts]
                 counts = [text and f"{text} ({digest})" for text, digest in zip(counts, digests, strict=True)]
             files[f"uncommitted {name}"] = counts
@@ -157,8 +147,7 @@ def _names(columns: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def render(records: Sequence[RunRecord], found: Mapping[str, Section]) -> str:
-    """Return the runs with their numbers, then a table with a column for each of them."""
-    width = shutil.get_terminal_size((_UNLIMITED, 0)).columns
+    """Return the numbered runs, then a table with a column for each of them."""
     is_code_known = any(record.facts.get("git") for record in records)
     same = [name for name, section in found.items() if not section and (name != "code" or is_code_known)]
     rows: list[list[str]] = [["", *(str(number) for number, _ in enumerate(records, start=1))]]
@@ -166,7 +155,7 @@ def render(records: Sequence[RunRecord], found: Mapping[str, Section]) -> str:
         if section:
             rows += [[title], *([f"  {name}", *map(cell, row)] for name, row in section.items())]
     legend = [f"  {number}  {record.run}" for number, record in enumerate(records, start=1)]
-    lines = [*legend, "", format_table(rows, width=width)]
+    lines = [*legend, "", format_table(rows, width=terminal_width())]
     if same:
         lines += ["", f"  The same: {', '.join(same)}"]
     if not is_code_known:

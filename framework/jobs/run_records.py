@@ -1,4 +1,4 @@
-"""Read what runs have left in their directories: for lists, comparisons and reports. No torch here."""
+"""Read run directories: for lists, comparisons and reports. No torch here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DESCRIBES_A_ROW = {"step", "epoch", "time", "nonfinite"}
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is recorded of one run."""
+    """What a run directory says about its run."""
 
     run_dir: RunDir
     facts: Mapping[str, Any]  # run.json, with what `described` returns
@@ -51,7 +51,7 @@ class RunRecord:
 
     @cached_property
     def status(self) -> str:
-        """Return finished, stopped, failed, interrupted, running, or crashed: it says running, but no process is."""
+        """Return finished, stopped, failed, interrupted, running, or crashed: running, but no process is."""
         status = str(self.facts["status"])
         return "crashed" if status == "running" and not is_locked(self.run_dir) else status
 
@@ -63,12 +63,12 @@ class RunRecord:
 
     @property
     def started(self) -> datetime:
-        """Return when it was started for the last time, in local time."""
+        """Return when it was last started, in local time."""
         return datetime.fromisoformat(self.facts["started"]).astimezone()
 
     @property
     def seconds(self) -> float | None:
-        """Return how long it ran, over all its starts; without those whose end isn't recorded, None if all are."""
+        """Return how long it ran, over all its starts whose end is recorded; None if there are none."""
         starts = [*self.facts.get("earlier", []), self.facts]
         known = [_seconds(each["started"], each["ended"]) for each in starts if each.get("ended")]
         if self.status == "running":
@@ -102,21 +102,22 @@ class RunRecord:
         return metrics
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the best validation, or the last one if none is best, and of the test."""
+        return {**(self.best_metrics or self.last_metrics), **self.test_metrics}
+
+    @property
     def texts(self) -> dict[str, str]:
         """Return the tables of the last validation, the test or the evaluation by their names."""
         parts = (self._results, self._results.get("last") or {}, self._results.get("test") or {})
         return {name: text for part in parts for name, text in part.get("texts", {}).items()}
 
     def value(self, name: str) -> Any:
-        """Return a column, a metric of the best weights (of the last ones if none are) or a key of the configuration.
-
-        `MISSING` if the run has nothing of that name.
-        """
+        """Return a column, one of `metrics`, or a key of the configuration; MISSING if there is none of that name."""
         if name in COLUMNS:
             return getattr(self, name)
-        metrics = {**(self.best_metrics or self.last_metrics), **self.test_metrics}
-        if name in metrics:
-            return metrics[name]
+        if name in self.metrics:
+            return self.metrics[name]
         node: Any = self.config
         for part in name.split("."):
             node = node.get(part, MISSING) if isinstance(node, Mapping) else MISSING
@@ -140,7 +141,7 @@ class RunRecord:
 
 
 def described(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what a list shows of a configuration, to keep in run.json: a thousand YAML files take seconds to load."""
+    """Return what lists show of a configuration, for run.json: a thousand YAML files take seconds to load."""
     checkpoint = config["checkpoint"]
     return {
         **{key: config[key] for key in ("job", "recipe")},
@@ -181,7 +182,7 @@ def find_runs(folder: Path) -> list[RunRecord]:
 
 
 def named_runs(paths: Sequence[str]) -> list[RunRecord]:
-    """Return the runs that are named, and those below the folders that are.
+    """Return the runs in `paths`: run directories, and folders of them.
 
     Raises ConfigError for a path that is neither a run nor a folder with runs.
     """
@@ -199,7 +200,7 @@ def named_runs(paths: Sequence[str]) -> list[RunRecord]:
 
 
 def read_run(place: Path) -> RunRecord | None:
-    """Return what is recorded in a directory; None if it isn't that of a run, or of one that has only just begun."""
+    """Return the record of a run directory; None if it isn't one, or its run has only just begun."""
     run_dir = RunDir(place)
     facts = read_object(run_dir.run_file)
     if facts is None or not is_run(place):

@@ -5,16 +5,16 @@
     run        its directory
     recipe
     status     finished, stopped, failed, interrupted, running, or crashed
-    monitor    the metric that `best` and `last` are of (checkpoint.monitor)
-    best, last of all validations
+    monitor    checkpoint.monitor, the metric that `best` and `last` are values of
+    best, last its best and last value
     seconds    how long it ran, over all its starts
     started    ISO 8601, with the time zone
     overrides  what was typed
-    metrics    of the best weights (of the last ones if none are), and the test
+    metrics    of the best validation (the last one if none is best) and of the test
 
-`runs.filter` is one or several conditions with spaces between: a name, one of = != < <= > >=, and a value. The name is
-one of those above, a metric or a key of the configuration; a value for text may have `*`. A run that has no such
-metric or key doesn't match. `runs.sort` takes the same names; runs without a value come last.
+`runs.filter` is one or several conditions, separated by spaces: a name, one of = != < <= > >=, and a value. The name is
+a column (all of the above but `metrics`), a metric or a key of the configuration. `*` in a text value matches anything.
+A run without that metric or key doesn't match. `runs.sort` takes the same names; runs without a value come last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import csv
 import json
 import operator
 import re
-import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -39,7 +38,7 @@ from framework.errors import ConfigError
 from framework.jobs.request import JobResult, Request
 from framework.jobs.run_records import COLUMNS, MISSING, RunRecord, find_runs, named_runs
 from framework.jobs.summary import display_path
-from framework.system.formatting import format_count
+from framework.system.formatting import format_count, terminal_width
 
 _CONDITION = re.compile(r"([^<>=!]+)(!=|<=|>=|=|<|>)(.+)")
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -52,8 +51,7 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 _HEAD = ("run", "recipe", "status", "metric", "best", "last", "time", "started", "overrides")
 _TO_THE_RIGHT = ("best", "last", "time")
-_MIN_OVERRIDES = 20  # columns of the terminal that they get; with fewer, they go on a line of their own
-_UNLIMITED = 10_000
+_MIN_OVERRIDES = 20  # columns of the terminal; with fewer left, overrides go on a line of their own
 _WORDS: Any = {
     **{"initial_indent": "  ", "subsequent_indent": "    "},
     **{"break_long_words": False, "break_on_hyphens": False},
@@ -80,14 +78,14 @@ def main(request: Request) -> JobResult:
 
 
 def matching(records: Sequence[RunRecord], conditions: str | None) -> list[RunRecord]:
-    """Return the runs that meet all conditions. Raises ConfigError for one that can't be read, or a name no run has."""
+    """Return the runs that meet all conditions. Raises ConfigError for a malformed one, or a name that no run has."""
     chosen = list(records)
     for text in (conditions or "").split():
         match = _CONDITION.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f"runs.filter={text}: must be NAME=VALUE, or with !=, <, <=, > or >= between, such as "
-                "status=failed or val/accuracy>0.9; several with spaces between."
+                f"runs.filter={text}: must be NAME=VALUE, or have !=, <, <=, > or >= in place of =, such as "
+                "status=failed or val/accuracy>0.9. Separate several by spaces."
             )
         name, sign, wanted = match.groups()
         _check_name(name, records, key="runs.filter")
@@ -96,7 +94,7 @@ def matching(records: Sequence[RunRecord], conditions: str | None) -> list[RunRe
 
 
 def ordered(records: Sequence[RunRecord], name: str) -> list[RunRecord]:
-    """Return the runs by a column, metric or key, the largest first if the name begins with a minus."""
+    """Return the runs sorted by a column, metric or key; descending if the name begins with a minus."""
     is_reversed, name = name.startswith("-"), name.removeprefix("-")
     _check_name(name, records, key="runs.sort")
     values = [record.value(name) for record in records]
@@ -160,7 +158,7 @@ def _plain(record: RunRecord) -> dict[str, Any]:
         **{name: getattr(record, name) for name in COLUMNS},
         "started": record.started.isoformat(),
         "overrides": list(record.overrides),
-        "metrics": {**(record.best_metrics or record.last_metrics), **record.test_metrics},
+        "metrics": record.metrics,
     }
 
 
@@ -185,12 +183,11 @@ def _text(records: Sequence[RunRecord], *, num_found: int, where: str) -> str:
     counts = ", ".join(f"{number:,} {status}" for status, number in by_status.most_common())
     left_out = f" of {num_found:,}" if len(records) < num_found else ""
     total = f"{len(records):,}{left_out} {'run' if num_found == 1 else 'runs'} in {where}: {counts}"
-    width = shutil.get_terminal_size((_UNLIMITED, 0)).columns
-    return "\n".join([*table_lines(records, width=width), "", total])
+    return "\n".join([*table_lines(records, width=terminal_width()), "", total])
 
 
 def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:
-    """Return a line for each run after a header; if `width` is too narrow for all columns, further ones below it."""
+    """Return a header and a line for each run. If `width` is too narrow, some columns go on lines below it."""
     shared = set.intersection(*(set(record.overrides) for record in records)) if len(records) > 1 else set()
     rows = [dict(zip(_HEAD, _cells(record, shared), strict=True)) for record in records]
     sizes = {name: max(len(name), *(len(row[name]) for row in rows)) for name in _HEAD[:-1]}
@@ -210,7 +207,7 @@ def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:
 
 
 def _cells(record: RunRecord, shared: Collection[str]) -> list[str]:
-    """Return what `_HEAD` names. shared: overrides of all runs, which come last."""
+    """Return the cells under `_HEAD`. shared: overrides that all runs have, which come last."""
     return [
         record.run,
         record.recipe,

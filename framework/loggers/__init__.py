@@ -1,6 +1,6 @@
-"""Where a run's numbers and media go. Loggers are built on rank 0 only, and get the run directory as `run_dir`.
+"""Loggers for a run's numbers and media. They are built on rank 0 only, and get the run directory as `run_dir`.
 
-One file for each; `tracker` is the base of those that go through a tracker's library, `media` has what they share.
+One file for each. `tracker` is the base of those that call a tracker's library; `media` converts images and the like.
 """
 
 from framework.loggers.console import ConsoleLogger

@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
-from framework.loggers.tracker import flat
+from framework.config.parse import flatten
 from framework.monitoring.rank_log import warn
 from framework.system.run_dir import RunDir, write_atomically
 from framework.types import FitInfo
@@ -19,10 +19,10 @@ Row = dict[str, Any]
 
 @final
 class CSVLogger:
-    """Writes `metrics.csv`: the values of a step are one row, and a new name adds a column. Media is left out.
+    """Write `metrics.csv`: one row for each step; a new name adds a column. Media is left out.
 
-    At the end `hparams.csv` gets one row, the configuration by dotted keys and the final metrics. A resumed run cuts
-    off rows of later steps than it resumes from. A full disk is reported once; it lacks the rows that were refused.
+    At the end, `hparams.csv` gets one row: the configuration by dotted keys, and the final metrics. A resumed run drops
+    the rows after the step it resumes from. A full disk is reported once; the rows of that time are missing.
     """
 
     def __init__(self, *, run_dir: RunDir) -> None:
@@ -44,7 +44,7 @@ class CSVLogger:
         """Do nothing: the file is for numbers."""
 
     def hparams(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        row = {**flat(config), **metrics}
+        row = {**flatten(config), **metrics}
         self._try(lambda: write_atomically(self._path.with_name("hparams.csv"), _text(list(row), [row], header=True)))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line, for programs; and the newest images and tables as files in `media`."""
+"""metrics.jsonl, one JSON object per line; and the newest images and tables as files in `media`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _encode = json.JSONEncoder(allow_nan=False).encode  # made once: `json.dumps` ma
 
 @final
 class JsonlLogger:
-    """Appends one line per `metrics` call: {"step", "epoch", "time" (Unix seconds), and every value under its name}.
+    """Append one line per `metrics` call: {"step", "epoch", "time" (Unix seconds), and every value under its name}.
 
     A value that is not finite is null, and `nonfinite` says what it was: {"train/loss": null, "nonfinite":
-    {"train/loss": "nan"}}. A resumed run cuts off lines of later steps than it resumes from. A full disk does not end
+    {"train/loss": "nan"}}. A resumed run drops the lines after the step it resumes from. A full disk does not end
     training (see `JsonLines`).
 
     Images and tables go to `media/NAME_STEP.png` and `.csv`, with `/` in the name written `__`; only the newest
@@ -55,7 +55,7 @@ class JsonlLogger:
         """Do nothing: the config has a file of its own."""
 
     def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
-        """Captions are kept as the PNG's text `Description`."""
+        """Write PNG files; captions are their text field `Description`."""
         from PIL import Image as Pillow
         from PIL.PngImagePlugin import PngInfo
 
@@ -126,7 +126,7 @@ class JsonLines:
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending rows, among them those that the disk refused."""
+        """Write the pending rows, including those that a full disk refused."""
         try:
             if self._file is None:
                 self._file = self._path.open("ab", buffering=0)

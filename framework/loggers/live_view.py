@@ -1,4 +1,4 @@
-"""The lines at the bottom of the terminal that are redrawn while a run trains; what is printed appears above them."""
+"""The progress lines at the bottom of the terminal, redrawn while a run trains; other output appears above them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from framework.launch.child import Tee
 _IN_NOTEBOOK = "JPY_PARENT_PID"
 """Set in Jupyter's kernels. `!command` has a terminal there, but one that can't move the cursor."""
 _MAX_BAR = 40  # columns
-_MAX_LINES = 2  # of each row; the rest of it is left out
+_MAX_LINES = 2  # of each row; further items are left out
 
 
 class Row(NamedTuple):
-    """A label, and items that are shown beside each other; with `of`, a bar before them that is `done` of it."""
+    """A label and its items. With `of`, a progress bar comes first: `done` of `of`."""
 
     label: str
     items: Sequence[str]
@@ -34,10 +34,10 @@ class Row(NamedTuple):
 
 @final
 class LiveView:
-    """Rows that are redrawn in place by `show`. There is no thread.
+    """Rows that `show` redraws in place. There is no thread.
 
-    While it is open, what is written to Python's standard streams is printed above the rows, and goes to the log as
-    before. `stop` leaves the last rows and restores the streams.
+    While it is open, output to Python's standard streams appears above the rows, and goes to the log as before. `stop`
+    leaves the last rows on the terminal and restores the streams.
     """
 
     def __init__(self, console: Console) -> None:
@@ -87,7 +87,7 @@ class LiveView:
 
 
 def start_view(progress: ProgressMode) -> LiveView | None:
-    """Return an open view; None if `progress`, or what standard output is, calls for plain lines."""
+    """Return an open view; None if `progress` or the kind of standard output calls for plain lines."""
     out: Any = sys.stdout
     # On the terminal alone: the log, which gets what is printed too, would hold every redraw.
     console = Console(
@@ -98,7 +98,7 @@ def start_view(progress: ProgressMode) -> LiveView | None:
 
 
 def _in_lines(items: Sequence[str], *, width: int) -> list[str]:
-    """Return the items in lines of at most `width` columns where they are shorter themselves."""
+    """Return the items in lines of at most `width` columns; a longer item has a line of its own."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + 2 + len(item) <= width:

@@ -1,4 +1,4 @@
-"""What loggers are given beside numbers: handing it out by kind, and turning it into pixels, counts and Markdown."""
+"""Media for loggers: dispatch by kind, and conversion to pixels, counts and Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BINS = 64
 
 
 def log_media(loggers: Iterable[Logger], media: Mapping[str, Any], *, step: int) -> None:
-    """Give each logger what it has a method for. Raises TargetError for a value that is none of `framework.Media`."""
+    """Pass each value to the loggers that have a method for it. Raises TargetError for a value that isn't Media."""
     for tag, value in media.items():
         if not is_media(value):
             raise TargetError(
@@ -36,7 +36,7 @@ def is_media(value: Any) -> bool:
 
 
 def _log(logger: Logger, tag: str, value: Media, *, step: int) -> None:
-    """Call the logger's method for this kind of value, if it has written one."""
+    """Call the logger's method for this kind of value, if it has one."""
     if isinstance(value, Text):
         logger.text(tag, value.text)
         return
@@ -69,7 +69,7 @@ def pixels_of(image: Image) -> npt.NDArray[np.uint8]:
 
 
 def image_of(figure: Any) -> Image:
-    """Draw a figure of matplotlib, without a display."""
+    """Return a matplotlib figure as an image; needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = FigureCanvasAgg(figure)
@@ -87,7 +87,7 @@ def array_of(values: Any) -> npt.NDArray[Any]:
 
 
 def counts_of(values: Any) -> tuple[list[int], list[float]]:
-    """Return the counts in `_BINS` bins of equal width, and the edges, one more. Leaves out what isn't finite."""
+    """Return the counts in `_BINS` bins of equal width, and their edges. Values that aren't finite are left out."""
     flat = array_of(values).astype(np.float64).reshape(-1)
     counts, edges = np.histogram(flat[np.isfinite(flat)], bins=_BINS)
     return counts.tolist(), edges.tolist()

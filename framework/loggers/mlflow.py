@@ -15,7 +15,8 @@ from typing import Any, ClassVar, final
 
 from filelock import FileLock
 
-from framework.loggers.tracker import Row, Tracker, flat
+from framework.config.parse import flatten
+from framework.loggers.tracker import Row, Tracker
 from framework.monitoring.rank_log import show, warn
 from framework.system.run_dir import RunDir
 
@@ -26,17 +27,17 @@ _LOCK_TIMEOUT_S = 60.0
 
 @final
 class MLflowLogger(Tracker):
-    """One run of MLflow for a run directory, however often that is resumed. MLflow's step is optimizer steps done.
+    """Log to MLflow: one MLflow run for a run directory, however often that is resumed.
 
-    Of each metric, steps up to the last one that MLflow has are left out: a value can't be taken back. Parameters are
-    those of the first start, since they can't be changed. Images, tables and texts are artifacts in `media/`.
+    MLflow can't replace a value, so a resumed run leaves out the steps that a metric has already. Nor can it change
+    parameters: they are those of the first start. Images, tables and texts are artifacts in `media/`.
 
     Args:
         tracking_uri: By default MLFLOW_TRACKING_URI, else a SQLite file `mlflow.db` in the outputs folder, with
             artifacts in `mlartifacts`.
         experiment: Created if there is none.
-        name: By default that of the run directory.
-        log_checkpoints: best, all: upload these at the end.
+        name: By default the run directory's.
+        log_checkpoints: best or all: upload these at the end.
         close_timeout_s: How long the end of the run waits for MLflow.
     """
 
@@ -97,16 +98,12 @@ class MLflowLogger(Tracker):
             self._client.set_tag(self._run_id, tag, "true")
         if self.sweep is not None:
             self._client.set_tag(self._run_id, "group", self.sweep)
-        new = {key: value for name, value in flat(self.config).items() if (key := _allowed(name)) not in params}
+        new = {key: value for name, value in flatten(self.config).items() if (key := _allowed(name)) not in params}
         pairs = [Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in new.items()]
         for at in range(0, len(pairs), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=pairs[at : at + _MAX_PARAMS])
         self._client.log_artifact(self._run_id, str(self.run_dir.config_file))
         show(f"mlflow  run {self._run_id} in {uri}")
-
-    def write_earlier(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self.write(row)
 
     def write_numbers(self, row: Row) -> None:
         self._write_numbers(row["values"], step=row["step"], unix_s=row["time"])
@@ -119,7 +116,7 @@ class MLflowLogger(Tracker):
             self._client.log_artifact(self._run_id, str(self.file_of(name)), str(Path(_place(row)).parent))
 
     def write_histogram(self, row: Row) -> None:
-        """Leave it out: MLflow has none."""
+        """Do nothing: MLflow has no histograms."""
 
     def write_table(self, row: Row) -> None:
         text = io.StringIO()
@@ -130,7 +127,7 @@ class MLflowLogger(Tracker):
         self._keep(Path(row["path"]), _allowed(row["tag"]))
 
     def write_final(self, metrics: Mapping[str, float]) -> None:
-        """Write those that aren't a metric's last value anyway."""
+        """Write the `best/` metrics; the others are the last values of their curves."""
         best = {name: value for name, value in metrics.items() if name.startswith("best/")}
         self._last_steps = {name: step for name, step in self._last_steps.items() if name not in best}
         self._write_numbers(best, step=self._step, unix_s=time.time())
@@ -155,7 +152,7 @@ class MLflowLogger(Tracker):
         elif path.exists():
             self._client.log_artifact(self._run_id, str(path), place)
         else:
-            warn(f"logger.mlflow: {path} is gone, so it isn't kept.")
+            warn(f"logger.mlflow: {path} is gone, so it isn't uploaded.")
 
 
 def _allowed(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What loggers through another library have in common: a thread of their own, and a journal to resume from."""
+"""Base of the loggers that call a tracker's library: a worker thread, and a journal to resume from."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Queue a call; drop it if too many wait, or one has raised."""
+        """Queue a call; drop it if too many are waiting or one has raised."""
         if self._is_off:
             return
         if self._queue.qsize() < _CAPACITY:
@@ -79,16 +79,16 @@ class Worker:
 
 
 class Tracker(ABC):
-    """Base of loggers through a tracker's library, every call of which runs on a thread of its own.
+    """Base of loggers that call a tracker's library, on a worker thread.
 
-    What is logged goes to a journal in the run directory at once, images as PNG, and then to the thread. A resumed run
-    cuts the journal off after the step it resumes from, and gives the tracker what it lacks of it: so the tracker's
-    curve has each step once, although a killed process may have lost what its library hadn't sent.
+    Everything logged is first written to a journal in the run directory (images as PNG files), then queued for the
+    thread. A resumed run truncates the journal to the step it resumes from and sends the tracker what is missing. Its
+    curve then has each step once, even if a killed process lost what the library hadn't sent.
 
-    If the library raises, that is reported once, and the logger is off. If it hangs, training goes on, and the end of
-    the run waits for it `close_timeout_s` at most.
+    If the library raises, that is reported once and the logger is off. If it hangs, training continues, and the end of
+    the run waits for it at most `close_timeout_s`.
 
-    Subclasses write the methods below `begin`, which run on the thread, in the order of what was logged.
+    Subclasses implement the methods from `begin` on, which run on the thread in the order of the calls.
     """
 
     name: ClassVar[str]
@@ -109,7 +109,7 @@ class Tracker(ABC):
     # What the run logs
 
     def fit_start(self, info: FitInfo) -> None:
-        """Cut the journal, and give the tracker what it lacks of it."""
+        """Truncate the journal to the step that is resumed, and start the thread."""
         self.close_journal()
         self._step = info.start_step
         self._journal = JsonLines(self._folder / "journal.jsonl", last_step=info.start_step)
@@ -217,9 +217,10 @@ class Tracker(ABC):
     def begin(self) -> None:
         """Create the tracker's run, or continue the one that `identity` names."""
 
-    @abstractmethod
     def write_earlier(self, rows: Sequence[Row]) -> None:
-        """Write what the tracker lacks of what was logged before."""
+        """Write those rows of an earlier process that the tracker doesn't have; by default, all of them."""
+        for row in rows:
+            self.write(row)
 
     def write(self, row: Row) -> None:
         """Write a row by the method for its kind: `write_numbers` for `numbers`."""
@@ -262,7 +263,7 @@ class Tracker(ABC):
         """End the tracker's run."""
 
     def abandon(self) -> None:
-        """Make sure that the process can end although the library hangs. Called on the main thread."""
+        """Let the process exit although the library hangs. Called on the main thread."""
         return
 
     # For subclasses
@@ -272,7 +273,7 @@ class Tracker(ABC):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What `run.json` keeps to continue the tracker's run; empty for a new one."""
+        """What `run.json` has to find the tracker's run again; empty for a new one."""
         found: dict[str, Any] = self.run_dir.read_run().get("trackers", {}).get(self.name, {})
         return found
 
@@ -282,7 +283,7 @@ class Tracker(ABC):
 
     @property
     def sweep(self) -> str | None:
-        """The name of the sweep that the run is a job of."""
+        """The name of the sweep that the run belongs to."""
         parent = self.run_dir.path.parent
         return parent.name if parent.parent.name == "multirun" else None
 
@@ -295,23 +296,12 @@ class Tracker(ABC):
         return list(self.config.get("tags") or [])
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a nested configuration by their dotted keys; lists stay whole."""
-    leaves: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            leaves |= flat(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
-
-
 def _file_name(tag: str) -> str:
     return re.sub(r"[^\w.-]", "_", tag)
 
 
 def _to_plain(value: Any) -> Any:
-    """Return what JSON can hold: it has no NaN."""
+    """Return a value that JSON can hold; it has no NaN."""
     if isinstance(value, str):
         return value
     return value if isinstance(value, int) else float(value) if math.isfinite(value) else {"float": str(float(value))}

@@ -22,19 +22,19 @@ _INIT_TIMEOUT_S = 30.0
 
 @final
 class WandbLogger(Tracker):
-    """One run of W&B for a run directory, however often that is resumed. W&B's step is optimizer steps done.
+    """Log to Weights & Biases: one W&B run for a run directory, however often that is resumed.
 
-    Offline, if no key is known to `wandb login` and WANDB_MODE isn't set, or the server can't be reached: `wandb sync`
-    sends it later. Offline, W&B writes a folder for each process; a resumed run writes what is in the former ones to
-    its own, up to the step it resumes from, and removes them, unless they have been synced. Online, W&B takes no step
-    twice, so values of steps that are repeated stay as they were.
+    Without an API key (unless WANDB_MODE is set), or if the server can't be reached, the run is offline, and `wandb
+    sync` uploads it later. Offline, W&B writes a folder for each process: a resumed run writes the whole curve up to
+    the step it resumes from to its own folder and removes the earlier ones, unless they were synced. Online, W&B takes
+    no step twice, so repeated steps keep their first values.
 
     Args:
-        project, entity, group: As of `wandb.init`; group is by default the sweep's name.
-        name: By default that of the run directory.
+        project, entity, group: As for `wandb.init`; the group is by default the sweep's name.
+        name: By default the run directory's.
         mode: online, offline, shared or disabled; None as above.
-        settings: Further `wandb.Settings`, by name. What the run prints is not sent by default.
-        log_checkpoints: best, all: upload these at the end.
+        settings: Further `wandb.Settings`, by name. By default, what the run prints is not uploaded.
+        log_checkpoints: best or all: upload these at the end.
         close_timeout_s: How long the end of the run waits for W&B.
     """
 
@@ -90,14 +90,13 @@ class WandbLogger(Tracker):
         place = {"url": self._run.url} if is_online else {"folder": self._run.settings.sync_dir}
         facts = {"id": self._id, "project": self._arguments["project"], **place}
         self.identity = {**facts, "mode": "online" if is_online or self._was_online else "offline"}
-        show(f"wandb  {self._run.url if is_online else f'offline; to send it: wandb sync {self._folder_shown()}'}")
+        show(f"wandb  {self._run.url if is_online else f'offline; to upload it: wandb sync {self._folder_shown()}'}")
 
     def write_earlier(self, rows: Sequence[Row]) -> None:
         is_sent = self._was_online or any(list(folder.glob("*.synced")) for folder in self._offline_before)
         if self._run.offline and is_sent:
             return
-        for row in rows:
-            self.write(row)
+        super().write_earlier(rows)
         if self._run.offline:
             for folder in self._offline_before:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -134,12 +133,12 @@ class WandbLogger(Tracker):
         self._wandb.teardown()
 
     def abandon(self) -> None:
-        """Kill W&B's own process, which its library would wait for at exit. What it has written stays."""
+        """Kill W&B's service process, which its library would wait for at exit. What it has written stays."""
         for child in psutil.Process().children():
             with suppress(psutil.Error):
                 if "wandb-core" in child.name():
                     child.kill()
-        with suppress(Exception, SystemExit):  # that the process is gone, and with its exit status
+        with suppress(Exception, SystemExit):  # it complains that the process is gone
             self._wandb.teardown()
 
     def _put(self, row: Row, values: Mapping[str, Any]) -> None:
@@ -148,7 +147,7 @@ class WandbLogger(Tracker):
 
     def _keep(self, path: Path, *, kind: str, name: str, aliases: Sequence[str]) -> None:
         if not path.exists():
-            warn(f"logger.wandb: {path} is gone, so it isn't kept.")
+            warn(f"logger.wandb: {path} is gone, so it isn't uploaded.")
             return
         artifact = self._wandb.Artifact(f"{name.replace('/', '-')}-{self._id}", type=kind)
         (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 
 _DECIMAL = ("", "k", "M", "G", "T", "P")
@@ -68,3 +69,8 @@ def format_table(rows: Sequence[Sequence[str]], *, width: int = 10_000) -> str:
 def format_facts(facts: Iterable[tuple[str, str]]) -> str:
     """Return one indented line for each name and its text."""
     return "\n".join(f"  {name:<12} {text}" for name, text in facts)
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; for a file or pipe, more than any line has."""
+    return shutil.get_terminal_size((10_000, 0)).columns

@@ -1,7 +1,6 @@
-"""Metrics of a batch as (sum, count), which add up over batches and ranks; others that keep a state; class predictions.
+"""Metrics as (sum, count) of a batch, which add up over batches and ranks; metrics with a state; class predictions.
 
-Nothing here waits for the device. Shapes: B samples, C classes,
-`...` any further dimensions.
+Only `compute`, `text` and `media` wait for the device. Shapes: B samples, C classes, `...` any further dimensions.
 """
 
 from __future__ import annotations
@@ -108,9 +107,9 @@ class _ClassCounts:
         classes = output.shape[1]
         target, predicted = target.flatten(), output.argmax(dim=1).flatten()
         places = target * classes + predicted
-        if self.ignore_index is not None:  # goes to a place behind the table
+        if self.ignore_index is not None:  # counted in an extra cell, which is dropped
             places = places.where(target != self.ignore_index, classes**2)
-        # Neither `bincount` nor a choice by a mask, which wait for the device.
+        # Not `bincount` or indexing by a mask, which wait for the device.
         own = places.new_zeros(classes**2 + 1).scatter_add_(0, places, torch.ones_like(places))
         own = own[:-1].view(classes, classes)
         self.counts = own if self.counts is None else self.counts + own
@@ -137,11 +136,11 @@ class F1(_ClassCounts):
 
 @final
 class ConfusionMatrix(_ClassCounts):
-    """A table of target classes (rows) and predicted classes (columns), as text and picture in the logs; no number.
+    """Counts of target classes (rows) by predicted classes (columns), logged as text and image; no number.
 
-    Beside it, the accuracy of each class (its recall) is logged as a table.
+    The accuracy of each class (its recall) is logged as a table, too.
 
-    max_classes: With more there is no table, nor for targets that are no classes.
+    max_classes: with more classes nothing is logged, nor for floating-point targets.
     """
 
     def __init__(self, ignore_index: int | None = None, max_classes: int = 50) -> None:
@@ -165,7 +164,7 @@ class ConfusionMatrix(_ClassCounts):
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def media(self) -> dict[str, Media]:
-        """Return the picture, and the table of classes as `classes`."""
+        """Return the matrix as an image, and the accuracy of each class as the table `classes`."""
         if self.counts is None:
             return {}
         from framework.tasks.pictures import confusion_picture
@@ -177,10 +176,10 @@ class ConfusionMatrix(_ClassCounts):
 
 @final
 class WorstMistakes:
-    """The wrongly classified images with the largest cross entropy, of all ranks, as a picture in the logs; no number.
+    """The misclassified images with the largest cross entropy, over all ranks, logged as one image; no number.
 
-    For scores of shape (B, C) and inputs that are images, of shape (B, 1, H, W) or (B, 3, H, W); others give nothing.
-    Each image's own range becomes black to white.
+    For scores of shape (B, C) and inputs of shape (B, 1, H, W) or (B, 3, H, W); others give nothing. Each image is
+    scaled from its own range to black and white.
 
     number: of images. ignore_index: as for `Accuracy`.
     """
@@ -239,7 +238,7 @@ class WorstMistakes:
 
 
 def _shown(images: Tensor) -> Tensor:
-    """Return images as uint8, at most 128 pixels wide and high: each rank sends its own to all others."""
+    """Return images as uint8, at most 128 pixels wide and high, since each rank sends its own to all others."""
     images = images.detach().float()
     factor = math.ceil(max(images.shape[2:]) / _LARGEST_IMAGE)
     if factor > 1:
@@ -250,9 +249,9 @@ def _shown(images: Tensor) -> Tensor:
 
 @final
 class PredictedAgainstTrue:
-    """A chart of predicted against true values in the logs; no number.
+    """Predicted against true values, logged as a scatter plot; no number.
 
-    number: of values that each rank keeps, the first ones. Outputs of another shape than the target give nothing.
+    number: how many values each rank keeps, the first ones. Outputs whose shape differs from the target's give nothing.
     """
 
     def __init__(self, number: int = 1000) -> None:

@@ -1,7 +1,4 @@
-"""Pictures of an evaluation, drawn with Pillow, which torchvision brings: they need no matplotlib.
-
-Each is returned as `framework.Image`.
-"""
+"""Images of an evaluation, drawn with Pillow, a dependency of torchvision. They need no matplotlib."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from framework.types import Image
 
 _MARGIN = 36  # pixels at the left and the top or bottom, for labels
 _SIDE = 400  # pixels of a chart
-_LARGEST_NUMBERED = 20  # classes; the cells of more have no room for numbers
+_LARGEST_NUMBERED = 20  # classes; with more, cells have no room for numbers
 _TILE = 96  # pixels of the shorter side of a tile, at least
 _LINE = 12  # pixels of a line of text
 
 
 def confusion_picture(counts: Sequence[Sequence[int]]) -> Image:
-    """Draw a table of target classes (rows) and predicted ones (columns); shades are shares of a row."""
+    """Draw a confusion matrix, target classes by predicted classes. Cells are shaded by their share of the row."""
     number = len(counts)
     cell = 32 if number <= _LARGEST_NUMBERED else max(640 // number, 4)
     picture = Pillow.new("RGB", (_MARGIN + number * cell + 1,) * 2, "white")
@@ -46,7 +43,7 @@ def confusion_picture(counts: Sequence[Sequence[int]]) -> Image:
 
 
 def scatter_picture(true: Sequence[float], predicted: Sequence[float]) -> Image:
-    """Draw predicted (upwards) against true values, on one scale, with the line where they are equal."""
+    """Draw predicted (y) against true (x) values on one scale, with the line where they are equal."""
     pairs = [pair for pair in zip(true, predicted, strict=True) if all(map(math.isfinite, pair))]
     low = min((min(pair) for pair in pairs), default=0.0)
     high = max((max(pair) for pair in pairs), default=1.0)

@@ -67,7 +67,7 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
 
 
 def build_datasets(node: Node) -> Datasets:
-    """Return the datasets, from a Datasets, a tuple (train, val, test) or shorter, or one; DataLoaders taken apart."""
+    """Return the Datasets, also from a tuple (train, val, test) or shorter, or one dataset; DataLoaders taken apart."""
     key = "data.datasets"
     result = _build(key, node)
     if isinstance(result, tuple) and 1 <= len(result) <= 3:
@@ -121,8 +121,9 @@ def _build_collate_fn(node: Node) -> Collate:
 
 
 def build_task(node: Node, **offered: Any) -> Task:
-    """Return the task, on the CPU. offered: `model`, which isn't wrapped yet, `config` and `context`, if it takes them.
+    """Return the task, on the CPU.
 
+    offered: `model` (not wrapped yet), `config` and `context`, for a constructor that takes them.
     Raises ConfigError if its parameters require gradients: no optimizer gets them.
     """
     built = _build("task", node, **offered)
@@ -151,7 +152,7 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer over the parameters of `model`, or all of several by name.
 
-    One that takes `model` or `total_steps`, those of the whole run, gets it.
+    A target that takes `model` or `total_steps` (of the run) gets it.
 
     model: all of it, or the stages of this rank. may_fuse: False with a loss scaler, since a fused optimizer doesn't
         show that it skipped a step, and for sparse gradients.

@@ -23,7 +23,7 @@ from framework.types import Media, MicroBatch, StepOutput, Task, hooks
 class Evaluation(NamedTuple):
     """Metrics over all ranks, named `prefix/name`.
 
-    names: of all, also those without samples. texts: tables by name. media: what else is logged, by name; of rank 0.
+    names: all names, including metrics without samples. texts: tables by name. media: rank 0's, by name.
     """
 
     metrics: dict[str, float]
@@ -45,7 +45,7 @@ def evaluate(
     """Return metrics over all ranks' batches. Every rank must call it.
 
     model: the unwrapped module; unless its forward has collectives, ranks may have different numbers of batches.
-    with_media: what this rank's first batch and the metrics show is wanted. Ranks may differ.
+    with_media: also return media, of this rank's first batch and of the metrics. Ranks may differ.
     """
     stateful = StatefulMetrics(task)
     media: dict[str, Media] = {}
@@ -87,7 +87,7 @@ def _run_batches(
     """Return what the task computes for this rank's batches, in evaluation mode and without gradients.
 
     A batch of `num_samples` 0 is a stand-in, whose results are dropped. Afterwards every module is in its former mode.
-    media: gets what the task shows of the first batch.
+    media: is filled with the task's media of the first batch; None: not wanted.
     """
     meter, counts = Meter(), has_output(model)
     training = [module for module in model.modules() if module.training]
@@ -118,7 +118,7 @@ def _run_batches(
 
 @contextmanager
 def isolated(task: Task) -> Iterator[None]:
-    """Leave a state of the task's own as it is, around a step whose results are dropped."""
+    """Restore the task's own state after a step whose results are dropped."""
     with ExitStack() as stack:
         for without_side_effects in hooks([task], "without_side_effects"):
             stack.enter_context(without_side_effects())

@@ -1,4 +1,4 @@
-"""How many FLOPs training makes per second, and the share of what the GPUs could do: model FLOPs utilization (MFU)."""
+"""The model's FLOP/s in training, and model FLOPs utilization (MFU): their share of the GPUs' peak."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from framework.training.precision import task_modules
 from framework.training.train_state import TrainState
 from framework.types import MicroBatch
 
-# Dense peaks in TFLOP/s, without sparsity, of the first entry whose words are all in the device's name: bf16 and fp16
-# (accumulated in fp32), TF32, fp32. From NVIDIA's data sheets; those that list sparse figures are halved. No bf16 and
-# TF32 before Ampere.
+# Dense peaks in TFLOP/s, from NVIDIA's data sheets (sparse figures halved); bf16 and fp16 accumulate in fp32. The first
+# entry counts whose words are all in the device's name. There is no bf16 and TF32 before Ampere.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
     ("H200 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
@@ -47,7 +46,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 @final
 @dataclass
 class FlopRate:
-    """Rates of a run, from the FLOPs of one micro-batch. peak: of all its devices; None if that isn't known."""
+    """FLOP/s of a run, from the FLOPs of one micro-batch. peak: FLOP/s of all devices; None if unknown."""
 
     peak: float | None
     flops_per_sample: float | None = None  # None: not counted
@@ -55,9 +54,9 @@ class FlopRate:
     def count(self, state: TrainState, micro: MicroBatch) -> None:
         """Run the micro-batch forward and backward once more and count. Every rank must call it.
 
-        It runs on a copy of model and task that shares the weights: gradients, buffers, generators and attributes stay
-        as they are, and hooks aren't called. A gradient is dropped as soon as it is there, so the peak of memory stays.
-        If a model or task can't be copied, that is logged, and there are no rates.
+        It runs on a copy of model and task that shares the weights: gradients, buffers, generators and attributes don't
+        change, and hooks aren't called. Each gradient is dropped once it is computed, so peak memory doesn't grow. If
+        model or task can't be copied, that is logged, and there are no rates.
         """
         try:
             with state.without_side_effects():
@@ -68,7 +67,7 @@ class FlopRate:
             self.flops_per_sample = flops / max(micro.num_samples, 1) or None
 
     def values(self, samples_per_s: float) -> dict[str, float]:
-        """Return what to log: `tflop_per_s` of all devices and, if the peak is known, `mfu`, the share of it."""
+        """Return what to log: `tflop_per_s` of all devices and, if their peak is known, `mfu`."""
         if self.flops_per_sample is None:
             return {}
         rate = self.flops_per_sample * samples_per_s
@@ -76,7 +75,7 @@ class FlopRate:
 
 
 def peak_of_run(context: Context, precision: Precision) -> float | None:
-    """Return the FLOP/s that all GPUs of the run could do; None on the CPU and for unknown GPUs."""
+    """Return the peak FLOP/s of all GPUs of the run; None on the CPU and for unknown GPUs."""
     if context.device.type != "cuda":
         return None
     allows_tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -85,10 +84,10 @@ def peak_of_run(context: Context, precision: Precision) -> float | None:
 
 
 def peak_of_gpu(name: str, precision: Precision, *, allows_tf32: bool) -> float | None:
-    """Return the FLOP/s of a GPU's matrix products, without sparsity; None if it isn't in the table."""
+    """Return the dense peak FLOP/s of a GPU's matrix products; None if it isn't in the table."""
     form = _FORMATS.get(precision, "tf32" if allows_tf32 else "fp32")
     words = name.replace("-", " ").split()
-    if precision == "64-true" or {"MIG", "Ti", "Laptop", "D"} & set(words):  # a part of one, or others
+    if precision == "64-true" or {"MIG", "Ti", "Laptop", "D"} & set(words):  # a part of a GPU, or another model
         return None
     for known, peaks in _PEAKS:
         if set(known.split()) <= {*words, *(word[1:] for word in words if word[:2] in ("GB", "GH"))}:

@@ -1,4 +1,4 @@
-"""What is said before the first step: the model and its memory, the data, the processes. On rank 0."""
+"""What rank 0 prints and logs before the first step: the model and its memory, the data, the processes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _LISTED_MODULES = 200  # in the log
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Bytes that this rank keeps from step to step, and those of a checkpoint of all ranks."""
+    """Bytes of this rank's training state, and of a checkpoint of all ranks."""
 
-    weights: int  # buffers, too
+    weights: int  # with buffers
     gradients: int
     optimizer: int | None  # None: not known before the first step
     checkpoint: int
 
 
 def state_sizes(rank: RankSetup, trainer: Trainer) -> StateSizes:
-    """Return the sizes, of which those of optimizer and checkpoint are estimates."""
+    """Return the sizes; those of optimizer and checkpoint are estimates."""
     model = trainer.state.bare_model
     optimizer: int | None
     try:
@@ -68,7 +68,7 @@ def state_sizes(rank: RankSetup, trainer: Trainer) -> StateSizes:
 
 
 def introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets, sizes: StateSizes) -> None:
-    """Print what is about to train, unless `trainer.progress=off`, and give the loggers that and the configuration."""
+    """Print what will be trained, unless `trainer.progress=off`; log it and the configuration as texts."""
     state, progress, is_shown = trainer.state, trainer.progress, rank.config.trainer.progress != "off"
     facts = format_facts([*_facts(rank, trainer, datasets, sizes)])
     short, full = (module_table(state.bare_model, rows=rows) for rows in (_SHOWN_MODULES, _LISTED_MODULES))
@@ -89,7 +89,7 @@ def introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets, sizes: Stat
 
 
 def module_table(model: nn.Module, *, rows: int) -> str:
-    """Return a table of the model and its modules that have parameters, as deep as `rows` lines allow."""
+    """Return a table of the model's modules that have parameters, as deep as `rows` lines allow."""
     found = list(_modules(model, depth=1))
     for depth in count(2):
         deeper = list(_modules(model, depth=depth))
@@ -120,7 +120,7 @@ class _Module(NamedTuple):
 
 
 def _modules(module: nn.Module, *, depth: int, level: int = 1, prefix: str = "") -> Iterator[_Module]:
-    """Yield the modules below `module` down to a depth, each before those below it."""
+    """Yield the modules inside `module` down to a depth, parents first."""
     for name, child in module.named_children():
         parameters = sum(each.numel() for each in child.parameters())
         if parameters:
@@ -130,7 +130,7 @@ def _modules(module: nn.Module, *, depth: int, level: int = 1, prefix: str = "")
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the class, with that of a container's modules if there are several and all have the same."""
+    """Return the class's name; `4 × Block` for a container of several modules of one class."""
     inside = [type(each).__name__ for each in module.children()]
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(inside) > 1 and len(set(inside)) == 1
     return f"{len(inside)} × {inside[0]}" if is_list else type(module).__name__

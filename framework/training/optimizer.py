@@ -31,7 +31,7 @@ class Schedule:
     ReduceLROnPlateau steps after validations, by the metric `monitor`; all others after steps or epochs.
 
     total_steps: the scheduler's length, counted in `settings.interval`; None if it has none.
-    own: what the scheduler came in, if it has its own interval.
+    own: the scheduler's own frequency and strictness, if it came with them.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Schedule:
         self._settings = settings
         self._total_steps = total_steps
         self._frequency, self._is_strict = (1, True) if own is None else (own.frequency, own.strict)
-        self._calls = 0  # counted only if it doesn't move in each
+        self._calls = 0  # counted only if `frequency` isn't 1
         self._steps_after = "validation" if isinstance(scheduler, ReduceLROnPlateau) else settings.interval
 
     def step_after(self, what: str, metrics: Mapping[str, float] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Pairs (sum, count) that callbacks report, added up until ranks meet."""
+"""Pairs (sum, count) that callbacks report, accumulated until they are reduced over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from framework.types import SumCount
 
 @final
 class ReportedPairs:
-    """What this rank's callbacks have reported, by the names it is logged under. Tensors are read by `reduce`."""
+    """This rank's reported pairs, by the names they are logged under. Tensors are read only by `reduce`."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, list[SumCount]] = {}
@@ -24,7 +24,7 @@ class ReportedPairs:
         self._pairs.setdefault(name, []).append(pair)
 
     def reduce(self, context: Context, *, prefix: str) -> dict[str, float]:
-        """Return means over all ranks that have reported, of names with the prefix, and drop them.
+        """Return the means over all ranks of the pairs whose names have the prefix, and remove these.
 
         Every rank must call it; waits for the device.
         """

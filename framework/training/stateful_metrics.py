@@ -69,7 +69,7 @@ class StatefulMetrics:
         return {name: text for name, text in texts.items() if text}
 
     def media(self) -> dict[str, Media]:
-        """Return what metrics with a method `media` show, after `compute`."""
+        """Return the media of the metrics that have any. Call it after `compute`."""
         found: dict[str, Media] = {}
         for name, metric in self._metrics.items():
             shown = metric.media() if hasattr(metric, "media") else {}

@@ -248,7 +248,7 @@ class Trainer:
         return output.loss.detach()
 
     def _count_flops(self, micro: MicroBatch) -> None:
-        """Count those of a micro-batch, outside of the timed steps: none is timed before the first log."""
+        """Count the FLOPs of a micro-batch, outside the timed steps."""
         self._timer.leave_step(Phase.LOGGING)
         began = time.perf_counter()
         self._counts_flops = False
@@ -267,7 +267,7 @@ class Trainer:
         return output.loss if num_samples * scale == 1.0 else output.loss * (num_samples * scale)
 
     def _keep_media(self, media: Callable[[], Mapping[str, Media]], *, phase: TaskPhase | None = None) -> None:
-        """Keep what the task shows of this step, if the step will be logged, and here."""
+        """Keep the media of this step, if the step will be logged and this rank has loggers."""
         if self.state.loggers and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
             self._media["train" if phase is None else f"train/{phase.name}"] = media
 
@@ -358,7 +358,7 @@ class Trainer:
         self._media.clear()
 
     def _from_task(self, interval: Interval) -> dict[str, float]:
-        """Return what the task logs itself. Every rank must call it."""
+        """Return the metrics that the task reduces itself. Every rank must call it."""
         found = [logged(interval) for logged in self._logged_by_task]
         return {f"train/{name}": value for each in found for name, value in each.items()}
 
@@ -385,7 +385,7 @@ class Trainer:
                 each.text(name, text)
 
     def log_media(self, media: Mapping[str, Any]) -> None:
-        """Give the loggers what they can show of the last step done. Raises TargetError for anything else."""
+        """Give the loggers media of the last step done. Raises TargetError for a value that isn't Media."""
         if media and self.state.loggers:
             log_media(self.state.loggers.values(), media, step=self.progress.step)
 
@@ -482,7 +482,7 @@ class Trainer:
             self._handle(observe(EpochReport(epoch, self.progress.step)), part=part)
 
     def _handle(self, answer: Stop | Report | None, *, part: str = "train") -> None:
-        """Do what a callback's answer says: log its report's values, or stop. Pairs wait until the ranks meet."""
+        """Log the values of a Report, note a Stop. Pairs (sum, count) wait until the ranks reduce them."""
         if isinstance(answer, Report):
             named: dict[str, Any] = {f"{part}/{name}": value for name, value in answer.values.items()}
             numbers: dict[str, float] = {}

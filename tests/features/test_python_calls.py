@@ -157,7 +157,7 @@ def correct(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, i
         ({"strategy": "fdsp", "callbacks": ["emma"]}, r"has 2 mistakes:\n.*fsdp\?"),
         ({"max_epochs": 3}, r"Did you mean trainer=\{'max_epochs': ...\}\?"),
         ({"overrides": ["model=cnn"]}, "can't go with the argument model"),
-        ({"overrides": "seed=1"}, "must be a list of texts"),
+        ({"overrides": "seed=1"}, "must be a list of strings"),
         ({"overrides": ["hydra.mode=MULTIRUN"]}, "framework.load"),
         ({"metrics": [correct]}, "must be a dict"),
         ({"metrics": {"acc (%)": correct}}, "can't be a name"),

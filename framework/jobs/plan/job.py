@@ -32,7 +32,7 @@ and `notes` says why):
     environment    common: variables that are the same for all ranks; first_rank and last_rank: the others
     commands       framework, torchrun, srun: lists of words; HOST:29400 stands for an endpoint that wasn't given, NODE
                    for the number of the node
-    notes          list of texts
+    notes          list of strings
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ in the run directory with these keys (seconds, bytes, bytes or operations per se
 
     recipe, backend, seconds (to measure in), took_s, max_bytes (of a buffer)
     passed, failures   each with check, text, value and limit (in the unit of its key)
-    notes              list of texts
+    notes              list of strings
     ranks              rank, name, node, host, local_rank, devices (device, name), driver, versions, cores, threads,
                        free_disk_bytes, free_shm_bytes, data_root (null if none is configured; path, state),
                        interconnect (of the first rank of a node: what `nvidia-smi topo -m` prints), clock (ahead_s

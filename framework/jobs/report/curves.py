@@ -10,18 +10,15 @@ from itertools import groupby
 Curve = list[tuple[int, float | None]]
 """Steps in order, and the values; None where the value wasn't finite."""
 
-WIDTH, HEIGHT = 400, 220  # in the SVG's own units, which a phone shows as about one pixel each
-LEFT, RIGHT, TOP, BOTTOM = 48, 392, 8, 194  # of the area that the lines are in
-NUM_COLORS = 8  # in style.css; further runs have the same ones, dashed
-MAX_POINTS = 400  # of a line: one for each unit
+WIDTH, HEIGHT = 400, 220  # SVG units, about one pixel each on a phone
+LEFT, RIGHT, TOP, BOTTOM = 48, 392, 8, 194  # of the plot area
+NUM_COLORS = 8  # in style.css; further runs repeat them, dashed
+MAX_POINTS = 400  # of a curve: one for each unit
 _NUM_TICKS = 4
 
 
 def thinned(curve: Curve, *, max_points: int = MAX_POINTS) -> Curve:
-    """Return at most `max_points` points that look the same: the least and the greatest value of each stretch.
-
-    The first and the last point stay.
-    """
+    """Return at most `max_points` points that look the same: the minimum and maximum of each stretch, and both ends."""
     if len(curve) <= max_points:
         return curve
     size = math.ceil(len(curve) / (max_points // 2 - 1))
@@ -34,7 +31,7 @@ def thinned(curve: Curve, *, max_points: int = MAX_POINTS) -> Curve:
 
 
 def chart(curves: Sequence[Curve | None], *, name: str) -> str:
-    """Return the SVG of one metric. curves: of each run; None for a run without it, whose color stays unused."""
+    """Return the SVG of one metric. curves: one for each run, None for a run without it."""
     points = [point for curve in curves if curve for point in curve if point[1] is not None]
     x, y = (
         Scale([step for step, _ in points], LEFT, RIGHT),
@@ -64,12 +61,12 @@ def chart(curves: Sequence[Curve | None], *, name: str) -> str:
 
 
 def color(number: int) -> str:
-    """Return the classes in style.css of the run of that number, from 0."""
+    """Return the CSS classes of the run with this index."""
     return f"c{number % NUM_COLORS}" + (" dashed" if number // NUM_COLORS % 2 else "")
 
 
 class Scale:
-    """Maps values to places. Values that are all the same are in the middle."""
+    """Map values to coordinates. If all values are equal, they are in the middle."""
 
     def __init__(self, values: Sequence[float], start: float, end: float) -> None:
         self.low, self.high = min(values, default=0.0), max(values, default=1.0)

@@ -1,4 +1,4 @@
-"""`job=report runs=RUN` or `runs=[a,b]`: one HTML file with all that is known of the runs. No torch here."""
+"""`job=report runs=RUN` or `runs=[a,b]`: write a report of the runs as one HTML file. No torch here."""
 
 from __future__ import annotations
 

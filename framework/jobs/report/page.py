@@ -1,6 +1,6 @@
-"""The HTML page of a report: one file that loads nothing, for a desktop, a phone and a printer.
+"""The HTML page of a report: one self-contained file for desktop, phone and printer.
 
-Everything that comes from a run is escaped. Images and tables are those that `JsonlLogger` keeps in the `media` folder.
+Everything that comes from a run is escaped. Images and tables are those that `JsonlLogger` keeps in `media/`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_page(records: Sequence[RunRecord]) -> str:
 
 
 def _cards(records: Sequence[RunRecord]) -> str:
-    return f'<div class="grid-of">{"".join(_card(number, record) for number, record in enumerate(records))}</div>'
+    return _grid(_card(number, record) for number, record in enumerate(records))
 
 
 def _card(number: int, record: RunRecord) -> str:
@@ -143,7 +143,7 @@ def _differences(records: Sequence[RunRecord], found: Mapping[str, Section]) -> 
 
 
 def _curves(records: Sequence[RunRecord]) -> tuple[dict[str, list[Curve | None]], Section]:
-    """Return each metric's curve in each run, and the metrics that no run has more than once, as a table."""
+    """Return each metric's curve in each run, and as a table the metrics that were logged only once."""
     found: list[dict[str, Curve]] = []
     for record in records:
         own: dict[str, Curve] = defaultdict(list)
@@ -174,7 +174,7 @@ def _figures(charts: Mapping[str, Sequence[Curve | None]]) -> str:
             f'<figure data-chart="{number}"><figcaption>{escape(name)}</figcaption>'
             f"{chart(lines, name=name)}<output>last{values}</output></figure>"
         )
-    return "".join(f'<h3>{escape(part)}</h3><div class="grid-of">{"".join(each)}</div>' for part, each in parts.items())
+    return "".join(f"<h3>{escape(part)}</h3>{_grid(each)}" for part, each in parts.items())
 
 
 def _value(value: float | None) -> str:
@@ -182,7 +182,7 @@ def _value(value: float | None) -> str:
 
 
 def _data(charts: Mapping[str, Sequence[Curve | None]]) -> str:
-    """Return the points for script.js, as JSON that may stand in a script element."""
+    """Return the points for script.js, as JSON that is safe in a script element."""
     area = {
         "left": curves.LEFT,
         "right": curves.RIGHT,
@@ -198,7 +198,7 @@ def _data(charts: Mapping[str, Sequence[Curve | None]]) -> str:
 
 
 def _texts(records: Sequence[RunRecord]) -> list[str]:
-    """Return the tables of the last validation and of the test, those of the same name beside each other."""
+    """Return the tables of the last validation and of the test; tables of the same name are neighbours."""
     names = dict.fromkeys(name for record in records for name in record.texts)
     cards = [
         f'<div class="card"><h3>{_swatch(number)}{escape(name)}</h3>{_markdown(record.texts[name])}</div>'
@@ -206,7 +206,7 @@ def _texts(records: Sequence[RunRecord]) -> list[str]:
         for number, record in enumerate(records)
         if name in record.texts
     ]
-    return [f'<div class="grid-of">{"".join(cards)}</div>'] if cards else []
+    return [_grid(cards)] if cards else []
 
 
 def _evaluations(records: Sequence[RunRecord]) -> list[str]:
@@ -225,11 +225,11 @@ def _evaluations(records: Sequence[RunRecord]) -> list[str]:
             }
             title = f"{_swatch(number)}{escape(found.run)}"
             cards.append(f'<div class="card"><h3>{title}</h3>{_facts(facts)}{texts}</div>')
-    return [f'<div class="grid-of">{"".join(cards)}</div>'] if cards else []
+    return [_grid(cards)] if cards else []
 
 
 def _media(records: Sequence[RunRecord]) -> list[str]:
-    """Return the files of each name, several images of one name side by side."""
+    """Return the images and tables by name, several images of one name side by side."""
     parts = []
     for number, record in enumerate(records):
         by_name: dict[str, list[str]] = defaultdict(list)
@@ -255,11 +255,11 @@ def _medium(file: Path, name: str) -> str:
         return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
     rows = list(csv.reader(file.read_text().splitlines()))
     more = len(rows) - 1 - _MAX_ROWS
-    return _plain_table(rows[: _MAX_ROWS + 1]) + (f'<p class="dim">and {more:,} rows more</p>' if more > 0 else "")
+    return _plain_table(rows[: _MAX_ROWS + 1]) + (f'<p class="dim">and {more:,} more rows</p>' if more > 0 else "")
 
 
 def _markdown(text: str) -> str:
-    """Return a text with its Markdown tables as tables, a confusion matrix with colors, and the rest as it is."""
+    """Return a text as HTML: Markdown tables as tables, a confusion matrix with colors, the rest as it is."""
     parts, lines = [], text.splitlines()
     while lines:
         is_table = lines[0].startswith("|")
@@ -283,12 +283,12 @@ def _plain_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _scrolled(table: str, kind: str = "") -> str:
-    """Return a table that scrolls by itself if it is wider than the page."""
+    """Return a table that scrolls sideways if it is wider than the page."""
     return f'<div class="scroll"><table class="{kind}">{table}</table></div>'
 
 
 def _matrix(rows: Sequence[Sequence[str]]) -> str:
-    """Return a confusion matrix: shades are shares of the row; mistakes, relative to the largest share of mistakes."""
+    """Return a confusion matrix, shaded by shares of the row; mistakes relative to the largest share of mistakes."""
     counts = [[int(each) for each in row[1:]] for row in rows[1:]]
     shares = [[count / (sum(row) or 1) for count in row] for row in counts]
     wrong = max((share for r, row in enumerate(shares) for c, share in enumerate(row) if r != c), default=0) or 1
@@ -327,7 +327,7 @@ def _environments(records: Sequence[RunRecord]) -> str:
         }
         diff = _folded("uncommitted changes", git["diff"]) if git.get("diff") else ""
         cards.append(f'<div class="card"><h3>{_label(number, record)}</h3>{_facts(shown)}{diff}</div>')
-    return f'<div class="grid-of">{"".join(cards)}</div>'
+    return _grid(cards)
 
 
 def _configurations(records: Iterable[RunRecord]) -> Iterator[str]:
@@ -335,6 +335,10 @@ def _configurations(records: Iterable[RunRecord]) -> Iterator[str]:
         typed = escape(" ".join(record.overrides)) or "nothing"
         config = _folded("config.yaml", record.run_dir.config_file.read_text())
         yield f"<h3>{_label(number, record)}</h3><p>Typed: {typed}</p>{config}"
+
+
+def _grid(cells: Iterable[str]) -> str:
+    return f'<div class="grid-of">{"".join(cells)}</div>'
 
 
 def _folded(title: str, text: str) -> str:

@@ -1,4 +1,4 @@
-// Shows the values at the step under the pointer. Without it the page shows the last ones.
+// Show the values at the step under the pointer, else the last ones.
 const charts = JSON.parse(document.getElementById("curves").textContent);
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
   const svg = figure.querySelector("svg"), output = figure.querySelector("output"), last = output.innerHTML;
