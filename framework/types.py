@@ -334,7 +334,8 @@ class Callback(Protocol):
 
 
 class Logger(Protocol):
-    """Writes what a run reports, on rank 0 only. `fit_start`, `step` and `flush` may be left out.
+    """Writes what a run reports, on rank 0 only. `fit_start`, `step`, `hparams` and `flush` may be left
+    out.
 
     `step` is called after every optimizer step and must cost next to nothing; `metrics` gets plain numbers. `flush` is
     called before each checkpoint: what was logged must survive a kill then, since a resumed run doesn't log it again.
@@ -344,6 +345,13 @@ class Logger(Protocol):
     def step(self, report: StepReport) -> None: ...
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None: ...
     def text(self, tag: str, text: str) -> None: ...
+    def hparams(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Log the run's whole configuration, nested, and its final metrics. Called once, when training has ended.
+
+        metrics: of the last validation and the test under their own names, and `best/NAME`, the monitored one of the
+        best checkpoint. A run that fails, or is stopped on request, doesn't get here.
+        """
+
     def flush(self) -> None: ...
     def close(self) -> None: ...
 

@@ -14,6 +14,7 @@ from typing import Any
 from framework.checkpoint.layout import BEST, step_of
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.optimizers import optimizer_configs
+from framework.config.saved import load_yaml
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
@@ -279,3 +280,11 @@ def _report(rank: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, s
         "slow_ranks": [asdict(each) for each in trainer.slow_ranks.found()],
     }
     rank.run_dir.update_run({"results": results})
+    if trainer.stop.on_request:
+        return
+    final = dict(state.val_metrics) | ({} if test is None else test["metrics"])
+    if best is not None:
+        final[f"best/{rank.config.checkpoint.monitor}"] = best.metrics[str(rank.config.checkpoint.monitor)]
+    config = load_yaml(rank.run_dir.config_file)
+    for record in hooks(state.loggers.values(), "hparams"):
+        record(config, final)
