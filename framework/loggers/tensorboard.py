@@ -24,7 +24,7 @@ _HPARAMS = (  # the sections that say what is trained
     *("trainer", "callbacks"),
 )
 _CHARTS = {  # of "Custom Scalars": title → which numbers, as a regular expression; those without any are left out
-    "loss": r"(train|val|test)/(.+/)?loss$",
+    "loss": r"(train|val)/(.+/)?loss$",
     "validation": r"val/(?!(.+/)?loss$)",
     "learning rate": r"train/lr(/|$)",
     "gradient norm": r"train/(.+/)?grad_norm$",
@@ -170,7 +170,7 @@ class TensorBoardLogger:
             self._writer.file_writer.add_summary(summary, step, unix_s)
         charts = [title for title, tags in _CHARTS.items() if any(map(re.compile(tags).match, self._names))]
         if charts != self._charts:  # TensorBoard uses the last ones
-            self._writer.add_custom_scalars({"run": {title: ["Multiline", [_CHARTS[title]]] for title in charts}})
+            self._writer.add_custom_scalars({"overview": {title: ["Multiline", [_CHARTS[title]]] for title in charts}})
             self._charts = charts
         for write in self._pending_media:
             write(self._writer)
