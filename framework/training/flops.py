@@ -56,8 +56,9 @@ class FlopRate:
         """Run the micro-batch forward and backward once more and count. Every rank must call it.
 
         It runs on a copy of model and task that shares the weights: gradients, buffers, generators and attributes stay
-        as they are, and hooks aren't called. A gradient is dropped as soon as it is there, so the peak of memory stays.
-        If a model or task can't be copied, that is logged, and there are no rates.
+        as they are, and hooks aren't called. A gradient is dropped as soon as it is there, so the peak of memory is no
+        higher, except that a compiled model runs eagerly. If a model or task can't be copied or memory runs out, that
+        is logged, and there are no rates.
         """
         try:
             with state.without_side_effects():

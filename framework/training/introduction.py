@@ -149,7 +149,7 @@ def _facts(rank: RankSetup, trainer: Trainer, datasets: Datasets, sizes: StateSi
     named = [("weights", sizes.weights), ("gradients", sizes.gradients), ("optimizer", sizes.optimizer)]
     each = "each process: " if context.world_size > 1 else ""
     memory = ", ".join(f"{name} {'unknown' if size is None else format_bytes(size)}" for name, size in named)
-    saved = f"; a checkpoint takes about {format_bytes(sizes.checkpoint)}" if config.checkpoint.enabled else ""
+    saved = f", checkpoint about {format_bytes(sizes.checkpoint)}" if config.checkpoint.enabled else ""
     yield "memory", f"{each}{memory}{saved}"
     streams = streams_of(datasets)
     parts = datasets.parts.items()
