@@ -44,7 +44,7 @@ from framework.training.optimizer import clip_gradients
 from framework.training.step_times import SHARES, Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
-from framework.types import EpochReport, EvalReport, FitInfo, MicroBatch, StepOutput, StepReport, Stop, Window, hooks
+from framework.types import EpochReport, EvalReport, FitInfo, StepOutput, StepReport, Stop, Window, hooks
 from framework.types import Phase as TaskPhase
 
 _ONE_LOSS: tuple[TaskPhase | None, ...] = (None,)
@@ -195,9 +195,9 @@ class Trainer:
         micro_batches = window.micro_batches if len(phases) == 1 else list(window.micro_batches)
         for phase in phases:
             step = state.task.training_step if phase is None else phase.step
+            if self._counts_flops and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
+                step, self._counts_flops = self._flops.recorded(step), False
             for position, micro in enumerate(micro_batches, start=1):
-                if self._counts_flops and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
-                    self._count_flops(micro)
                 mark(Phase.FORWARD)
                 weight = micro.num_samples * scale
                 is_last = position == window.num_micro_batches
@@ -225,14 +225,6 @@ class Trainer:
             self._update(window.global_count, phase)
         state.strategy.after_update(state.model)
         return output.loss.detach()
-
-    def _count_flops(self, micro: MicroBatch) -> None:
-        """Count those of a micro-batch, outside of the timed steps: none is timed before the first log."""
-        self._timer.leave_step(Phase.LOGGING)
-        began = time.perf_counter()
-        self._counts_flops = False
-        self._flops.count(self.state, micro)
-        self._throughput.leave_out(since=began)
 
     def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
         """Return the loss to go backward from, for a strategy that runs windows itself."""
@@ -290,6 +282,10 @@ class Trainer:
         """
         self._timer.leave_step(Phase.LOGGING)
         state, meter = self.state, self.state.meter
+        if self._flops.has_calls:
+            began = time.perf_counter()
+            self._flops.count(state)
+            self._throughput.leave_out(since=began)
         save_is_due = self.checkpoints is not None and self.checkpoints.due_time()
         extra = [self.stop.own_reason is not None, save_is_due, state.trainable.has_changed()]
         times, memory = self.slow_ranks.row(self._timer.read()), self._usage.row()
