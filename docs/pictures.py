@@ -1,6 +1,7 @@
-"""The picture of TensorBoard in docs/configuration.md, taken from real runs: `make pictures`.
+"""The pictures of TensorBoard in docs/configuration.md, taken from real runs: `make pictures`.
 
-Three runs of the default recipe with different learning rates, in headless Chromium. They are removed afterwards.
+Three runs of the default recipe with different learning rates, in headless Chromium: the time series, and the page that
+TensorBoard shows first, "Custom Scalars". The runs are removed afterwards.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ LEARNING_RATES = ("0.02", "0.1", "0.004")  # the first is the recipe's own
 TAGS = ("train/loss", "val/accuracy", "train/lr")
 
 _WIDTH, _HEIGHT = 1400, 500
+_CHARTS_HEIGHT = 1080
 _PAGE_S = 30.0
 
 # Whole curves, no table below each chart, no pane of settings beside them: more room for what is to be seen.
@@ -43,29 +45,37 @@ def main() -> None:
         folder = Path(name)
         for rate in LEARNING_RATES:
             subprocess.run([sys.executable, "-m", "framework", f"optimizer.lr={rate}"], cwd=folder, check=True)
-        picture = tensorboard_picture(folder, browser=browser)
-    (PICTURES / "tensorboard.png").write_bytes(picture)
+        with tensorboard.served(folder, num_runs=len(LEARNING_RATES)) as address:
+            (PICTURES / "tensorboard.png").write_bytes(time_series(address, browser=browser))
+            (PICTURES / "custom_scalars.png").write_bytes(custom_scalars(address, browser=browser))
 
 
-def tensorboard_picture(folder: Path, *, browser: str) -> bytes:
+def time_series(address: str, *, browser: str) -> bytes:
     """A PNG of the page with the charts of TAGS at the top, beside each other."""
-    with tensorboard.served(folder, num_runs=len(LEARNING_RATES)) as address:
-        url = tensorboard.time_series(address, pinnedCards=tensorboard.pinned(*TAGS), smoothing="0")
-        # Charts are drawn once they are in sight: three rows of them are, as long as the settings take their room.
-        with opened_page(url, program=browser, width=_WIDTH, height=3 * _HEIGHT) as page:
-            page.wait_for(_ALL_DRAWN, timeout=_PAGE_S)
-            page.evaluate(_MAKE_ROOM)
-            return when_still(page)
+    url = tensorboard.time_series(address, pinnedCards=tensorboard.pinned(*TAGS), smoothing="0")
+    # Charts are drawn once they are in sight: three rows of them are, as long as the settings take their room.
+    with opened_page(url, program=browser, width=_WIDTH, height=3 * _HEIGHT) as page:
+        page.wait_for(_ALL_DRAWN, timeout=_PAGE_S)
+        page.evaluate(_MAKE_ROOM)
+        return when_still(page, height=_HEIGHT)
 
 
-def when_still(page: Page) -> bytes:
+def custom_scalars(address: str, *, browser: str) -> bytes:
+    """A PNG of the page with the charts that the logger has laid out."""
+    url = tensorboard.dashboard(address, "custom_scalars")
+    with opened_page(url, program=browser, width=_WIDTH, height=_CHARTS_HEIGHT) as page:
+        page.wait_for(f"{tensorboard.WORDS_OF_PAGE.strip()}.includes('Matches')", timeout=_PAGE_S)
+        return when_still(page, height=_CHARTS_HEIGHT)
+
+
+def when_still(page: Page, *, height: int) -> bytes:
     """The page's upper part once it has looked the same for a second: nothing on it says that a chart is drawn."""
     deadline = time.monotonic() + _PAGE_S
-    picture, since = page.screenshot(height=_HEIGHT), time.monotonic()
+    picture, since = page.screenshot(height=height), time.monotonic()
     while time.monotonic() - since < 1.0:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the page still changes after {_PAGE_S} s")
-        if (newer := page.screenshot(height=_HEIGHT)) != picture:
+        if (newer := page.screenshot(height=height)) != picture:
             picture, since = newer, time.monotonic()
     return picture
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.monitoring.rank_log import logger
-from framework.training.precision import task_modules
 from framework.training.train_state import TrainState
-from framework.types import MicroBatch
+from framework.types import Batch, StepOutput
 
 # Dense peaks in TFLOP/s, from NVIDIA's data sheets (sparse figures halved); bf16 and fp16 accumulate in fp32. The first
 # entry counts whose words are all in the device's name. There is no bf16 and TF32 before Ampere.
@@ -40,6 +41,8 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("T4", {"fp16": 65, "fp32": 8.1}),
 )
 _FORMATS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Step = Callable[[nn.Module, Batch], StepOutput]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -50,21 +53,52 @@ class FlopRate:
 
     peak: float | None
     flops_per_sample: float | None = None  # None: not counted
+    _calls: list[_Call] = field(default_factory=list)
+    _num_samples: int = 0
 
-    def count(self, state: TrainState, micro: MicroBatch) -> None:
-        """Run the micro-batch forward and backward once more and count. Every rank must call it.
+    @property
+    def has_calls(self) -> bool:
+        """True if `count` has something to count."""
+        return bool(self._calls)
 
-        It runs on a copy of model and task that shares the weights: gradients, buffers, generators and attributes don't
-        change, and hooks aren't called. Each gradient is dropped once it is computed, so peak memory doesn't grow. If
-        model or task can't be copied, that is logged, and there are no rates.
+    def recorded(self, step: _Step) -> _Step:
+        """Return a task's step that keeps what the model is called with in its first micro-batch, for `count`."""
+
+        def run(model: nn.Module, batch: Batch) -> StepOutput:
+            if self._calls:
+                return step(model, batch)
+            # In place of a hook, after which a compiled model would be compiled once more.
+            compiled = model._compiled_call_impl
+            call = compiled or model._call_impl
+
+            def record(*args: Any, **kwargs: Any) -> Any:
+                self._calls.append((args, kwargs))
+                return call(*args, **kwargs)
+
+            model._compiled_call_impl = record
+            try:
+                output = step(model, batch)
+            finally:
+                model._compiled_call_impl = compiled
+            self._num_samples = output.num_samples
+            return output
+
+        return run
+
+    def count(self, state: TrainState) -> None:
+        """Repeat the recorded calls, forward and backward, and count. Every rank must call it.
+
+        The calls run on a copy of the model that shares the weights: gradients, buffers, generators and attributes don't
+        change, and hooks aren't called. Each gradient is dropped once it is computed, so peak memory doesn't grow, except
+        that a compiled model runs eagerly. If a model can't be copied, or memory runs out, that is logged, and there are
+        no rates.
         """
+        calls, self._calls = self._calls, []
         try:
             with state.without_side_effects():
-                flops = _counted(state, micro)
-        except Exception as error:  # the user's classes may refuse to be copied, or to run once more
+                self.flops_per_sample = _counted(state, calls) / self._num_samples or None
+        except Exception as error:  # the user's class may refuse to be copied, or to run once more
             logger.info("train/tflop_per_s isn't logged: FLOPs can't be counted: %r", error)
-        else:
-            self.flops_per_sample = flops / max(micro.num_samples, 1) or None
 
     def values(self, samples_per_s: float) -> dict[str, float]:
         """Return what to log: `tflop_per_s` of all devices and, if their peak is known, `mfu`."""
@@ -96,7 +130,7 @@ def peak_of_gpu(name: str, precision: Precision, *, allows_tf32: bool) -> float 
     return None
 
 
-def _counted(state: TrainState, micro: MicroBatch) -> int:
+def _counted(state: TrainState, calls: Sequence[_Call]) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # takes 0.2 s, as it imports triton
 
     memo: dict[int, Any] = {}
@@ -104,18 +138,17 @@ def _counted(state: TrainState, micro: MicroBatch) -> int:
         alias = memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         if alias.requires_grad:
             alias.register_post_accumulate_grad_hook(_drop_gradient)
-    for module in (state.bare_model, *task_modules(state.task)):
-        memo |= {id(parameter): parameter for parameter in module.parameters() if id(parameter) not in memo}
-        memo |= {id(buffer): buffer.clone() for buffer in module.buffers()}
-        for part in module.modules():
-            memo |= {id(vars(part)[name]): OrderedDict[int, Any]() for name in _HOOKS}
-    model, task = copy.deepcopy((state.bare_model, state.task), memo)
+    memo |= {id(buffer): buffer.clone() for buffer in state.bare_model.buffers()}
+    for module in state.bare_model.modules():
+        memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS}
+    model = copy.deepcopy(state.bare_model, memo)
     with FlopCounterMode(display=False) as counter:
         with state.precision.autocast():
-            loss = task.training_step(model, state.precision.convert_batch(micro.batch)).loss
+            outputs = [model(*args, **kwargs) for args, kwargs in calls]
         if state.recomputes:  # a backward takes about twice the forward; what is recomputed isn't the model's work
             return 3 * int(counter.get_total_flops())
-        loss.backward()
+        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+        torch.autograd.backward(tensors, [torch.ones_like(each) for each in tensors])
     return int(counter.get_total_flops())
 
 

@@ -51,7 +51,6 @@ from framework.types import (
     FitInfo,
     Interval,
     Media,
-    MicroBatch,
     Report,
     StepOutput,
     StepReport,
@@ -214,9 +213,9 @@ class Trainer:
         micro_batches = window.micro_batches if len(phases) == 1 else list(window.micro_batches)
         for phase in phases:
             step = state.task.training_step if phase is None else phase.step
+            if self._counts_flops and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
+                step, self._counts_flops = self._flops.recorded(step), False
             for position, micro in enumerate(micro_batches, start=1):
-                if self._counts_flops and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
-                    self._count_flops(micro)
                 mark(Phase.FORWARD)
                 weight = micro.num_samples * scale
                 is_last = position == window.num_micro_batches
@@ -246,14 +245,6 @@ class Trainer:
             self._update(window.global_count, phase)
         state.strategy.after_update(state.model)
         return output.loss.detach()
-
-    def _count_flops(self, micro: MicroBatch) -> None:
-        """Count the FLOPs of a micro-batch, outside the timed steps."""
-        self._timer.leave_step(Phase.LOGGING)
-        began = time.perf_counter()
-        self._counts_flops = False
-        self._flops.count(self.state, micro)
-        self._throughput.leave_out(since=began)
 
     def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
         """Return the loss to go backward from, for a strategy that runs windows itself."""
@@ -318,6 +309,10 @@ class Trainer:
         """
         self._timer.leave_step(Phase.LOGGING)
         state, meter = self.state, self.state.meter
+        if self._flops.has_calls:
+            began = time.perf_counter()
+            self._flops.count(state)
+            self._throughput.leave_out(since=began)
         save_is_due = self.checkpoints is not None and self.checkpoints.due_time()
         extra = [self.stop.own_reason is not None, save_is_due, state.trainable.has_changed(), bool(state.reported)]
         times, memory = self.slow_ranks.row(self._timer.read()), self._usage.row()

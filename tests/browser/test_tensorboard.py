@@ -24,6 +24,12 @@ LEARNING_RATES = (0.05, 0.01)
 SHOWN_S = 15.0
 """How long the page may take for a chart: its data are fetched and drawn once it is in sight."""
 ROUNDED = 5.1e-5  # the table has four digits after the point
+WORDS = {
+    "custom_scalars": ["validation", "learning rate", "gradient norm", "samples per second", "shares of a step"],
+    # The key that differs comes first.
+    "hparams": ["Hyperparameters optimizer.lr ", "best/val/accuracy", "0.050000", "0.010000"],
+}
+"""What is on two other pages."""
 LISTED_RUNS = """
 [...document.querySelectorAll("runs-data-table tb-data-table-content-row .table-column-run")]
   .map(cell => cell.innerText.trim()).sort()
@@ -48,6 +54,13 @@ def shown_lines(page: Page, tag: str) -> list[dict[str, Any]]:
     return sorted(page.wait_for(script, timeout=SHOWN_S), key=lambda line: line["run"])
 
 
+def find_words(address: str, name: str, *, program: str) -> None:
+    with opened_page(tensorboard.dashboard(address, name), program=program, width=1400, height=2000) as page:
+        found = f"({tensorboard.WORDS_OF_PAGE.strip()}).join(' ')"
+        missing = f"{json.dumps(WORDS[name])}.filter(words => !({found}).includes(words))"
+        page.wait_for(f"{missing}.length === 0", timeout=SHOWN_S)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("own_state")
@@ -63,6 +76,8 @@ def test_tensorboard_shows_loss_accuracy_and_learning_rate_of_two_runs(train, tm
             page.wait_for(f"{LISTED_RUNS.strip()}.length >= {len(runs)}", timeout=SHOWN_S)
             assert page.evaluate(LISTED_RUNS) == sorted(runs)
             charts = {tag: shown_lines(page, tag) for tag in CHARTS}
+        for name in WORDS:
+            find_words(address, name, program=program)
     for tag, lines in charts.items():
         curves = {run: results.curve(run_dir, tag) for run, run_dir in sorted(runs.items())}
         assert [(line["run"], line["step"]) for line in lines] == [(run, max(curve)) for run, curve in curves.items()]

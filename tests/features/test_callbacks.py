@@ -164,9 +164,12 @@ def test_an_own_callback_and_logger_see_everything(train, folder):
     assert [line[1:4] for line in steps] == [[step, (step - 1) // 10, 20] for step in range(1, 21)]
     mean = sum(line[4] for line in steps[:5]) / 5
     assert results.curve(run_dir, "train/loss")[5] == pytest.approx(mean, rel=1e-5)
-    training = "train/grad_norm train/loss train/lr train/samples_per_s"
-    timed = f"time/data {training}"  # from the second time on
-    assert (run_dir / "lines_0").read_text().splitlines() == [
+    training = "train/grad_norm train/loss train/lr train/samples_per_s train/tflop_per_s"
+    timed = f"time/backward time/callbacks time/data time/forward time/optimizer {training}"  # from the second time on
+    # Once a second there is the memory, too.
+    lines = (run_dir / "lines_0").read_text().replace("device/memory_gb ", "").splitlines()
+    assert lines.pop(0).startswith("mine summary ")
+    assert lines == [
         f"mine config {len((run_dir / 'config.yaml').read_text())}",
         f"mine 5 0 {training}",
         f"mine 10 0 {timed}",

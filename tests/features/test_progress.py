@@ -19,7 +19,7 @@ def test_the_model_the_data_and_the_processes_are_printed_and_logged_before_the_
         "model parameters trainable",
         "ConvNet 600,810 all",
         "features Sequential 9,568 all",
-        "memory weights 2.40 MB, gradients 2.40 MB, optimizer 4.81 MB; a checkpoint takes about 7.24 MB",
+        "memory weights 2.40 MB, gradients 2.40 MB, optimizer 4.81 MB, checkpoint about 7.24 MB",
         "data train 1,257, val 180, test 360 samples",
         "steps global batch 16 (8 a forward × 2 accumulated), 79 steps an epoch, 4 in total",
         "processes 1 process, cpu, gloo, Single, 32-true",

@@ -143,9 +143,10 @@ def test_memory_and_utilization_are_logged(train: Run, gpus: int) -> None:
     busy = f"+callbacks.busy._target_={CASES}.Busy"
     run_dir = train(*TOY, on(gpus), busy, "trainer.max_steps=100")
     rows = [row for row in results.rows(run_dir) if any(name.startswith("device/") for name in row)]
-    assert bool(rows) == bool(gpus)
+    assert rows
     for row in rows:
-        assert 0.1 < row["device/memory_gb"] < 10
+        assert 0.05 < row["device/memory_gb"] < 10
+        assert ("device/utilization" in row) == bool(gpus)
     if gpus:
         assert max(row["device/utilization"] for row in rows) > 0.3
 

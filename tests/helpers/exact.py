@@ -202,7 +202,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def _is_of_speed(name: str) -> bool:
-    return name in ("time", "train/samples_per_s") or name.startswith(("time/", "skew/"))
+    return name == "time" or name.endswith("_per_s") or name.startswith(("time/", "skew/", "device/"))
 
 
 def _curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:

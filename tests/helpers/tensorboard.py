@@ -39,6 +39,23 @@ def time_series(address: str, **settings: str) -> str:
     return f"{address}?{urllib.parse.urlencode(settings)}#timeseries"
 
 
+def dashboard(address: str, name: str) -> str:
+    """Another page: custom_scalars, hparams, graphs, histograms."""
+    return f"{address}#{name}"
+
+
+WORDS_OF_PAGE = """
+(() => {
+  const words = node => node.nodeType === Node.TEXT_NODE
+    ? node.textContent.trim().split(/\\s+/)
+    : ["STYLE", "SCRIPT"].includes(node.nodeName) ? []
+    : [...node.shadowRoot?.childNodes ?? [], ...node.childNodes].flatMap(words);
+  return document.body ? words(document.body).filter(Boolean) : [];
+})()
+"""
+"""A script that gives all words of such a page, whose parts are in shadow roots."""
+
+
 def pinned(*tags: str) -> str:
     """The setting `pinnedCards`: these charts at the top of the page, in this order."""
     return json.dumps([{"plugin": "scalars", "tag": tag} for tag in tags])

@@ -87,8 +87,9 @@ def test_everything_lies_where_it_should(default: Run) -> None:
 def test_tensorboard_has_the_curves_and_the_config(default: Run) -> None:
     events = results.events(default.run_dir)
     assert set(events.Tags()["scalars"]) == {
-        *("train/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "time/data"),
-        *("val/loss", "val/accuracy", "test/loss", "test/accuracy"),
+        *("train/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/tflop_per_s", "device/memory_gb"),
+        *("time/data", "time/forward", "time/backward", "time/optimizer", "time/callbacks"),
+        *("val/loss", "val/accuracy", "test/loss", "test/accuracy", "best/val/accuracy"),
     }
     (text,) = events.Tensors("config/text_summary")
     shown = text.tensor_proto.string_val[0].decode()

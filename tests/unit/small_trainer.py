@@ -257,7 +257,7 @@ class Recorder:
 
 def without_speed(numbers: Numbers) -> list[Any]:
     """All that was logged, but how fast it went, and in which phase."""
-    apart = ("train/samples_per_s", "time/", "skew/")
+    apart = ("train/samples_per_s", "time/", "skew/", "device/")
     return [
         (step, epoch, {name: value for name, value in values.items() if not name.startswith(apart)})
         for step, epoch, values in numbers.logged

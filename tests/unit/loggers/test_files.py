@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.plugins.custom_scalar import layout_pb2
 from torch import nn
 
 from framework.loggers import JsonlLogger, TensorBoardLogger
@@ -167,13 +168,21 @@ def test_texts_are_code_blocks_at_the_step_the_training_starts_from(tmp_path: Pa
     assert [event.step for event in results.events(tmp_path).Tensors("config/text_summary")] == [30]
 
 
-def test_times_of_ranks_get_a_chart_of_all(tmp_path: Path) -> None:
-    for start, name in ((0, "train/loss"), (2, "skew/rank_0")):
-        logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
-        logger.fit_start(info(start))
-        logger.metrics({name: 0.5, "time/data": 0.1}, step=start + 1, epoch=0)
-        logger.close()
-        assert ("custom_scalars__config__" in results.events(tmp_path).Tags()["tensors"]) is (start == 2)
+def test_charts_are_those_of_the_numbers_that_are_there(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
+    logger.fit_start(info(0))
+    for step, name in enumerate(("train/loss", "train/gan/loss", "train/lr/head", "val/accuracy", "skew/rank_0"), 1):
+        logger.metrics({name: 0.5, "unknown": 0.1}, step=step, epoch=0)
+        logger.flush()
+    logger.close()
+    layouts = [
+        layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+        for event in results.events(tmp_path).Tensors("custom_scalars__config__")
+    ]
+    titles = [[chart.title for category in layout.category for chart in category.chart] for layout in layouts]
+    assert titles[0] == ["loss"]
+    assert titles[-1] == ["loss", "validation", "learning rate", "skew: own time beyond the other ranks', of a step"]
+    assert len(titles) == 4  # one as soon as a chart is added, which is not at each log
 
 
 def test_a_full_disk_is_reported_once_and_numbers_are_missing_until_the_next_flush(
