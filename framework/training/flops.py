@@ -88,10 +88,10 @@ class FlopRate:
     def count(self, state: TrainState) -> None:
         """Repeat the recorded calls, forward and backward, and count. Every rank must call it.
 
-        The calls run on a copy of the model that shares the weights: gradients, buffers, generators and attributes don't
-        change, and hooks aren't called. Each gradient is dropped once it is computed, so peak memory doesn't grow, except
-        that a compiled model runs eagerly. If a model can't be copied, or memory runs out, that is logged, and there are
-        no rates.
+        The calls run on a copy of the model that shares the weights: gradients, buffers and generators don't change,
+        and hooks aren't called. Each gradient is dropped once it is computed, so peak memory doesn't grow, except for
+        a compiled model, which runs eagerly. If a model can't be copied, or memory runs out, that is logged, and there
+        are no rates.
         """
         calls, self._calls = self._calls, []
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def test_steps_and_checkpoints_are_those_of_a_real_run(plan, train, overrides):
     assert found["steps"]["total"] == results.results(run_dir)["steps"]
     saved = sum(file.stat().st_size for file in (run_dir / "checkpoints" / "last").iterdir())
     assert found["checkpoint"] == pytest.approx(saved, rel=TEN_PERCENT)
-    assert f"{found['model']['parameters']:,} parameters" in (run_dir / "logs" / "rank_0.log").read_text()
+    (counted,) = re.findall(r"^  \w*Model\w* +([\d,]+)  all$", results.log(run_dir), re.MULTILINE)
+    assert counted == f"{found['model']['parameters']:,}"
 
 
 # Code of the user's own

@@ -77,7 +77,7 @@ def test_strategies_whose_modules_nothing_has_loaded_before(strategy: str, tmp_p
 def test_everything_lies_where_it_should(default: Run) -> None:
     assert RUN_NAME.fullmatch(default.run_dir.name)
     files = {"config.yaml", "overrides.yaml", "run.json", "metrics.jsonl"}
-    assert {path.name for path in default.run_dir.iterdir()} == files | {"checkpoints", "tensorboard", "logs"}
+    assert {path.name for path in default.run_dir.iterdir()} == files | {"checkpoints", "tensorboard", "logs", "media"}
     step = f"step_{results.pointed(default.run_dir, 'last'):08d}"
     assert {path.name for path in (default.run_dir / "checkpoints" / step).iterdir()} == {
         *("model.pt", "training.pt", "generators.pt", "config.yaml", "manifest.json")
