@@ -142,6 +142,8 @@ def _counted(state: TrainState, calls: Sequence[_Call]) -> int:
     for module in state.bare_model.modules():
         memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS}
     model = copy.deepcopy(state.bare_model, memo)
+    for module in model.modules():
+        module._compiled_call_impl = None  # LightningModules copy it, bound to the original
     with FlopCounterMode(display=False) as counter:
         with state.precision.autocast():
             outputs = [model(*args, **kwargs) for args, kwargs in calls]

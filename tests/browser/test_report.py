@@ -33,9 +33,9 @@ def test_a_report_fits_a_phone_and_a_desktop(train, tmp_path: Path) -> None:
     program = need_chromium()
     short = ("recipe=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=20", "trainer.log_every_n_steps=5")
     runs = [train(*short, f"optimizer.lr={rate}") for rate in (0.05, 0.01)]
-    (runs[0] / "media").mkdir()
+    (runs[0] / "media").mkdir(exist_ok=True)
     (runs[0] / "media" / "wide_1.csv").write_text(",".join(f"column_{i}" for i in range(60)) + "\n")
-    (runs[0] / "media" / "long_1.txt").write_text("x" * 2000)
+    (runs[0] / "media" / "long_1.csv").write_text("x" * 2000 + "\n")
     output = tmp_path / "report.html"
     assert cli.main(["job=report", "runs=outputs/digits", f"report.output={output}"]) == 0
     for width in (390, 1280):

@@ -130,6 +130,8 @@ def test_a_run_of_an_earlier_version_resumes(train, tmp_path, name, loss):
 
     loss: of the validation after 20 steps without a stop, by that version.
     """
+    if name == "sharded" and torch.__version__ < "2.15":
+        pytest.skip("its index was pickled by torch 2.15, and earlier ones can't read that")
     with tarfile.open(Path(__file__).with_name("earlier_checkpoints.tar.xz")) as archive:
         archive.extractall(tmp_path / "earlier", filter="data")
     earlier = tmp_path / "earlier" / name

@@ -130,6 +130,7 @@ def test_media_and_checkpoints_reach_the_trackers(train, tmp_path):
         "media/val/figure/val_figure_00000020_0.png",
         "media/val/table/00000020.csv",
         "media/val/text/00000020.txt",
+        "media/summary/00000000.txt",
     }
     assert {"val/file/conf.txt", "config.yaml", "checkpoints/step_00000020/manifest.json"} <= found
 

@@ -106,7 +106,7 @@ def test_before_training(train: Train, capfd: pytest.CaptureFixture[str], launch
     lines = results.log(run_dir).splitlines()
     (place,) = (number for number, line in enumerate(lines) if line.startswith("Preflight passed in "))
     assert lines[place + 1].startswith("slowest link: rank 0 – rank 1: ")
-    assert any(line.startswith("ToyModel with ") for line in lines[place + 2 :])
+    assert any(line.startswith("  ToyModel ") for line in lines[place + 2 :])
     assert found_in(run_dir)["passed"] is True
     steps = results.results(run_dir)["steps"]
     typed = ("trainer.max_epochs=2", "preflight.min_bus_bandwidth=1e9")
