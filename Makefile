@@ -31,7 +31,7 @@ help:
 	@echo "make check     types (mypy)"
 	@echo "make format    format the code and fix what ruff can fix"
 	@echo "make wheel     build dist/*.whl and dist/*.tar.gz"
-	@echo "make pictures  make the pictures in docs/configuration.md again; needs chromium"
+	@echo "make pictures  make the pictures of README and docs again; needs chromium"
 	@echo "make clean     remove $(VENV), dist and caches; outputs stay"
 
 install: $(STAMP)

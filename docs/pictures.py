@@ -1,7 +1,7 @@
-"""The pictures of TensorBoard in docs/configuration.md, taken from real runs: `make pictures`.
+"""The pictures of TensorBoard and of a report in README and docs, taken from real runs: `make pictures`.
 
-Three runs of the default recipe with different learning rates, in headless Chromium: the time series, and the page that
-TensorBoard shows first, "Custom Scalars". The runs are removed afterwards.
+Three runs of the default recipe with different learning rates, in headless Chromium: TensorBoard's time series and its
+"Custom Scalars", and the upper part of a report. The runs are removed afterwards.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ TAGS = ("train/loss", "val/accuracy", "train/lr")
 
 _WIDTH, _HEIGHT = 1400, 500
 _CHARTS_HEIGHT = 1080
+_REPORT_HEIGHT = 1000
 _PAGE_S = 30.0
 
 # Whole curves, no table below each chart, no pane of settings beside them: more room for what is to be seen.
@@ -48,6 +49,10 @@ def main() -> None:
         with tensorboard.served(folder, num_runs=len(LEARNING_RATES)) as address:
             (PICTURES / "tensorboard.png").write_bytes(time_series(address, browser=browser))
             (PICTURES / "custom_scalars.png").write_bytes(custom_scalars(address, browser=browser))
+        command = (sys.executable, "-m", "framework", "job=report", "runs=outputs/digits", "report.output=report.html")
+        subprocess.run(command, cwd=folder, check=True)
+        with opened_page((folder / "report.html").as_uri(), program=browser, width=_WIDTH, height=_REPORT_HEIGHT) as page:
+            (PICTURES / "report.png").write_bytes(when_still(page, height=_REPORT_HEIGHT))
 
 
 def time_series(address: str, *, browser: str) -> bytes:
