@@ -50,6 +50,7 @@ def train(
     Raises:
         RequestError: an argument is wrong; nothing was started.
         RunFailedError: the run failed; the exception has its report.
+        KeyboardInterrupt: on the second interrupt, and on the first before training has begun.
     """
     if recipe is not None and not isinstance(recipe, str):
         raise ConfigError(f"recipe={recipe!r}: must be the name of a recipe. Did you mean model=...?")
