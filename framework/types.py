@@ -146,10 +146,13 @@ class Histogram:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table to log: rows with a string or number for each column. Raises DataError for a row of another length."""
+    """A table to log: rows with a value for each column. Raises DataError for a row of another length.
+
+    Strings and numbers, also of NumPy and torch, are kept; None is an empty cell; others are written as `str` does.
+    """
 
     columns: Sequence[str]
-    rows: Sequence[Sequence[str | float]]
+    rows: Sequence[Sequence[Any]]
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
@@ -158,6 +161,12 @@ class Table:
                     f"framework.Table got {len(self.columns)} columns ({', '.join(self.columns)}), and row {number} "
                     f"has {len(row)} values. Give one for each column."
                 )
+        object.__setattr__(self, "rows", [[_plain_cell(value) for value in row] for row in self.rows])
+
+
+def _plain_cell(value: Any) -> str | float | None:
+    value = value.item() if getattr(value, "shape", None) == () else value  # a scalar of torch or NumPy
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,5 +100,6 @@ def markdown(table: Table) -> str:
     )
 
 
-def _cell(value: str | float) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")
+def _cell(value: str | float | None) -> str:
+    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

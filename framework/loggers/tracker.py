@@ -104,6 +104,7 @@ class Tracker(ABC):
         self._journal: JsonLines | None = None
         self._worker: Worker | None = None
         self._step = 0
+        self._pending_texts: list[tuple[str, str]] = []
         self._is_full = False  # the disk
 
     # What the run logs
@@ -114,13 +115,20 @@ class Tracker(ABC):
         self._step = info.start_step
         self._journal = JsonLines(self._folder / "journal.jsonl", last_step=info.start_step)
         self._start()
+        pending, self._pending_texts = self._pending_texts, []
+        for tag, text in pending:
+            self.text(tag, text)
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         self._step = step
         self._log("numbers", values={name: _to_plain(value) for name, value in values.items()}, epoch=epoch)
 
     def text(self, tag: str, text: str) -> None:
-        if tag != "config":  # the tracker has that as the run's configuration
+        if tag == "config":  # the tracker has that as the run's configuration
+            return
+        if self._worker is None:  # the step isn't known yet
+            self._pending_texts.append((tag, text))
+        else:
             self._log("text", tag=tag, text=text)
 
     def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
@@ -302,9 +310,9 @@ def _file_name(tag: str) -> str:
 
 def _to_plain(value: Any) -> Any:
     """Return a value that JSON can hold; it has no NaN."""
-    if isinstance(value, str):
+    if value is None or isinstance(value, (str, int)):
         return value
-    return value if isinstance(value, int) else float(value) if math.isfinite(value) else {"float": str(float(value))}
+    return float(value) if math.isfinite(value) else {"float": str(float(value))}
 
 
 def _from_plain(value: Any) -> Any:

@@ -117,7 +117,7 @@ class WandbLogger(Tracker):
         self._put(row, {row["tag"]: self._wandb.Histogram(np_histogram=(row["counts"], row["edges"]))})
 
     def write_table(self, row: Row) -> None:
-        self._put(row, {row["tag"]: self._wandb.Table(columns=row["columns"], data=row["rows"])})
+        self._put(row, {row["tag"]: self._wandb.Table(row["columns"], row["rows"], allow_mixed_types=True)})
 
     def write_artifact(self, row: Row) -> None:
         self._keep(Path(row["path"]), kind="file", name=row["tag"], aliases=[f"step_{row['step']}"])
