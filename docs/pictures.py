@@ -51,7 +51,8 @@ def main() -> None:
             (PICTURES / "custom_scalars.png").write_bytes(custom_scalars(address, browser=browser))
         command = (sys.executable, "-m", "framework", "job=report", "runs=outputs/digits", "report.output=report.html")
         subprocess.run(command, cwd=folder, check=True)
-        with opened_page((folder / "report.html").as_uri(), program=browser, width=_WIDTH, height=_REPORT_HEIGHT) as page:
+        url = (folder / "report.html").as_uri()
+        with opened_page(url, program=browser, width=_WIDTH, height=_REPORT_HEIGHT) as page:
             (PICTURES / "report.png").write_bytes(when_still(page, height=_REPORT_HEIGHT))
 
 
