@@ -50,7 +50,8 @@ def killed_run(train):
     """Return a function that trains on two processes with these loggers, is killed after a step, and resumes."""
 
     def run(logger: str, *overrides: str) -> Path:
-        saves = ("trainer.max_epochs=3", "checkpoint.every_n_steps=20", "topology.procs_per_node=2")
+        saves = ("checkpoint.every_n_steps=20", "checkpoint.asynchronous=false")  # it resumes after step 20
+        saves += ("trainer.max_epochs=3", "topology.procs_per_node=2")
         killed = f"+callbacks.killed._target_={CASES}.KilledOnce"
         run_dir: Path = train(*SHORT, f"logger=[jsonl,{logger}]", *saves, killed, *overrides, status=1)
         before = results.run_file(run_dir).get("trackers", {})  # nothing, if it wasn't even begun
@@ -74,7 +75,8 @@ def test_a_killed_run_is_one_run_of_wandb_with_each_step_once(killed_run):
         assert wandb_curve(run_dir, name) == wanted
         assert csv_curve(run_dir, name) == wanted
     assert list(results.curve(run_dir, "train/loss")) == list(range(5, 61, 5))
-    run, _, summary = wandb_run(run_dir)
+    run, history, summary = wandb_run(run_dir)
+    assert [row["_step"] for row in history if "summary/_type" in row] == [0, 20]  # the text, at each start
     known = results.run_file(run_dir)["trackers"]["wandb"]
     assert (run.project, list(run.tags), run.run_id) == ("toy", ["baseline", "big"], known["id"])
     assert summary["best/val/loss"] == results.results(run_dir)["score"]
