@@ -39,7 +39,7 @@ def everything(step: int) -> dict[str, Any]:
         "images": [Image(np.zeros((2, 2), dtype=np.uint8)), Image(np.full((1, 2, 2), 255))],
         "figure": Figure(figure),
         "histogram": Histogram(torch.arange(10)),
-        "table": Table(["class", "accuracy"], [["a|b", 0.5], [None, np.int64(1)], [torch.device("cpu"), torch.tensor(1)]]),
+        "table": Table(["class", "accuracy"], [["a|b", 0.5], [None, np.int64(1)], [torch.float, torch.tensor(1)]]),
         "text": Text("some *text*"),
         "file": Artifact("conf.txt"),
     }

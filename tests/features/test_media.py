@@ -82,7 +82,7 @@ def test_what_callbacks_report(train):
         ["images", "val/images", step, [[2, 2], [1, 2, 2]]],
         ["images", "val/figure", step, [[3, 100, 200]]],  # the logger has no method for figures
         ["histogram", "val/histogram", step, 10],
-        ["table", "val/table", step, [["a|b", 0.5], [None, 1], ["cpu", 1]]],
+        ["table", "val/table", step, [["a|b", 0.5], [None, 1], ["torch.float32", 1]]],
         ["text", "val/text", None, "some *text*"],
         ["artifact", "val/file", step, "conf.txt"],
     ]
