@@ -74,7 +74,7 @@ class ConsoleLogger:
             self._evaluated, self._evaluated_step = evaluated, step
             self._print(f"epoch {epoch}  step {step}  {' '.join(_numbers(evaluated))}")
 
-    def text(self, tag: str, text: str) -> None:
+    def text(self, tag: str, text: str, *, step: int) -> None:
         """Do nothing: texts are for TensorBoard."""
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class CSVLogger:
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         self._try(lambda: self._write(values, step=step, epoch=epoch))
 
-    def text(self, tag: str, text: str) -> None:
+    def text(self, tag: str, text: str, *, step: int) -> None:
         """Do nothing: the file is for numbers."""
 
     def hparams(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:

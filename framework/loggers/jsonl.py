@@ -10,11 +10,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
-from framework.loggers.media import pixels_of
+from framework.loggers.media import picture_of
 from framework.monitoring.rank_log import warn
 from framework.system.run_dir import RunDir, write_atomically
 from framework.types import FitInfo, Image, Table
@@ -51,19 +52,18 @@ class JsonlLogger:
             row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
         self._file.write(row)
 
-    def text(self, tag: str, text: str) -> None:
+    def text(self, tag: str, text: str, *, step: int) -> None:
         """Do nothing: the config has a file of its own."""
 
     def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
         """Write PNG files; captions are their text field `Description`."""
-        from PIL import Image as Pillow
         from PIL.PngImagePlugin import PngInfo
 
         for number, image in enumerate(images):
             info = PngInfo()
             if image.caption:
                 info.add_itxt("Description", image.caption)
-            picture = Pillow.fromarray(pixels_of(image).squeeze())
+            picture = picture_of(image)
             name = tag if len(images) == 1 else f"{tag}/{number}"
             self._write_medium(name, ".png", lambda file: picture.save(file, pnginfo=info), step=step)  # noqa: B023
 
@@ -85,7 +85,8 @@ class JsonlLogger:
                 if file.stem.removeprefix(f"{name}_").isdecimal():
                     file.unlink()
         except OSError as error:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             warn(f"{path} can't be written: {error.strerror or error}")
 
     def flush(self) -> None:

@@ -38,7 +38,7 @@ def is_media(value: Any) -> bool:
 def _log(logger: Logger, tag: str, value: Media, *, step: int) -> None:
     """Call the logger's method for this kind of value, if it has one."""
     if isinstance(value, Text):
-        logger.text(tag, value.text)
+        logger.text(tag, value.text, step=step)
         return
     given: Any
     if isinstance(value, Figure):
@@ -62,10 +62,18 @@ def pixels_of(image: Image) -> npt.NDArray[np.uint8]:
     pixels = array_of(image.pixels)
     pixels = pixels[None] if pixels.ndim == 2 else pixels
     if pixels.dtype.kind == "f":
-        pixels = np.nan_to_num(pixels) * 255 + 0.5
+        pixels = np.clip(np.nan_to_num(pixels), 0, 1) * 255 + 0.5
     elif pixels.dtype.kind == "b":
         pixels = pixels * 255
     return np.ascontiguousarray(np.clip(pixels, 0, 255).astype(np.uint8).transpose(1, 2, 0))
+
+
+def picture_of(image: Image) -> Any:
+    """Return a PIL.Image.Image."""
+    from PIL import Image as Pillow
+
+    pixels = pixels_of(image)
+    return Pillow.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
 def image_of(figure: Any) -> Image:

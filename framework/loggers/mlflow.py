@@ -156,7 +156,8 @@ class MLflowLogger(Tracker):
 
 
 def _allowed(name: str) -> str:
-    return re.sub(r"[^\w./ -]", "_", name)
+    parts = re.sub(r"[^\w./ -]", "_", name).split("/")
+    return "/".join(part for part in parts if part.strip(".")) or "_"
 
 
 def _place(row: Row) -> str:

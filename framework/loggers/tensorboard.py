@@ -75,17 +75,15 @@ class TensorBoardLogger:
         self._step = 0  # of the last numbers
         self.step: Callable[[StepReport], None] | None = None  # called after every step, if there is one
         self._writer: Any = None  # a SummaryWriter
-        self._pending_texts: list[tuple[str, str]] = []
+        self._pending_texts: list[tuple[str, str, int]] = []
         self._pending_media: list[Callable[[Any], None]] = []  # each writes to a SummaryWriter
         self._pending_scalars: list[tuple[dict[str, float], int, float]] = []  # values, step, Unix time
         self._next_write_s = 0.0
-        self._start_step: int | None = None
         self._purge_step: int | None = None  # TensorBoard hides what older files have from this step on
         self._is_refused = False
 
     def fit_start(self, info: FitInfo) -> None:
         self._drop_writer()
-        self._start_step = info.start_step
         self._purge_step = info.start_step + 1 if self._folder.is_dir() else None
         if self._wants_graph:
             from framework.loggers.tensorboard_model import keep_graph
@@ -97,8 +95,6 @@ class TensorBoardLogger:
             self.step = Histograms(info, every=self._histograms_every, add=self._add).finish_step
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
-        if self._start_step is None:
-            self._start_step = step
         self._step = step
         if values and not self._is_refused:
             self._pending_scalars.append((dict(values), step, time.time()))
@@ -106,8 +102,8 @@ class TensorBoardLogger:
             if time.monotonic() > self._next_write_s:
                 self.flush()
 
-    def text(self, tag: str, text: str) -> None:
-        self._pending_texts.append((tag, text))
+    def text(self, tag: str, text: str, *, step: int) -> None:
+        self._pending_texts.append((tag, text, step))
 
     def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
         """Captions aren't shown: TensorBoard has none."""
@@ -184,9 +180,9 @@ class TensorBoardLogger:
     def _write(self) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        for tag, text in self._pending_texts:
+        for tag, text, step in self._pending_texts:
             # Indented, not fenced: a fence would end at the first fence inside the text.
-            self._writer.add_text(tag, indent(text, "    ", lambda _: True), self._start_step or 0)
+            self._writer.add_text(tag, indent(text, "    ", lambda _: True), step)
         for values, step, unix_s in self._pending_scalars:
             self._names |= values.keys()
             # One event for all of them: `add_scalar`, with one for each, takes five times as long.

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, final, get_args
 from framework.config.saved import load_yaml
 from framework.errors import ConfigError
 from framework.loggers.jsonl import JsonLines
-from framework.loggers.media import array_of, counts_of, pixels_of
+from framework.loggers.media import array_of, counts_of, picture_of
 from framework.monitoring.rank_log import warn
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo, Image, Table
@@ -104,7 +104,6 @@ class Tracker(ABC):
         self._journal: JsonLines | None = None
         self._worker: Worker | None = None
         self._step = 0
-        self._pending_texts: list[tuple[str, str]] = []
         self._is_full = False  # the disk
 
     # What the run logs
@@ -115,32 +114,22 @@ class Tracker(ABC):
         self._step = info.start_step
         self._journal = JsonLines(self._folder / "journal.jsonl", last_step=info.start_step)
         self._start()
-        pending, self._pending_texts = self._pending_texts, []
-        for tag, text in pending:
-            self.text(tag, text)
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         self._step = step
         self._log("numbers", values={name: _to_plain(value) for name, value in values.items()}, epoch=epoch)
 
-    def text(self, tag: str, text: str) -> None:
-        if tag == "config":  # the tracker has that as the run's configuration
-            return
-        if self._worker is None:  # the step isn't known yet
-            self._pending_texts.append((tag, text))
-        else:
-            self._log("text", tag=tag, text=text)
+    def text(self, tag: str, text: str, *, step: int) -> None:
+        if tag != "config":  # the tracker has that as the run's configuration
+            self._log("text", step=step, tag=tag, text=text)
 
     def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
-        from PIL import Image as Picture
-
         files = []
         try:
             for number, image in enumerate(images):
                 file = self._folder / "images" / f"{_file_name(tag)}_{step:08}_{number}.png"
                 file.parent.mkdir(parents=True, exist_ok=True)
-                pixels = pixels_of(image)
-                Picture.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file)
+                picture_of(image).save(file)
                 files.append(str(file.relative_to(self._folder)))
         except OSError as error:
             if not self._is_full:
@@ -305,7 +294,7 @@ class Tracker(ABC):
 
 
 def _file_name(tag: str) -> str:
-    return re.sub(r"[^\w.-]", "_", tag)
+    return re.sub(r"[^\w.-]", "_", tag.replace("/", "__"))
 
 
 def _to_plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -149,7 +150,7 @@ class WandbLogger(Tracker):
         if not path.exists():
             warn(f"logger.wandb: {path} is gone, so it isn't uploaded.")
             return
-        artifact = self._wandb.Artifact(f"{name.replace('/', '-')}-{self._id}", type=kind)
+        artifact = self._wandb.Artifact(f"{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}-{self._id}", type=kind)
         (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
         self._run.log_artifact(artifact, aliases=list(aliases))
 

@@ -36,8 +36,7 @@ def restore(rank: RankSetup, trainer: Trainer) -> None:
     elif rank.config.init_from is not None:
         loaded = load_initial_weights(rank, trainer.state.bare_model)
         if loaded is not None:
-            for each in trainer.state.loggers.values():
-                each.text("init_from", loaded)
+            trainer.log_texts({"init_from": loaded})
     if rank.config.resume is not None or own.damaged:
         barrier(rank.context)  # no rank has refused it
         if trainer.checkpoints is not None:

@@ -365,7 +365,7 @@ class Trainer:
         if self.slow_ranks.news is not None:
             warn(self.slow_ranks.news)
             for each in self.state.loggers.values():
-                each.text("slow_rank", self.slow_ranks.news)
+                each.text("slow_rank", self.slow_ranks.news, step=self.progress.step)
         return values
 
     def log_values(self, values: Mapping[str, float]) -> None:
@@ -377,11 +377,11 @@ class Trainer:
         """Give the loggers texts by their names."""
         for each in self.state.loggers.values():
             for name, text in texts.items():
-                each.text(name, text)
+                each.text(name, text, step=self.progress.step)
 
     def log_media(self, media: Mapping[str, Any]) -> None:
         """Give the loggers media of the last step done. Raises TargetError for a value that isn't Media."""
-        if media and self.state.loggers:
+        if media:  # on ranks without loggers, too: figures are closed
             log_media(self.state.loggers.values(), media, step=self.progress.step)
 
     def read_means(self) -> dict[str, float]:

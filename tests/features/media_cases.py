@@ -82,8 +82,8 @@ class Lines:
         for name, value in values.items():
             self.write("metrics", name, step, value)
 
-    def text(self, tag, text):
-        self.write("text", tag, None, text if tag != "config" else "")
+    def text(self, tag, text, *, step):
+        self.write("text", tag, step, text if tag != "config" else "")
 
     def images(self, tag, images, *, step):
         self.write("images", tag, step, [list(each.pixels.shape) for each in images])

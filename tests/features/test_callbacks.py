@@ -130,7 +130,7 @@ class Lines:
         self.file = open(run_dir.path / f"lines_{os.environ['RANK']}", "a")
         self.prefix = prefix
     def metrics(self, values, *, step, epoch): print(self.prefix, step, epoch, *sorted(values), file=self.file)
-    def text(self, tag, text): print(self.prefix, tag, len(text), file=self.file)
+    def text(self, tag, text, *, step): print(self.prefix, tag, len(text), file=self.file)
     def close(self): print("closed", file=self.file); self.file.close()
 '''
 OBSERVED = (

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from framework import DataError, Image, Table
+from framework.loggers.media import picture_of
 from framework.tasks import PredictedAgainstTrue, WorstMistakes
 from tests.helpers import results
 
@@ -83,10 +84,10 @@ def test_what_callbacks_report(train):
         ["images", "val/figure", step, [[3, 100, 200]]],  # the logger has no method for figures
         ["histogram", "val/histogram", step, 10],
         ["table", "val/table", step, [["a|b", 0.5], [None, 1], ["torch.float32", 1]]],
-        ["text", "val/text", None, "some *text*"],
+        ["text", "val/text", step, "some *text*"],
         ["artifact", "val/file", step, "conf.txt"],
     ]
-    assert seen == [["text", "config", None, ""], *once(10), *once(20)]
+    assert seen == [["text", "config", 0, ""], *once(10), *once(20)]
     events = results.events(run_dir)
     assert events.Tags()["images"] == ["val/image", "val/images/0", "val/images/1", "val/figure"]
     assert events.Tags()["histograms"] == ["val/histogram"]
@@ -139,6 +140,16 @@ def test_images_of_other_shapes_are_refused(shape, hint):
     with pytest.raises(DataError, match=r"framework.Image got pixels of shape") as caught:
         Image(torch.zeros(shape))
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(("shape", "size"), [((1, 28), (28, 1)), ((3, 1, 28), (28, 1)), ((3, 28, 1), (1, 28))])
+def test_images_of_one_row_or_column_keep_their_shape(shape, size):
+    assert picture_of(Image(torch.zeros(shape))).size == size
+
+
+def test_an_image_without_pixels_is_refused():
+    with pytest.raises(DataError, match=r"framework.Image got pixels of shape \(0, 5\)"):
+        Image(torch.zeros(0, 5))
 
 
 def test_a_table_with_a_short_row_is_refused():

@@ -50,8 +50,8 @@ def killed_run(train):
     """Return a function that trains on two processes with these loggers, is killed after a step, and resumes."""
 
     def run(logger: str, *overrides: str) -> Path:
-        saves = ("checkpoint.every_n_steps=20", "checkpoint.asynchronous=false")  # it resumes after step 20
-        saves += ("trainer.max_epochs=3", "topology.procs_per_node=2")
+        resumable = ("checkpoint.every_n_steps=20", "checkpoint.asynchronous=false")  # from step 20
+        saves = ("trainer.max_epochs=3", *resumable, "topology.procs_per_node=2")
         killed = f"+callbacks.killed._target_={CASES}.KilledOnce"
         run_dir: Path = train(*SHORT, f"logger=[jsonl,{logger}]", *saves, killed, *overrides, status=1)
         before = results.run_file(run_dir).get("trackers", {})  # nothing, if it wasn't even begun
@@ -127,9 +127,9 @@ def test_media_and_checkpoints_reach_the_trackers(train, tmp_path):
     found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     media = {file for file in found if file.startswith("media/")}
     assert media == {
-        "media/val/image/val_image_00000020_0.png",
-        *(f"media/val/images/val_images_00000020_{number}.png" for number in range(2)),
-        "media/val/figure/val_figure_00000020_0.png",
+        "media/val/image/val__image_00000020_0.png",
+        *(f"media/val/images/val__images_00000020_{number}.png" for number in range(2)),
+        "media/val/figure/val__figure_00000020_0.png",
         "media/val/table/00000020.csv",
         "media/val/text/00000020.txt",
         "media/summary/00000000.txt",

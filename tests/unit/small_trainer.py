@@ -58,7 +58,7 @@ class Numbers:
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         self.logged.append((step, epoch, dict(values)))
 
-    def text(self, tag: str, text: str) -> None:
+    def text(self, tag: str, text: str, *, step: int) -> None:
         raise AssertionError("the trainer has no text to log")
 
     def close(self) -> None:

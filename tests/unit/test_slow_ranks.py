@@ -246,7 +246,7 @@ class Texts(Numbers):
         super().__init__()
         self.texts: list[tuple[str, str]] = []
 
-    def text(self, tag: str, text: str) -> None:
+    def text(self, tag: str, text: str, *, step: int) -> None:
         self.texts.append((tag, text))
 
 

@@ -156,16 +156,17 @@ def test_a_line_that_a_kill_cut_short_is_removed(tmp_path: Path, start: int | No
 # TensorBoard
 
 
-def test_texts_are_code_blocks_at_the_step_the_training_starts_from(tmp_path: Path) -> None:
+def test_texts_are_code_blocks_at_their_steps(tmp_path: Path) -> None:
     logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
-    logger.text("config", "model:\n  _target_: x\n\ntask: '```'\n")
+    logger.text("config", "model:\n  _target_: x\n\ntask: '```'\n", step=30)
     logger.metrics({"restart/attempt": 1}, step=30, epoch=0)
     logger.fit_start(info(30))
-    logger.text("note", "a *b*")
+    logger.text("note", "a *b*", step=37)
     logger.close()
     assert texts(tmp_path, "config") == ["    model:\n      _target_: x\n    \n    task: '```'\n"]
     assert texts(tmp_path, "note") == ["    a *b*"]
     assert [event.step for event in results.events(tmp_path).Tensors("config/text_summary")] == [30]
+    assert [event.step for event in results.events(tmp_path).Tensors("note/text_summary")] == [37]
 
 
 def test_charts_are_those_of_the_numbers_that_are_there(tmp_path: Path) -> None:
