@@ -87,6 +87,8 @@ class WandbLogger(Tracker):
             warn(f"logger.wandb: {' '.join(str(error).split())}. It continues offline.")
             wandb.teardown()  # else the run is in use
             self._run = self._init("offline")
+        if self._run.disabled:
+            return
         is_online = not self._run.offline
         place = {"url": self._run.url} if is_online else {"folder": self._run.settings.sync_dir}
         facts = {"id": self._id, "project": self._arguments["project"], **place}

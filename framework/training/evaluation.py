@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn, cast
@@ -108,7 +108,7 @@ def _run_batches(
                 if output.updates:
                     stateful.update(output.updates)
                 if position == 0 and media is not None and output.media is not None:
-                    media |= output.media()
+                    media |= media_of(output.media)
         for end in hooks([task], "on_evaluation_end"):
             end()
     for module in training:
@@ -159,6 +159,14 @@ def check_output(output: Any, task: Task, method: str) -> None:
                 f"the metric {name!r} as {describe(pair)}. Return a pair (sum over samples, count) of numbers or "
                 "one-element tensors; for a mean m of n samples, (m * n, n)."
             )
+
+
+def media_of(make: Callable[[], Mapping[str, Media]]) -> Mapping[str, Media]:
+    """Return what a StepOutput's `media` makes. Raises TargetError if that isn't a dict."""
+    made: object = make()
+    if not isinstance(made, Mapping):
+        raise TargetError(f"media of StepOutput returned {made!r}. Return a dict, name → framework.Image, Table, …")
+    return made
 
 
 def is_number(value: object) -> bool:

@@ -37,7 +37,7 @@ from framework.monitoring.rank_status import Phase
 from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.data_settings import total_steps
-from framework.training.evaluation import check_output, is_number
+from framework.training.evaluation import check_output, is_number, media_of
 from framework.training.flops import FlopRate, peak_of_run
 from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
@@ -349,7 +349,7 @@ class Trainer:
         named = {f"train/{name}": value for name, value in values.items()}
         self.log_values(named | self._from_task("step") | compared | usage)
         for prefix, media in self._media.items():
-            self.log_media({f"{prefix}/{name}": value for name, value in media().items()})
+            self.log_media({f"{prefix}/{name}": value for name, value in media_of(media).items()})
         self._media.clear()
 
     def _from_task(self, interval: Interval) -> dict[str, float]:

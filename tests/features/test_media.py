@@ -12,8 +12,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from framework import DataError, Image, Table
+from framework.errors import TargetError
 from framework.loggers.media import picture_of
 from framework.tasks import PredictedAgainstTrue, WorstMistakes
+from framework.training.evaluation import media_of
 from tests.helpers import results
 
 CASES = "tests.features.media_cases"
@@ -239,3 +241,8 @@ def test_a_metric_shows_nothing_of_what_it_cannot_draw():
     chart.update(torch.tensor([1.0, float("nan"), 2.0, 9.0]), torch.zeros(4))
     assert sum(points.shape[1] for points in chart.state()) == 3
     assert isinstance(chart.media()[""], Image)
+
+
+def test_media_of_a_task_that_is_no_dict_is_refused():
+    with pytest.raises(TargetError, match=r"media of StepOutput returned \[1\]. Return a dict"):
+        media_of(lambda: [1])  # type: ignore[arg-type, return-value]
