@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn, cast, final
@@ -71,6 +72,7 @@ class TrainerView:
         self.is_global_zero = context.is_main
         self.should_stop = self.sanity_checking = False
         self.progress_bar_callback = None
+        self._built_optimizer: Callable[[], Optimizer | None] = lambda: None  # weak: the model may be copied
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -308,6 +310,9 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
     base = _base_of(model)
     if not isinstance(module._trainer, TrainerView):
         raise ConfigError(f"optimizer=lightning takes the optimizer of {name}. Use task=lightning, too.")
+    is_probe = bool(params) and not {id(each) for each in params} & {id(each) for each in model.parameters()}
+    if is_probe and (built := module.trainer._built_optimizer()) is not None:  # made once: the module may keep it
+        return _like(built, params)
     module.trainer.estimated_stepping_batches = math.inf if total_steps is None else total_steps
     if not _overrides(module, base, "configure_optimizers"):
         raise ConfigError(f"{name} has no configure_optimizers. Write one, or choose an option: optimizer=adam")
@@ -331,16 +336,24 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
             "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR joins several."
         )
     (optimizer,) = optimizers
-    if params and not {id(each) for each in params} & {id(each) for each in model.parameters()}:
-        optimizer = copy.copy(optimizer)
-        optimizer.state, optimizer.param_groups = defaultdict(dict), []
-        optimizer.add_param_group({"params": list(params)})
-        return cast("Optimizer", optimizer)
+    if is_probe:
+        return _like(optimizer, params)
+    module.trainer._built_optimizer = weakref.ref(optimizer)
     for number, group in enumerate(optimizer.param_groups if len(optimizer.param_groups) > 1 else ()):
         group.setdefault("name", str(number))  # of its learning rate in the logs
     for each in configs:
         setattr(optimizer, _SCHEDULE, _schedule(each, name))
     return cast("Optimizer", optimizer)
+
+
+def _like(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
+    """Return an optimizer of `params` with the same settings, and without hooks."""
+    probe = copy.copy(optimizer)
+    vars(probe).pop("step", None)  # a schedule's, which steps the original
+    probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    probe.state, probe.param_groups = defaultdict(dict), []
+    probe.add_param_group({"params": list(params)})
+    return probe
 
 
 def lr_scheduler(optimizer: Optimizer) -> LRSchedulerConfig | None:
