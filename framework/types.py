@@ -393,6 +393,9 @@ class Task(Protocol):
 class TaskHooks(Protocol):
     """Hooks that a task may have, besides all `on_` hooks of a Callback. One that is left out costs nothing."""
 
+    def on_sanity_check_start(self) -> None:
+        """Called before the first validation batches are tried, which is before `on_fit_start`, if they are."""
+
     def on_evaluation_start(self, model: nn.Module, prefix: str) -> None:
         """Called before the first batch of an evaluated set. prefix: of its metrics: val, val/NAME, test or train."""
 

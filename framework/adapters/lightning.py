@@ -117,7 +117,7 @@ class LightningTask:
         self._sets: list[str] = []
         self._dataloader_idx: tuple[int, ...] = ()
         self._batch_idx = self._batches_trained = 0
-        self._has_begun = False
+        self._has_begun = self._is_set_up = False
         self._finished: tuple[Any, Batch, int] | None = None  # for on_train_batch_end
 
     # Steps
@@ -189,6 +189,11 @@ class LightningTask:
 
     # Hooks of training, called by the engine
 
+    def on_sanity_check_start(self) -> None:
+        """Call `on_fit_start`, which Lightning calls before the sanity check."""
+        self._is_set_up = True
+        self._hook("on_fit_start")
+
     def on_fit_start(self, info: FitInfo) -> None:
         if hasattr(info.optimizer, _SCHEDULE):
             raise ConfigError(
@@ -196,7 +201,8 @@ class LightningTask:
                 "Leave one of them out: scheduler=lightning takes the module's."
             )
         self._trainer.global_step, self._trainer.sanity_checking, self._has_begun = info.start_step, False, True
-        self._hook("on_fit_start")
+        if not self._is_set_up:
+            self._hook("on_fit_start")
         with self._log.within("train"):
             self._hook("on_train_start")
 

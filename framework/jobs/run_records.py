@@ -151,13 +151,17 @@ def described(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 
 def read_rows(run_dir: RunDir, *, having: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the complete rows of metrics.jsonl, only those with the metric `having` if that is given."""
+    """Yield the readable rows of metrics.jsonl, only those with the metric `having` if that is given."""
     if not run_dir.metrics_file.exists():
         return
     with run_dir.metrics_file.open(errors="replace") as file:
         for line in file:
             if line.endswith("\n") and (having is None or f'"{having}"' in line):  # the last may be half written
-                yield json.loads(line)
+                try:
+                    row = json.loads(line)
+                except ValueError:  # damaged
+                    continue
+                yield row
 
 
 def metric_names(row: Mapping[str, Any]) -> list[str]:

@@ -138,6 +138,8 @@ class Trainer:
         # Run eagerly, since other batch sizes would cause dynamic recompilation. If Dynamo isn't imported, nothing has
         # been compiled, and importing it would take seconds.
         has_compiled = "torch._dynamo.eval_frame" in sys.modules
+        for start in hooks([self.state.task], "on_sanity_check_start"):
+            start()
         eager = torch.compiler.set_stance("force_eager") if has_compiled else NO_CONTEXT
         with eager, self.state.without_side_effects():
             first = {prefix: loader.first(number) for prefix, loader in self.val_loaders.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,20 @@ class Reductions(Base):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.05)]
+
+
+class Keeping(Regression):
+    """Keeps its optimizer, and sets the learning rate itself; needs the number of steps throughout."""
+
+    def configure_optimizers(self) -> Any:
+        self.made = torch.optim.SGD(self.parameters(), lr=1 / int(self.trainer.estimated_stepping_batches))
+        return self.made
+
+    def on_train_start(self) -> None:
+        assert math.isfinite(self.trainer.estimated_stepping_batches)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.made.param_groups[0]["lr"] = 0.5
 
 
 class Watched(Regression):

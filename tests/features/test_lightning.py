@@ -190,9 +190,9 @@ def test_hooks_and_what_they_see_of_the_trainer(run, tmp_path):
         return [f"on_validation_{each} {epoch} {step}{also}" for each in validation]
 
     assert file.read_text().splitlines() == [
-        "setup 0 0",
+        *("setup 0 0", "on_fit_start 0 0"),
         *validated(0, 0, " sanity"),
-        *("on_fit_start 0 0", "on_train_start 0 0", "on_train_epoch_start 0 0"),
+        *("on_train_start 0 0", "on_train_epoch_start 0 0"),
         *validated(6, 0),
         *("on_train_epoch_end 0 6", "on_train_epoch_start 1 6"),
         *validated(12, 1),
@@ -203,6 +203,14 @@ def test_hooks_and_what_they_see_of_the_trainer(run, tmp_path):
     metrics = results.results(run_dir)["last"]["metrics"]
     assert metrics == {"val/0/index": 0, "val/0/size": 40, "val/1/index": 1, "val/1/size": 24}
     assert any(key.startswith("extra.") for key in results.weights(run_dir))
+
+
+@pytest.mark.multiproc
+def test_a_module_may_keep_its_optimizer(run):
+    """It is made once, with the number of steps; the size of its state is measured with a copy."""
+    run_dir = run("Keeping", "topology.procs_per_node=2")
+    assert list(results.curve(run_dir, "train/lr").values()) == [0.5] * len(results.curve(run_dir, "train/lr"))
+    assert "optimizer unknown" not in results.log(run_dir)
 
 
 def test_evaluation_and_predictions(run, train, tmp_path, capfd):

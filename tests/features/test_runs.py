@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from framework import Image, Table, cli
+from framework.jobs.run_records import read_rows
 from framework.loggers import JsonlLogger
 from framework.system.run_dir import RunDir, locked
 from tests.helpers import results
@@ -341,3 +342,9 @@ def test_a_report_has_confusion_matrices_and_failures(train, answer: Command, tm
     assert len(matrices) == 3  # the last validation, the test, and the evaluation
     for text in ("val/confusion", "test/confusion", "Evaluations", "ValueError: an <error>"):
         assert text in page.text
+
+
+def test_damaged_lines_of_metrics_are_left_out(tmp_path):
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics_file.write_text('{"step": 1, "val/loss": 0.5}garbage\n\x00\x01\n{"step": 2, "val/loss": 0.4}\n{"st')
+    assert [row["step"] for row in read_rows(run_dir)] == [2]
