@@ -171,18 +171,25 @@ def metric_names(row: Mapping[str, Any]) -> list[str]:
 
 def find_runs(folder: Path) -> list[RunRecord]:
     """Return the trainings below `folder`, of recipes and of sweeps; not those that job=parity made for itself."""
-    found, folders = [], [folder]
+    found, folders, seen = [], [folder], {folder.resolve()}  # symlinks may lead to the same folder again
     while folders:
         with_runs = folders.pop()
-        for place in sorted(with_runs.iterdir()) if with_runs.is_dir() else ():
+        for place in sorted(with_runs.iterdir(), key=_symlinks_last) if with_runs.is_dir() else ():
             if place.name.startswith(".") or place.name == "parity" or not place.is_dir():
                 continue
+            if (real := place.resolve()) in seen:
+                continue
+            seen.add(real)
             record = read_run(place)
             if record is None:
                 folders.append(place)
             elif record.facts["job"] == "train":
                 found.append(record)
     return found
+
+
+def _symlinks_last(place: Path) -> tuple[bool, Path]:
+    return place.is_symlink(), place
 
 
 def named_runs(paths: Sequence[str]) -> list[RunRecord]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from framework import Image, Table, cli
-from framework.jobs.run_records import read_rows
+from framework.jobs.run_records import find_runs, read_rows
 from framework.loggers import JsonlLogger
 from framework.system.run_dir import RunDir, locked
 from tests.helpers import results
@@ -348,3 +348,13 @@ def test_damaged_lines_of_metrics_are_left_out(tmp_path):
     run_dir = RunDir(tmp_path)
     run_dir.metrics_file.write_text('{"step": 1, "val/loss": 0.5}garbage\n\x00\x01\n{"step": 2, "val/loss": 0.4}\n{"st')
     assert [row["step"] for row in read_rows(run_dir)] == [2]
+
+
+def test_a_run_that_symlinks_lead_to_again_is_listed_once(tmp_path):
+    run_dir = tmp_path / "toy" / "run"
+    run_dir.mkdir(parents=True)
+    for name, text in {"run.json": '{"job": "train"}', "config.yaml": "{}", "overrides.yaml": "[]"}.items():
+        (run_dir / name).write_text(text)
+    (tmp_path / "toy" / "latest").symlink_to("run")
+    (tmp_path / "toy" / "loop").symlink_to("..")
+    assert [record.run_dir.path for record in find_runs(tmp_path)] == [run_dir]
