@@ -156,10 +156,10 @@ def read_rows(run_dir: RunDir, *, having: str | None = None) -> Iterator[dict[st
         return
     with run_dir.metrics_file.open(errors="replace") as file:
         for line in file:
-            if line.endswith("\n") and (having is None or f'"{having}"' in line):  # the last may be half written
+            if having is None or f'"{having}"' in line:
                 try:
                     row = json.loads(line)
-                except ValueError:  # damaged
+                except ValueError:  # the last may be half written
                     continue
                 yield row
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, final
 from filelock import FileLock
 
 from framework.config.parse import flatten
-from framework.loggers.tracker import Row, Tracker
+from framework.loggers.tracker import Row, Tracker, check_installed
 from framework.monitoring.rank_log import show, warn
 from framework.system.run_dir import RunDir
 
@@ -53,6 +53,7 @@ class MLflowLogger(Tracker):
         log_checkpoints: str | None = None,
         close_timeout_s: float = 60.0,
     ) -> None:
+        check_installed(self.name)
         super().__init__(run_dir, log_checkpoints=log_checkpoints, close_timeout_s=close_timeout_s)
         self._tracking_uri = tracking_uri
         self._experiment = experiment

@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final, get_args
 
@@ -117,7 +118,7 @@ class Tracker(ABC):
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         self._step = step
-        self._log("numbers", values={name: _to_plain(value) for name, value in values.items()}, epoch=epoch)
+        self._log("numbers", step=step, values={name: _to_plain(value) for name, value in values.items()}, epoch=epoch)
 
     def text(self, tag: str, text: str, *, step: int) -> None:
         if tag != "config":  # the tracker has that as the run's configuration
@@ -187,8 +188,8 @@ class Tracker(ABC):
     def _write_earlier(self, text: str) -> None:
         self.write_earlier([_from_plain(json.loads(line)) for line in text.splitlines()])
 
-    def _log(self, kind: str, *, step: int | None = None, **content: Any) -> None:
-        row = {"step": self._step if step is None else step, "time": round(time.time(), 3), "kind": kind, **content}
+    def _log(self, kind: str, *, step: int, **content: Any) -> None:
+        row = {"step": step, "time": round(time.time(), 3), "kind": kind, **content}
         if self._journal is None:  # before or outside of training
             self._journal = JsonLines(self._folder / "journal.jsonl", last_step=None)
         self._journal.write(row)
@@ -291,6 +292,13 @@ class Tracker(ABC):
     @property
     def tags(self) -> list[str]:
         return list(self.config.get("tags") or [])
+
+
+def check_installed(library: str) -> None:
+    """Raise ConfigError unless the library of this tracker is installed."""
+    spec = find_spec(library)
+    if spec is None or spec.origin is None:  # a folder of that name, which W&B itself makes
+        raise ConfigError(f"{library} isn't installed. To log to it: pip install 'framework[{library}]'")
 
 
 def _file_name(tag: str) -> str:

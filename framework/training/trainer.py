@@ -135,11 +135,11 @@ class Trainer:
         if not self.val_loaders or is_never_due or number == 0 or self.progress.step > 0:
             return []
         self._timer.set_phase(Phase.EVALUATE)
+        for start in hooks([self.state.task], "on_sanity_check_start"):
+            start()
         # Run eagerly, since other batch sizes would cause dynamic recompilation. If Dynamo isn't imported, nothing has
         # been compiled, and importing it would take seconds.
         has_compiled = "torch._dynamo.eval_frame" in sys.modules
-        for start in hooks([self.state.task], "on_sanity_check_start"):
-            start()
         eager = torch.compiler.set_stance("force_eager") if has_compiled else NO_CONTEXT
         with eager, self.state.without_side_effects():
             first = {prefix: loader.first(number) for prefix, loader in self.val_loaders.items()}
@@ -366,8 +366,7 @@ class Trainer:
         values = self.slow_ranks.note(times, step=self.progress.step)
         if self.slow_ranks.news is not None:
             warn(self.slow_ranks.news)
-            for each in self.state.loggers.values():
-                each.text("slow_rank", self.slow_ranks.news, step=self.progress.step)
+            self.log_texts({"slow_rank": self.slow_ranks.news})
         return values
 
     def log_values(self, values: Mapping[str, float]) -> None:

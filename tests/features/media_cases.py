@@ -41,7 +41,7 @@ def everything(step: int) -> dict[str, Any]:
         "histogram": Histogram(torch.arange(10)),
         "table": Table(["class", "accuracy"], [["a|b", 0.5], [None, np.int64(1)], [torch.float, torch.tensor(1)]]),
         "text": Text("some *text*"),
-        "file": Artifact("conf.txt"),
+        "a file": Artifact("conf.txt"),
     }
 
 

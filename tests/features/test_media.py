@@ -87,7 +87,7 @@ def test_what_callbacks_report(train):
         ["histogram", "val/histogram", step, 10],
         ["table", "val/table", step, [["a|b", 0.5], [None, 1], ["torch.float32", 1]]],
         ["text", "val/text", step, "some *text*"],
-        ["artifact", "val/file", step, "conf.txt"],
+        ["artifact", "val/a file", step, "conf.txt"],
     ]
     assert seen == [["text", "config", 0, ""], *once(10), *once(20)]
     events = results.events(run_dir)
@@ -246,3 +246,19 @@ def test_a_metric_shows_nothing_of_what_it_cannot_draw():
 def test_media_of_a_task_that_is_no_dict_is_refused():
     with pytest.raises(TargetError, match=r"media of StepOutput returned \[1\]. Return a dict"):
         media_of(lambda: [1])  # type: ignore[arg-type, return-value]
+
+
+FIGURES = """
+from pathlib import Path
+from matplotlib import pyplot
+from framework import Figure, Report
+class Figures:
+    def on_train_step_end(self, report): return Report({"figure": Figure(pyplot.figure())})
+    def on_fit_end(self): Path("open").write_text(str(pyplot.get_fignums()))
+"""
+
+
+def test_figures_are_closed_where_nothing_is_logged(train, tmp_path):
+    (tmp_path / "figures.py").write_text(FIGURES)
+    train(*SHORT, "trainer.max_steps=2", "logger=none", "+callbacks.figures._target_=figures.Figures")
+    assert (tmp_path / "open").read_text() == "[]"

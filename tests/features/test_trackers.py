@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from framework.loggers.tracker import Worker
+from framework.errors import ConfigError
+from framework.loggers.tracker import Worker, check_installed
 from framework.loggers.wandb import WandbLogger
 from framework.system.run_dir import RunDir
 from tests.helpers import results
@@ -110,6 +111,7 @@ def test_media_and_checkpoints_reach_the_trackers(train, tmp_path):
     keep = ("logger.wandb.log_checkpoints=all", "logger.mlflow.log_checkpoints=best")
     reporting = ("~task.metrics.predicted", "+callbacks.reporting._target_=tests.features.media_cases.Reporting")
     run_dir = train(*SHORT, "trainer.max_epochs=1", "logger=[jsonl,wandb,mlflow]", *reporting, *keep)
+    assert " is off" not in results.log(run_dir)
     _, history, _ = wandb_run(run_dir)
     (row,) = (row for row in history if row["_step"] == 20)
     kinds = {name: row[f"val/{name}/_type"] for name in ("image", "images", "figure", "histogram", "table", "text")}
@@ -134,7 +136,7 @@ def test_media_and_checkpoints_reach_the_trackers(train, tmp_path):
         "media/val/text/00000020.txt",
         "media/summary/00000000.txt",
     }
-    assert {"val/file/conf.txt", "config.yaml", "checkpoints/step_00000020/manifest.json"} <= found
+    assert {"val/a file/conf.txt", "config.yaml", "checkpoints/step_00000020/manifest.json"} <= found
 
 
 # Trackers that fail
@@ -157,6 +159,27 @@ def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(train, trouble, 
     assert len(re.findall(f"WARNING {re.escape(said[trouble])}", log)) == 1
     assert log.count("WARNING logger.fake") == 1
     assert (run_dir / "fake").read_text().split("\n")[-2] == where
+
+
+@pytest.mark.exhaustive
+def test_names_that_mlflow_refuses_are_changed(train, tmp_path):
+    (tmp_path / "names.py").write_text(
+        "import torch\n"
+        "from framework import Image, Report\n"
+        "class Names:\n"
+        "    def on_validation_end(self, report):\n"
+        "        numbers = {'p/': 1.0, 'a//b': 2.0, '..': 3.0, 'acc@1': 4.0}\n"
+        "        return Report({**numbers, 'x/1': Image(torch.zeros(2, 2)), 'x_1': Image(torch.ones(2, 2))})\n"
+    )
+    run_dir = train(*SHORT, "trainer.max_epochs=1", "logger=[jsonl,mlflow]", "+callbacks.names._target_=names.Names")
+    database, run_id = mlflow_of(run_dir)
+    rows = mlflow_rows(database, "SELECT key, value FROM metrics WHERE run_uuid = ?", run_id)
+    wanted = {"val/p": 1.0, "val/a/b": 2.0, "val": 3.0, "val/acc_1": 4.0}
+    assert wanted.items() <= dict(rows).items()
+    folder, other = (
+        next((tmp_path / "outputs/mlartifacts").rglob(f"media/val/{name}/*.png")) for name in ("x/1", "x_1")
+    )
+    assert folder.read_bytes() != other.read_bytes()
 
 
 def test_a_tracker_is_told_how_the_run_ended(train, tmp_path):
@@ -246,3 +269,12 @@ def test_csv_merges_steps_and_a_resumed_run_cuts_what_follows(train):
     train(f"resume={run_dir / 'checkpoints/step_00000040'}", "trainer.max_steps=null")
     for name in ("train/loss", "val/loss", "train/lr", "test/loss"):
         assert csv_curve(run_dir, name) == results.curve(run_dir, name)
+
+
+def test_a_library_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    check_installed("wandb")
+    (tmp_path / "no_such_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("no_such_tracker", "nor_this"):
+        with pytest.raises(ConfigError, match=rf"{name} isn't installed. To log to it: pip install"):
+            check_installed(name)
