@@ -1,15 +1,112 @@
-"""Write output files atomically, and find the free space on a disk. No torch."""
+"""Read files of unknown origin, write output files atomically, find the free space on a disk. No torch."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+import stat
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
 
 from framework.errors import ConfigError, RunError
+
+MAX_RECORD_BYTES = 2**26
+"""The largest file that is read as a whole, 64 MiB: far above any record or configuration."""
+
+_MAX_DEPTH = 100
+_MAX_ENTRIES = 1_000_000  # on one level
+
+
+# Reading. Whatever lies in a run directory may be damaged, or written by somebody else.
+
+
+def open_regular(path: Path, *, max_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file to read its bytes; symlinks are followed. Never waits, as opening a FIFO would.
+
+    Raises OSError if there is no such file, if it is a folder, FIFO, socket or device, and if it is larger than
+    `max_bytes`.
+    """
+    _check_regular(path, path.stat(), max_bytes=max_bytes)  # opening a device may already do something
+    # Another process may have put something else there since.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb")
+    try:
+        _check_regular(path, os.fstat(descriptor), max_bytes=max_bytes)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
+    """Return the content of a regular file. Raises OSError as `open_regular` does."""
+    with open_regular(path, max_bytes=max_bytes) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:  # it has grown, or its file system knows no sizes
+        raise _too_large(path, len(content), max_bytes=max_bytes)
+    return content
+
+
+def read_text(path: Path, *, max_bytes: int = MAX_RECORD_BYTES) -> str:
+    """Return the text of a regular file. Raises OSError as `open_regular` does, ValueError if it isn't UTF-8."""
+    return read_bytes(path, max_bytes=max_bytes).decode()
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_RECORD_BYTES) -> Any:
+    """Return the content of a JSON file. Raises OSError as `open_regular` does, ValueError if it can't be parsed."""
+    return parse_json(read_bytes(path, max_bytes=max_bytes))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what JSON text stands for. Raises ValueError if it isn't JSON, or is nested too deeply."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    check_nesting(content)
+    return content
+
+
+def check_nesting(content: Any) -> None:
+    """Raise ValueError for mappings and lists that are nested so deeply, or grow so large, that code fails on them.
+
+    YAML's aliases make a large value, or an endless one, of a small text.
+    """
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                below.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                below.extend(value)
+            if len(below) > _MAX_ENTRIES:
+                raise ValueError("it has too many entries")
+        if not below:
+            return
+        level = below
+    raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
+
+
+def _check_regular(path: Path, status: os.stat_result, *, max_bytes: int | None) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it isn't a regular file", str(path))
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise _too_large(path, status.st_size, max_bytes=max_bytes)
+
+
+def _too_large(path: Path, size_bytes: int, *, max_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has {size_bytes:,} bytes, and at most {max_bytes:,} are read", str(path))
+
+
+# Writing
 
 
 def checked_output(text: str, *, key: str, suffixes: Collection[str]) -> Path:
