@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import IterableDataset, TensorDataset
 
-from framework import StepOutput
+from framework import Datasets, StepOutput
 from framework.strategies.ddp import DDP
 from framework.types import FitInfo, StepReport
 from recipes.toy import ToyModel
@@ -98,25 +103,40 @@ class Overflowing:
         large = output.loss * self.factor
         return output._replace(loss=large - large.detach() + output.loss.detach())
 
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
     def validation_step(self, model: nn.Module, batch: Sequence[Tensor]) -> StepOutput:
         x, target = batch
         return StepOutput((model(x).float() - target).square().mean() * 1e-3, len(target))
 
 
 class Faulty:
-    """The toy's task until one step, which runs out of memory or has an index out of range."""
+    """The toy's task until one step, in which one rank runs out of memory or has an index out of range.
 
-    def __init__(self, what: str, step: int = 5) -> None:
-        self.what, self.step, self.steps = what, step, 0
+    once: the fault doesn't happen again after a restart.
+    """
+
+    def __init__(self, what: str, step: int = 5, rank: int = 0, once: bool = False) -> None:
+        self.what = what
+        self.step = step
+        self.steps = 0
+        is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        self.is_due = int(os.environ.get("RANK", "0")) == rank and not (once and is_restarted)
 
     def training_step(self, model: nn.Module, batch: Sequence[Tensor]) -> StepOutput:
         self.steps += 1
         x, target = batch
-        if self.steps == self.step:
+        if self.steps == self.step and self.is_due:
             x = x + (self._too_much(x) if self.what == "memory" else self._out_of_range(x))
         return StepOutput((model(x) - target).square().mean(), len(target))
 
-    validation_step = training_step
+    def validation_step(self, model: nn.Module, batch: Sequence[Tensor]) -> StepOutput:
+        x, target = batch
+        return StepOutput((model(x) - target).square().mean(), len(target))
 
     def _too_much(self, x: Tensor) -> Tensor:
         """Take all memory of a GPU, piece by piece; on the host, ask at once for more than any has."""
@@ -159,3 +179,174 @@ class Busy:
         square = torch.ones(side, side, device=self.device)
         for _ in range(20):
             square = torch.mm(square, square) / side
+
+
+class WeighedByNumber:
+    """The toy's task, whose loss has a weight that is a Python number."""
+
+    def training_step(self, model: nn.Module, batch: Sequence[Tensor]) -> StepOutput:
+        x, target = batch
+        return StepOutput((model(x) - target).square().mean(), len(target), weight=2.0 * len(target))
+
+    validation_step = training_step
+
+
+class AllowsTf32(ToyModel):
+    """Allows TF32 in torch's newer way, after which torch refuses to read the older setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+class Block(nn.Module):
+    """A linear layer with dropout that takes its input by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        output: Tensor = x + self.dropout(self.linear(x).relu())
+        return output
+
+
+class CallsByKeyword(nn.Module):
+    """Blocks that get tensors as keyword arguments only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x=x)
+        output: Tensor = self.head(x)
+        return output
+
+
+# Batches that aren't tensors in lists and dicts
+
+
+class Graph:
+    """Moves itself, as the batches of PyG and DGL do."""
+
+    def __init__(self, x: Tensor, target: Tensor) -> None:
+        self.x = x
+        self.target = target
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Graph:
+        return Graph(self.x.to(device, non_blocking=non_blocking), self.target.to(device, non_blocking=non_blocking))
+
+
+@dataclass
+class Pair:
+    """Two tensors and something else."""
+
+    x: Tensor
+    target: Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A dataclass of what moves itself."""
+
+    graph: Graph
+    sizes: dict[str, list[Tensor]]
+
+
+@dataclass
+class Words:
+    """Sequences of different lengths, and their targets."""
+
+    sequences: PackedSequence
+    target: Tensor
+
+
+def collate(kind: str, samples: list[tuple[Tensor, Tensor]]) -> Any:
+    """Return a batch of the kind: graph, pair, nested, packed, or a packed sequence in a dataclass (words)."""
+    x = torch.stack([sample[0] for sample in samples])
+    target = torch.stack([sample[1] for sample in samples])
+    if kind == "graph":
+        return Graph(x, target)
+    if kind == "pair":
+        return Pair(x, target, "a batch")
+    if kind == "nested":
+        return Nested(Graph(x, target), {"sizes": [torch.full((1,), float(len(x)))]})
+    sequences = pack_sequence([row[: 2 + number % 9, None] for number, row in enumerate(x)], enforce_sorted=False)
+    return (sequences, target) if kind == "packed" else Words(sequences, target)
+
+
+class Collate:
+    """`collate` of one kind, which loader processes get too."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, samples: list[tuple[Tensor, Tensor]]) -> Any:
+        return collate(self.kind, samples)
+
+
+def batches(kind: str, num_samples: int = 400) -> Datasets:
+    """Return the toy's samples, in batches of the kind."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_samples, 10, generator=generator)
+    target = x[:, :5].cumsum(dim=1)
+    return Datasets(train=TensorDataset(x, target), val=TensorDataset(x[:40], target[:40]), collate_fn=Collate(kind))
+
+
+class Reader(nn.Module):
+    """Reads rows, or sequences by an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = ToyModel()
+        self.lstm = nn.LSTM(1, 16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor | PackedSequence) -> Tensor:
+        if isinstance(x, PackedSequence):
+            _, (state, _) = self.lstm(x)
+            output: Tensor = self.head(state[-1])
+        else:
+            output = self.rows(x)
+        return output
+
+
+class ReadsBatches:
+    """Takes the batches of `batches`, all of whose tensors must be on the model's device."""
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        device = next(model.parameters()).device
+        if isinstance(batch, Nested):
+            assert batch.sizes["sizes"][0].device == device
+            batch = batch.graph
+        if isinstance(batch, (list, tuple)):
+            x, target = batch
+        elif isinstance(batch, Words):
+            x, target = batch.sequences, batch.target
+        else:
+            x, target = batch.x, batch.target
+        # The lengths of a packed sequence stay on the CPU, where cuDNN wants them.
+        inputs = x.data if isinstance(x, PackedSequence) else x
+        assert (inputs.device, target.device) == (device, device)
+        return StepOutput((model(x) - target).square().mean(), len(target))
+
+    validation_step = training_step
+
+
+class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
+    """A stream of the toy's samples."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(330):
+            x = torch.randn(10, generator=generator)
+            yield x, x[:5] * 2
+
+
+def stream() -> Datasets:
+    return Datasets(train=Numbers(), val=Numbers())

@@ -24,6 +24,12 @@ def need_gpus(number: int) -> None:
         missing("gpu", f"needs {number} GPU(s), and torch {torch.__version__} sees {seen}")
 
 
+@pytest.hookimpl(trylast=True)  # after fixtures have grouped the tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the compiled models last: a run that is cut has the results of all other tests by then."""
+    items.sort(key=lambda item: item.path == Path(__file__).with_name("test_compiled.py"))
+
+
 @pytest.fixture(autouse=True)
 def _settings_may_change(own_state: None) -> None:
     """The command puts the working directory on sys.path, as `python -m` does."""

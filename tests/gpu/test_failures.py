@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,8 +51,18 @@ def report(tmp_path: Path, gpus: int, no_memory_left: None) -> Callable[..., dic
     return run
 
 
-def faulty(what: str) -> tuple[str, ...]:
-    return ("recipe=toy", *cases.task("Faulty"), f"+task.what={what}")
+def faulty(what: str, **settings: object) -> tuple[str, ...]:
+    keys = [f"+task.{key}={value}" for key, value in settings.items()]
+    return ("recipe=toy", *cases.task("Faulty"), f"+task.what={what}", *keys)
+
+
+def assert_index_out_of_range(report: dict[str, Any], *, gpus: int) -> None:
+    """The report names the fault, whether the exception came first or NCCL's watchdog has ended the process."""
+    if gpus:
+        assert "device-side assert" in report["first"]["cause"]
+        assert "CUDA_LAUNCH_BLOCKING=1" in report["advice"]
+    else:
+        assert "IndexError" in report["first"]["cause"]
 
 
 def test_out_of_memory(report: Callable[..., dict[str, Any]], gpus: int) -> None:
@@ -61,13 +72,41 @@ def test_out_of_memory(report: Callable[..., dict[str, Any]], gpus: int) -> None
     assert "Lower data.batch_size" in found["advice"]
 
 
-def test_a_device_side_assert(report: Callable[..., dict[str, Any]], gpus: int) -> None:
-    found = report(*faulty("index"))
-    if gpus:
-        assert "device-side assert" in found["first"]["exception"]
-        assert "CUDA_LAUNCH_BLOCKING=1" in found["advice"]
-    else:
-        assert "IndexError" in found["first"]["exception"]
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_device_side_assert(report: Callable[..., dict[str, Any]], gpus: int, strategy: str) -> None:
+    """Under DDP, NCCL's watchdog sees the error, too, and ends the process 0.1 s later."""
+    assert_index_out_of_range(report(*faulty("index"), f"strategy={strategy}"), gpus=gpus)
+
+
+def test_a_device_side_assert_of_one_of_two(report: Callable[..., dict[str, Any]], gpus: int) -> None:
+    """On one GPU, so over gloo."""
+    pair = ("topology.procs_per_node=2", "topology.gpus_per_process=1", f"topology.share_gpus={bool(gpus)}")
+    found = report(*faulty("index", rank=1), *pair, "backend.timeout=20s")
+    assert found["first"]["rank"] == 1
+    assert_index_out_of_range(found, gpus=gpus)
+
+
+def test_a_restart_after_a_cuda_error(tmp_path: Path, gpus: int, no_memory_left: None) -> None:
+    restarts = ("launcher=elastic", "launcher.max_restarts=1", "checkpoint.every_n_steps=4", "strategy=ddp")
+    length = ("trainer.max_epochs=1", "checkpoint.monitor=null", f"trainer.gpus={gpus}")
+    done = run_framework(*faulty("index", step=10, once=True), *restarts, *length, cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("outputs/*/*/failure_attempt_0.json")
+    assert_index_out_of_range(json.loads(file.read_text()), gpus=gpus)
+    run = json.loads(file.with_name("run.json").read_text())
+    assert (run["status"], len(run["restarts"]), run["results"]["steps"]) == ("finished", 1, 80)
+    assert re.search(r"Restart 1: resuming after step [48]\b", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_device_side_assert_in_the_commands_own_process(
+    tmp_path: Path, gpus: int, no_memory_left: None, strategy: str
+) -> None:
+    """With `launcher=in_place` there is no monitor: Python's own traceback is all there is, and no run goes on."""
+    place = ("launcher=in_place", f"trainer.gpus={gpus}", f"strategy={strategy}")
+    done = run_framework(*faulty("index"), *place, cwd=tmp_path, timeout=100)
+    assert done.returncode != 0
+    assert ("device-side assert" if gpus else "IndexError") in done.stdout + done.stderr
 
 
 def test_a_kill_in_backward(report: Callable[..., dict[str, Any]], gpus: int, tmp_path: Path) -> None:
@@ -85,6 +124,16 @@ def test_a_hang_of_one_of_two(report: Callable[..., dict[str, Any]], gpus: int, 
     assert (first["rank"], first["kind"], first["phase"]) == (1, "hung", "forward")
     assert first["stacks"]
     assert found["advice"].startswith("Its stack shows where it is")
+
+
+def test_a_device_side_assert_of_one_of_two_ranks_with_a_gpu_each(two_gpus: int, tmp_path: Path) -> None:
+    pair = (f"trainer.gpus={two_gpus}", "topology.procs_per_node=2", "backend.timeout=20s")
+    done = run_framework(*faulty("index", rank=1), *pair, cwd=tmp_path, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (file,) = tmp_path.glob("outputs/*/*/failure.json")
+    found = json.loads(file.read_text())
+    assert found["first"]["rank"] == 1
+    assert_index_out_of_range(found, gpus=two_gpus)
 
 
 @pytest.mark.parametrize("what", ["SIGKILL", "sleep"])
