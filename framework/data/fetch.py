@@ -6,17 +6,22 @@ neither on the number of ranks or workers nor on the order in which samples are 
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import signal
 import sys
 import traceback
+from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from framework.data.sample_random import Draws
 from framework.data.tensor_samples import as_tensor_samples
@@ -24,6 +29,7 @@ from framework.distributed.seed import mix, preserved_generators, seed_generator
 from framework.errors import FrameworkError, RunError
 from framework.types import Batch, Collate, MapDataset
 
+_EXIT_S = 1.0  # for a worker that closes its connection to end
 _START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 
 
@@ -86,23 +92,28 @@ def load_sample(dataset: MapDataset, index: int, *, split: str) -> Any:
         raise failed_sample(f"Sample {index} of the {split} dataset", error) from error
 
 
-def failed_sample(name: str, error: Exception) -> RunError:
+def failed_sample(name: str, error: BaseException) -> RunError:
     """Return an error, which is shown without its traceback, with the frames of the dataset's code that led to it."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own call
     stack = "\n".join(f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames)
-    return RunError(f"{name} raised {type(error).__name__}: {error}\n{stack}")
+    return RunError(f"{name} raised {_described(error)}\n{stack}")
 
 
 # torch's DataLoader
 
 
 class ItemLoader:
-    """A DataLoader of whole items, such as batches. Workers start with the first `items` and are kept until `close`."""
+    """A DataLoader of whole items, such as batches. Workers start with the first `items` and are kept until `close`.
 
-    def __init__(self, dataset: Dataset[Any], *, num_workers: int, pin_memory: bool = False) -> None:
+    Args:
+        name: What is loaded, for messages: `train dataset`.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, name: str, num_workers: int, pin_memory: bool = False) -> None:
         self._keys = _Keys()
+        self._name = name
         self._loader: DataLoader[Any] | None = DataLoader(
-            _ReturnsErrors(dataset),
+            _InWorker(dataset, name) if num_workers else dataset,
             sampler=self._keys,
             batch_size=None,
             collate_fn=_unchanged,
@@ -119,24 +130,41 @@ class ItemLoader:
     def items(self, keys: Iterable[Any]) -> Iterator[Any]:
         """Yield `dataset[key]` for each key, in order. A new call discards what an earlier one has not consumed.
 
-        Without workers each is loaded when it is taken.
+        Without workers each is loaded when it is taken. Raises RunError for what a worker can't load or send, and
+        torch's RuntimeError if a worker has died.
         """
         if self._loader is None:
             raise RuntimeError("This loader was closed.")
         self._keys.keys = keys
         for item in self._loader:
-            if isinstance(item, FrameworkError):
-                raise item
-            yield item
+            yield self._unpacked(item) if isinstance(item, _FromWorker) else item
 
     def close(self) -> None:
         """End the worker processes; may be called again."""
-        started = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
+        workers = self._workers()
         self._loader = None  # the DataLoader's iterator ends them when it is let go
-        for worker in started:
+        for worker in workers:
             if worker.is_alive():  # stuck in a sample; it ignores the signal that asked it to end
                 worker.kill()
                 worker.join()
+
+    def _workers(self) -> list[Any]:
+        """Return the worker processes that were started."""
+        return getattr(getattr(self._loader, "_iterator", None), "_workers", [])
+
+    def _unpacked(self, item: _FromWorker) -> Any:
+        try:
+            return item.unpacked(self._name)
+        except (EOFError, OSError) as error:
+            # A worker serves the shared memory of what it has sent until it is fetched.
+            for worker in self._workers():
+                worker.join(_EXIT_S)
+                if worker.exitcode is not None:
+                    raise RuntimeError(
+                        f"DataLoader worker (pid {worker.pid}) exited unexpectedly with exit code {worker.exitcode}, "
+                        f"and what it had loaded from the {self._name} is lost."
+                    ) from error
+            raise
 
 
 @final
@@ -150,18 +178,107 @@ class _Keys:
         return iter(self.keys)
 
 
+# What a worker sends
+
+
 @final
-class _ReturnsErrors(Dataset[Any]):
-    """Returns our errors instead of raising them in a worker: torch would bury the message in a traceback."""
+class _InWorker(Dataset[Any]):
+    """Loads items in a worker. Whatever happens there, what it returns can be sent.
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
+    By itself torch's worker pickles in a thread: the rank would wait for ever for what can't be pickled. It sends an
+    exception as its class and text, which has the same fault, and whatever isn't an Exception ends it without a word.
+    """
 
-    def __getitem__(self, key: Any) -> Any:
+    def __init__(self, dataset: Dataset[Any], name: str) -> None:
+        self._dataset, self._name = dataset, name
+        self._pickled = _pickled
+
+    def __getitem__(self, key: Any) -> _FromWorker:
         try:
-            return self._dataset[key]
-        except FrameworkError as error:
-            return error
+            item = self._dataset[key]
+        except BaseException as error:
+            return _FromWorker(failure=_failure(error, f"A data worker of the {self._name}"))
+        try:
+            return _FromWorker(self._pickled(item))
+        except Exception:
+            # Once is enough: an attempt that fails may leave shared memory open.
+            self._pickled = _pickled_by_value
+        try:
+            return _FromWorker(self._pickled(item))
+        except Exception as error:
+            text = (
+                f"What a worker loaded from the {self._name} can't be sent to its rank: {_described(error)}\n"
+                "A batch may hold all that pickle and cloudpickle take, so no open files, locks or generators. "
+                "data.num_workers=0 loads in the rank's own process, without sending."
+            )
+            # With files or memory there is advice, which the report adds to errors that aren't ours.
+            kind = RuntimeError if isinstance(error, (OSError, RuntimeError)) else RunError
+            return _FromWorker(failure=(kind, text))
+
+
+@final
+class _FromWorker:
+    """An item that a worker has pickled, or the class and the text of what is to be raised in its place."""
+
+    def __init__(self, data: bytes = b"", *, failure: tuple[type[Exception], str] | None = None) -> None:
+        self._data, self._failure = data, failure
+
+    def unpacked(self, name: str) -> Any:
+        """Return the item. Raises what the worker couldn't."""
+        if self._failure is not None:
+            kind, text = self._failure
+            raise kind(text)
+        try:
+            return pickle.loads(self._data)
+        except (EOFError, OSError, RuntimeError):  # no more files or shared memory, or the worker has ended
+            raise
+        except Exception as error:
+            raise RunError(
+                f"What a worker loaded from the {name} can't be read by its rank: {_described(error)}\n"
+                "Give its class a __reduce__ or __setstate__ that can be undone, or set data.num_workers=0."
+            ) from error
+
+    def pin_memory(self) -> Any:
+        """Return the item in page-locked memory. Called by the DataLoader's thread, if there is one."""
+        if self._failure is not None:
+            return self
+        return pin_memory(self.unpacked("dataset"))
+
+
+def _pickled(item: Any) -> bytes:
+    """Return the item pickled; tensors go through shared memory."""
+    return bytes(ForkingPickler.dumps(item))
+
+
+def _pickled_by_value(item: Any) -> bytes:
+    """Return the item pickled with the classes that no module has: those of a script or notebook."""
+    import cloudpickle
+
+    reducers = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)  # type: ignore[attr-defined]
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table = reducers
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(item)
+    return buffer.getvalue()
+
+
+def _failure(error: BaseException, name: str) -> tuple[type[Exception], str]:
+    """Return the class and the text of an error that a rank can raise in place of this one."""
+    if not isinstance(error, FrameworkError):
+        return RunError, str(failed_sample(name, error))
+    ours = [kind for kind in type(error).__mro__ if kind.__module__ == FrameworkError.__module__]
+    return ours[0], str(error)
+
+
+def _described(error: BaseException) -> str:
+    """Return the class and the text of an error. Its text comes from code that may raise, too."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text can't be shown)"
+    return f"{type(error).__name__}: {text}"
 
 
 def _init_worker(_worker: int, *, parent: int) -> None:

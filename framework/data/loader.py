@@ -70,7 +70,7 @@ class LoadedBatches(ItemLoader):
         collate_fn: Collate | None = None,
     ) -> None:
         batches = BatchDataset(dataset, split=split, seed=seed, collate_fn=collate_fn)
-        super().__init__(batches, num_workers=num_workers, pin_memory=pins_memory(device))
+        super().__init__(batches, name=f"{split} dataset", num_workers=num_workers, pin_memory=pins_memory(device))
         self._device = device
         self.num_workers = num_workers
 

@@ -276,7 +276,8 @@ class StreamLoader:
         check_state: Callable[[Any], object] | None = None,
     ) -> None:
         dataset = _shard(dataset, plan) if plan.is_sharded else dataset
-        self._reader = ItemLoader(StreamReader(dataset, plan), num_workers=int(plan.in_worker))
+        reader = StreamReader(dataset, plan)
+        self._reader = ItemLoader(reader, name=f"{plan.split} stream", num_workers=int(plan.in_worker))
         self._loads_state = has_state(dataset)
         self._plan, self._exchange = plan, exchange
         self._stops_first, self._check_state = stops_first, check_state
