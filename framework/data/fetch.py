@@ -159,11 +159,15 @@ class ItemLoader:
             # A worker serves the shared memory of what it has sent until it is fetched.
             for worker in self._workers():
                 worker.join(_EXIT_S)
-                if worker.exitcode is not None:
-                    raise RuntimeError(
-                        f"DataLoader worker (pid {worker.pid}) exited unexpectedly with exit code {worker.exitcode}, "
-                        f"and what it had loaded from the {self._name} is lost."
-                    ) from error
+                status = worker.exitcode
+                if status is None:
+                    continue
+                ended = f"exited unexpectedly with exit code {status}"
+                if status < 0:
+                    ended = f"is killed by signal: {signal.strsignal(-status)}"
+                raise RuntimeError(
+                    f"DataLoader worker (pid {worker.pid}) {ended}. What it had loaded from the {self._name} is lost."
+                ) from error
             raise
 
 
