@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -313,7 +313,7 @@ class StepReport(NamedTuple):
 
     step: optimizer steps done, this one included. epoch: of this step, from 0.
     loss: of this rank's last micro-batch, detached. global_count: samples of the step over all ranks.
-    indices: which samples this rank's micro-batches took.
+    indices: which samples this rank's micro-batches took. epoch_end: this was the epoch's last step.
     """
 
     step: int
@@ -321,6 +321,7 @@ class StepReport(NamedTuple):
     loss: Tensor
     global_count: int
     indices: tuple[MicroIndices, ...] = ()
+    epoch_end: bool = False
 
 
 class EpochReport(NamedTuple):
@@ -365,6 +366,10 @@ class FitInfo:
 
     Model and optimizer may be read, kept and given hooks; changing them changes the training. With a stream the number
     of steps may be unknown.
+
+    batchnorm_statistics: returns the buffers by name that the model's BatchNorm layers would have with the weights to
+        evaluate: the mean over the batches of the last epoch, as `torch.optim.swa_utils.update_bn` computes it. Takes a
+        pass over the training data. Every rank must call it, after the last step of an epoch and before the next.
     """
 
     model: nn.Module
@@ -373,6 +378,7 @@ class FitInfo:
     steps_per_epoch: int | None
     max_epochs: int | None
     optimizer: Optimizer
+    batchnorm_statistics: Callable[[], Mapping[str, Tensor]] = field(default=dict, compare=False)
 
 
 @runtime_checkable

@@ -184,9 +184,9 @@ TRAINER = [
     Mutation(
         name="ema-overwrites-the-training-weights",
         caught_by="tests/unit/callbacks/test_ema.py::test_after_an_evaluation_the_training_weights_are_the_same_bits_in_the_same_memory",
-        file="framework/callbacks/ema.py",
-        old="            kept = own.detach().clone()\n",
-        new="            kept = own.detach()\n",
+        file="framework/callbacks/weight_average.py",
+        old="        kept = own.detach().clone()\n",
+        new="        kept = own.detach()\n",
         what="With the ema callback, training continues from the averaged weights after each evaluation or checkpoint.",
     ),
     Mutation(

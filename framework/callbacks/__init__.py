@@ -2,7 +2,8 @@
 
 from framework.callbacks.early_stopping import EarlyStopping
 from framework.callbacks.ema import EMAWeightAveraging
+from framework.callbacks.swa import StochasticWeightAveraging
 from framework.callbacks.timer import Timer
 from framework.callbacks.unfreeze import Unfreeze
 
-__all__ = ["EMAWeightAveraging", "EarlyStopping", "Timer", "Unfreeze"]
+__all__ = ["EMAWeightAveraging", "EarlyStopping", "StochasticWeightAveraging", "Timer", "Unfreeze"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -114,6 +115,15 @@ def _run_batches(
     for module in training:
         module.training = True  # one by one: a frozen part stays in evaluation mode
     return meter
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Return a context in which compiled models run eagerly, for batches that would need another compilation.
+
+    If Dynamo isn't imported, nothing has been compiled, and importing it would take seconds.
+    """
+    has_compiled = "torch._dynamo.eval_frame" in sys.modules
+    return torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
 
 
 @contextmanager

@@ -42,6 +42,11 @@ class Phases:
             )
             raise TargetError(f"{kind}.phases has {problem}. Every step needs a phase, and each has its own name.")
 
+    @property
+    def all(self) -> tuple[Phase, ...]:
+        """All phases, in the order in which they run."""
+        return self._phases
+
     def due(self, step: int) -> tuple[Phase, ...]:
         """Return the phases to run when `step` steps are done."""
         return tuple(each for each in self._phases if (step + 1 + each.offset) % each.every == 0)

@@ -20,6 +20,17 @@ def tensor_bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) ->
     return sum(each.numel() * (dtype or each.dtype).itemsize for each in tensors)
 
 
+def average_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of an average of the tensors, whose floats are float32 or wider."""
+    return sum(tensor_bytes([each], average_dtype(each)) for each in tensors)
+
+
+def average_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the type that an average of the tensor has."""
+    is_narrow = tensor.is_floating_point() and tensor.itemsize < torch.float32.itemsize
+    return torch.float32 if is_narrow else tensor.dtype
+
+
 def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], parameters: Iterable[nn.Parameter]) -> int:
     """Return the bytes that an optimizer keeps from step to step, found by a step on small parameters.
 
@@ -61,8 +72,9 @@ def checkpoint_bytes(
     """
     tied_once = {id(each): each for each in model.state_dict(keep_vars=True).values() if isinstance(each, Tensor)}
     weight_bytes = tensor_bytes(tied_once.values())
+    averages_bytes = averages * average_bytes(tied_once.values())
     trained_bytes = tensor_bytes(each for each in model.parameters() if each.requires_grad)
     replicas = world_size if strategy.replicas_differ else 1
-    own = optimizer_bytes + ((averages + 1) * weight_bytes if averages or replicas > 1 else 0)
+    own = optimizer_bytes + averages_bytes + (weight_bytes if averages or replicas > 1 else 0)
     kept = (1 + strategy.weight_copies) * weight_bytes + world_size * strategy.gradients_kept * trained_bytes
     return kept + replicas * own + world_size * _BYTES_PER_RANK + _REST_BYTES

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import math
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from framework.checkpoint.manager import CheckpointManager
@@ -36,8 +34,9 @@ from framework.monitoring.rank_log import logger, show, warn
 from framework.monitoring.rank_status import Phase
 from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
+from framework.training.batchnorm import batchnorm_statistics
 from framework.training.data_settings import total_steps
-from framework.training.evaluation import check_output, is_number, media_of
+from framework.training.evaluation import check_output, eager, is_number, media_of
 from framework.training.flops import FlopRate, peak_of_run
 from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
@@ -137,11 +136,8 @@ class Trainer:
         self._timer.set_phase(Phase.EVALUATE)
         for start in hooks([self.state.task], "on_sanity_check_start"):
             start()
-        # Run eagerly, since other batch sizes would cause dynamic recompilation. If Dynamo isn't imported, nothing has
-        # been compiled, and importing it would take seconds.
-        has_compiled = "torch._dynamo.eval_frame" in sys.modules
-        eager = torch.compiler.set_stance("force_eager") if has_compiled else NO_CONTEXT
-        with eager, self.state.without_side_effects():
+        # Eagerly, since other batch sizes would cause dynamic recompilation.
+        with eager(), self.state.without_side_effects():
             first = {prefix: loader.first(number) for prefix, loader in self.val_loaders.items()}
             return self.state.evaluate(first).names
 
@@ -166,7 +162,7 @@ class Trainer:
             self._throughput.samples += window.global_count
             progress.advance(global_count=window.global_count, epoch_end=window.epoch_end)
             self._timer.finish_step(progress.step)
-            report = StepReport(progress.step, epoch, loss, window.global_count, window.indices)
+            report = StepReport(progress.step, epoch, loss, window.global_count, window.indices, window.epoch_end)
             for observe in observe_step:
                 if (answer := observe(report)) is not None:
                     self._handle(answer)
@@ -462,6 +458,7 @@ class Trainer:
             steps_per_epoch=steps_per_epoch,
             max_epochs=self.settings.max_epochs,
             optimizer=state.optimizer,
+            batchnorm_statistics=self._batchnorm_statistics,
         )
         for start in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
             start(info)
@@ -470,6 +467,14 @@ class Trainer:
         self._on_epoch_end = hooks(observers, "on_train_epoch_end")
         self._before_optimizer_step = hooks(observers, "on_before_optimizer_step")
         return hooks(observers, "on_train_step_end") + hooks(state.loggers.values(), "step")
+
+    def _batchnorm_statistics(self) -> dict[str, Tensor]:
+        """Compute BatchNorm's statistics for the weights to evaluate; see `FitInfo`. Not counted as training time."""
+        self._timer.leave_step(Phase.EVALUATE)
+        began = time.perf_counter()
+        statistics = batchnorm_statistics(self.state)
+        self._throughput.leave_out(since=began)
+        return statistics
 
     def _call(
         self, observers: Iterable[Callable[[EpochReport], Stop | Report | None]], *, epoch: int, part: str = "train"

@@ -45,7 +45,7 @@ from framework.training.param_groups import ParamGroups
 from framework.training.phases import phases_of
 from framework.training.precision import PrecisionPlugin
 from framework.training.rank_setup import plan_steps, plan_training
-from framework.training.sizes import checkpoint_bytes, tensor_bytes
+from framework.training.sizes import average_bytes, checkpoint_bytes, tensor_bytes
 from framework.types import Datasets, hooks
 
 _META = torch.device("meta")
@@ -217,7 +217,7 @@ def _sizes(
             "buckets": reduced if strategy.copies_gradients else 0,
             "optimizer": None if state_bytes is None else -(-state_bytes // shards),
             "buffers": buffers,
-            "averages": averages * (parameters + buffers),
+            "averages": averages * average_bytes((*model.parameters(), *model.buffers())),
             "anchors": strategy.weight_copies * gradients,
             "errors": strategy.gradients_kept * gradients,
         },

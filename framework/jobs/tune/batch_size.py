@@ -33,6 +33,7 @@ from framework.system.formatting import format_binary_bytes
 from framework.system.hardware import available_memory
 from framework.training.engine import build_trainer
 from framework.training.rank_setup import RankSetup
+from framework.training.sizes import average_dtype
 from framework.training.trainer import Trainer
 
 _RESET_PEAK = "5"  # https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html
@@ -278,9 +279,10 @@ class Trials:
         # Gradients that are exchanged are copied; some strategies keep copies of weights.
         gradients = int(self._context.world_size > 1) + rank.strategy.weight_copies
         model = self._trainer.state.bare_model
-        self._copies = [
-            (each, averages + gradients * each.requires_grad) for each in (*model.parameters(), *model.buffers())
-        ]
+        self._copies = []
+        for tensor in (*model.parameters(), *model.buffers()):
+            widened = average_dtype(tensor).itemsize // tensor.itemsize  # averages of bfloat16 are float32
+            self._copies.append((tensor, averages * widened + gradients * tensor.requires_grad))
         barrier(self._context)  # all processes of a node measure what is free before one of them takes it
         if self._context.device.type == "cpu":
             self.memory = HostMemory(sharing=self._context.topology.procs_per_node, margin=margin)
