@@ -17,6 +17,7 @@ from framework.config.saved import load_yaml, objects_of
 from framework.config.targets import import_target
 from framework.errors import ConfigError
 from framework.system.run_dir import RunDir, write_atomically
+from framework.system.shown_text import MASK
 from framework.types import Datasets
 
 _HEAD = "# @package _global_\n"
@@ -36,6 +37,11 @@ def write_recipe(run_dir: RunDir, path: Path) -> Path:
     options: dict[str, Any] = {}
     content: dict[str, Any] = {}
     for text in load_yaml(run_dir.overrides_file):
+        if MASK in text:
+            raise ConfigError(
+                f"{text}: a recipe can't hold a password or token. Put it into an environment variable, and start the "
+                f"run with {text.partition('=')[0]}='${{oc.env:NAME}}'."
+            )
         override = OverridesParser.create().parse_override(text)
         key, value = override.key_or_group, override.value()
         section, _, below = key.partition(".")

@@ -12,7 +12,7 @@ from framework.api.nodes import Nodes, is_maker, override_value
 from framework.api.recipe import write_recipe
 from framework.checkpoint.layout import BEST, LAST
 from framework.config.parse import parse
-from framework.config.saved import is_run, load_yaml, objects_of
+from framework.config.saved import is_run, load_yaml, objects_of, with_secrets
 from framework.errors import ConfigError
 from framework.jobs.run_records import RunRecord, read_rows, read_run
 from framework.system.run_dir import RunDir
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The whole configuration, as in `config.yaml`."""
+        """The whole configuration, as in `config.yaml`: passwords and tokens are masked."""
         content: dict[str, Any] = load_yaml(self._run_dir.config_file)
         return {**content, "objects": objects_of(self._run_dir, content) or None}
 
@@ -167,9 +167,10 @@ class Run:
 
         from framework.jobs.export.model_file import load_source
 
+        config = with_secrets(self.config, self._run_dir)
         raw = {
-            **self.config,
-            "checkpoint": {**self.config["checkpoint"], "path": str(self._run_dir.checkpoints / which)},
+            **config,
+            "checkpoint": {**config["checkpoint"], "path": str(self._run_dir.checkpoints / which)},
         }
         with torch.random.fork_rng(devices=[]):  # building a model draws numbers
             return load_source(parse(raw), span=self.record["topology"]["span"]).model

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import yaml
 
 from framework.config.schema import Job
+from framework.config.secrets import Secrets, restored_config
 from framework.config.suggest import nearest
 from framework.errors import ConfigError
 from framework.system.run_dir import RunDir, write_atomically
@@ -39,11 +40,18 @@ class SavedRun:
 
 
 def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Write `config.yaml` and `overrides.yaml`; even after a kill, each is complete or absent."""
+    """Write `config.yaml` and `overrides.yaml`; even after a kill, each is complete or absent.
+
+    Passwords and tokens are masked in them, and kept in `secrets.yaml`.
+    """
+    secrets = Secrets(raw)
     recipe = [text for text in overrides if key_of(text) == "recipe"] or [f"recipe={raw['recipe']}"]
     others = [text for text in overrides if key_of(text) not in ("recipe", "resume", "rerun")]
-    write_atomically(run_dir.overrides_file, _dump([*recipe, *others]))
-    write_atomically(run_dir.config_file, _dump(dict(raw)))
+    entries = secrets.entries()
+    if entries or run_dir.secrets_file.exists():
+        write_atomically(run_dir.secrets_file, _dump(entries), is_private=True)
+    write_atomically(run_dir.overrides_file, _dump(secrets.masked_overrides([*recipe, *others])))
+    write_atomically(run_dir.config_file, _dump(secrets.masked_config()))
 
 
 def run_of(path: str | Path, *, key: str = "resume") -> RunDir:
@@ -77,6 +85,7 @@ def load_saved(path: str | Path) -> SavedRun:
         raise ConfigError(
             f"resume={path}: this is the directory of a job={raw['job']}. Only training runs can be resumed."
         )
+    raw = with_secrets(raw, run_dir)
     return SavedRun("resume", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=checkpoint)
 
 
@@ -89,6 +98,7 @@ def load_rerun(path: str | Path) -> SavedRun:
             f"rerun={path}: this is the directory of a job={raw['job']}. Only training runs can be rerun; type its "
             "command again, which is in its run.json."
         )
+    raw = with_secrets(raw, run_dir)
     return SavedRun("rerun", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=None)
 
 
@@ -109,6 +119,7 @@ def load_checkpoint(directory: Path) -> SavedRun:
     raw = _load(directory / "config.yaml", dict)
     run_dir = RunDir(directory.parent.parent)
     typed = load_run(run_dir)[1] if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
+    raw = with_secrets(raw, run_dir)
     return SavedRun("checkpoint.path", run_dir=run_dir, raw=raw, overrides=tuple(typed), checkpoint=directory)
 
 
@@ -188,8 +199,26 @@ def _apply_changes(target: Mapping[str, Any], *, before: Mapping[str, Any], afte
 
 
 def load_run(run_dir: RunDir) -> tuple[dict[str, Any], list[str]]:
-    """Return what is saved in a run directory: the configuration and what was typed. Raises ConfigError."""
+    """Return what is saved in a run directory: the configuration, secrets masked, and what was typed.
+
+    Raises ConfigError.
+    """
     return _load(run_dir.config_file, dict), _load(run_dir.overrides_file, list)
+
+
+def with_secrets(raw: Mapping[str, Any], run_dir: RunDir) -> dict[str, Any]:
+    """Return a configuration that was saved with a run, with the secrets that are masked in it.
+
+    Raises ConfigError if the run's secrets.yaml can't be read, or is of another configuration.
+    """
+    if not run_dir.secrets_file.exists():
+        return dict(raw)
+    return restored_config(raw, _load(run_dir.secrets_file, list), file=str(run_dir.secrets_file))
+
+
+def load_config(run_dir: RunDir) -> dict[str, Any]:
+    """Return the configuration of a run as its ranks need it, secrets included. Raises ConfigError."""
+    return with_secrets(_load(run_dir.config_file, dict), run_dir)
 
 
 def objects_of(run_dir: RunDir, raw: Mapping[str, Any]) -> list[str]:

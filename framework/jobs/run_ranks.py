@@ -18,6 +18,7 @@ from typing import Any
 
 from framework.config.saved import run_of, save_config
 from framework.config.schema import Config
+from framework.config.secrets import Secrets, masked_arguments
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError, RunError
 from framework.jobs.compare import NO_CODE, cell, compare_origins
@@ -32,13 +33,14 @@ from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import render
 from framework.system.hardware import cpu_count, visible_gpus
-from framework.system.run_dir import RunDir, locked, new_run_dir, read_object
+from framework.system.run_dir import RunDir, locked, new_run_dir, read_object, write_atomically
 from framework.system.versions import installed_versions
 
 _STATUS = {0: "finished", EXIT_STOPPED: "stopped"}
 _PACKAGES = ("framework", "torch", "torchvision", "hydra-core", "omegaconf", "numpy")
 _GIT_TIMEOUT_S = 5.0
 _MAX_DIFF_CHARS = 1_000_000
+_RECORDS = ("*.json", "*.yaml")  # in the run directory itself
 
 
 def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, RunDir, int], str]) -> JobResult:
@@ -162,14 +164,16 @@ def _records_kept_if_refused(run_dir: RunDir) -> Iterator[None]:
 
     A refused resume isn't part of a run.
     """
-    records = {file: file.read_bytes() for kind in ("*.json", "*.yaml") for file in run_dir.path.glob(kind)}
+    records = {file: file.read_bytes() for kind in _RECORDS for file in run_dir.path.glob(kind)}
     try:
         yield
     except RequestError:
-        for file in run_dir.path.glob("*.json"):
-            file.unlink()
+        for kind in _RECORDS:
+            for file in run_dir.path.glob(kind):
+                if file not in records:
+                    file.unlink()
         for file, content in records.items():
-            file.write_bytes(content)
+            write_atomically(file, content.decode(), is_private=file == run_dir.secrets_file)
         raise
 
 
@@ -192,12 +196,13 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
 
     Raises RunError if the run directory can't be written.
     """
+    secrets = Secrets(request.raw)
     facts: dict[str, Any] = {
         "status": "running",
         "started": _now(),
         "process": {"pid": os.getpid(), "host": socket.gethostname()},
-        "command": _command(request),
-        **described(request.raw, request.overrides),
+        "command": secrets.masked_text(_command(request)),
+        **described(request.raw, secrets.masked_overrides(request.overrides)),
         "tags": list(request.config.tags),
         "topology": {**asdict(topology), "world_size": topology.world_size},
         "git": _git(),
@@ -214,6 +219,8 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
     if run_dir.run_file.exists():
         before = run_dir.read_run()
         kept = {key: before.get(key) for key in ("status", "started", "ended", "command")}
+        # Earlier versions recorded it as it was typed.
+        kept["command"] = secrets.masked_text(str(before.get("command", "")))
         facts |= {"earlier": [*before.get("earlier", []), kept], "ended": None}
     try:
         run_dir.logs.mkdir(exist_ok=True)
@@ -230,8 +237,9 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
 
 
 def _command(request: Request) -> str:
-    """Return what was typed. Of a call from Python it is the script, or what runs a notebook."""
-    return shlex.join(["python", *(sys.argv if request.call else ["-m", "framework", *request.arguments])])
+    """Return what was typed, without its secrets. Of a call from Python it is the script, or what runs a notebook."""
+    arguments = sys.argv if request.call else ["-m", "framework", *request.arguments]
+    return shlex.join(["python", *masked_arguments(arguments)])
 
 
 def _save_objects(request: Request, run_dir: RunDir) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.saved import is_run, key_of, load_run
+from framework.config.secrets import Secrets, masked_override
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
 from framework.jobs.summary import display_path
@@ -33,8 +34,8 @@ class RunRecord:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Return the content of config.yaml, which takes a millisecond or two to load."""
-        return load_run(self.run_dir)[0]
+        """Return the content of config.yaml, secrets masked. Loading it takes a millisecond or two."""
+        return Secrets(load_run(self.run_dir)[0]).masked_config()
 
     @cached_property
     def run(self) -> str:
@@ -46,8 +47,8 @@ class RunRecord:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Return what was typed, without the recipe."""
-        return tuple(text for text in self.facts["overrides"] if key_of(text) != "recipe")
+        """Return what was typed, without the recipe, secrets masked."""
+        return tuple(masked_override(text) for text in self.facts["overrides"] if key_of(text) != "recipe")
 
     @cached_property
     def status(self) -> str:

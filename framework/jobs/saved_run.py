@@ -29,6 +29,7 @@ from framework.config.saved import (
     resume_argument,
     value_of,
 )
+from framework.config.secrets import masked_override, missing_secrets
 from framework.errors import ConfigError
 from framework.jobs.summary import display_path
 
@@ -117,6 +118,11 @@ class BaseConfig:
             raise ConfigError(f"{found.key} can't go with init_from: each names initial weights. Leave one out.")
         own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
         raw = apply_typed(found.raw, before=self.without_typed, after=composed, typed=own)
+        if masked := missing_secrets(raw):
+            raise ConfigError(
+                f"{', '.join(masked)}: this copy of {found.run_dir.path} lacks the passwords and tokens of the run, "
+                f"which are in its {found.run_dir.secrets_file.name}. Type each again: {masked[0]}=VALUE"
+            )
         if raw.get("objects"):
             raw["objects"] = objects_of(found.run_dir, raw)
         raw["resume"] = str(found.checkpoint or found.run_dir.path) if found.key == _RESUME else None
@@ -153,7 +159,7 @@ def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[B
         base = BaseConfig(found, without_typed=compose(started_with), typed=tuple(typed))
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\n{found.run_dir.path} was started with: {' '.join(started_with)}\n"
+            f"{error}\n{found.run_dir.path} was started with: {' '.join(map(masked_override, started_with))}\n"
             "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its absolute path."
         ) from error
     return base, merge_overrides(started_with, [text for text in typed if not names_a_run(text)])

@@ -99,6 +99,7 @@ class RunSpec:
     limits: Limits
     config: str  # the text of the run directory's file, as is `overrides`
     overrides: str
+    secrets: str  # empty if there are none
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> RunSpec:
@@ -365,6 +366,8 @@ def make_visible(run_dir: RunDir, spec: RunSpec) -> None:
             return
     try:
         run_dir.logs.mkdir(parents=True, exist_ok=True)
+        if spec.secrets:
+            write_atomically(run_dir.secrets_file, spec.secrets, is_private=True)
         write_atomically(run_dir.overrides_file, spec.overrides)
         write_atomically(run_dir.config_file, spec.config)
     except OSError as error:

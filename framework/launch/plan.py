@@ -47,6 +47,7 @@ class LaunchPlan(NodeSetup):
 
     def spec(self) -> RunSpec:
         """Return what other nodes, or other adopted ranks, need to run their part."""
+        secrets = self.run_dir.secrets_file
         return RunSpec(
             entry=self.entry,
             run_dir=str(self.run_dir.path),
@@ -54,6 +55,7 @@ class LaunchPlan(NodeSetup):
             limits=self.limits,
             config=self.run_dir.config_file.read_text(),
             overrides=self.run_dir.overrides_file.read_text(),
+            secrets=secrets.read_text() if secrets.exists() else "",
         )
 
 

@@ -32,6 +32,8 @@ class RunDir:
         path = self.path
         self.config_file = path / "config.yaml"
         self.overrides_file = path / "overrides.yaml"
+        # The values that config.yaml shows masked; only the owner can read it.
+        self.secrets_file = path / "secrets.yaml"
         # What `locked` locks. A file left by a killed run isn't locked: the next run takes it.
         self.lock_file = path / ".lock"
         self.run_file = path / "run.json"
@@ -158,11 +160,15 @@ def new_name() -> str:
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new content, never a part, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None:
+    """Write a small file so that a reader sees the old or the new content, never a part, also after a power cut.
+
+    A symlink of that name is replaced; nothing is written to what it points to. is_private: only for the owner.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        with temporary.open("w") as file:
+        with open(os.open(temporary, flags, 0o600 if is_private else 0o666), "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

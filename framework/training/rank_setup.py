@@ -21,7 +21,7 @@ from framework.checkpoint.reader import load_weights
 from framework.checkpoint.weights_file import load_what_fits, read_weights
 from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
-from framework.config.saved import load_yaml
+from framework.config.saved import load_config
 from framework.config.schema import Config, InitConfig
 from framework.config.targets import check_targets
 from framework.data.batching import BatchPlan, plan_batches
@@ -84,7 +84,7 @@ def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetu
     Raises FrameworkError for a wrong request.
     """
     run_dir = RunDir(Path(arguments.run_dir))
-    requested = parse(load_yaml(run_dir.config_file))
+    requested = parse(load_config(run_dir))
     config = apply_fast_dev_run(requested)
     context = make_context(
         arguments.topology,

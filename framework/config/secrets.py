@@ -1,0 +1,174 @@
+"""Passwords and tokens in a configuration: masked in every file but one, `secrets.yaml`, which only its owner can read.
+
+What counts as a secret: a value whose key has a name such as `password`, `api_key` or `hf_token`, and the password or
+token in an address (`https://user:PASSWORD@host`, `?token=TOKEN`). No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from framework.errors import ConfigError
+from framework.system.shown_text import MASK, is_secret_name, masked_text, secrets_in
+
+Path = tuple[str | int, ...]
+"""Where a value is: the keys of mappings and the positions in lists."""
+
+_IN_BRACES = re.compile(r"(?P<name>[\w.-]+)\s*:\s*(?P<value>'[^']*'|\"[^\"]*\"|[^,{}\[\]'\"]+)")
+_MIN_REPEATED = 6
+"""Characters of a secret that is masked wherever else it occurs, as after an interpolation."""
+
+
+class Secrets:
+    """The secrets in one configuration."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        found: set[str] = set()
+        for path, value in _leaves(config):
+            if _is_secret(path, value):
+                found.add(str(value))
+            elif isinstance(value, str):
+                found.update(secrets_in(value))
+        # A plain word may stand for something else elsewhere; the longest first, since one may contain another.
+        repeated = [text for text in found if len(text) >= _MIN_REPEATED and re.search(r"\d", text)]
+        self._repeated = sorted(repeated, key=len, reverse=True)
+
+    def masked_config(self) -> dict[str, Any]:
+        """Return the configuration with every secret masked."""
+        masked: dict[str, Any] = self._masked(self._config, ())
+        return masked
+
+    def masked_overrides(self, overrides: Sequence[str]) -> list[str]:
+        return [self.masked_text(masked_override(text)) for text in overrides]
+
+    def masked_text(self, text: str) -> str:
+        """Return the text with the secrets masked that are in its addresses or in the configuration."""
+        text = masked_text(text)
+        for secret in self._repeated:
+            text = text.replace(secret, MASK)
+        return text
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the masked values and where they belong: the content of secrets.yaml."""
+        masked = dict(_leaves(self.masked_config()))
+        return [
+            {"key": list(path), "value": value} for path, value in _leaves(self._config) if masked.get(path) != value
+        ]
+
+    def _masked(self, node: Any, path: Path) -> Any:
+        if isinstance(node, Mapping):
+            return {name: self._masked(value, (*path, name)) for name, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return [self._masked(value, (*path, number)) for number, value in enumerate(node)]
+        if _is_secret(path, node):
+            return MASK
+        return self.masked_text(node) if isinstance(node, str) else node
+
+
+def restored_config(config: Mapping[str, Any], entries: Any, *, file: str) -> dict[str, Any]:
+    """Return a masked configuration with the values of `entries`, the content of the run's secrets.yaml.
+
+    A value that isn't masked any more was edited, and stays. Raises ConfigError for entries that would change anything
+    else than masked values.
+    """
+    changed = _copied(config)
+    for entry in entries if isinstance(entries, list) else ():
+        is_entry = isinstance(entry, dict) and isinstance(entry.get("key"), list) and "value" in entry
+        place = _place_of(changed, entry["key"]) if is_entry else None
+        if place is not None:
+            node, name = place
+            node[name] = entry["value"]
+    if Secrets(changed).masked_config() != _copied(config):
+        raise ConfigError(f"{file} doesn't belong to the config.yaml beside it. Restore both, or remove {file}.")
+    return changed
+
+
+def missing_secrets(config: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys of values that are still masked, because the run's secrets.yaml isn't there."""
+    masked = [path for path, value in _leaves(config) if _is_masked(value)]
+    return [".".join(map(str, path)) for path in masked]
+
+
+def masked_override(text: str) -> str:
+    """Return a typed `key=value`, or an argument such as `--api-key=VALUE`, with its secret masked."""
+    name, sign, value = text.partition("=")
+    if "${" in value:  # a reference holds no secret itself
+        return text
+    if sign and _is_secret(tuple(name.lstrip("+~-").split(".")), value):
+        return f"{name}={MASK}"
+    if value.lstrip().startswith("{"):
+        value = _IN_BRACES.sub(_masked_in_braces, value)
+    return masked_text(f"{name}{sign}{value}")
+
+
+def masked_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with their secrets masked, also that of `--api-key VALUE`."""
+    masked = []
+    is_value = False
+    for argument in arguments:
+        masked.append(MASK if is_value else masked_override(argument))
+        is_value = argument.startswith("--") and "=" not in argument and is_secret_name(argument)
+    return masked
+
+
+def _masked_in_braces(match: re.Match[str]) -> str:
+    is_secret = _is_secret((match["name"],), match["value"].strip())
+    return f"{match['name']}:{MASK}" if is_secret else match[0]
+
+
+def _is_secret(path: Path, value: Any) -> bool:
+    """Return True if a value is a secret by the names that lead to it."""
+    names = [name for name in path if isinstance(name, str) and is_secret_name(name)]
+    is_target = bool(path) and str(path[-1]).startswith("_")  # _target_ and the like, below a key such as `secrets`
+    if not names or is_target or isinstance(value, (bool, Mapping, list)) or str(value).lower() in ("", "none", "null", "true", "false"):
+        return False
+    # A number is a secret if it is a password; `drop_token: 0.1` is none.
+    is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", str(value), re.IGNORECASE) is not None
+    return not is_number or any("token" not in name.lower() for name in names)
+
+
+def _is_masked(value: Any) -> bool:
+    return isinstance(value, str) and (value == MASK or f":{MASK}@" in value or f"//{MASK}@" in value or f"={MASK}" in value)
+
+
+def _leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield everything but mappings and lists, with where it is."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _leaves(value, (*path, name))
+    elif isinstance(node, (list, tuple)):
+        for number, value in enumerate(node):
+            yield from _leaves(value, (*path, number))
+    else:
+        yield path, node
+
+
+def _copied(node: Any) -> Any:
+    """Return a copy whose sequences are lists, as they are in a file."""
+    if isinstance(node, Mapping):
+        return {name: _copied(value) for name, value in node.items()}
+    return [_copied(value) for value in node] if isinstance(node, (list, tuple)) else node
+
+
+def _place_of(config: Any, path: Sequence[Any]) -> tuple[Any, Any] | None:
+    """Return the mapping or list that holds the masked value, and its key there; None if there is no masked value."""
+    node = config
+    for name in path[:-1]:
+        node = _item(node, name)
+    if not path or not _has_mask(_item(node, path[-1])):
+        return None
+    return node, path[-1]
+
+
+def _item(node: Any, name: Any) -> Any:
+    if isinstance(node, dict):
+        return node.get(name) if isinstance(name, (str, int)) else None
+    is_position = isinstance(node, list) and type(name) is int and 0 <= name < len(node)
+    return node[name] if is_position else None
+
+
+def _has_mask(value: Any) -> bool:
+    return isinstance(value, str) and MASK in value
