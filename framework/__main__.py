@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from framework.errors import EXIT_INTERRUPTED, FrameworkError
+from framework.system.shown_text import shown
 
 if TYPE_CHECKING:
     from framework.launch.fork_server import ForkServer
@@ -77,7 +78,7 @@ def _adopted(arguments: list[str]) -> int | None:
         cluster = detect(os.environ, endpoint=typed_value(arguments, "topology.rdzv_endpoint"))
     except FrameworkError as error:
         if not isinstance(error, ReportedByRankZeroError):
-            print(error, file=sys.stderr)
+            print(shown(str(error)), file=sys.stderr)
         return error.exit_status
     if cluster is None:
         return None

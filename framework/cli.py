@@ -38,6 +38,7 @@ from framework.jobs.request import JobResult, PythonCall, Request, job_module
 from framework.jobs.saved_run import BaseConfig, find_base, names_a_run
 from framework.jobs.sweep import Sweep, run_sweep
 from framework.system.run_dir import new_name
+from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def main(
     try:
         return _Command(arguments, fork_server=fork_server, adopted_ranks=adopted_ranks).run().status
     except FrameworkError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         if isinstance(error, ConfigError) and user_config_dir(Path.cwd()) and Path("conf/config.yaml").is_file():
             print(f"{Path('conf/config.yaml').absolute()} was used instead of the framework's own.", file=sys.stderr)
         return error.exit_status

@@ -49,9 +49,9 @@ def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[
     others = [text for text in overrides if key_of(text) not in ("recipe", "resume", "rerun")]
     entries = secrets.entries()
     if entries or run_dir.secrets_file.exists():
-        write_atomically(run_dir.secrets_file, _dump(entries), is_private=True)
-    write_atomically(run_dir.overrides_file, _dump(secrets.masked_overrides([*recipe, *others])))
-    write_atomically(run_dir.config_file, _dump(secrets.masked_config()))
+        write_atomically(run_dir.secrets_file, dump_yaml(entries), is_private=True)
+    write_atomically(run_dir.overrides_file, dump_yaml(secrets.masked_overrides([*recipe, *others])))
+    write_atomically(run_dir.config_file, dump_yaml(secrets.masked_config()))
 
 
 def run_of(path: str | Path, *, key: str = "resume") -> RunDir:
@@ -274,6 +274,7 @@ def _load(file: Path, kind: type) -> Any:
     return content
 
 
-def _dump(value: Any) -> str:
+def dump_yaml(value: Any) -> str:
+    """Return YAML as it is in the files of a run."""
     text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
     return text

@@ -17,6 +17,8 @@ Path = tuple[str | int, ...]
 """Where a value is: the keys of mappings and the positions in lists."""
 
 _IN_BRACES = re.compile(r"(?P<name>[\w.-]+)\s*:\s*(?P<value>'[^']*'|\"[^\"]*\"|[^,{}\[\]'\"]+)")
+_NO_SECRET = ("", "none", "null", "true", "false", "???")
+_MASKED_IN_ADDRESS = (f":{MASK}@", f"//{MASK}@", f"={MASK}")
 _MIN_REPEATED = 6
 """Characters of a secret that is masked wherever else it occurs, as after an interpolation."""
 
@@ -74,14 +76,14 @@ def restored_config(config: Mapping[str, Any], entries: Any, *, file: str) -> di
     A value that isn't masked any more was edited, and stays. Raises ConfigError for entries that would change anything
     else than masked values.
     """
-    changed = _copied(config)
+    changed: dict[str, Any] = _copied(config)
     for entry in entries if isinstance(entries, list) else ():
         is_entry = isinstance(entry, dict) and isinstance(entry.get("key"), list) and "value" in entry
         place = _place_of(changed, entry["key"]) if is_entry else None
         if place is not None:
             node, name = place
             node[name] = entry["value"]
-    if Secrets(changed).masked_config() != _copied(config):
+    if Secrets(changed).masked_config() != Secrets(config).masked_config():
         raise ConfigError(f"{file} doesn't belong to the config.yaml beside it. Restore both, or remove {file}.")
     return changed
 
@@ -122,16 +124,20 @@ def _masked_in_braces(match: re.Match[str]) -> str:
 def _is_secret(path: Path, value: Any) -> bool:
     """Return True if a value is a secret by the names that lead to it."""
     names = [name for name in path if isinstance(name, str) and is_secret_name(name)]
-    is_target = bool(path) and str(path[-1]).startswith("_")  # _target_ and the like, below a key such as `secrets`
-    if not names or is_target or isinstance(value, (bool, Mapping, list)) or str(value).lower() in ("", "none", "null", "true", "false"):
+    if not names or isinstance(value, (bool, Mapping, list)):
         return False
-    # A number is a secret if it is a password; `drop_token: 0.1` is none.
-    is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", str(value), re.IGNORECASE) is not None
+    if str(path[-1]).startswith("_"):  # `_target_` and the like, below a key such as `secrets`
+        return False
+    text = str(value).lower()
+    if text in _NO_SECRET:
+        return False
+    # A number may be a password, but no token: `drop_token: 0.1`.
+    is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", text) is not None
     return not is_number or any("token" not in name.lower() for name in names)
 
 
 def _is_masked(value: Any) -> bool:
-    return isinstance(value, str) and (value == MASK or f":{MASK}@" in value or f"//{MASK}@" in value or f"={MASK}" in value)
+    return isinstance(value, str) and (value == MASK or any(text in value for text in _MASKED_IN_ADDRESS))
 
 
 def _leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +24,9 @@ from framework.config.parse import flatten, show
 from framework.errors import ConfigError
 from framework.jobs.request import JobResult, Request
 from framework.jobs.run_records import RunRecord, named_runs
-from framework.jobs.runs import format_duration, format_metric
+from framework.jobs.runs import csv_cell, format_duration, format_metric, json_text
 from framework.system.formatting import format_table, terminal_width
+from framework.system.shown_text import printable, shown
 
 Section = dict[str, list[Any]]
 """Name → its value in each run; None for a run that has none."""
@@ -48,14 +48,16 @@ def main(request: Request) -> JobResult:
         )
     found = compare(records)
     if settings.format == "json":
-        print(json.dumps({"runs": [record.run for record in records], **found}, indent=2), flush=True)
+        print(json_text({"runs": [record.run for record in records], **found}), flush=True)
     elif settings.format == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(["section", "name", *(record.run for record in records)])
-        writer.writerows([section, name, *row] for section, rows in found.items() for name, row in rows.items())
+        writer.writerow(["section", "name", *(csv_cell(record.run) for record in records)])
+        for section, rows in found.items():
+            for name, row in rows.items():
+                writer.writerow([section, *map(csv_cell, (name, *row))])
         sys.stdout.flush()
     else:
-        print(render(records, found), flush=True)
+        print(shown(render(records, found)), flush=True)
     return JobResult(0)
 
 
@@ -153,8 +155,8 @@ def render(records: Sequence[RunRecord], found: Mapping[str, Section]) -> str:
     rows: list[list[str]] = [["", *(str(number) for number, _ in enumerate(records, start=1))]]
     for title, section in found.items():
         if section:
-            rows += [[title], *([f"  {name}", *map(cell, row)] for name, row in section.items())]
-    legend = [f"  {number}  {record.run}" for number, record in enumerate(records, start=1)]
+            rows += [[title], *([f"  {printable(name)}", *map(cell, row)] for name, row in section.items())]
+    legend = [f"  {number}  {printable(record.run)}" for number, record in enumerate(records, start=1)]
     lines = [*legend, "", format_table(rows, width=terminal_width())]
     if same:
         lines += ["", f"  The same: {', '.join(same)}"]
@@ -164,8 +166,8 @@ def render(records: Sequence[RunRecord], found: Mapping[str, Section]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return a value for a table, a revision shortened; `–` for None."""
+    """Return a value for a table, a revision shortened, control characters as text; `–` for None."""
     if isinstance(value, float):
         return format_metric(value)
-    text = "–" if value is None else show(value)
+    text = "–" if value is None else printable(show(value))
     return text[:_SHOWN_REVISION] if re.fullmatch(r"[0-9a-f]{40}", text) else text

@@ -33,7 +33,8 @@ from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import render
 from framework.system.hardware import cpu_count, visible_gpus
-from framework.system.run_dir import RunDir, locked, new_run_dir, read_object, write_atomically
+from framework.system.run_dir import RunDir, check_no_way_out, locked, new_run_dir, read_object, write_atomically
+from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
 
 _STATUS = {0: "finished", EXIT_STOPPED: "stopped"}
@@ -66,19 +67,19 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
         with _run_dir(request) as run_dir, locked(run_dir), _records_kept_if_refused(run_dir):
             record_start(run_dir, request, topology)
             if request.config.rerun is not None and request.config.resume is None:
-                print(_rerun_message(Path(request.config.rerun), run_dir), file=sys.stderr, flush=True)
+                print(shown(_rerun_message(Path(request.config.rerun), run_dir)), file=sys.stderr, flush=True)
             # What a call evaluates or predicts is returned.
             quiet = request.sub_run is not None or (request.call is not None and request.config.job != "train")
             if not quiet:
                 with suppress(BrokenPipeError):  # of `| head -n 1`; the ranks run nevertheless
-                    print(start_message(title, request.config.recipe, topology, run_dir), flush=True)
+                    print(shown(start_message(title, request.config.recipe, topology, run_dir)), flush=True)
             launch = importlib.import_module(f"framework.launch.{launcher}").launch if elastic is None else elastic.run
             outcome = _launch(launch, _plan(request, setup, run_dir, entry=entry), request.config)
             status, failure = outcome.status, outcome.failure
             if failure is not None and request.call is None:
                 print(render(failure), file=sys.stderr, flush=True)
             if status != EXIT_WRONG_REQUEST and not quiet:
-                print(summary(request.config, run_dir, status), flush=True)
+                print(shown(summary(request.config, run_dir, status)), flush=True)
             score = run_dir.read_run().get("results", {}).get("score")
             return JobResult(status, run_dir, score=score, failure=failure)
 
@@ -141,7 +142,7 @@ def _launch(launch: Callable[[LaunchPlan], Outcome], plan: LaunchPlan, config: C
         outcome = launch(plan)
     except KeyboardInterrupt:
         record_end(run_dir, status="interrupted")
-        print(interrupted_message(config, run_dir), file=sys.stderr, flush=True)
+        print(shown(interrupted_message(config, run_dir)), file=sys.stderr, flush=True)
         raise
     except BaseException:
         record_end(run_dir, status="failed")
@@ -181,7 +182,11 @@ def _run_dir(request: Request) -> AbstractContextManager[RunDir]:
     """Return the run to resume, or a new one: below the recipe, and unless it is a training, below the job's name."""
     config, sub_run = request.config, request.sub_run
     if config.resume is not None:
-        return nullcontext(run_of(config.resume))
+        run_dir = run_of(config.resume)
+        check_no_way_out(run_dir)
+        return nullcontext(run_dir)
+    if request.parent_run is not None:
+        check_no_way_out(RunDir(request.parent_run))
     if sub_run is not None:
         return new_run_dir(sub_run.parent, name=sub_run.name)
     parent = request.parent_run or Path(config.path.outputs, config.recipe)

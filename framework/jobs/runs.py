@@ -39,6 +39,7 @@ from framework.jobs.request import JobResult, Request
 from framework.jobs.run_records import COLUMNS, MISSING, RunRecord, find_runs, named_runs
 from framework.jobs.summary import display_path
 from framework.system.formatting import format_count, terminal_width
+from framework.system.shown_text import printable, shown
 
 _CONDITION = re.compile(r"([^<>=!]+)(!=|<=|>=|=|<|>)(.+)")
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -65,12 +66,12 @@ def main(request: Request) -> JobResult:
     found = find_runs(folder.absolute()) if settings.paths is None else named_runs(settings.paths)
     listed = ordered(matching(found, settings.filter), settings.sort)
     if settings.format == "json":
-        print(json.dumps([_plain(record) for record in listed], indent=2), flush=True)
+        print(json_text([_plain(record) for record in listed]), flush=True)
     elif settings.format == "csv":
         _print_csv(listed)
     else:
         where = display_path(folder.absolute()) if settings.paths is None else ", ".join(settings.paths)
-        print(_text(listed, num_found=len(found), where=where), flush=True)
+        print(shown(_text(listed, num_found=len(found), where=where)), flush=True)
     return JobResult(0)
 
 
@@ -166,9 +167,21 @@ def _print_csv(records: Sequence[RunRecord]) -> None:
     rows = [_plain(record) for record in records]
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     writer = csv.DictWriter(sys.stdout, [*COLUMNS, *metrics], extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**row, **row["metrics"], "overrides": " ".join(row["overrides"])} for row in rows)
+    writer.writerow({name: printable(name) for name in (*COLUMNS, *metrics)})
+    for row in rows:
+        cells = {**row, **row["metrics"], "overrides": " ".join(row["overrides"])}
+        writer.writerow({name: csv_cell(value) for name, value in cells.items()})
     sys.stdout.flush()
+
+
+def json_text(content: Any) -> str:
+    """Return JSON in which every control character is escaped; `json` itself leaves DEL."""
+    return json.dumps(content, indent=2).replace("\x7f", "\\u007f")
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a cell of a CSV file: of a text, without control characters."""
+    return printable(value) if isinstance(value, str) else value
 
 
 # For people
@@ -180,7 +193,7 @@ def _text(records: Sequence[RunRecord], *, num_found: int, where: str) -> str:
     if not records:
         return f"None of the {format_count(num_found, 'run')} in {where} meets runs.filter"
     by_status = Counter(record.status for record in records)
-    counts = ", ".join(f"{number:,} {status}" for status, number in by_status.most_common())
+    counts = ", ".join(f"{number:,} {printable(status)}" for status, number in by_status.most_common())
     left_out = f" of {num_found:,}" if len(records) < num_found else ""
     total = f"{len(records):,}{left_out} {'run' if num_found == 1 else 'runs'} in {where}: {counts}"
     return "\n".join([*table_lines(records, width=terminal_width()), "", total])
@@ -208,7 +221,7 @@ def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:
 
 def _cells(record: RunRecord, shared: Collection[str]) -> list[str]:
     """Return the cells under `_HEAD`. shared: overrides that all runs have, which come last."""
-    return [
+    cells = [
         record.run,
         record.recipe,
         record.status,
@@ -219,6 +232,7 @@ def _cells(record: RunRecord, shared: Collection[str]) -> list[str]:
         f"{record.started:%Y-%m-%d %H:%M}",
         " ".join(sorted(record.overrides, key=lambda text: text in shared)),
     ]
+    return [printable(cell) for cell in cells]
 
 
 def _line(row: Mapping[str, str], sizes: Mapping[str, int], rest: str = "") -> str:

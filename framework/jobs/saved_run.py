@@ -32,6 +32,7 @@ from framework.config.saved import (
 from framework.config.secrets import masked_override, missing_secrets
 from framework.errors import ConfigError
 from framework.jobs.summary import display_path
+from framework.system.shown_text import shown
 
 _RESUME = "resume"
 _RERUN = "rerun"
@@ -87,7 +88,7 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
             status = found.read_run()["status"]
             how = "crashed or still running" if status == "running" else status
             choice = f"{display_path(found.path)} ({how})"
-        print(f"resume=auto: {choice}", file=sys.stderr, flush=True)
+        print(shown(f"resume=auto: {choice}"), file=sys.stderr, flush=True)
     return others if found is None else [*others, *shlex.split(resume_argument(found.path))]
 
 
@@ -121,7 +122,7 @@ class BaseConfig:
         if masked := missing_secrets(raw):
             raise ConfigError(
                 f"{', '.join(masked)}: this copy of {found.run_dir.path} lacks the passwords and tokens of the run, "
-                f"which are in its {found.run_dir.secrets_file.name}. Type each again: {masked[0]}=VALUE"
+                f"which are in its {found.run_dir.secrets_file.name}. Type each of these keys again, with its value."
             )
         if raw.get("objects"):
             raw["objects"] = objects_of(found.run_dir, raw)

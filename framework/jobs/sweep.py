@@ -12,11 +12,13 @@ from types import ModuleType
 from typing import final
 
 from framework.config.saved import resume_argument
+from framework.config.secrets import masked_override
 from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError
 from framework.jobs.request import JobResult, Request, job_module
 from framework.jobs.summary import display_path, tensorboard_command
 from framework.system.formatting import format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
+from framework.system.shown_text import shown
 
 _NOT_SWEPT = ("compare", "export", "parity", "plan", "report", "runs", "tune")
 
@@ -79,7 +81,7 @@ class Sweep:
         try:
             result: JobResult = _job(request).main(request)
         except FrameworkError as error:
-            print(error, file=sys.stderr, flush=True)
+            print(shown(str(error)), file=sys.stderr, flush=True)
             result = JobResult(error.exit_status)
         except Exception:
             traceback.print_exc()
@@ -122,4 +124,4 @@ class Sweep:
 def distinguishing(overrides: Sequence[Sequence[str]]) -> list[str]:
     """Return for each job the overrides that not all jobs have, as one text."""
     common = set.intersection(*(set(each) for each in overrides)) if len(overrides) > 1 else set()
-    return [" ".join(text for text in each if text not in common) for each in overrides]
+    return [" ".join(masked_override(text) for text in each if text not in common) for each in overrides]

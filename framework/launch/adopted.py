@@ -36,6 +36,7 @@ from framework.system.formatting import format_count
 from framework.system.hardware import openmp_environment
 from framework.system.parent_death import die_with_parent
 from framework.system.run_dir import RunDir
+from framework.system.shown_text import shown
 from framework.system.signals import catching_signals
 
 _MARGIN_S = 10.0  # beyond rank 0's own time-out, so that rank 0 is the first to print what is wrong
@@ -60,7 +61,7 @@ def run_adopted(
     except FrameworkError as error:  # the command prints its own errors, so on rank 0 it is one of the store
         status = error.exit_status
         if cluster.rank == 0 or cluster.prints_for_node:
-            print(error, file=sys.stderr, flush=True)
+            print(shown(str(error)), file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED
         raise

@@ -11,6 +11,7 @@ from framework.errors import RequestError, RunError
 from framework.launch.plan import LaunchPlan, MonitorLink, Outcome, RankArguments
 from framework.launch.stopping import interrupting
 from framework.monitoring.rank_status import RankStatus
+from framework.system.shown_text import shown
 
 
 def launch(plan: LaunchPlan) -> Outcome:
@@ -31,7 +32,7 @@ def launch(plan: LaunchPlan) -> Outcome:
     except RequestError as error:
         if rank_status.read().step == 0:
             raise
-        print(error, file=sys.stderr, flush=True)
+        print(shown(str(error)), file=sys.stderr, flush=True)
         return Outcome(error.exit_status)
     except SystemExit as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]

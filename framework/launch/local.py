@@ -33,6 +33,7 @@ from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
+from framework.system.shown_text import shown
 from framework.system.signals import Signals, catching_signals
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class NodeRun:
         """Print to stderr, if the run has the terminal."""
         if self.setup.terminal:
             with suppress(OSError):  # the terminal is gone
-                print(line, file=sys.stderr, flush=True)
+                print(shown(line), file=sys.stderr, flush=True)
 
     def wait_for(self, condition: Callable[[], Any], *, timeout_s: float | None = None) -> bool:
         """Handle events and monitor the ranks until `condition()` holds. Return False on a time-out."""

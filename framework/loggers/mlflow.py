@@ -16,9 +16,11 @@ from typing import Any, ClassVar, final
 from filelock import FileLock
 
 from framework.config.parse import flatten
+from framework.errors import ConfigError
 from framework.loggers.tracker import Row, Tracker, check_installed
 from framework.monitoring.rank_log import show, warn
 from framework.system.run_dir import RunDir
+from framework.system.shown_text import MASK, masked_text
 
 _MAX_PARAMS = 100  # in one call
 _MAX_PARAM_CHARS = 6000
@@ -72,6 +74,9 @@ class MLflowLogger(Tracker):
         known = self.identity
         own_store = f"sqlite:///{self._outputs / 'mlflow.db'}"
         uri = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or known.get("tracking_uri") or own_store
+        if MASK in uri:
+            raise ConfigError(f"the run was logged to {uri}, whose password isn't stored. Set MLFLOW_TRACKING_URI.")
+        shown_uri = masked_text(uri)
         is_own = uri == own_store
         # Several runs may begin at once, and one of them creates the tables.
         lock = FileLock(self._outputs / ".mlflow.lock", timeout=_LOCK_TIMEOUT_S) if is_own else nullcontext()
@@ -83,7 +88,8 @@ class MLflowLogger(Tracker):
                 experiment_id = self._client.create_experiment(self._experiment, location)
             else:
                 experiment_id = experiment.experiment_id
-        if known.get("tracking_uri") == uri:
+        # Earlier versions recorded the password.
+        if masked_text(known.get("tracking_uri", "")) == shown_uri:
             self._run_id = known["run_id"]
             run = self._client.get_run(self._run_id)
             self._client.update_run(self._run_id, status="RUNNING")
@@ -94,7 +100,7 @@ class MLflowLogger(Tracker):
         else:
             run = self._client.create_run(experiment_id, run_name=self._display_name)
             self._run_id, params = run.info.run_id, set()
-            self.identity = {"run_id": self._run_id, "tracking_uri": uri, "experiment": self._experiment}
+            self.identity = {"run_id": self._run_id, "tracking_uri": shown_uri, "experiment": self._experiment}
         for tag in self.tags:
             self._client.set_tag(self._run_id, tag, "true")
         if self.sweep is not None:
@@ -104,7 +110,7 @@ class MLflowLogger(Tracker):
         for at in range(0, len(pairs), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=pairs[at : at + _MAX_PARAMS])
         self._client.log_artifact(self._run_id, str(self.run_dir.config_file))
-        show(f"mlflow  run {self._run_id} in {uri}")
+        show(f"mlflow  run {self._run_id} in {shown_uri}")
 
     def write_numbers(self, row: Row) -> None:
         self._write_numbers(row["values"], step=row["step"], unix_s=row["time"])

@@ -17,6 +17,7 @@ import psutil
 from framework.loggers.tracker import Row, Tracker, check_installed
 from framework.monitoring.rank_log import show, warn
 from framework.system.run_dir import RunDir
+from framework.system.shown_text import masked_text
 
 _INIT_TIMEOUT_S = 30.0
 
@@ -91,7 +92,7 @@ class WandbLogger(Tracker):
         if self._run.disabled:
             return
         is_online = not self._run.offline
-        place = {"url": self._run.url} if is_online else {"folder": self._run.settings.sync_dir}
+        place = {"url": masked_text(self._run.url)} if is_online else {"folder": self._run.settings.sync_dir}
         facts = {"id": self._id, "project": self._arguments["project"], **place}
         self.identity = {**facts, "mode": "online" if is_online or self._was_online else "offline"}
         show(f"wandb  {self._run.url if is_online else f'offline; to upload it: wandb sync {self._folder_shown()}'}")

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, final
 
 from framework.system.run_dir import RunDir
+from framework.system.shown_text import shown
 
 if TYPE_CHECKING:
     from framework.distributed.context import Context
@@ -50,15 +51,15 @@ def rank_log(run_dir: RunDir, context: Context) -> Iterator[None]:
 
 
 def warn(text: str) -> None:
-    """Write a line to this rank's log and to standard output."""
-    logger.warning(text)
+    """Write a line to this rank's log and to standard output, control characters as text, passwords masked."""
+    logger.warning("%s", shown(text))
     show(text)
 
 
 def show(text: str) -> None:
     """Print a line; rank 0's output is shown on the terminal."""
     with suppress(OSError):  # standard output is a file on a full disk
-        print(text, flush=True)
+        print(shown(text), flush=True)
 
 
 @final

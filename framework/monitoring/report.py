@@ -21,6 +21,7 @@ from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor, RankState, max_progress, ranks_behind
 from framework.monitoring.rank_status import main_stack
 from framework.system.run_dir import RunDir, write_object
+from framework.system.shown_text import masked_text, shown
 
 _WAITED_SHARE = 0.5  # of the time-out: a rank that waited for less wasn't waiting for a hung one
 _NOTICE_S = 5.0  # how much later than its peers' errors the end of a process may be seen
@@ -197,7 +198,7 @@ def report_failure(
     file = run_dir.failure_of(node=monitor.node, attempt=attempt, is_last=is_last or report.first.is_final)
     report = replace(report, file=str(file), node=monitor.node)
     try:
-        write_object(file, report.to_plain())
+        write_object(file, _masked(report.to_plain()))
     except OSError as error:  # a full disk, which may be the very failure
         report = replace(report, file=None, unsaved=f"{file} can't be written: {error.strerror or error}.")
     if exchange is not None and monitor.node == 0:
@@ -205,22 +206,38 @@ def report_failure(
     return report
 
 
+def _masked(value: Any) -> Any:
+    """Return a report without the passwords in its messages, such as that of an address that didn't answer."""
+    if isinstance(value, Mapping):
+        return {name: _masked(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_masked(each) for each in value]
+    return masked_text(value) if isinstance(value, str) else value
+
+
 # The text for the terminal
 
 
 def render(report: FailureReport) -> str:
-    """Return the text: a wrong request's message; for any other failure its message or traceback, then a panel."""
+    """Return the text: a wrong request's message; for any other failure its message or traceback, then a panel.
+
+    A report may be somebody else's: control characters are shown as text.
+    """
+    return shown("\n".join(_lines(report)))
+
+
+def _lines(report: FailureReport) -> list[str]:
     first = report.first
     unsaved = [] if report.unsaved is None else [report.unsaved]
     said = first.exception if first.expected else first.traceback
     if said is not None and first.expected and (first.exit_status == EXIT_WRONG_REQUEST or report.world_size == 1):
-        return "\n".join([said, *unsaved])
+        return [said, *unsaved]
     lines = [] if said is None else [said.rstrip(), ""]
     lines.append(_shortened(f"{_RULE} Rank {first.rank} of {report.world_size} {_what_happened(first)}"))
     lines += [_shortened(f"  {line}") for line in _also_failed(report)]
     for name, text in _rows(report):
         lines += [f"  {name if number == 0 else '':<8} {line}" for number, line in enumerate(text)]
-    return "\n".join([*lines, *unsaved])
+    return [*lines, *unsaved]
 
 
 def late_line(event: Mapping[str, Any]) -> str:

@@ -110,6 +110,24 @@ def create_run_dir(parent: Path, *, name: str | None = None) -> RunDir:
         ) from error
 
 
+def check_no_way_out(run_dir: RunDir) -> None:
+    """Raise RequestError if a symlink in a run directory leads out of it: what is added to the run would go there.
+
+    Symlinks to checkpoints, and those that W&B makes in its folder, are never written to.
+    """
+    root = run_dir.path.resolve()
+    for folder, folders, files in os.walk(root):  # doesn't follow symlinks
+        for name in (*folders, *files):
+            place = Path(folder, name)
+            if place.is_symlink() and not place.resolve().is_relative_to(root):
+                raise RequestError(
+                    f"{place} is a symlink to {place.readlink()}, outside of the run, and might be written to.\n"
+                    "Remove it, or put what it points to in its place."
+                )
+        if Path(folder) == root:
+            folders[:] = [name for name in folders if name not in ("checkpoints", "wandb")]
+
+
 @contextmanager
 def locked(run_dir: RunDir) -> Iterator[None]:
     """Keep other processes out of the run directory while this is entered. The kernel unlocks it if this one is killed.
@@ -168,7 +186,7 @@ def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        with open(os.open(temporary, flags, 0o600 if is_private else 0o666), "w") as file:
+        with os.fdopen(os.open(temporary, flags, 0o600 if is_private else 0o666), "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -28,7 +28,9 @@ _SECRET_NAME = re.compile(
     r"|(?<![a-z])(pwd|token)(?![a-z])",
     re.IGNORECASE,
 )
-_MODEL_TOKEN = re.compile(r"(bos|eos|unk|sep|pad|cls|mask|start|end|special|image|audio|video)_?token|token_(id|type)s?$")
+_MODEL_TOKEN = re.compile(
+    r"(bos|eos|unk|sep|pad|cls|mask|start|end|special|image|audio|video)_?token|token_(id|type)s?$"
+)
 """Names with `token` that hold no secret: those of language models. (`tokens` is none anyway.)"""
 
 _ADDRESS_SECRETS = (

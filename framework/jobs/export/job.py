@@ -14,6 +14,7 @@ from framework.jobs.summary import display_path
 from framework.launch.fork_server import call_in_child
 from framework.system.files import atomic_output, checked_output
 from framework.system.formatting import format_facts
+from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
 
 # By format: the file's suffix, empty for a folder, and the packages it needs besides torch.
@@ -44,7 +45,7 @@ def main(request: Request) -> JobResult:
     checkpoint = ("checkpoint", display_path(Path(str(config.checkpoint.path))))
     kind, files = ("folder", [*output.iterdir()]) if output.is_dir() else ("file", [output])
     written = (kind, f"{display_path(output)}, {sum(each.stat().st_size for each in files):,} bytes")
-    print(format_facts([checkpoint, *facts["facts"], written]), flush=True)
+    print(shown(format_facts([checkpoint, *facts["facts"], written])), flush=True)
     return JobResult(0)
 
 

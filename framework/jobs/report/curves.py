@@ -1,10 +1,10 @@
-"""Charts of metrics over steps, as inline SVG: a line for each run."""
+"""Charts of metrics over steps: a line for each run. page.html draws them as inline SVG."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
+from dataclasses import dataclass
 from itertools import groupby
 
 Curve = list[tuple[int, float | None]]
@@ -15,6 +15,28 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 392, 8, 194  # of the plot area
 NUM_COLORS = 8  # in style.css; further runs repeat them, dashed
 MAX_POINTS = 400  # of a curve: one for each unit
 _NUM_TICKS = 4
+
+
+@dataclass(frozen=True)
+class Line:
+    """A stretch of a curve: places in SVG units. One place is drawn as a dot, since its line can't be seen."""
+
+    color: str  # CSS classes
+    places: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn of one metric."""
+
+    name: str
+    # The first and last step.
+    low: float
+    high: float
+    # Places and labels of the axes.
+    y_ticks: list[tuple[float, str]]
+    x_ticks: list[tuple[float, str]]
+    lines: list[Line]
 
 
 def thinned(curve: Curve, *, max_points: int = MAX_POINTS) -> Curve:
@@ -30,34 +52,24 @@ def thinned(curve: Curve, *, max_points: int = MAX_POINTS) -> Curve:
     return [*kept, curve[-1]]
 
 
-def chart(curves: Sequence[Curve | None], *, name: str) -> str:
-    """Return the SVG of one metric. curves: one for each run, None for a run without it."""
+def chart(curves: Sequence[Curve | None], *, name: str) -> Chart:
+    """Return the chart of one metric. curves: one for each run, None for a run without it."""
     points = [point for curve in curves if curve for point in curve if point[1] is not None]
-    x, y = (
-        Scale([step for step, _ in points], LEFT, RIGHT),
-        Scale([value for _, value in points if value is not None], BOTTOM, TOP),
-    )
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)} over steps" '
-        f'data-x="{x.low:.17g} {x.high:.17g}">'
+    x = Scale([step for step, _ in points], LEFT, RIGHT)
+    y = Scale([value for _, value in points if value is not None], BOTTOM, TOP)
+    lines = [
+        Line(color(number), [(x(step), y(value)) for step, value in stretch])
+        for number, curve in enumerate(curves)
+        for stretch in _finite(curve or [])
     ]
-    for value in ticks(y.low, y.high):
-        at = f"{y(value):.1f}"
-        parts.append(f'<path class="grid" d="M{LEFT} {at}H{RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end">{format_tick(value)}</text>')
-    for value in ticks(x.low, x.high):
-        if value == int(value):
-            parts.append(f'<text x="{x(value):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{format_tick(value)}</text>')
-    parts.append(f'<path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}"/>')
-    for number, curve in enumerate(curves):
-        for stretch in _finite(curve or []):
-            places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in stretch)
-            if len(stretch) == 1:  # a line of one point can't be seen
-                (cx, cy) = places.split(",")
-                parts.append(f'<circle class="dot {color(number)}" cx="{cx}" cy="{cy}" r="2.5"/>')
-            else:
-                parts.append(f'<polyline class="line {color(number)}" points="{places}"/>')
-    return "".join([*parts, '<path class="cursor" d=""/></svg>'])
+    return Chart(
+        name,
+        x.low,
+        x.high,
+        y_ticks=[(y(value), format_tick(value)) for value in ticks(y.low, y.high)],
+        x_ticks=[(x(value), format_tick(value)) for value in ticks(x.low, x.high) if value == int(value)],
+        lines=lines,
+    )
 
 
 def color(number: int) -> str:

@@ -8,6 +8,7 @@ from framework.jobs.run_records import named_runs
 from framework.jobs.summary import display_path
 from framework.system.files import atomic_output, checked_output
 from framework.system.formatting import format_bytes, format_count
+from framework.system.shown_text import shown
 
 _KEY = "report.output"
 
@@ -19,5 +20,5 @@ def main(request: Request) -> JobResult:
     with atomic_output(output, key=_KEY) as path:
         path.write_text(make_page(records), encoding="utf-8")
     size = format_bytes(output.stat().st_size)
-    print(f"Report of {format_count(len(records), 'run')}: {display_path(output)} ({size})", flush=True)
+    print(shown(f"Report of {format_count(len(records), 'run')}: {display_path(output)} ({size})"), flush=True)
     return JobResult(0)

