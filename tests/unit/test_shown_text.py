@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -71,7 +72,7 @@ def test_names_of_secrets() -> None:
     assert [name for name in other.split() if is_secret_name(name)] == []
 
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "logger": {"mlflow": {"_target_": "a.B", "tracking_uri": "http://u:hunter2@h"}},
     "data": {
         "tokenizer": "bert",
