@@ -274,10 +274,10 @@ DATA = [
     ),
     Mutation(
         name="every-epoch-with-the-same-augmentation",
-        caught_by="tests/unit/data/test_loaders.py::test_random_transforms_depend_on_seed_epoch_and_index_alone",
+        caught_by="tests/unit/data/test_loaders.py::test_random_transforms_depend_on_seed_epoch_and_position_alone",
         file="framework/data/fetch.py",
-        old='seed_generators(mix(self._seed, "sample", epoch, index))',
-        new='seed_generators(mix(self._seed, "sample", index))',
+        old='mix(self._seed, "sample", key.epoch, position)',
+        new='mix(self._seed, "sample", position)',
         what="Random transforms of a dataset do the same to a sample in every epoch.",
     ),
     Mutation(
@@ -322,7 +322,7 @@ DATA = [
     ),
     Mutation(
         name="loading-moves-the-training-generator",
-        caught_by="tests/unit/data/test_loaders.py::test_random_transforms_depend_on_seed_epoch_and_index_alone",
+        caught_by="tests/unit/data/test_loaders.py::test_random_transforms_depend_on_seed_epoch_and_position_alone",
         file="framework/distributed/seed.py",
         old="        torch.set_rng_state(pytorch)\n",
         new="",

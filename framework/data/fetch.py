@@ -1,7 +1,8 @@
 """Load batches on the CPU with torch's DataLoader, in this process or by worker processes.
 
-A random transform in a dataset draws from generators seeded per sample, by (seed, epoch, index): what it draws depends
-neither on the number of ranks or workers nor on the order in which samples are loaded.
+Random transforms draw from generators seeded per sample, by (seed, epoch, position in the epoch's order). So what they
+draw depends on neither ranks nor workers, and a sample that comes twice in an epoch is drawn twice. A collate function
+draws by (seed, epoch, position of its first sample).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from framework.data.keyed_random import KeyedRandom
 from framework.data.sample_random import Draws
 from framework.data.tensor_samples import as_tensor_samples
-from framework.distributed.seed import mix, preserved_generators, seed_generators
+from framework.distributed.seed import mix
 from framework.errors import FrameworkError, RunError
 from framework.types import Batch, Collate, MapDataset
 
@@ -34,9 +36,20 @@ _START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 
 
 class BatchRequest(NamedTuple):
-    """A batch to load: `indices` of the dataset, int64, and the epoch it is for."""
+    """A batch to load, of samples that follow each other in the epoch's order."""
 
+    # Of the dataset, int64.
     indices: Tensor
+    # Of the first sample in the order of the epoch.
+    position: int
+    epoch: int
+
+
+class BatchKey(NamedTuple):
+    """A BatchRequest in plain numbers: a tensor would reach a worker through shared memory, and a thread for it."""
+
+    indices: list[int]
+    position: int
     epoch: int
 
 
@@ -50,25 +63,40 @@ class BatchDataset(Dataset[Batch]):
     def __init__(self, dataset: MapDataset, *, split: str, seed: int, collate_fn: Collate | None = None) -> None:
         self._dataset, self._split, self._seed, self._collate_fn = dataset, split, seed, collate_fn
         self._rows = as_tensor_samples(dataset) if collate_fn is None else None
+        self._random = KeyedRandom(dataset, collate_fn)
+        self._has_loaded = False
 
-    def __getitem__(self, request: tuple[list[int], int]) -> Batch:
-        """Return the batch of these indices in this epoch. Raises RunError that names the sample that fails."""
-        indices, epoch = request
+    def __getitem__(self, key: BatchKey) -> Batch:
+        """Return the batch of a key. Raises RunError that names the sample that fails."""
         if self._rows is not None:
-            index_B = torch.tensor(indices, device=self._rows.device)
-            draws = batch_draws(index_B, seed=self._seed, epoch=epoch)
+            index_B = torch.tensor(key.indices, device=self._rows.device)
+            position_B = torch.arange(key.position, key.position + len(index_B), device=self._rows.device)
+            draws = batch_draws(position_B, seed=self._seed, epoch=key.epoch)
             return self._rows.pack(self._rows.transformed(self._rows.gather(index_B), draws))
-        samples = []
-        with preserved_generators():
-            for index in indices:
-                seed_generators(mix(self._seed, "sample", epoch, index))
+        batch = self._load(key)
+        if not self._has_loaded:
+            self._has_loaded = True
+            # The first sample may have made a generator, which wasn't seeded when it was drawn from.
+            if self._random.find():
+                batch = self._load(key)
+        return batch
+
+    def _load(self, key: BatchKey) -> Batch:
+        with self._random.preserved():
+            samples = []
+            for position, index in enumerate(key.indices, start=key.position):
+                self._random.seed(mix(self._seed, "sample", key.epoch, position))
                 samples.append(load_sample(self._dataset, index, split=self._split))
-        return collate(samples, name=f"Samples {indices} of the {self._split} dataset", collate_fn=self._collate_fn)
+            name = f"Samples {key.indices} of the {self._split} dataset"
+            if self._collate_fn is None:
+                return collate(samples, name=name)
+            self._random.seed(mix(self._seed, "collate", key.epoch, key.position))
+            return collate(samples, name=name, collate_fn=self._collate_fn)
 
 
-def batch_draws(index_B: Tensor, *, seed: int, epoch: int) -> Draws:
-    """Return the random numbers of a batch of samples."""
-    return Draws(partial(mix, seed, "batch", epoch), index_B)
+def batch_draws(position_B: Tensor, *, seed: int, epoch: int) -> Draws:
+    """Return the random numbers of samples at these positions of the epoch's order."""
+    return Draws(partial(mix, seed, "batch", epoch), position_B)
 
 
 def collate(samples: list[Any], *, name: str, collate_fn: Collate | None = None) -> Batch:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from framework.config.schema import LoaderKind
 from framework.data.batching import BatchPlan, count_windows
-from framework.data.fetch import BatchDataset, BatchRequest, ItemLoader
+from framework.data.fetch import BatchDataset, BatchKey, BatchRequest, ItemLoader
 from framework.data.prefetch import pins_memory, prefetch
 from framework.data.resident import ResidentBatches, decode
 from framework.data.sampler import GlobalOrder, epoch_indices, windows
@@ -76,8 +76,7 @@ class LoadedBatches(ItemLoader):
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches asked for, in order."""
-        # As plain numbers: a tensor would reach a worker through shared memory, and a thread that serves it.
-        keys = ((request.indices.tolist(), request.epoch) for request in requests)
+        keys = (BatchKey(request.indices.tolist(), request.position, request.epoch) for request in requests)
         return prefetch(self.items(keys), self._device)
 
 
@@ -203,14 +202,18 @@ class MapLoader:
         indices = epoch_indices(self._order, self._plan, epoch=epoch, start=start, limit=limit)
         gathered = 0
         if isinstance(self._source, ResidentBatches):
-            gathered = yield from self._source.windows(indices, self._plan, rank=self._rank, epoch=epoch)
-        yield from self._loaded(indices[gathered:], epoch=epoch)
+            gathered = yield from self._source.windows(indices, self._plan, rank=self._rank, epoch=epoch, start=start)
+        yield from self._loaded(indices[gathered:], epoch=epoch, start=start + gathered)
 
-    def _loaded(self, indices: Tensor, *, epoch: int) -> Iterator[Window]:
-        """Yield windows whose batches are loaded one by one."""
+    def _loaded(self, indices: Tensor, *, epoch: int, start: int) -> Iterator[Window]:
+        """Yield windows whose batches are loaded one by one. indices: from position `start` of the epoch on."""
         # Requests run ahead of the window that is yielded.
-        given, asked = tee(windows(indices, self._plan, rank=self._rank))
-        requests = (BatchRequest(micro.indices, epoch) for window in asked for micro in window.micro_batches)
+        given, asked = tee(windows(indices, self._plan, rank=self._rank, start=start))
+        requests = (
+            BatchRequest(micro.indices, position, epoch)
+            for window in asked
+            for micro, position in zip(window.micro_batches, window.positions, strict=True)
+        )
         batches = self._source.batches(requests)
         for window in given:
             # Loads nothing before it is asked to.

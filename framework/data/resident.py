@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, tee
 from math import gcd
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -32,6 +32,18 @@ _MAX_PADDING_BYTES = 1 << 14  # of a batch: copying more costs more than an oper
 _ALIGNMENT_BYTES = 64  # of torch's memory on the CPU; an accelerator's is a multiple of it
 
 
+class _Rows(NamedTuple):
+    """Rows to gather: samples of the dataset, int64, and their positions in the order of the epoch."""
+
+    indices: Tensor
+    positions: Tensor
+    epoch: int
+
+
+def _positions(request: BatchRequest) -> Tensor:
+    return torch.arange(request.position, request.position + len(request.indices))
+
+
 @final
 class ResidentBatches:
     """Batches of `samples` on a device, which may be another than theirs; `seed` is for random transforms."""
@@ -43,16 +55,20 @@ class ResidentBatches:
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches asked for, in order."""
-        for _, tensors in self._tensors(requests):
+        rows = (_Rows(request.indices, _positions(request), request.epoch) for request in requests)
+        for _, tensors in self._tensors(rows):
             yield self.samples.pack(tensors)
 
-    def windows(self, order: Tensor, plan: BatchPlan, *, rank: int, epoch: int) -> Generator[Window, None, int]:
+    def windows(
+        self, order: Tensor, plan: BatchPlan, *, rank: int, epoch: int, start: int
+    ) -> Generator[Window, None, int]:
         """Yield this rank's windows of the whole global batches in `order`; return how many samples these are.
 
         Gathers several windows at a time; none, and returns 0, if one is too large for that.
 
         Args:
             order: The indices that are left of the epoch.
+            start: The position of the first of them in the order of the epoch.
         """
         size, left = plan.global_batch_size, len(order) // plan.global_batch_size
         ranges = micro_batches(plan, global_count=size, rank=rank)
@@ -67,7 +83,10 @@ class ResidentBatches:
         whole = order[: left * size]
         is_all, number = len(whole) == len(order), len(sizes)
         chunks = whole.view(-1, size).index_select(1, columns).split(at_once)
-        for indices, tensors in self._tensors(BatchRequest(chunk.flatten(), epoch) for chunk in chunks):
+        begins = start + size * torch.arange(left)
+        positions = (begins.unsqueeze(1) + columns).split(at_once)
+        rows = (_Rows(chunk.flatten(), own.flatten(), epoch) for chunk, own in zip(chunks, positions, strict=True))
+        for indices, tensors in self._tensors(rows):
             batches = map(self.samples.pack, zip(*(_views(tensor, stride, sizes) for tensor in tensors), strict=True))
             micro = map(MicroBatch, batches, cycle(sizes))
             shown = map(MicroIndices, _views(indices, stride, sizes), cycle(sizes))
@@ -82,21 +101,25 @@ class ResidentBatches:
     def close(self) -> None:
         """Nothing to close."""
 
-    def _tensors(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    def _tensors(self, requests: Iterable[_Rows]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yield for each request its indices, on the CPU, and the rows, transformed and on the device."""
         given, asked = tee(requests)
-        there = (to_device(request.indices, self.samples.device) for request in asked)
-        gathered = ((index_B, self.samples.gather(index_B)) for index_B in there)
-        for request, (index_B, tensors) in zip(given, prefetch(gathered, self._device), strict=True):
-            draws = batch_draws(index_B, seed=self._seed, epoch=request.epoch)
-            yield request.indices, self.samples.transformed(tensors, draws)
+        there = (to_device(rows.indices, self.samples.device) for rows in asked)
+        gathered = (self.samples.gather(index_B) for index_B in there)
+        for rows, tensors in zip(given, prefetch(gathered, self._device), strict=True):
+            if self.samples.transform is not None:
+                position_B = to_device(rows.positions, self._device)
+                draws = batch_draws(position_B, seed=self._seed, epoch=rows.epoch)
+                tensors = self.samples.transformed(tensors, draws)
+            yield rows.indices, tensors
 
     def _alignment(self) -> tuple[int, int]:
         """Return after how many rows memory is aligned in every tensor, and the bytes of a row, transformed or not.
 
         Found by loading one sample.
         """
-        _, made = next(self._tensors([BatchRequest(torch.zeros(1, dtype=torch.int64), 0)]))
+        first = torch.zeros(1, dtype=torch.int64)
+        _, made = next(self._tensors([_Rows(first, first, epoch=0)]))
         kept, transformed = ([row_bytes(tensor) for tensor in tensors] for tensors in (self.samples.tensors, made))
         multiple = max(_ALIGNMENT_BYTES // gcd(_ALIGNMENT_BYTES, size) for size in (*kept, *transformed))
         return multiple, max(sum(kept), sum(transformed))

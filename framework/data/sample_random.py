@@ -1,4 +1,6 @@
-"""Random numbers for each sample of a batch, which depend on (seed, epoch, index) and on nothing else.
+"""Random numbers for each sample of a batch, which depend on (seed, epoch, position) and on nothing else.
+
+The position is that of the sample in the epoch's order: a sample that comes twice in an epoch gets other numbers.
 
 A counter-based generator: number k of a sample is a hash of its key and k, so a batch of them is a few vectorised
 operations on the device of the batch, and rank, device and the other samples of the batch change nothing.
@@ -35,17 +37,17 @@ class Draws:
 
     Args:
         key: Called at the first draw; returns a number below 2**63 that stands for seed and epoch.
-        index_B: int64, on the device that the numbers are wanted on.
+        position_B: int64, on the device that the numbers are wanted on.
     """
 
-    def __init__(self, key: Callable[[], int], index_B: Tensor) -> None:
+    def __init__(self, key: Callable[[], int], position_B: Tensor) -> None:
         self._key = key
-        self._index_B = index_B
+        self._position_B = position_B
         self._streams_B: Tensor | None = None
         self._used = 0
 
     def __len__(self) -> int:
-        return len(self._index_B)
+        return len(self._position_B)
 
     def uniform(self, n: int) -> Tensor:
         """Return (B, n) numbers in [0, 1), float32: multiples of 2**-24."""
@@ -64,8 +66,8 @@ class Draws:
     def _bits(self, n: int) -> Tensor:
         """Return (B, n) hashes of the next counters."""
         if self._streams_B is None:
-            self._streams_B = _mixed((self._index_B + 1) * _GAMMA + _signed(self._key()))
-        counters = torch.arange(self._used + 1, self._used + n + 1, device=self._index_B.device)
+            self._streams_B = _mixed((self._position_B + 1) * _GAMMA + _signed(self._key()))
+        counters = torch.arange(self._used + 1, self._used + n + 1, device=self._position_B.device)
         self._used += n
         return _mixed(self._streams_B.unsqueeze(1) + counters * _GAMMA)
 

@@ -74,12 +74,17 @@ class WindowIndices(NamedTuple):
     """One rank's part of one global batch, as indices of the dataset; see `framework.types.Window`."""
 
     micro_batches: tuple[MicroIndices, ...]
+    # Of the first sample of each micro-batch in the order of the epoch.
+    positions: tuple[int, ...]
     global_count: int
     epoch_end: bool
 
 
-def windows(indices: Tensor, plan: BatchPlan, *, rank: int) -> Iterator[WindowIndices]:
-    """Yield this rank's part of each global batch of what an epoch consumes; the last, short one is kept."""
+def windows(indices: Tensor, plan: BatchPlan, *, rank: int, start: int = 0) -> Iterator[WindowIndices]:
+    """Yield this rank's part of each global batch of what an epoch consumes; the last, short one is kept.
+
+    indices: those of the epoch from its position `start` on.
+    """
     full = micro_batches(plan, global_count=plan.global_batch_size, rank=rank)
     for begin in range(0, len(indices), plan.global_batch_size):
         batch = indices[begin : begin + plan.global_batch_size]
@@ -87,4 +92,6 @@ def windows(indices: Tensor, plan: BatchPlan, *, rank: int) -> Iterator[WindowIn
         ranges = full if count == plan.global_batch_size else micro_batches(plan, global_count=count, rank=rank)
         # Any sample of it will do as a stand-in: its loss is multiplied by 0.
         micro = (MicroIndices(batch[each.start : each.stop] if each else batch[:1], len(each)) for each in ranges)
-        yield WindowIndices(tuple(micro), count, begin + count == len(indices))
+        first = start + begin
+        positions = tuple(first + each.start if each else first for each in ranges)
+        yield WindowIndices(tuple(micro), positions, count, begin + count == len(indices))

@@ -2,7 +2,7 @@
 
 `StreamLoader` gives the batches of one rank. `StreamReader` reads the samples, in this process or in a worker, with
 generators seeded by (seed, epoch, position in the stream): what the dataset draws depends on neither the number of
-ranks nor earlier interruptions.
+ranks nor earlier interruptions. A collate function draws by (seed, epoch, position of its first sample).
 
 All ranks have the same windows, though each may read a shard of its own. The ranks exchange how many samples each has
 for a window two windows ahead, beside the computation. So before a window's first forward every rank knows its number
@@ -16,6 +16,7 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, final
@@ -27,6 +28,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from framework.data.batching import BatchPlan, count_windows, micro_batches, share
 from framework.data.fetch import ItemLoader, collate, failed_sample
+from framework.data.keyed_random import KeyedRandom
 from framework.data.prefetch import SideStream, pins_memory, prefetch
 from framework.distributed.collectives import SideChannel, Table
 from framework.distributed.seed import mix, preserved_generators, seed_generators
@@ -121,6 +123,9 @@ class StreamReader(Dataset["_WindowSamples | None"]):
         self._iterator: Iterator[Any] | None = None
         self._has_ended = False
         self._position = 0
+        # A dataset with a state keeps its generators in it.
+        self._dataset_random = KeyedRandom(*([] if has_state(dataset) else [dataset]))
+        self._collate_random = KeyedRandom(plan.collate_fn)
 
     def __getitem__(self, start: StreamPosition | None) -> _WindowSamples | None:
         """Return the first window after `start`, or the next one for None; None if there are no more."""
@@ -142,13 +147,26 @@ class StreamReader(Dataset["_WindowSamples | None"]):
                 used = kept or range(1)  # any sample will do as a stand-in: its loss is multiplied by 0
                 positions.append(range(begin + used.start, begin + used.stop))
                 name = f"Samples {positions[-1].start} to {positions[-1].stop - 1} of the {plan.split} stream"
-                micro.append(
-                    MicroBatch(collate([samples[i] for i in used], name=name, collate_fn=plan.collate_fn), len(kept))
-                )
+                with self._drawing("collate", positions[-1].start):
+                    batch = collate([samples[i] for i in used], name=name, collate_fn=plan.collate_fn)
+                micro.append(MicroBatch(batch, len(kept)))
             end = StreamPosition(start.epoch, self._position, self._state())
-            yield _WindowSamples(
-                tuple(micro), tuple(positions), len(samples), end, _digest(samples[0], plan.collate_fn)
-            )
+            with self._drawing("digest", begin):
+                digest = _digest(samples[0], plan.collate_fn)
+            yield _WindowSamples(tuple(micro), tuple(positions), len(samples), end, digest)
+
+    @contextmanager
+    def _drawing(self, purpose: str, position: int) -> Iterator[None]:
+        """Let a collate function, which may be None, draw by (seed, epoch, position in the stream)."""
+        if self._plan.collate_fn is None:
+            yield
+            return
+        with self._collate_random.preserved():
+            self._collate_random.seed(self._key(purpose, position))
+            yield
+
+    def _key(self, purpose: str, position: int) -> int:
+        return mix(self._plan.seed, purpose, self._start.epoch, self._plan.source, position)
 
     def _take(self, number: int) -> list[Any]:
         """Return the next samples; fewer if the stream ends."""
@@ -156,7 +174,11 @@ class StreamReader(Dataset["_WindowSamples | None"]):
         taken: list[Any] = []
         with preserved_generators():
             while len(taken) < number and not self._has_ended:
-                seed_generators(mix(plan.seed, "stream", epoch, plan.source, self._position))
+                if self._iterator is None:
+                    # Once an epoch: what is drawn for a sample may be kept in a buffer. A state, if it is loaded, wins.
+                    self._dataset_random.find()
+                    self._dataset_random.seed(self._key("own generators", 0))
+                seed_generators(self._key("stream", self._position))
                 if self._iterator is None:
                     self._iterator = self._begin_epoch()
                 try:

@@ -1,8 +1,9 @@
 """Transforms of batches of images on their device, each image by itself: `framework.transforms`.
 
 Each takes images of shape (B, C, H, W), bytes or floats, and the batch's `draws`, and returns as many images. What a
-random one does to an image depends on (seed, epoch, index of the sample) alone: `torchvision.transforms.v2` called with
-a batch draws once for all of it. Only `Scale` and `Normalize` turn bytes into floats, so put these last.
+random one does to an image depends on (seed, epoch, position of the sample in the epoch's order) alone:
+`torchvision.transforms.v2` called with a batch draws once for all of it. Only `Scale` and `Normalize` turn bytes into
+floats, so put these last.
 """
 
 from __future__ import annotations

@@ -221,6 +221,7 @@ def _eval_loader(
                 batches=plan,
                 rank=share.rank,
                 is_sharded=is_sharded,
+                seed=rank.config.seed,
                 limit=None if limit is None else int(limit) * batch_size,
                 in_worker=_stream_in_worker(rank),
                 collate_fn=collate_fn,
@@ -234,7 +235,15 @@ def _eval_loader(
             batches = apply_limit(-(-dataset_size(dataset, split=name) // batch_size), limit)
             dataset = first_samples(dataset, batches * batch_size)
         options = replace(loader_options(rank), collate_fn=collate_fn)
-        loader = MapLoader(dataset, split=name, plan=plan, rank=share.rank, device=context.device, options=options)
+        loader = MapLoader(
+            dataset,
+            split=name,
+            plan=plan,
+            rank=share.rank,
+            device=context.device,
+            options=options,
+            seed=rank.config.seed,
+        )
     is_even = strategy is not None and strategy.forward_communicates
     return EvalLoader(loader, turns=None if is_sharded else batch_size, is_even=is_even)
 

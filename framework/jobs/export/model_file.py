@@ -27,7 +27,7 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.config.topology import Topology
-from framework.data.fetch import BatchDataset
+from framework.data.fetch import BatchDataset, BatchKey
 from framework.data.loader import dataset_size
 from framework.data.stream import first_batch
 from framework.distributed.context import Context
@@ -228,7 +228,8 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
     else:
         size = dataset_size(dataset, split=part)
         indices = [number % size for number in range(num_samples)]
-        batch = BatchDataset(dataset, split=part, seed=0, collate_fn=collate_fn)[indices, 0]
+        batches = BatchDataset(dataset, split=part, seed=0, collate_fn=collate_fn)
+        batch = batches[BatchKey(indices, position=0, epoch=0)]
     precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
     seen: list[Call] = []
 

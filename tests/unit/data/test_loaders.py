@@ -180,7 +180,7 @@ PARTS.append(TensorSamples(torch.arange(10, 23), torch.zeros(13), transform=nois
     ],
     ids=["samples", "batches", "joined"],
 )
-def test_random_transforms_depend_on_seed_epoch_and_index_alone(dataset, loading, other):
+def test_random_transforms_depend_on_seed_epoch_and_position_alone(dataset, loading, other):
     """On neither ranks nor workers nor the batch a sample comes in; and torch's own generators aren't touched."""
     before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state(legacy=False)["state"]
     wanted = drawn(dataset, loading)

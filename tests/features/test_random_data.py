@@ -1,0 +1,179 @@
+"""Datasets, transforms and collate functions that draw: the same on any number of workers and after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import results
+
+Train = Callable[..., Path]
+
+OWN = """
+import os
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from framework import Datasets, StepOutput
+
+
+class Augment:
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, x):
+        return x + self.generator.random() + random.random()
+
+
+class Samples(Dataset):
+    def __init__(self):
+        self.transform = Augment()
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return self.transform(torch.full((4,), float(index)))
+
+
+class Stream(IterableDataset):
+    def __init__(self, part=None):
+        self.transform = Augment()
+        self.part = part
+
+    def shard(self, num_shards, index):
+        return Stream(index)
+
+    def __iter__(self):
+        for index in range(24):
+            yield self.transform(torch.full((4,), float(index)))
+
+
+class Noise:
+    '''A collate function that draws from a generator of its own and a global one.'''
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __call__(self, samples):
+        x = torch.stack(samples)
+        return x, x * (torch.rand(x.shape, generator=self.generator) + torch.rand(1))
+
+
+def data():
+    return Datasets(Samples(), Samples(), collate_fn=Noise())
+
+
+def stream():
+    return Datasets(Stream(), collate_fn=Noise())
+
+
+def twice():
+    sampler = WeightedRandomSampler([1.0, 1.0] + [0.0] * 22, 24)
+    return Datasets(DataLoader(Samples(), batch_size=12, sampler=sampler))
+
+
+class Task:
+    def training_step(self, model, batch):
+        x, noisy = batch
+        with open(f"drawn_{os.environ['RANK']}", "a") as file:
+            file.write(f"{noisy.flatten().tolist()}\\n")
+        return StepOutput((model(noisy / 30) - x / 30).square().mean(), len(x))
+
+    def validation_step(self, model, batch):
+        x, noisy = batch
+        return StepOutput((model(noisy / 30) - x / 30).square().mean(), len(x))
+
+
+class Count:
+    '''A task that counts the different samples.'''
+
+    def training_step(self, model, x):
+        return StepOutput(model(x).mean(), len(x), {"distinct": (len(x.unique(dim=0)), 1)})
+
+    validation_step = training_step
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 4)
+"""
+COMMON = (
+    *("recipe=toy", "model._target_=own.model", "task._target_=own.Task", "~task.loss", "~task.metrics"),
+    *("~data.datasets.num_samples", "~data.datasets.seed", "data.batch_size=4", "trainer.max_epochs=2"),
+    *("trainer.limit_test_batches=0", "trainer.num_threads=1", "logger=jsonl", "trainer.log_every_n_steps=1"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+
+@pytest.fixture
+def drawn(train: Train, tmp_path: Path) -> Callable[..., tuple[Path, list[list[str]]]]:
+    """Train; return the run and what each rank's steps got. stops: the step at which the run is stopped and resumed."""
+
+    def drawn(*overrides: str, stops: int | None = None, ranks: int = 1) -> tuple[Path, list[list[str]]]:
+        for file in tmp_path.glob("drawn_*"):
+            file.unlink()
+        given = (*COMMON, *overrides, f"topology.procs_per_node={ranks}")
+        if stops is None:
+            run = train(*given)
+        else:
+            part = train(*given, f"trainer.max_steps={stops}")
+            run = train(f"resume={part}", "trainer.max_steps=null")
+        return run, [(tmp_path / f"drawn_{rank}").read_text().splitlines() for rank in range(ranks)]
+
+    return drawn
+
+
+@pytest.mark.multiproc
+def test_random_data_depend_on_neither_workers_nor_resumes(drawn):
+    data = ("data.datasets._target_=own.data", "checkpoint.monitor=null")
+    run, wanted = drawn(*data, "data.num_workers=0")
+    assert len(set(wanted[0])) == 12
+    for workers, stops in ((1, None), (2, None), (1, 8), (0, 3)):
+        other, found = drawn(*data, f"data.num_workers={workers}", stops=stops)
+        assert found == wanted
+        results.assert_same(results.weights(other), results.weights(run))
+        assert results.results(other)["last"]["metrics"] == results.results(run)["last"]["metrics"]
+    _, other_seed = drawn(*data, "data.num_workers=1", "seed=1")
+    assert not set(other_seed[0]) & set(wanted[0])
+    _, ranks = drawn(*data, "data.num_workers=1", ranks=2)
+    assert not set(ranks[0]) & set(ranks[1])
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("sharing", ["shared", "join"])
+def test_random_streams_depend_on_neither_workers_nor_resumes(drawn, sharing):
+    """With `join`, each process's shard has a generator of its own, in the same state."""
+    data = ("data.datasets._target_=own.stream", "data.shuffle=false", f"data.stream={sharing}")
+    data += ("trainer.max_steps=10", "trainer.max_epochs=null", "checkpoint.monitor=null")
+    _, wanted = drawn(*data, "data.num_workers=0", ranks=2)
+    assert len(set(wanted[0] + wanted[1])) == 20
+    _, found = drawn(*data, "data.num_workers=1", ranks=2)
+    assert found == wanted
+    _, other_seed = drawn(*data, "data.num_workers=1", "seed=1", ranks=2)
+    assert not set(other_seed[0]) & set(wanted[0])
+
+
+@pytest.mark.multiproc
+@pytest.mark.exhaustive
+def test_a_resumed_random_stream_draws_what_it_would_have_drawn(drawn):
+    data = ("data.datasets._target_=own.stream", "data.shuffle=false", "data.num_workers=0", "checkpoint.monitor=null")
+    _, wanted = drawn(*data)
+    for stops in (4, 9):
+        assert drawn(*data, stops=stops)[1] == wanted
+
+
+def test_a_sample_that_is_drawn_twice_is_augmented_anew(train):
+    given = [each for each in COMMON if not each.startswith(("task._target_", "data.batch_size"))]
+    own = ("task._target_=own.Count", "data.datasets._target_=own.twice", "data.batch_size=12")
+    run = train(*given, *own, "checkpoint=none")
+    assert set(results.curve(run, "train/distinct").values()) == {12.0}
