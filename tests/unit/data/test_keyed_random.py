@@ -216,7 +216,8 @@ def test_two_generators_draw_different_numbers() -> None:
             return SIZE
 
         def __getitem__(self, index: int) -> Tensor:
-            return torch.tensor([each.random() for each in (*self.generators, random)])
+            drawn = [own.random() for own in (*self.generators, random)]  # type: ignore[attr-defined]
+            return torch.tensor(drawn)
 
     for batch in batches(loader(Both(), IN_PROCESS)):
         assert batch.unique().numel() == batch.numel()
