@@ -90,7 +90,7 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
             raise TargetError("\n".join(mistakes))
         keywords = {name: value for name, value in offered.items() if name not in config.args and takes(node, name)}
         rank.link.rank_status.set_phase(Phase.MEETING)
-        with process_group(rank.context, config.backend, rendezvous=arguments.rendezvous):
+        with process_group(rank.context, config.backend, rendezvous=arguments.rendezvous), link.recording():
             model, _, _ = _trained_model(rank)
             model.eval()
             rank.link.rank_status.set_phase(Phase.FUNCTION)
@@ -143,6 +143,7 @@ def _ready(
             stack.enter_context(closing(loader))
         if streams_of(datasets):
             rank.exchange.open()
+        stack.enter_context(rank.link.recording())
         model, task, precision = _trained_model(rank)
         yield model, task, loaders, precision
         rank.link.rank_status.set_phase(Phase.CLOSING)

@@ -170,6 +170,8 @@ def _logged(run_dir: RunDir, *, rank: int, terminal: bool) -> Iterator[TextIO]:
             sys.stdout.flush()
             sys.stderr.flush()
             sys.stdout, sys.stderr = stdout, stderr
+            if terminal:
+                os.dup2(direct.fileno(), 2)
 
 
 def _run(cluster: ClusterEnvironment, spec: RunSpec, *, terminal: TextIO) -> Outcome:

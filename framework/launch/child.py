@@ -79,20 +79,39 @@ def _enter_environment(message: Message) -> None:
 
 
 def log_to(path: Path, *, terminal: bool) -> None:
-    """Send what this process prints to its log file; with `terminal`, Python's streams to both.
+    """Send what this process prints to its log file; with `terminal`, Python's streams and descriptor 2 to both.
 
-    Without a terminal, file descriptors are redirected too, so the log has what C++ code prints. A full disk raises
+    Without a terminal, file descriptors are redirected, so the log has what compiled code prints. A full disk raises
     nothing.
     """
     log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable(log)
     if terminal:
-        sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
+        sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(_copy_descriptor_2(path), log)
         return
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = io.TextIOWrapper(_Log(1, "w", closefd=False), line_buffering=True, write_through=True)
     sys.stderr = io.TextIOWrapper(_Log(2, "w", closefd=False), line_buffering=True, write_through=True)
+
+
+def _copy_descriptor_2(path: Path) -> TextIO:
+    """Send what compiled code writes to descriptor 2 to the log, too; return a stream that writes to the terminal only.
+
+    Another process copies, since this one may be aborted right after it has written why. It ends when nobody has the
+    descriptor any more, and no signal that stops a run ends it before.
+    """
+    sys.stderr.flush()
+    terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    reading_end, writing_end = os.pipe()
+    command = ["sh", "-c", 'trap "" HUP INT TERM USR1; exec tee -a "$0"', str(path)]
+    streams = [(os.POSIX_SPAWN_DUP2, reading_end, 0), (os.POSIX_SPAWN_DUP2, terminal.fileno(), 1)]
+    with suppress(OSError):  # a container without a shell: the log lacks what compiled code prints
+        os.posix_spawn("/bin/sh", command, os.environ, file_actions=streams)
+        os.dup2(writing_end, 2)
+    os.close(reading_end)
+    os.close(writing_end)
+    return terminal
 
 
 def silence_compiled_code() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -93,15 +94,29 @@ class MonitorLink:
     """A rank's connections to the monitor: its status, and the run's store for requests to stop.
 
     `open_store` opens a new connection to the store; None for a rank in the command's own process.
+    `record_failure` tells the monitor what ends this rank; the first call counts.
     """
 
     rank_status: RankStatus
     open_store: Callable[[], RunStore] | None = None
+    record_failure: Callable[[BaseException], None] = lambda _error: None
 
     @property
     def is_watched(self) -> bool:
         """True if a launcher monitors the rank; False with `launcher=in_place`."""
         return self.open_store is not None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what leaves the block before anything around it is closed.
+
+        Closing takes time, in which a library may abort the process: NCCL's watchdog does 0.1 s after a GPU's error.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.record_failure(error)
+            raise
 
 
 def rank_environment(topology: Topology, *, rank: int, host: str, port: int, attempt: int = 0) -> dict[str, str]:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,19 +63,27 @@ def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd
     early with status 0 is a failure, too.
     """
     pid = os.getpid()
+    rank_status = link.rank_status
+
+    def record_failure(error: BaseException) -> None:
+        # Not of a process that the user's code forked: its end isn't the rank's.
+        if os.getpid() == pid and rank_status.failure() is None:
+            _record(_full_disk(error, rank) or error, rank_status)
+
     try:
         if listener_fd is not None:
             _HOSTED.append(host_store(socket.socket(fileno=listener_fd)))
-        status = pkgutil.resolve_name(entry)(rank, link)
+        status = pkgutil.resolve_name(entry)(rank, replace(link, record_failure=record_failure))
     except BaseException as error:
-        if os.getpid() != pid:  # a process that the user's code forked: its end isn't the rank's
+        if os.getpid() != pid:
             raise
-        failure = _full_disk(error, rank) or error
-        status = failure.exit_status if isinstance(failure, FrameworkError) else 1
-        _record(failure, link=link, status=status)
-        return status
+        record_failure(error)  # unless the entry did, before it closed what it had opened
+        rank_status.mark_closed()
+        record = rank_status.failure()
+        assert record is not None
+        return int(record["exit_status"])
     if os.getpid() == pid:
-        link.rank_status.mark_done()
+        rank_status.mark_done()
     return status or 0
 
 
@@ -90,18 +99,19 @@ def _full_disk(error: BaseException, rank: RankArguments) -> RunError | None:
     return failure
 
 
-def _record(error: BaseException, *, link: MonitorLink, status: int) -> None:
+def _record(error: BaseException, rank_status: RankStatus) -> None:
     """Write what happened to this rank's log, and beside its status for the report.
 
     The parent shows the first failure on the terminal, once.
     """
     expected = isinstance(error, FrameworkError)
+    status = error.exit_status if isinstance(error, FrameworkError) else 1
     text = "".join(traceback.format_exception(error))
     stderr = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
     with suppress(OSError, ValueError):  # a full disk, or letters that can't be encoded
         stderr.write(text)
         stderr.flush()
-    link.rank_status.record_failure(
+    rank_status.record_failure(
         {
             "time": time.time(),
             "exception": str(error) if expected else f"{type(error).__name__}: {error}",

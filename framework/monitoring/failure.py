@@ -47,6 +47,7 @@ class RankFailure:
     is_final: bool = False  # another attempt would fail with the same error
     signal: str | None = None
     oom: bool = False
+    said: str | None = None  # why compiled code aborted it, as far as its log says
     waited_s: float | None = None  # how long the others waited for it
     stacks: str | None = None  # of all threads, when the report was made, or when compiled code crashed
     waited_in: str | None = None  # the phase in which the others waited
@@ -71,6 +72,7 @@ class RankFailure:
             case FailureKind.EXIT | FailureKind.SIGNAL:
                 unseen = "its process is gone: killed, or exited without an error"
                 what = unseen if self.signal is None else f"killed by {self.signal}"
+                what += "" if self.said is None else f": {self.said}"
                 return what + ("; the system was out of memory" if self.oom else "")
             case FailureKind.UNREACHABLE:
                 silent = f" for {self.waited_s:.0f} s" if self.waited_s and self.waited_s >= 1 else ""
@@ -99,6 +101,13 @@ _LOST_PEER = re.compile(
     r"|no route to host|network is unreachable|could not join the process group",
     re.IGNORECASE,
 )
+_NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
+# What torch's threads print before they abort the process: an error of the GPU, or else what NCCL's watchdog met.
+_ABORTED = (
+    re.compile(r"(?:CUDA|HIP) error: .*"),
+    re.compile(r"watchdog thread terminated with exception: (.*)"),
+    re.compile(r".*device-side assert.*"),
+)
 _TIMED_OUT = re.compile(r"timed out|time-?out|could not join the process group", re.IGNORECASE)
 _CRASHES = {
     signal.strsignal(number): number.name
@@ -112,7 +121,7 @@ def failure_facts(
     *,
     stacks: str | None = None,
     oom: bool = False,
-    nccl_timeout: bool = False,
+    log: str = "",
 ) -> dict[str, Any] | None:
     """Return how a rank failed, as fields of `RankFailure`; None if it hasn't failed by itself.
 
@@ -120,6 +129,7 @@ def failure_facts(
         record: what it raised, as `RankStatus.record_failure` was given it.
         end: how its process ended: status (None: unknown), time, early.
         stacks: that were written when compiled code crashed.
+        log: the end of what it printed, compiled code too.
     """
     if record is not None:
         of_peers = record["of_peers"]
@@ -133,16 +143,26 @@ def failure_facts(
     if end is None or (end["status"] in (0, EXIT_STOPPED) and not end["early"]):
         return None
     ended_by = _signal(end["status"], stacks or "")
+    said = _said_before_abort(log) if ended_by == "SIGABRT" else None
+    nccl_timeout = _NCCL_TIMEOUT in log
     return {
         "kind": FailureKind.EXIT if ended_by is None else FailureKind.SIGNAL,
         "time": end["time"],
         "status": end["status"],
         "signal": ended_by,
         "oom": oom,
+        "said": said,
         "stacks": stacks,
-        "lost_peer": nccl_timeout,
+        "lost_peer": nccl_timeout or (said is not None and _LOST_PEER.search(said) is not None),
         "timed_out": nccl_timeout,
     }
+
+
+def _said_before_abort(log: str) -> str | None:
+    for pattern in _ABORTED:
+        if found := pattern.search(log):
+            return found[found.lastindex or 0].strip()
+    return None
 
 
 def _signal(status: int | None, stacks: str) -> str | None:
@@ -204,6 +224,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
             look_at = _BY_PHASE.get(first.phase, "Its stack shows where it is.")
             key = "backend.timeout" if first.step or first.phase == "collectives" else _IN_SET_UP
             return f"{look_at} If it is only slow, raise {key}."
+        case FailureKind.SIGNAL if first.said is not None:
+            return _by_message(first.said)
         case FailureKind.SIGNAL if first.signal in _CRASHES.values():
             where = "this is the Python stack of that moment" if first.stacks else "its log may say more"
             more = " A full /dev/shm causes SIGBUS, too." if first.signal == "SIGBUS" else ""
@@ -221,9 +243,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
             return "Something in the process called exit(): its log may say what. Raise an exception instead."
     if first.expected:  # an error of ours, which says itself what to do
         return ""
-    for pattern, words in _BY_MESSAGE.items():
-        if re.search(pattern, str(first.exception)):
-            return words
+    if words := _by_message(str(first.exception)):
+        return words
     if not first.lost_peer or world_size == 1:
         return ""
     if first.timed_out:
@@ -232,3 +253,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
             "report, and look for branches that only some ranks take."
         )
     return "It lost another rank, and no rank has reported why: look at the ends of their logs, and at the network."
+
+
+def _by_message(text: str) -> str:
+    """Return what to try after an error with this text; "" if it isn't known."""
+    return next((words for pattern, words in _BY_MESSAGE.items() if re.search(pattern, text)), "")

@@ -26,7 +26,6 @@ from framework.monitoring.rank_status import CRASH, STACKS_SIGNAL, Phase, RankSt
 _STACKS_TIMEOUT_S = 1.5
 _STACKS_POLL_S = 0.02
 _LOG_TAIL_BYTES = 32_768
-_NCCL_TIMEOUT = b"Watchdog caught collective operation timeout"
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _HUNG_MARGIN_S = 5.0  # past the time-out, so that torch's own error comes first if there is one
@@ -219,8 +218,8 @@ class NodeMonitor:
         return self._ranks[rank].status.read()
 
     def ranks_that_raised(self) -> list[int]:
-        """Return the ranks that recorded an exception."""
-        return [number for number, rank in self._ranks.items() if rank.status.failure() is not None]
+        """Return the ranks that recorded an exception and have closed everything since."""
+        return [number for number, rank in self._ranks.items() if rank.status.read().is_closed]
 
     def statement(self, exits: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         """Return everything known of this node's ranks as plain types, for `report.make_report`. Takes a second or two.
@@ -324,7 +323,7 @@ class NodeMonitor:
                 end,
                 stacks=stacks,
                 oom=status in (-signal.SIGKILL, None) and killed_since(rank.oom_kills),
-                nccl_timeout=_NCCL_TIMEOUT in log,
+                log=log.decode(errors="replace"),
             ),
             "stacks": stacks,
         }

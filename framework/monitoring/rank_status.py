@@ -76,6 +76,7 @@ class StatusPage(ctypes.Structure):
         ("pid", ctypes.c_int64),  # 0 before the process has started
         ("is_done", ctypes.c_int64),  # its work is done, it only has to leave
         ("record_bytes", ctypes.c_int64),  # of the record of a failure
+        ("is_closed", ctypes.c_int64),  # after a failure: everything is closed, it only has to leave
     )
 
 
@@ -140,6 +141,10 @@ class RankStatus:
     def mark_done(self) -> None:
         """Mark this rank's work as done. Exit status 0 alone could also come from an early `os._exit(0)`."""
         self._page.is_done = True
+
+    def mark_closed(self) -> None:
+        """After a recorded failure: mark what this rank had opened as closed."""
+        self._page.is_closed = True
 
     def record_failure(self, record: dict[str, Any]) -> None:
         """Write what this rank raised; see `launch/worker.py` for the keys. Long texts lose their middle."""

@@ -261,7 +261,8 @@ def _what_happened(first: RankFailure) -> str:
     if first.expected:
         return f"(pid {first.pid}) failed first"
     failed = "" if first.kind in (FailureKind.HUNG, FailureKind.STOPPED) else "failed first: "
-    return f"(pid {first.pid}) {failed}{first.cause}".partition("\n")[0]
+    cause = replace(first, said=None).cause  # which has a row of its own
+    return f"(pid {first.pid}) {failed}{cause}".partition("\n")[0]
 
 
 def _also_failed(report: FailureReport) -> Iterator[str]:
@@ -282,6 +283,8 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
     consequences = _by_words(report, independent=False)
     if consequences:
         yield "others", _wrapped("; ".join(f"{list_ranks(ranks)} {what}" for what, ranks in consequences.items()))
+    if first.said is not None:
+        yield "printed", _wrapped(first.said)
     if first.stacks:
         yield "stack", [_frame(line) for line in list(main_stack(first.stacks))[:_SHOWN_FRAMES]]
     words = advice(first, world_size=report.world_size)

@@ -70,7 +70,8 @@ def run_rank(
             warn(unvalidated)
         link.rank_status.set_phase(Phase.MEETING)
         on_cpu = rank.strategy.exchanges_on_cpu
-        with process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu):
+        group = process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu)
+        with group, link.recording():
             if before_training is not None:
                 before_training(rank)
             if data_settings.streams_of(datasets):
@@ -105,6 +106,9 @@ def _run(rank: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLo
         if rank.context.is_main:
             _report(rank, trainer, test=test, seconds=seconds)
         return EXIT_STOPPED if trainer.stop.on_request else None
+    except BaseException as error:
+        rank.link.record_failure(error)  # before anything is closed, see `MonitorLink.recording`
+        raise
     finally:
         _close(trainer, (train_loader, *val_loaders.values(), *test_loaders.values()), failing=sys.exc_info()[1])
 

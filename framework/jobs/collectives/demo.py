@@ -204,7 +204,7 @@ def collectives_rank(arguments: RankArguments, link: MonitorLink) -> None:
     with setup_rank(arguments, link) as rank:
         link.rank_status.set_phase(Phase.MEETING)
         context, config = rank.context, rank.config
-        with process_group(context, config.backend, rendezvous=arguments.rendezvous):
+        with process_group(context, config.backend, rendezvous=arguments.rendezvous), link.recording():
             set_timeout(config.backend.timeout, context)
             link.rank_status.set_phase(Phase.COLLECTIVES)
             comms = [_connect(name, rank) for name in config.collectives.backends or (context.backend,)]

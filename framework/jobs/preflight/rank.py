@@ -68,7 +68,7 @@ def preflight_rank(arguments: RankArguments, link: MonitorLink) -> None:
     with setup_rank(arguments, link) as rank:
         link.rank_status.set_phase(Phase.MEETING)
         backend = rank.config.backend
-        with process_group(rank.context, backend, rendezvous=arguments.rendezvous):
+        with process_group(rank.context, backend, rendezvous=arguments.rendezvous), link.recording():
             set_timeout(backend.timeout, rank.context)
             result = _run_checks(rank, seconds=rank.config.preflight.seconds or _ALONE_S, timeout_s=backend.timeout)
             link.rank_status.set_phase(Phase.CLOSING)

@@ -50,6 +50,7 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
         link.rank_status.set_phase(Phase.MEETING)
         with_cpu = rank.strategy.exchanges_on_cpu
         stack.enter_context(process_group(context, config.backend, rendezvous=arguments.rendezvous, with_cpu=with_cpu))
+        stack.enter_context(link.recording())
         link.rank_status.set_phase(Phase.BUILDING)
         found: dict[str, Any] = {
             "recipe": config.recipe,

@@ -64,7 +64,7 @@ def told(at: int | RankState, **changes: Any) -> dict[str, Any]:
         "step": at.step,
         "log": f"logs/rank_{at.rank}.log",
     }
-    facts = {name: changes.pop(name) for name in ("oom", "nccl_timeout") if name in changes}
+    facts = {name: changes.pop(name) for name in ("oom", "log") if name in changes}
     return {
         **asdict(at),
         "place": {**place, **changes},
