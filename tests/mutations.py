@@ -441,7 +441,7 @@ CHECKPOINT = [
     Mutation(
         name="checksum-of-the-last-mebibyte",
         caught_by="tests/unit/checkpoint/test_manager.py::test_each_checkpoint_holds_the_weights_of_its_own_step",
-        file="framework/checkpoint/layout.py",
+        file="framework/system/files.py",
         old="            crc32 = zlib.crc32(chunk, crc32)\n",
         new="            crc32 = zlib.crc32(chunk)\n",
         what="Every checkpoint with a file of more than 1 MiB is refused as damaged.",

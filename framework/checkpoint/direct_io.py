@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 from typing import Any, final
 
-from framework.checkpoint.layout import FileFacts
+from framework.system.files import FileFacts
 
 _BUFFER_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, final
 
 from framework.errors import CheckpointError
+from framework.system.files import FileFacts as FileFacts
+from framework.system.files import file_damage, read_json
 
 FORMAT_VERSION = 2
 """The version that is written, and the newest that is read. Version 1 had no sharded models."""
@@ -43,7 +45,6 @@ LAST = "last"
 BEST = "best"
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
-_READ_BYTES = 1 << 20
 
 
 @final
@@ -63,13 +64,6 @@ def step_of(name: str) -> int | None:
     """Return the step in a directory's name, None if it has none."""
     found = _STEP_NAME.fullmatch(name)
     return int(found[1]) if found and step_name(int(found[1])) == name else None
-
-
-@final
-@dataclass(frozen=True)
-class FileFacts:
-    size_bytes: int
-    crc32: str
 
 
 @final
@@ -117,7 +111,7 @@ def _manifest_or_fault(directory: Path) -> Manifest | str:
     The manifest's own checksum is compared first, so that a damaged version number isn't taken for a newer one.
     """
     try:
-        content = json.loads((directory / MANIFEST_NAME).read_text())
+        content = read_json(directory / MANIFEST_NAME)
         version = content["format_version"]
         checksum = content.pop("checksum", None)
         if checksum != _checksum(content) and not (checksum is None and version > FORMAT_VERSION):
@@ -128,12 +122,16 @@ def _manifest_or_fault(directory: Path) -> Manifest | str:
                 f"this one reads up to format {FORMAT_VERSION}.\nUpdate the framework to use it."
             )
         metrics = {name: math.nan if value is None else float(value) for name, value in content["metrics"].items()}
-        files = {name: FileFacts(**facts) for name, facts in content["files"].items()}
-        return Manifest(**{**content, "metrics": metrics, "files": files})
+        files = {_checked_name(name): FileFacts(**facts) for name, facts in content["files"].items()}
+        manifest = Manifest(**{**content, "metrics": metrics, "files": files})
+        if type(manifest.step) is not int or type(manifest.epoch) is not int:
+            raise ValueError("its step and epoch must be numbers")
+        return manifest
     except FileNotFoundError:
         return f"it has no {MANIFEST_NAME}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {MANIFEST_NAME} is damaged ({error})"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        return f"its {MANIFEST_NAME} is damaged ({reason})"
 
 
 def find_damage(directory: Path, *, thorough: bool = True, rank: int = 0, world_size: int = 1) -> str | None:
@@ -159,28 +157,12 @@ def find_damage(directory: Path, *, thorough: bool = True, rank: int = 0, world_
     return "; ".join(f"{name} {fault}" for name, fault in faults.items() if fault is not None) or None
 
 
-def file_damage(path: Path, facts: FileFacts, *, thorough: bool = True) -> str | None:
-    """Return what is wrong with one file, to follow its name. facts: from the manifest."""
-    try:
-        size_bytes = path.stat().st_size
-        if size_bytes != facts.size_bytes:
-            return f"has {size_bytes} bytes instead of {facts.size_bytes}"
-        if thorough and _crc32(path) != facts.crc32:
-            return "has another checksum than when it was written"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"can't be read ({error.strerror or error})"
-    return None
+def _checked_name(name: str) -> str:
+    """Return the name of a file inside the checkpoint. Raises ValueError for one that leads out of it."""
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        raise ValueError(f"it names {name}, which isn't in the checkpoint")
+    return name
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
-
-
-def _crc32(path: Path) -> str:
-    crc32 = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            crc32 = zlib.crc32(chunk, crc32)
-    return f"{crc32:08x}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from framework.checkpoint.layout import (
     LAST,
     MANIFEST_NAME,
     Manifest,
-    file_damage,
     find_damage,
     manifest_or_none,
     read_manifest,
@@ -23,6 +21,7 @@ from framework.checkpoint.layout import (
 )
 from framework.config.suggest import nearest
 from framework.errors import CheckpointError, ConfigError
+from framework.system.files import file_damage, read_json
 
 _NAMES_SHOWN = 8
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -134,7 +133,7 @@ def find_weights(path: Path) -> tuple[Path, ...] | None:
 
 def _indexed(index: Path) -> tuple[Path, ...]:
     try:
-        names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+        names = dict.fromkeys(map(str, read_json(index)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} can't be read: {error!r}") from error
     missing = [name for name in names if not (index.parent / name).is_file()]
@@ -145,7 +144,8 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 def check_file(directory: Path, name: str, manifest: Manifest) -> None:
     """Raise CheckpointError if a file of a step directory is damaged."""
-    fault = file_damage(directory / name, manifest.files[name])
+    facts = manifest.files.get(name)
+    fault = f"isn't in its {MANIFEST_NAME}" if facts is None else file_damage(directory / name, facts)
     if fault is not None:
         raise CheckpointError(f"The checkpoint {directory} is damaged: {name} {fault}.\n{describe_others(directory)}")
 

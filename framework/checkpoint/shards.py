@@ -36,9 +36,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from framework.checkpoint.direct_io import ChecksummedFile
-from framework.checkpoint.layout import SHARDS, SHARDS_INDEX, FileFacts, Manifest
+from framework.checkpoint.layout import SHARDS, SHARDS_INDEX, Manifest
 from framework.distributed.sharded import local_tensor
 from framework.errors import CheckpointError, DiskError, RunError
+from framework.system.files import FileFacts, read_bytes
 
 
 @final
@@ -170,7 +171,8 @@ def read_index(directory: Path, manifest: Manifest) -> Metadata:
     Raises CheckpointError for anything else.
     """
     try:
-        index: Metadata = _IndexUnpickler(io.BytesIO((directory / SHARDS_INDEX).read_bytes())).load()
+        content = read_bytes(directory / SHARDS_INDEX, max_bytes=manifest.files[SHARDS_INDEX].size_bytes)
+        index: Metadata = _IndexUnpickler(io.BytesIO(content)).load()
         if not all(isinstance(each, TensorStorageMetadata) for each in index.state_dict_metadata.values()):
             raise TypeError("it has entries that are no tensors")
         for place in index.storage_data.values():

@@ -25,14 +25,13 @@ from framework.checkpoint.layout import (
     MANIFEST_NAME,
     PARTS,
     SHARDS,
-    FileFacts,
     Manifest,
     encode,
-    file_damage,
     part_file,
     step_name,
 )
 from framework.errors import CheckpointError, DiskError
+from framework.system.files import FileFacts, file_damage
 from framework.system.versions import installed_versions
 
 if TYPE_CHECKING:

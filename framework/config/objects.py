@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from framework.errors import ConfigError
+from framework.errors import ConfigError, describe_error
+from framework.system.run_dir import RunDir
 
 _loaded: dict[str, Any] = {}
 
@@ -30,20 +31,21 @@ class Given:
 def load_objects(files: Sequence[str]) -> None:
     """Load the objects of a run in place of any loaded before. If files share a name, the last one wins.
 
-    Raises ConfigError if a file is missing, or needs a module that can't be imported here.
+    Raises RequestError if a file isn't what its run wrote, or needs a module that can't be imported here.
     """
     _loaded.clear()
-    for file in files:
+    for file in map(Path, files):
+        content = RunDir(file.parent).read_unchanged(file)
         try:
-            _loaded.update(pickle.loads(Path(file).read_bytes()))
-        except OSError as error:
-            raise ConfigError(
-                f"{file} can't be read: {error.strerror}. It has the Python objects that the run was started with."
-            ) from error
+            _loaded.update(pickle.loads(content))
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"{file} has Python objects of the run, and they need what can't be imported here: {error}.\n"
                 "Use the folder and the environment that the run was started from."
+            ) from error
+        except Exception as error:  # of a damaged pickle, or of the user's classes
+            raise ConfigError(
+                f"{file} has Python objects of the run, and they can't be loaded: {describe_error(error)}"
             ) from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,12 @@ from typing import Any, get_args
 
 import yaml
 
+from framework.config.parse import flatten, show
 from framework.config.schema import Job
 from framework.config.secrets import Secrets, restored_config
 from framework.config.suggest import nearest
 from framework.errors import ConfigError
+from framework.system.files import FileFacts, check_nesting, read_bytes, read_text
 from framework.system.run_dir import RunDir, write_atomically
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -39,19 +41,24 @@ class SavedRun:
     checkpoint: Path | None
 
 
-def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Write `config.yaml` and `overrides.yaml`; even after a kill, each is complete or absent.
+def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, str]:
+    """Write `config.yaml` and `overrides.yaml`, and return their texts; after a kill, each is complete or absent.
 
     Passwords and tokens are masked in them, and kept in `secrets.yaml`.
     """
     secrets = Secrets(raw)
     recipe = [text for text in overrides if key_of(text) == "recipe"] or [f"recipe={raw['recipe']}"]
     others = [text for text in overrides if key_of(text) not in ("recipe", "resume", "rerun")]
+    texts = {
+        run_dir.overrides_file: dump_yaml(secrets.masked_overrides([*recipe, *others])),
+        run_dir.config_file: dump_yaml(secrets.masked_config()),
+    }
     entries = secrets.entries()
     if entries or run_dir.secrets_file.exists():
-        write_atomically(run_dir.secrets_file, dump_yaml(entries), is_private=True)
-    write_atomically(run_dir.overrides_file, dump_yaml(secrets.masked_overrides([*recipe, *others])))
-    write_atomically(run_dir.config_file, dump_yaml(secrets.masked_config()))
+        texts = {run_dir.secrets_file: dump_yaml(entries), **texts}
+    for file, text in texts.items():
+        write_atomically(file, text, is_private=file == run_dir.secrets_file)
+    return {file.name: text for file, text in texts.items()}
 
 
 def run_of(path: str | Path, *, key: str = "resume") -> RunDir:
@@ -66,10 +73,13 @@ def run_of(path: str | Path, *, key: str = "resume") -> RunDir:
     raise ConfigError(f"{key}={path}: {what}.{_hint(given, key=key)}")
 
 
-def load_saved(path: str | Path) -> SavedRun:
+def load_saved(path: str | Path, *, typed: Sequence[str] = ()) -> SavedRun:
     """Load what was saved in the run directory `path`, which may also name its checkpoints or one of them.
 
-    Raises ConfigError if there is no run, its files can't be read, or `path` is something else in it.
+    Raises ConfigError if there is no run, its files can't be read or were changed, or `path` is something else in it.
+
+    Args:
+        typed: the overrides of the command; a key that was edited in `config.yaml` must be among them.
     """
     given, run_dir = Path(path).expanduser().absolute(), run_of(path)
     checkpoint = None
@@ -80,7 +90,7 @@ def load_saved(path: str | Path) -> SavedRun:
                 f"resume={path}: this is neither a run directory nor one of its checkpoints.\n"
                 f"Resume from the run's last checkpoint with {resume_argument(run_dir.path)}"
             )
-    raw, overrides = load_run(run_dir)
+    raw, overrides = _load_unchanged(run_dir, typed=typed)
     if raw.get("job", "train") != "train":
         raise ConfigError(
             f"resume={path}: this is the directory of a job={raw['job']}. Only training runs can be resumed."
@@ -89,10 +99,13 @@ def load_saved(path: str | Path) -> SavedRun:
     return SavedRun("resume", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=checkpoint)
 
 
-def load_rerun(path: str | Path) -> SavedRun:
-    """Load the configuration of the training run that `path` is or lies in. Raises ConfigError if there is none."""
+def load_rerun(path: str | Path, *, typed: Sequence[str] = ()) -> SavedRun:
+    """Load the configuration of the training run that `path` is or lies in. Raises ConfigError if there is none.
+
+    typed: as in `load_saved`.
+    """
     run_dir = run_of(path, key="rerun")
-    raw, overrides = load_run(run_dir)
+    raw, overrides = _load_unchanged(run_dir, typed=typed)
     if raw.get("job", "train") != "train":
         raise ConfigError(
             f"rerun={path}: this is the directory of a job={raw['job']}. Only training runs can be rerun; type its "
@@ -118,9 +131,9 @@ def load_checkpoint(directory: Path) -> SavedRun:
     """
     raw = _load(directory / "config.yaml", dict)
     run_dir = RunDir(directory.parent.parent)
-    typed = load_run(run_dir)[1] if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
+    overrides = _load_overrides(run_dir) if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
     raw = with_secrets(raw, run_dir)
-    return SavedRun("checkpoint.path", run_dir=run_dir, raw=raw, overrides=tuple(typed), checkpoint=directory)
+    return SavedRun("checkpoint.path", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=directory)
 
 
 def key_of(override: str) -> str:
@@ -213,12 +226,98 @@ def with_secrets(raw: Mapping[str, Any], run_dir: RunDir) -> dict[str, Any]:
     """
     if not run_dir.secrets_file.exists():
         return dict(raw)
+    if not _is_unchanged(run_dir, run_dir.secrets_file):
+        raise ConfigError(
+            f"{run_dir.secrets_file} isn't what the run wrote. Restore it, or remove it and type the values."
+        )
     return restored_config(raw, _load(run_dir.secrets_file, list), file=str(run_dir.secrets_file))
 
 
 def load_config(run_dir: RunDir) -> dict[str, Any]:
     """Return the configuration of a run as its ranks need it, secrets included. Raises ConfigError."""
-    return with_secrets(_load(run_dir.config_file, dict), run_dir)
+    return with_secrets(load_written_config(run_dir), run_dir)
+
+
+def written_config(run_dir: RunDir) -> str:
+    """Return the text of `config.yaml` as the run wrote it: `run.json` has a copy, in case the file was edited since.
+
+    Raises RequestError if neither can be read.
+    """
+    facts = run_dir.recorded_facts(run_dir.config_file.name)
+    try:
+        content = read_bytes(run_dir.config_file)
+    except OSError as error:
+        if facts is None:
+            raise ConfigError(f"{run_dir.config_file} can't be read: {error.strerror or error}") from error
+        content = b""
+    if facts is not None and FileFacts.of(content) != facts:
+        content = str(run_dir.read_run().get("config", "")).encode()
+        if FileFacts.of(content) != facts:
+            raise ConfigError(f"{run_dir.config_file} and its copy in run.json are damaged. Restore them from a copy.")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{run_dir.config_file} can't be read: {error}") from error
+
+
+def load_written_config(run_dir: RunDir) -> dict[str, Any]:
+    """Return the configuration of a run as the run wrote it, secrets masked. Raises RequestError if it can't be read."""
+    return _checked(run_dir.config_file, dict, lambda: _load_text(written_config(run_dir)))  # type: ignore[no-any-return]
+
+
+def _load_unchanged(run_dir: RunDir, *, typed: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the configuration that the run wrote, and what was typed for it.
+
+    Raises RequestError if a file was changed since; of an edited `config.yaml`, unless each key that differs is typed.
+    """
+    written = load_written_config(run_dir)
+    if run_dir.recorded_facts(run_dir.config_file.name) is not None:
+        _check_edits(run_dir, written=written, typed=typed)
+    return written, _load_overrides(run_dir)
+
+
+def _load_overrides(run_dir: RunDir) -> list[str]:
+    overrides = _load(run_dir.overrides_file, list)
+    if not _is_unchanged(run_dir, run_dir.overrides_file):
+        had = " ".join(map(str, run_dir.read_run().get("overrides", [])))
+        raise ConfigError(
+            f"{run_dir.overrides_file} isn't what the run wrote. Restore it, and type what you want to change.\n"
+            f"The run was started with: {had or 'no overrides'}"
+        )
+    return list(map(str, overrides))
+
+
+def _is_unchanged(run_dir: RunDir, file: Path) -> bool:
+    """Return True unless a file, which can be read, isn't what the run wrote."""
+    facts = run_dir.recorded_facts(file.name)
+    return facts is None or FileFacts.of(read_bytes(file)) == facts
+
+
+def _check_edits(run_dir: RunDir, *, written: Mapping[str, Any], typed: Sequence[str]) -> None:
+    """Raise ConfigError that lists the keys in which `config.yaml` differs from `written`, unless all are typed."""
+    try:
+        edited = _load(run_dir.config_file, dict)
+    except ConfigError as error:
+        copies = sorted(run_dir.checkpoints.glob("step_*/config.yaml"))
+        where = f" {copies[-1]} is one." if copies else ""
+        raise ConfigError(f"{error}\nRestore it from a copy.{where}") from error
+    before = flatten(written)
+    now = flatten(edited)
+    typed_keys = {key_of(text).partition("@")[0].replace("/", ".") for text in typed}
+    lines = []
+    for key in [*before, *(key for key in now if key not in before)]:
+        value = now.get(key, _NOT_THERE)
+        old = before.get(key, _NOT_THERE)
+        is_typed = any(key == each or key.startswith(f"{each}.") for each in typed_keys)
+        if repr(value) != repr(old) and not is_typed:
+            new = f"~{key}" if value is _NOT_THERE else f"{key}={show(value)}"
+            lines.append(f"  {new} ({'it was not there' if old is _NOT_THERE else f'it was {show(old)}'})")
+    if lines:
+        raise ConfigError(
+            f"{run_dir.config_file} was edited, or is damaged: it isn't what the run wrote. These keys differ:\n"
+            + "\n".join(lines)
+            + "\nType each of them on the command line, with the value that you want."
+        )
 
 
 def objects_of(run_dir: RunDir, raw: Mapping[str, Any]) -> list[str]:
@@ -233,13 +332,12 @@ def is_run(place: Path) -> bool:
 
 
 def _is_unfinished(run_dir: RunDir) -> bool:
-    try:
-        if run_dir.read_run()["status"] == "finished":
-            return False
-        raw, _ = load_run(run_dir)
-    except (OSError, ValueError, KeyError, ConfigError):  # not a run, killed while it was created, or edited since
+    """Return True for a training that hasn't finished. Raises RequestError if `run.json` is damaged."""
+    if not is_run(run_dir.path) or not run_dir.run_file.exists():  # not a run, or killed while it was created
         return False
-    return raw.get("job") == "train"
+    facts = run_dir.read_run()
+    job = facts["job"] if "job" in facts else load_run(run_dir)[0].get("job")
+    return facts.get("status") != "finished" and job == "train"
 
 
 def _hint(given: Path, *, key: str) -> str:
@@ -259,15 +357,35 @@ def _hint(given: Path, *, key: str) -> str:
 
 
 def load_yaml(file: Path) -> Any:
-    """Load a YAML file; in C if PyYAML has that, which saves 40 ms of each rank's start."""
-    return yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+    """Load a YAML file; in C if PyYAML has that, which saves 40 ms of each rank's start.
+
+    Raises OSError, ValueError or yaml.YAMLError if it can't be read.
+    """
+    return _load_text(read_text(file))
+
+
+def _load_text(text: str) -> Any:
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise
+    # PyYAML's constructors don't expect what a damaged file may have after a tag: `!!int ''` is an IndexError.
+    except Exception as error:
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+    check_nesting(content)
+    return content
 
 
 def _load(file: Path, kind: type) -> Any:
+    return _checked(file, kind, lambda: load_yaml(file))
+
+
+def _checked(file: Path, kind: type, load: Callable[[], Any]) -> Any:
     try:
-        content = load_yaml(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file} can't be read: {' '.join(str(error).split())}") from error
+        content = load()
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ConfigError(f"{file} can't be read: {reason}") from error
     if not isinstance(content, kind):
         what = "mapping" if kind is dict else "list"
         raise ConfigError(f"{file} must hold a {what}. It was changed: restore it, or start a new run.")

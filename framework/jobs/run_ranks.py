@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,17 @@ from framework.launch.handshake import RunSpec, make_visible
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import render
+from framework.system.files import FileFacts, read_bytes
 from framework.system.hardware import cpu_count, visible_gpus
-from framework.system.run_dir import RunDir, check_no_way_out, locked, new_run_dir, read_object, write_atomically
+from framework.system.run_dir import (
+    RunDir,
+    check_no_way_out,
+    check_regular_files,
+    locked,
+    new_run_dir,
+    read_object,
+    write_atomically,
+)
 from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
 
@@ -165,7 +174,7 @@ def _records_kept_if_refused(run_dir: RunDir) -> Iterator[None]:
 
     A refused resume isn't part of a run.
     """
-    records = {file: file.read_bytes() for kind in _RECORDS for file in run_dir.path.glob(kind)}
+    records = {file: read_bytes(file) for kind in _RECORDS for file in run_dir.path.glob(kind)}
     try:
         yield
     except RequestError:
@@ -184,6 +193,7 @@ def _run_dir(request: Request) -> AbstractContextManager[RunDir]:
     if config.resume is not None:
         run_dir = run_of(config.resume)
         check_no_way_out(run_dir)
+        check_regular_files(run_dir)
         return nullcontext(run_dir)
     if request.parent_run is not None:
         check_no_way_out(RunDir(request.parent_run))
@@ -232,7 +242,11 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
         if request.config.resume is not None:
             for file in run_dir.path.glob("failure*.json"):  # of the previous start; its logs stay
                 file.unlink()
-        save_config(run_dir, raw={**request.raw, **_save_objects(request, run_dir)}, overrides=request.overrides)
+        objects = _save_objects(request, run_dir)
+        texts = save_config(run_dir, raw={**request.raw, **objects.keys}, overrides=request.overrides)
+        files = {name: FileFacts.of(text.encode()) for name, text in texts.items()} | objects.facts
+        facts["files"] = {name: asdict(each) for name, each in files.items()}
+        facts["config"] = texts[run_dir.config_file.name]  # what an edited file is compared with
         run_dir.update_run(facts)
     except OSError as error:
         raise RunError(
@@ -247,14 +261,28 @@ def _command(request: Request) -> str:
     return shlex.join(["python", *masked_arguments(arguments)])
 
 
-def _save_objects(request: Request, run_dir: RunDir) -> dict[str, Any]:
-    """Write the Python objects of a call to the run directory; return the key that names their files."""
+@dataclass(frozen=True)
+class _Objects:
+    """The Python objects of a run: the configuration's key that names their files, and the files in its directory."""
+
+    keys: Mapping[str, Any]
+    facts: dict[str, FileFacts]
+
+
+def _save_objects(request: Request, run_dir: RunDir) -> _Objects:
+    """Write the Python objects of a call to the run directory."""
+    files = list(request.config.objects or ())
+    facts = {}
+    for file in map(Path, files):
+        if file.parent == run_dir.path:  # a rerun's are in the original run
+            # Of a run of an earlier version, they are recorded from now on.
+            facts[file.name] = run_dir.recorded_facts(file.name) or FileFacts.of(run_dir.read_unchanged(file))
     if request.call is None or request.call.objects is None:
-        return {}
-    earlier = request.config.objects or ()
+        return _Objects({}, facts)
     file = run_dir.objects_file(len(list(run_dir.path.glob(run_dir.objects_file("*").name))))
     file.write_bytes(request.call.objects)
-    return {"objects": [*earlier, str(file)]}
+    facts[file.name] = FileFacts.of(request.call.objects)
+    return _Objects({"objects": [*files, str(file)]}, facts)
 
 
 def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]] = ()) -> None:

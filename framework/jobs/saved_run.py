@@ -54,11 +54,11 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
         raise ConfigError(f"{one} can't go with {other}: each names the run to start from. Leave one out.")
     ((key, path),) = named.items()
     if key == _RESUME:
-        found = load_saved(path)
+        found = load_saved(path, typed=typed)
         if found.checkpoint is not None:
             find(found.checkpoint)  # raises CheckpointError if it isn't complete
     elif key == _RERUN:
-        found = load_rerun(path)
+        found = load_rerun(path, typed=typed)
     else:
         directory = find(Path(path))
         check_file(directory, CONFIG_NAME, read_manifest(directory))

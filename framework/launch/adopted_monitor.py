@@ -7,7 +7,6 @@ After a failure every thread ends its process, since a main thread that waits in
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -23,7 +22,7 @@ from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
-from framework.system.run_dir import RunDir
+from framework.system.run_dir import RunDir, read_object
 from framework.system.signals import Signals
 
 _LOOK_EVERY_S = 0.25
@@ -181,8 +180,9 @@ class AdoptedMonitor:
         """Return the report of this failure if there is one, from its file or from the store."""
         for node in (0, self._monitor.node):
             file = self._run_dir.failure_of(node=node, attempt=self._arguments.attempt, is_last=True)
-            with suppress(OSError):
-                return FailureReport.from_plain(json.loads(file.read_text()))
+            plain = read_object(file)
+            if plain is not None:
+                return FailureReport.from_plain(plain)
         report = self._exchange.find_report()
         return None if report is None else FailureReport.from_plain(report)
 

@@ -49,6 +49,7 @@ from framework.launch.store import (
 )
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import list_ranks
+from framework.system.files import read_text
 from framework.system.run_dir import RunDir, write_atomically
 from framework.system.versions import installed_versions
 
@@ -362,7 +363,7 @@ def make_visible(run_dir: RunDir, spec: RunSpec) -> None:
     Every rank of the node does it, each file atomically and with the same content, so none has to wait for another.
     """
     with suppress(FileNotFoundError):
-        if run_dir.config_file.read_text() == spec.config:
+        if read_text(run_dir.config_file) == spec.config:
             return
     try:
         run_dir.logs.mkdir(parents=True, exist_ok=True)

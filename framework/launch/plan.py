@@ -13,6 +13,7 @@ from framework.launch.handshake import AdoptedRanks, RunSpec
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport
+from framework.system.files import read_text
 from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ class LaunchPlan(NodeSetup):
             run_dir=str(self.run_dir.path),
             topology=self.topology,
             limits=self.limits,
-            config=self.run_dir.config_file.read_text(),
-            overrides=self.run_dir.overrides_file.read_text(),
-            secrets=secrets.read_text() if secrets.exists() else "",
+            config=read_text(self.run_dir.config_file),
+            overrides=read_text(self.run_dir.overrides_file),
+            secrets=read_text(secrets) if secrets.exists() else "",
         )
 
 

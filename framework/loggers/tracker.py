@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final, get_args
 
-from framework.config.saved import load_yaml
+from framework.config.saved import load_written_config
 from framework.errors import ConfigError
 from framework.loggers.jsonl import JsonLines
 from framework.loggers.media import array_of, counts_of, picture_of
@@ -98,7 +98,7 @@ class Tracker(ABC):
         if log_checkpoints not in (None, *get_args(Checkpoints)):
             raise ConfigError(f"logger.{self.name}.log_checkpoints={log_checkpoints}: must be best, all or null.")
         self.run_dir = run_dir
-        self.config: Mapping[str, Any] = load_yaml(run_dir.config_file)
+        self.config: Mapping[str, Any] = load_written_config(run_dir)
         self._log_checkpoints = log_checkpoints
         self._close_timeout_s = close_timeout_s
         self._folder = run_dir.path / "trackers" / self.name

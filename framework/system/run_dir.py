@@ -17,8 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import RequestError
+from framework.system.files import FileFacts, open_regular, read_bytes, read_json
 
 _ATTEMPTS = 100
+_KINDS: Mapping[str, type] = {
+    "earlier": list,
+    "restarts": list,
+    "results": dict,
+    "trackers": dict,
+    "files": dict,
+    "config": str,
+}
+"""What is read from `run.json` to resume a run, if it is there."""
 _updating = threading.Lock()  # trackers note their ids from threads
 
 
@@ -57,8 +67,22 @@ class RunDir:
         return self.logs / f"rank_{rank}.log"
 
     def read_run(self) -> dict[str, Any]:
-        """Return the content of `run.json`. Raises OSError if there is none, ValueError if it isn't JSON."""
-        content: dict[str, Any] = json.loads(self.run_file.read_text())
+        """Return the content of `run.json`. Raises FileNotFoundError without one, RequestError if it is damaged."""
+        try:
+            content = read_json(self.run_file)
+            if not isinstance(content, dict):
+                raise ValueError("it isn't a JSON object")
+            for name, kind in _KINDS.items():
+                if not isinstance(content.get(name, kind()), kind):
+                    raise ValueError(f"its {name} is no {kind.__name__}")
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise RequestError(
+                f"{self.run_file} can't be read: {reason}.\nRestore it from a copy. If there is none, remove it: the "
+                "run is resumed without its history, and without comparing its files with what it wrote."
+            ) from error
         return content
 
     def update_run(self, facts: Mapping[str, Any]) -> None:
@@ -66,6 +90,39 @@ class RunDir:
         with _updating:
             known = self.read_run() if self.run_file.exists() else {}
             write_object(self.run_file, {**known, **facts})
+
+    def recorded_facts(self, name: str) -> FileFacts | None:
+        """Return what `run.json` says of a file of the run; None if that isn't known, as of runs of earlier versions.
+
+        Raises RequestError if `run.json` is damaged.
+        """
+        try:
+            facts = self.read_run().get("files", {}).get(name)
+        except FileNotFoundError:
+            return None
+        if facts is None:
+            return None
+        try:
+            return FileFacts(size_bytes=int(facts["size_bytes"]), crc32=str(facts["crc32"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(
+                f"{self.run_file} is damaged: files.{name} is {facts}. Restore it from a copy."
+            ) from error
+
+    def read_unchanged(self, path: Path) -> bytes:
+        """Return the content of one of the run's files. Raises RequestError if it isn't what the run wrote."""
+        facts = self.recorded_facts(path.name)
+        try:
+            if facts is None:
+                with open_regular(path) as file:
+                    return file.read()
+            content = read_bytes(path, max_bytes=facts.size_bytes)
+            if FileFacts.of(content) == facts:
+                return content
+            reason = f"{self.run_file.name} has another size or checksum for it"
+        except OSError as error:
+            reason = f"it can't be read ({error.strerror or error})"
+        raise RequestError(f"{path} isn't what the run wrote: {reason}.\nRestore it from a copy, or start a new run.")
 
     def record_tracker(self, name: str, facts: Mapping[str, Any]) -> None:
         """Note in `run.json` what identifies the run in a tracker, to continue it there. As `update_run`."""
@@ -157,13 +214,29 @@ def locked(run_dir: RunDir) -> Iterator[None]:
 def is_locked(run_dir: RunDir) -> bool:
     """Return True if a process is in `locked`; without taking the lock. True, too, on a file system without locks."""
     try:
-        with run_dir.lock_file.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released with the file
-    except FileNotFoundError:
-        return False
-    except OSError:
+        file = open_regular(run_dir.lock_file)
+    except PermissionError:  # of another user, who may be running it
         return True
+    except OSError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released with the file
+        except OSError:
+            return True
     return False
+
+
+def check_regular_files(run_dir: RunDir) -> None:
+    """Raise RequestError for a FIFO, socket or device in a run directory: a resumed run may wait for it without end."""
+    folders = [run_dir.path]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry))
+                elif Path(entry).exists() and not entry.is_file() and not entry.is_dir():
+                    raise RequestError(f"{entry.path} isn't a regular file. Remove it to resume the run.")
 
 
 def _holder(run_dir: RunDir) -> str:
@@ -202,9 +275,9 @@ def write_object(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None if this machine doesn't see it, or it isn't JSON."""
+    """Return the content of a JSON file; None if this machine doesn't see it, or it isn't a JSON object."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found = read_json(path)
     except (OSError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) else None

@@ -14,7 +14,7 @@ from typing import Any
 from framework.checkpoint.layout import BEST, step_of
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.optimizers import optimizer_configs
-from framework.config.saved import load_yaml
+from framework.config.saved import load_written_config, written_config
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
@@ -219,7 +219,7 @@ def _checkpoints(rank: RankSetup) -> CheckpointManager | None:
     return CheckpointManager(
         rank.config.checkpoint,
         rank.run_dir.checkpoints,
-        config_text=rank.run_dir.config_file.read_text(),
+        config_text=written_config(rank.run_dir),
         is_writer=rank.context.is_main,
         warn=warn,
         # A group of its own, since checkpoints are written while training uses the others.
@@ -295,6 +295,6 @@ def _report(rank: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, s
     final = dict(state.val_metrics) | ({} if test is None else test["metrics"])
     if best is not None:
         final[f"best/{rank.config.checkpoint.monitor}"] = best.metrics[str(rank.config.checkpoint.monitor)]
-    config = load_yaml(rank.run_dir.config_file)
+    config = load_written_config(rank.run_dir)
     for record in hooks(state.loggers.values(), "hparams"):
         record(config, final)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -12,10 +11,12 @@ import torch
 from torch import nn
 
 from framework.config.optimizers import optimizer_configs
+from framework.config.saved import written_config
 from framework.distributed.sharded import layout_of, local_tensor, num_parameters
 from framework.monitoring.rank_log import logger, show
 from framework.monitoring.report import FailureReport
 from framework.system.formatting import format_bytes, format_count, format_facts
+from framework.system.run_dir import read_object
 from framework.training import build
 from framework.training.data_settings import streams_of, total_steps
 from framework.training.rank_setup import RankSetup
@@ -85,7 +86,7 @@ def introduce(rank: RankSetup, trainer: Trainer, datasets: Datasets, sizes: Stat
         trainer.log_values({"restart/attempt": float(rank.attempt)})
     elif progress.step and is_shown:
         show(f"Resuming {position}")
-    trainer.log_texts({"summary": f"{full}\n{facts}", "config": rank.run_dir.config_file.read_text()})
+    trainer.log_texts({"summary": f"{full}\n{facts}", "config": written_config(rank.run_dir)})
 
 
 def module_table(model: nn.Module, *, rows: int) -> str:
@@ -182,7 +183,8 @@ def _processes(rank: RankSetup) -> str:
 
 def _cause_of_restart(rank: RankSetup) -> str:
     file = rank.run_dir.failure_of(node=0, attempt=rank.attempt - 1, is_last=False)
-    if not file.exists():
+    plain = read_object(file)
+    if plain is None:
         return f"not known: there is no {file.name}"
-    first = FailureReport.from_plain(json.loads(file.read_text())).first
+    first = FailureReport.from_plain(plain).first
     return f"rank {first.rank}: {first.cause}"

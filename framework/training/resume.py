@@ -15,7 +15,7 @@ from framework.checkpoint.reader import load_weights
 from framework.checkpoint.replicas import own_training
 from framework.checkpoint.writer import point
 from framework.config.optimizers import optimizer_configs
-from framework.config.saved import load_yaml
+from framework.config.saved import load_written_config, load_yaml
 from framework.config.schema import Config
 from framework.distributed.collectives import barrier, broadcast_object, gather_to_all
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
@@ -106,7 +106,7 @@ def _look(source: Path, faults: Mapping[Path, str | None], *, is_last: bool) -> 
 
 def _resume(rank: RankSetup, trainer: Trainer, source: Path) -> None:
     saved = load_yaml(source / "config.yaml")
-    now = load_yaml(rank.run_dir.config_file)
+    now = load_written_config(rank.run_dir)
     _check_optimizer_and_schedule(rank.config, saved)
     model = trainer.state.bare_model
     if is_model_sharded(model):

@@ -1,0 +1,208 @@
+"""Files of a run that were damaged, edited or replaced since the run wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from framework import cli
+from tests.helpers import results
+from tests.unit.checkpoint.states import flip
+
+SHORT = ("recipe=toy", "logger=jsonl", "trainer.limit_test_batches=0", "trainer.log_every_n_steps=5")
+STOPPED = (*SHORT, "checkpoint.every_n_steps=10", "trainer.max_steps=20")
+
+
+@pytest.fixture
+def run(shared_run, tmp_path: Path) -> Path:
+    """A run of 20 steps, to be changed."""
+    return Path(shutil.copytree(shared_run(*STOPPED), tmp_path / "outputs" / "toy" / "copy", symlinks=True))
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+
+# config.yaml and overrides.yaml
+
+
+def test_edited_keys_are_shown_and_have_to_be_typed(train, run, shared_run, capfd):
+    edit(run / "config.yaml", "\n  max_steps: 20\n", "\n  max_steps: 30\n")
+    edit(run / "config.yaml", "\nseed: 0\n", "\nseed: 1\n")
+    train(f"resume={run}", status=2)
+    printed = capfd.readouterr().err
+    assert "trainer.max_steps=30 (it was 20)" in printed
+    assert "seed=1 (it was 0)" in printed
+    assert "Traceback" not in printed
+    train(f"resume={run}", "trainer.max_steps=30", status=2)
+    printed = capfd.readouterr().err
+    assert "seed=1 (it was 0)" in printed
+    assert "max_steps" not in printed
+    train(f"resume={run}", "trainer.max_steps=30", "seed=0")
+    results.assert_same(results.weights(run), results.weights(shared_run(*STOPPED, "trainer.max_steps=30")))
+    train(f"resume={run}")  # its config.yaml is the run's own again
+
+
+def test_a_key_that_was_removed_or_added_is_shown(train, run, capfd):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    del config["trainer"]["gradient_clip_val"]
+    config["optimizer"]["foreach"] = True
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    train(f"resume={run}", status=2)
+    printed = capfd.readouterr().err
+    assert "~trainer.gradient_clip_val (it was null)" in printed
+    assert "optimizer.foreach=true (it was not there)" in printed
+
+
+def test_a_comment_in_the_configuration_changes_nothing(train, run):
+    edit(run / "config.yaml", "\nseed: 0\n", "\nseed: 0  # as in the paper\n")
+    train(f"resume={run}")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"seed: [", b"[" * 3000, b"a: &a [*a]\n"])
+def test_a_configuration_that_cannot_be_read_is_refused_with_a_copy_to_use(train, run, capfd, content):
+    (run / "config.yaml").write_bytes(content)
+    train(f"resume={run}", status=2)
+    printed = capfd.readouterr().err
+    assert "step_00000020/config.yaml is one" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_rerun_of_an_edited_run_asks_as_well(train, run, capfd):
+    edit(run / "config.yaml", "\nseed: 0\n", "\nseed: 1\n")
+    train(f"rerun={run}", status=2)
+    assert "seed=1 (it was 0)" in capfd.readouterr().err
+    train(f"rerun={run}", "seed=1")
+
+
+def test_changed_overrides_are_refused(train, run, capfd):
+    edit(run / "overrides.yaml", "trainer.max_steps=20", "trainer.max_steps=28")
+    for command in (f"resume={run}", f"rerun={run}"):
+        train(command, status=2)
+        printed = capfd.readouterr().err
+        assert "overrides.yaml isn't what the run wrote" in printed
+        assert "trainer.max_steps=20" in printed
+    train("job=eval", f"checkpoint.path={run}", status=2)
+
+
+def test_a_run_of_an_earlier_version_is_resumed_without_checksums(train, run):
+    record = results.run_file(run)
+    del record["files"], record["config"]
+    (run / "run.json").write_text(json.dumps(record))
+    edit(run / "config.yaml", "\n  max_steps: 20\n", "\n  max_steps: 30\n")
+    train(f"resume={run}")
+    assert results.results(run)["steps"] == 30
+    edit(run / "config.yaml", "\n  max_steps: 30\n", "\n  max_steps: 40\n")
+    train(f"resume={run}", status=2)
+
+
+# run.json
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"earlier": 1}', '{"a": ' * 5000, "\0"])
+def test_a_damaged_record_is_refused_and_removing_it_helps(train, run, capfd, content):
+    (run / "run.json").write_text(content)
+    train(f"resume={run}", status=2)
+    printed = capfd.readouterr().err
+    assert "run.json can't be read" in printed
+    assert "remove it" in printed
+    train("recipe=toy", "resume=auto", status=2)
+    assert "run.json can't be read" in capfd.readouterr().err, "no new run begins in silence"
+    (run / "run.json").unlink()
+    train(f"resume={run}", "trainer.max_steps=25")
+    assert results.results(run)["steps"] == 25
+
+
+# What no process may wait for
+
+PLACES = (
+    "config.yaml",
+    "overrides.yaml",
+    "run.json",
+    "metrics.jsonl",
+    "logs/rank_0.log",
+    "checkpoints/step_00000020/manifest.json",
+    "checkpoints/step_00000020/model.pt",
+    "media/val__x_1.png",
+)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [fifo, pytest.param(device, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_waits_for_a_fifo_or_a_device(
+    fork_server, monkeypatch, tmp_path, run, capfd, place, make: Callable[[Path], None]
+):
+    path = run / place
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([f"resume={run}", "trainer.max_steps=25", "trainer.gpus=0"], fork_server=fork_server) == 2
+    printed = capfd.readouterr().err
+    assert path.name in printed or "not a run directory" in printed
+    assert "Traceback" not in printed
+
+
+# The objects of a run that Python started
+
+PROGRAM = """
+import sys, torch, framework
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def make():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+if __name__ == "__main__":
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, (x.sum(dim=1) > 0).long())
+    run = framework.train(model=make, data=data, loss=nn.CrossEntropyLoss(), name="objects",
+        trainer={"max_steps": 8, "gpus": 0}, checkpoint={"every_n_steps": 4}, logger=["jsonl"])
+    print(run.directory)
+"""
+
+
+@pytest.fixture(scope="module")
+def objects_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=100, check=True
+    )
+    return Path(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_in_the_objects_is_refused(train, objects_run, tmp_path, capfd, place):
+    run = Path(shutil.copytree(objects_run, tmp_path / "outputs" / "objects" / "copy", symlinks=True))
+    file = run / "objects_0.pkl"
+    flip(file, bit=int(8 * file.stat().st_size * place))
+    for command in (f"resume={run}", f"rerun={run}"):
+        train(command, "trainer.max_steps=12", status=2)
+        printed = capfd.readouterr().err
+        assert "objects_0.pkl isn't what the run wrote" in printed
+        assert "Traceback" not in printed
+
+
+def test_whole_objects_are_loaded(train, objects_run, tmp_path):
+    run = Path(shutil.copytree(objects_run, tmp_path / "outputs" / "objects" / "copy", symlinks=True))
+    train(f"resume={run}", "trainer.max_steps=12")
+    assert results.results(run)["steps"] == 12
