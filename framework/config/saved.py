@@ -226,11 +226,12 @@ def with_secrets(raw: Mapping[str, Any], run_dir: RunDir) -> dict[str, Any]:
     """
     if not run_dir.secrets_file.exists():
         return dict(raw)
+    entries = _load(run_dir.secrets_file, list)
     if not _is_unchanged(run_dir, run_dir.secrets_file):
         raise ConfigError(
-            f"{run_dir.secrets_file} isn't what the run wrote. Restore it, or remove it and type the values."
+            f"{run_dir.secrets_file} isn't what the run wrote. Restore it, or remove it and type the values again."
         )
-    return restored_config(raw, _load(run_dir.secrets_file, list), file=str(run_dir.secrets_file))
+    return restored_config(raw, entries, file=str(run_dir.secrets_file))
 
 
 def load_config(run_dir: RunDir) -> dict[str, Any]:
@@ -261,7 +262,7 @@ def written_config(run_dir: RunDir) -> str:
 
 
 def load_written_config(run_dir: RunDir) -> dict[str, Any]:
-    """Return the configuration of a run as the run wrote it, secrets masked. Raises RequestError if it can't be read."""
+    """Return the configuration as the run wrote it, secrets masked. Raises RequestError if it can't be read."""
     return _checked(run_dir.config_file, dict, lambda: _load_text(written_config(run_dir)))  # type: ignore[no-any-return]
 
 

@@ -174,17 +174,27 @@ def _records_kept_if_refused(run_dir: RunDir) -> Iterator[None]:
 
     A refused resume isn't part of a run.
     """
-    records = {file: read_bytes(file) for kind in _RECORDS for file in run_dir.path.glob(kind)}
+    before = [file for kind in _RECORDS for file in run_dir.path.glob(kind)]
+    records = {file: content for file in before if (content := _content(file)) is not None}
     try:
         yield
     except RequestError:
         for kind in _RECORDS:
             for file in run_dir.path.glob(kind):
-                if file not in records:
+                if file not in before:
                     file.unlink()
         for file, content in records.items():
-            write_atomically(file, content.decode(), is_private=file == run_dir.secrets_file)
+            if _content(file) != content:  # written since, so it is text
+                write_atomically(file, content.decode(), is_private=file == run_dir.secrets_file)
         raise
+
+
+def _content(file: Path) -> bytes | None:
+    """Return the content of a record; None for what can't be one."""
+    try:
+        return read_bytes(file)
+    except OSError:
+        return None
 
 
 def _run_dir(request: Request) -> AbstractContextManager[RunDir]:
