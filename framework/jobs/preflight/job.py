@@ -17,7 +17,7 @@ in the run directory with these keys (seconds, bytes, bytes or operations per se
                        repetitions, seconds (of one, of the slowest rank), algorithm_bytes_per_s, bus_bytes_per_s (as
                        in nccl-tests)
     faults             values that were wrong: check, rank, text
-    slowest_link       one of links, with times_slower (than the median of the others of its kind) and stands_out
+    slowest_link       one of links, with times_slower (than the median of its kind) and stands_out
     slowest_device     rank, device, flops_per_s, times_slower, stands_out
 
 Exit status 0: passed; 1: a value was wrong, a limit was exceeded, or a rank didn't answer.

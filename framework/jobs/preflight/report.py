@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median, median_high
+from statistics import median
 from typing import Any
 
 from framework.config.schema import PreflightConfig
@@ -102,15 +102,15 @@ def _of_kind(kind: str, links: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def _slowest(found: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any] | None:
-    """Return the one with the least `key`, compared with the median of the others, the faster of two; None of none.
+    """Return the one with the least `key`, compared with the median of all, which the page shows; None of none.
 
     times_slower is 1 for the only one.
     """
-    ordered = sorted(found, key=lambda each: each[key])
-    if not ordered:
+    if not found:
         return None
-    times = median_high([each[key] for each in ordered[1:] or ordered]) / ordered[0][key]
-    return {**ordered[0], "times_slower": times, "stands_out": times >= STANDS_OUT}
+    slowest = min(found, key=lambda each: each[key])
+    times = median(each[key] for each in found) / slowest[key]
+    return {**slowest, "times_slower": times, "stands_out": times >= STANDS_OUT}
 
 
 def slowest_link(links: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -187,13 +187,16 @@ def links_at(*rates: float, nodes: tuple[int, ...] = (0, 1, 2)) -> dict[str, Any
 @pytest.mark.parametrize(
     ("given", "ranks", "times", "stands_out"),
     [
-        (links_at(800.0, 1000.0, 100.0), [1, 2], 10.0, True),
-        (links_at(800.0, 1000.0, 900.0), [0, 1], 1.25, False),
-        (links_at(1000.0, 90.0, 100.0), [0, 2], 1000 / 90, True),
-        (links_at(400.0, 1000.0, 10.0), [1, 2], 100.0, True),
+        (links_at(800.0, 1000.0, 100.0), [1, 2], 8.0, True),
+        (links_at(800.0, 1000.0, 900.0), [0, 1], 1.125, False),
+        # A single fast link makes none of the others slow.
+        (links_at(374.0, 417.0, 3065.0), [0, 1], 417 / 374, False),
+        (links_at(1000.0, 90.0, 100.0), [0, 2], 100 / 90, False),
+        (links_at(400.0, 1000.0, 10.0), [1, 2], 40.0, True),
+        (links_at(1000.0, 100.0), [0, 2], 5.5, True),
         (links_at(7.0), [0, 1], 1.0, False),
         # Those within a node are compared among themselves.
-        (links_at(9000.0, 4000.0, 100.0, nodes=(0, 0, 0)), [1, 2], 90.0, True),
+        (links_at(9000.0, 4000.0, 100.0, nodes=(0, 0, 0)), [1, 2], 40.0, True),
         ({"links": [*links_at(9000.0, nodes=(0, 0, 1))["links"], *links_at(100.0)["links"]]}, [0, 1], 1.0, False),
     ],
 )
@@ -205,12 +208,19 @@ def test_the_slowest_link_compared_with_its_kind(
     assert slow["times_slower"] == pytest.approx(times)
 
 
+def test_the_median_it_is_compared_with_is_the_one_that_is_shown() -> None:
+    given = links_at(374e6, 417e6, 3065e6)
+    page = render(assessed({**given, "num_links": {WITHIN: 0, BETWEEN: 3}}))
+    assert "median 100 µs one way, 417 MB/s at 4 MiB" in page
+    assert "374 MB/s, 1.1 times slower than the median between nodes\n" in page
+
+
 def test_the_slowest_device() -> None:
     speeds = (9e9, 3e9, 8e9, 9e9)
     ranks = [rank(number, matmul=[{"device": "cpu", "flops_per_s": speed}]) for number, speed in enumerate(speeds)]
     result = assessed({"ranks": ranks})
     assert result["slowest_device"] == {
-        **{"rank": 1, "device": "cpu", "flops_per_s": 3e9, "times_slower": 3.0, "stands_out": True}
+        **{"rank": 1, "device": "cpu", "flops_per_s": 3e9, "times_slower": 8.5 / 3, "stands_out": True}
     }
     alone = assessed({"ranks": [rank(0)], "links": [], "checks": []})
     assert (alone["slowest_device"]["times_slower"], alone["slowest_link"]) == (1.0, None)
