@@ -59,10 +59,28 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replace the module's forward, which its class still has."""
     own = MethodType(type(module).forward, module)
-    # Contexts of the forward and of the recomputation.
+
+    def forward(_: object, *values: Any) -> Any:
+        keywords = dict(zip(kwargs, values[len(args) :], strict=True))
+        return own(*values[: len(args)], **keywords)
+
+    # Everything is positional: torch saves the generators of the devices of positional arguments only, and sees only of
+    # these if they were changed before the backward.
     return checkpoint(
-        own, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _recomputation(module)), **kwargs
+        forward,
+        _of_devices(module),
+        *args,
+        *kwargs.values(),
+        use_reentrant=False,
+        # Contexts of the forward and of the recomputation.
+        context_fn=lambda: (nullcontext(), _recomputation(module)),
     )
+
+
+def _of_devices(module: nn.Module) -> list[nn.Parameter]:
+    """Return a parameter on each of the module's accelerators, which may draw whatever the module is called with."""
+    on_devices = {each.device: each for each in module.parameters() if each.device.type != "cpu"}
+    return list(on_devices.values())
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from framework.errors import ConfigError
 from framework.training.activation_checkpointing import apply_activation_checkpointing
@@ -155,3 +157,80 @@ def test_a_forward_that_changes_a_buffer_is_refused_in_the_backward() -> None:
     apply_activation_checkpointing(model, ["Counts"])
     with pytest.raises(ConfigError, match=r"the forward of Counts changes its buffer seen"):
         model(torch.randn(4, 8)).sum().backward()
+
+
+class Drops(nn.Module):
+    """Draws whatever it is called with: a tensor, keywords, containers, an object that torch can't look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Any = None, *, mapping: Any = None, item: Any = None) -> Tensor:
+        if mapping is not None:
+            x = mapping["x"][0]
+        elif item is not None:
+            x = item.x
+        return nn.functional.dropout(x * self.weight, 0.5)
+
+
+class Item:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Spread(nn.Module):
+    """Has weights on two devices, so it may draw on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([torch.ones(8), torch.ones(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.parts[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "indices"),
+    [
+        (Drops(), lambda module, x: module(x), {0}),
+        (Drops(), lambda module, x: module(x=x), {0}),
+        (Drops(), lambda module, x: module(mapping={"x": [x]}), {0}),
+        (Drops(), lambda module, x: module(item=Item(x)), {0}),
+        (Spread(), lambda module, x: module(x), {0, 1}),
+    ],
+)
+def test_the_generators_of_devices_are_saved_however_a_module_is_called(
+    module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], indices: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fake tensors of GPUs: torch looks for devices among what it gives to `get_device_states`."""
+    seen: list[set[torch.device]] = []
+
+    def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
+        seen.append({each.device for each in tree_leaves(args) if isinstance(each, Tensor)})
+        return [], []
+
+    monkeypatch.setattr("torch.utils.checkpoint.get_device_states", get_device_states)
+    apply_activation_checkpointing(nn.Sequential(module), [type(module).__name__])
+    with FakeTensorMode():
+        for number, name in enumerate(dict(module.named_parameters())):
+            owner, _, last = name.rpartition(".")
+            weight = nn.Parameter(torch.empty(8, device=f"cuda:{number}"))
+            setattr(module.get_submodule(owner), last, weight)
+        x = torch.empty(4, 8, device="cuda:0")
+        monkeypatch.setattr("torch.cuda._initialized", True)
+        call(module, x)
+        monkeypatch.undo()
+    assert seen == [{torch.device("cuda", index) for index in indices}]
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_an_input_that_changes_before_the_backward_is_an_error(by_keyword: bool) -> None:
+    """Recomputing with the changed input would give wrong gradients in silence."""
+    model = nn.Sequential(Drops())
+    apply_activation_checkpointing(model, ["Drops"])
+    x = torch.randn(4, 8)
+    output = model[0](x=x) if by_keyword else model[0](x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
