@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from framework.data.keyed_random import KeyedRandom
+from framework.data.prefetch import pinned
 from framework.data.sample_random import Draws
 from framework.data.tensor_samples import as_tensor_samples
 from framework.distributed.seed import mix
@@ -147,7 +147,8 @@ class ItemLoader:
             collate_fn=_unchanged,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            pin_memory=pin_memory,
+            # Without workers `to_device` does it; torch's own loader doesn't know every form of batch.
+            pin_memory=pin_memory and num_workers > 0,
             worker_init_fn=partial(_init_worker, parent=os.getpid()),
             # Forked workers share the dataset's memory and are our children, as the request to die with us needs.
             multiprocessing_context=_START_METHOD if num_workers else None,
@@ -274,7 +275,7 @@ class _FromWorker:
         """Return the item in page-locked memory. Called by the DataLoader's thread, if there is one."""
         if self._failure is not None:
             return self
-        return pin_memory(self.unpacked("dataset"))
+        return pinned(self.unpacked("dataset"))
 
 
 def _pickled(item: Any) -> bytes:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import final
+from collections.abc import Iterable, Iterator
+from functools import cache
+from inspect import Parameter, signature
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from framework.data.batch_tree import held_tensors, record_stream, with_parts
 from framework.types import Batch
 
 _WITHOUT_PINNED_MEMORY = {"cpu", "mps", "meta"}
@@ -19,21 +21,52 @@ def pins_memory(device: torch.device) -> bool:
     return device.type not in _WITHOUT_PINNED_MEMORY
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move the tensors in lists, tuples, named tuples and mappings at any depth; mappings become dicts.
+def pinned(batch: Batch) -> Batch:
+    """Return the batch in page-locked memory; what can't be put there is returned as it is."""
+    if isinstance(batch, Tensor):
+        # A subclass would become a plain tensor.
+        is_plain = type(batch) is Tensor and batch.layout is torch.strided
+        can_be_pinned = is_plain and batch.device.type == "cpu" and not batch.is_nested and not batch.is_quantized
+        return batch.pin_memory() if can_be_pinned else batch
+    if callable(getattr(batch, "pin_memory", None)):
+        is_on_cpu = all(tensor.device.type == "cpu" for tensor in held_tensors(batch))
+        return batch.pin_memory() if is_on_cpu else batch
+    return with_parts(batch, pinned)
 
-    For devices that gain from it the copy goes through pinned memory and doesn't wait.
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move tensors, and objects with a method `to` by that, in collections, dataclasses and attrs classes at any depth.
+
+    Anything else stays as it is. For devices that gain from it, copies go through pinned memory and don't wait.
     """
     if isinstance(batch, Tensor):
-        if batch.device.type == "cpu" and pins_memory(device):
-            return batch.pin_memory().to(device, non_blocking=True)
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    return batch
+        return pinned(batch).to(device, non_blocking=True) if pins_memory(device) else batch.to(device)
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
+        return _object_to(pinned(batch) if pins_memory(device) else batch, device)
+    return with_parts(batch, lambda part: to_device(part, device))
+
+
+def _object_to(batch: Any, device: torch.device) -> Any:
+    kind: Any = type(batch)
+    options = {"non_blocking": True} if _takes_non_blocking(kind) else {}
+    try:
+        moved = batch.to(device, **options)
+    except Exception:
+        # The `to` of a quantity or a time is another one: it takes a unit or a zone.
+        if next(held_tensors(batch), None) is None:
+            return batch
+        raise
+    # One that moves in place may return nothing.
+    return batch if moved is None else moved
+
+
+@cache
+def _takes_non_blocking(kind: type) -> bool:
+    try:
+        parameters = signature(kind.to).parameters  # type: ignore[attr-defined]
+    except (AttributeError, ValueError):  # not a method of the class, or written in C
+        return False
+    return "non_blocking" in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def prefetch(
@@ -77,7 +110,6 @@ class SideStream:
         """Let the current stream, not the host, wait for the copy."""
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(copied)
-        for leaf in tree_leaves(moved):
-            if isinstance(leaf, Tensor) and leaf.device == self._device:
-                leaf.record_stream(current)  # or its memory might serve the next copy while this stream reads it
+        # Otherwise its memory might serve the next copy while this stream reads it.
+        record_stream(moved, current, self._device)
         return moved

@@ -7,9 +7,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from framework.config.schema import Precision
+from framework.data.batch_tree import map_tensors
 from framework.types import Batch, Task
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -58,7 +59,7 @@ class PrecisionPlugin:
         """Return the batch with its floating-point tensors in the true precision's type."""
         if self.dtype is None and self._memory_format is None:
             return batch
-        return tree_map_only(Tensor, self._convert, batch)
+        return map_tensors(batch, self._convert)
 
     def _convert(self, tensor: Tensor) -> Tensor:
         memory_format = self._memory_format if tensor.ndim == 4 else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -49,6 +50,19 @@ def pad(samples: list[tuple[Tensor, int]], value: float = 0.0) -> dict[str, Tens
     return {"x": pad_sequence(list(sequences), batch_first=True, padding_value=value), "number": torch.tensor(numbers)}
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A batch of sequences without padding."""
+
+    x: PackedSequence
+    number: Tensor
+
+
+def pack(samples: list[tuple[Tensor, int]]) -> Packed:
+    sequences, numbers = zip(*samples, strict=True)
+    return Packed(pack_sequence(list(sequences), enforce_sorted=False), torch.tensor(numbers))
+
+
 def fails(samples: list[Any]) -> Batch:
     raise ValueError(f"{len(samples)} samples")
 
@@ -79,6 +93,17 @@ class Notes:
         number = len(batch["number"])
         loss = model(batch["x"]).sum() / number / 1000
         return StepOutput(loss, number, {"number": (batch["number"].sum(), number)})
+
+
+class OfPacked:
+    """A task whose model gets packed numbers, which must have its own type."""
+
+    def training_step(self, model: nn.Module, batch: Packed) -> StepOutput:
+        assert batch.x.data.dtype == next(model.parameters()).dtype
+        number = len(batch.number)
+        return StepOutput(model(batch.x.data).sum() / number / 1000, number)
+
+    validation_step = training_step
 
 
 def sequences() -> Datasets:

@@ -209,3 +209,18 @@ def test_an_epoch_of_weighted_samples_is_logged_and_evaluated(run):
     metrics = results.results(run_dir)["last"]["metrics"]
     assert metrics["val/all/number"] == sum(range(SIZE)) / SIZE
     assert metrics["val/few/number"] == 101
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("trainer.precision=bf16-true", "data.num_workers=1"),
+    ],
+    ids=str,
+)
+def test_batches_may_be_records_of_packed_sequences(run, overrides):
+    task = ("~task.folder", f"task._target_={CASES}.OfPacked", "trainer.max_epochs=1")
+    run_dir = run({"collate_fn": {"_target_": f"{CASES}.pack"}}, *task, *overrides)
+    losses = results.curve(run_dir, "train/loss")
+    assert len(losses) == -(-SIZE // BATCH)
