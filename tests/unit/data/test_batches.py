@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import pickle
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torchvision import tv_tensors
 from transformers import BatchEncoding
 
 from framework.data.batch_tree import held_tensors, record_stream
-from framework.data.fetch import _InWorker
+from framework.data.fetch import _FromWorker
 from framework.data.prefetch import pinned, to_device
 from framework.training.precision import PrecisionPlugin
 
@@ -283,14 +284,9 @@ def test_what_would_lose_its_type_is_not_pinned(pins: list[Any]) -> None:
 
 def test_what_a_worker_sends_is_pinned_in_every_form(pins: list[Any]) -> None:
     """By the DataLoader's thread, which calls this method. By itself it would take no dataclass."""
-    item = _InWorker(Items(), "train dataset")[0].pin_memory()
+    item = _FromWorker(pickle.dumps(Slots(X))).pin_memory()
     assert isinstance(item, Slots)
     assert len(pins) == 1
-
-
-class Items(torch.utils.data.Dataset[Any]):
-    def __getitem__(self, key: int) -> Slots:
-        return Slots(X)
 
 
 # Precision
