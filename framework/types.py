@@ -388,8 +388,9 @@ class Task(Protocol):
     A task may be an `nn.Module`, or have modules as attributes, such as a loss with weights: they are moved to the
     device (the replica's first one) and converted to the type of `trainer.precision=bf16-true` or `64-true`, and none
     of their parameters may require gradients. Tensors that aren't in a module stay where they are. If the task has
-    `state_dict` and `load_state_dict`, as every `nn.Module`, checkpoints keep rank 0's state of it: what changes while
-    training must be the same on all ranks. `Supervised` has none: its loss is as configured.
+    `state_dict` and `load_state_dict`, as every `nn.Module`, checkpoints keep its state, which must be the same on all
+    ranks. A task with `state_is_per_rank = True` may have another on each, and then resumes on as many. `Supervised`
+    has none: its loss is as configured.
     """
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput: ...
@@ -445,7 +446,9 @@ class Callback(Protocol):
     Hooks are bound once before the first step. A hook that returns `Stop` ends training: at once with one rank, else
     after the next log, validation or epoch, when the ranks agree (doing so in every step would cost a collective). One
     that returns `Report` has its values logged, by whichever loggers there are.
-    State that a resumed run needs goes through `state_dict` and `load_state_dict` (plain types and tensors only).
+    State that a resumed run needs goes through `state_dict` and `load_state_dict` (plain types and tensors only). It
+    must be the same on all ranks, unless the class has `state_is_per_rank = True`: then each rank's is saved, and the
+    run resumes on as many; or `state_is_rank_zero = True`: then rank 0's counts for all.
     """
 
     def on_fit_start(self, info: FitInfo) -> None:

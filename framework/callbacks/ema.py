@@ -26,6 +26,8 @@ class EMAWeightAveraging:
     """
 
     averages_buffers_by: ClassVar = "use_buffers"
+    # The ranks' buffers differ until they are evaluated.
+    state_is_rank_zero: ClassVar = True
 
     decay: float = 0.999
     update_every_n_steps: int = 1

@@ -36,6 +36,9 @@ class StochasticWeightAveraging:
         annealing_strategy: `cos` or `linear`.
     """
 
+    # The ranks' buffers differ until they are evaluated.
+    state_is_rank_zero = True
+
     def __init__(
         self,
         swa_lrs: float | Sequence[float] | None = None,

@@ -17,6 +17,9 @@ class Timer:
     Time used before a resume counts too: it is in the checkpoint.
     """
 
+    # Each rank has its own clock.
+    state_is_rank_zero = True
+
     def __init__(self, duration: float) -> None:
         if not duration > 0:
             raise ConfigError(f"Timer: duration={duration} is not above 0. Give the seconds training may take.")

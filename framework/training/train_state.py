@@ -33,6 +33,7 @@ from framework.training.optimizer import Schedule, Schedules, restore_optimizer
 from framework.training.param_groups import Optimizers
 from framework.training.phases import Phases
 from framework.training.precision import PrecisionPlugin
+from framework.training.rank_states import RANK_STATES, Fingerprints, fingerprints, own_state, states_of_ranks
 from framework.training.reports import ReportedPairs
 from framework.training.stop_control import StopControl
 from framework.types import Callback, Logger, MicroBatch, Phase, Task, hooks
@@ -185,7 +186,8 @@ class TrainState:
 
         `model` holds the weights to evaluate; if a callback averages them, `training` has those to train on. `shards`
         replaces it for a model that is spread over ranks: each rank has its part, with the optimizer's state.
-        Raises RunError on every rank if ranks that should have the same weights don't.
+        Raises RunError on every rank if ranks that should have the same weights, or the same state of the task or a
+        callback, don't.
         """
         context, task = self.context, hooks([self.task], "state_dict")
         training: dict[str, Any] = {
@@ -214,14 +216,23 @@ class TrainState:
                     weights = {"model": copy.deepcopy(self.bare_model.state_dict())}
         part = None if context.world_size == 1 or self.strategy.replicas_differ else self.strategy.shard_index
         compared = part, {} if part is None else _weight_hashes(self.bare_model)
+        objects = self._named_observers()
+        states = {f"callbacks.{name}": state for name, state in training["callbacks"].items()}
+        states["task"] = training["task"]
+        prints: Fingerprints = {}
+        if context.world_size > 1:
+            prints = fingerprints(objects, states, replicas_differ=self.strategy.replicas_differ)
         # Rank 0 has all of them, unless each rank has its own stages.
         trained = self.trainable.names if context.is_main or self.strategy.num_stages is not None else []
         mine = (generator_states(context.devices), self.meter.state_dict(), self.stop.own_reason)
         of_ranks = gather_to_all(
-            (*mine, self.reported.state_dict(), self.train_loader.state_dict(), compared, trained), context
+            (*mine, self.reported.state_dict(), self.train_loader.state_dict(), compared, trained, prints), context
         )
-        generators, meters, reasons, reported, streams, parts, names = map(list, zip(*of_ranks, strict=True))
+        generators, meters, reasons, reported, streams, parts, names, prints_of = map(list, zip(*of_ranks, strict=True))
         check_equal(parts, step=self.progress.step)
+        others = states_of_ranks(objects, states, prints_of, step=self.progress.step, context=context)
+        if others:
+            training[RANK_STATES] = others
         training |= {
             "progress": asdict(self.progress),
             "val_metrics": dict(self.val_metrics),
@@ -245,13 +256,13 @@ class TrainState:
         self.strategy.load_state_dict(self.model, training.get("strategy", {}))
         for load in hooks([self.task], "load_state_dict"):
             if "task" in training:
-                load(training["task"])
+                load(own_state("task", training["task"], training, self.context))
         restore_optimizer(self.optimizer, training["optimizer"])
         self.schedule.load_state_dict(training["schedule"])
         self.precision.scaler.load_state_dict(training["scaler"])
         for name, load in self._callback_hooks("load_state_dict"):
             if name in training["callbacks"]:
-                load(training["callbacks"][name])
+                load(own_state(f"callbacks.{name}", training["callbacks"][name], training, self.context))
         self.progress.load_state_dict(training["progress"])
         self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)
         self.val_metrics, self.val_step = dict(training.get("val_metrics", {})), training.get("val_step")
@@ -268,6 +279,10 @@ class TrainState:
         """Return the `evaluation_weights` hooks; the strategy's is last, to average what callbacks swap in."""
         swaps = hooks(self.callbacks.values(), "evaluation_weights")
         return [*swaps, self.strategy.evaluation_weights] if self.strategy.replicas_differ else swaps
+
+    def _named_observers(self) -> dict[str, Any]:
+        """Return the task and the callbacks by the names that messages have."""
+        return {"task": self.task, **{f"callbacks.{name}": callback for name, callback in self.callbacks.items()}}
 
     def _callback_hooks(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
         return [(key, hook) for key, callback in self.callbacks.items() for hook in hooks([callback], name)]
