@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import tee
 from typing import Any, final
@@ -244,10 +244,19 @@ class EvalLoader:
         loader: Yields windows with one micro-batch per rank, not shuffled.
         turns: Samples that a rank takes before it is the next rank's turn; None if each rank reads its own shard.
         is_even: Give ranks with fewer batches stand-ins without samples.
+        tick: Called after each batch, to show progress.
     """
 
-    def __init__(self, loader: MapLoader | StreamLoader, *, turns: int | None, is_even: bool = False) -> None:
+    def __init__(
+        self,
+        loader: MapLoader | StreamLoader,
+        *,
+        turns: int | None,
+        is_even: bool = False,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
         self._loader, self._is_even = loader, is_even
+        self._tick = tick
         self.turns = turns
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -256,7 +265,10 @@ class EvalLoader:
     def first(self, number: int | None) -> Iterator[MicroBatch]:
         """Yield this rank's batches of the first `number` windows, None for all."""
         for window in self._loader.epoch(0, limit=number):
-            yield from (micro for micro in window.micro_batches if micro.num_samples or self._is_even)
+            for micro in window.micro_batches:
+                if micro.num_samples or self._is_even:
+                    yield micro
+                    self._tick()
 
     def close(self) -> None:
         """End the loader's worker processes; may be called again."""

@@ -49,6 +49,7 @@ class RankFailure:
     oom: bool = False
     said: str | None = None  # why compiled code aborted it, as far as its log says
     waited_s: float | None = None  # how long the others waited for it
+    still_s: float | None = None  # of a rank that hung and nobody waited for: how long it has made no progress
     stacks: str | None = None  # of all threads, when the report was made, or when compiled code crashed
     waited_in: str | None = None  # the phase in which the others waited
     lost_peer: bool = False  # it failed because another rank was gone or didn't come: a consequence
@@ -80,6 +81,8 @@ class RankFailure:
             case _:
                 what = "was stopped (SIGSTOP)" if self.kind is FailureKind.STOPPED else "hung"
                 waited = "" if self.waited_s is None else f"; the others waited {self.waited_s:.0f} s"
+                if self.still_s is not None:
+                    waited = f": no progress for {self.still_s:.0f} s"
                 return what + waited + ("" if self.waited_in is None else f" in {self.waited_in}")
 
     def to_plain(self) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def failure_facts(
     Args:
         record: what it raised, as `RankStatus.record_failure` was given it.
         end: how its process ended: status (None: unknown), time, early.
-        stacks: that were written when compiled code crashed.
+        stacks: that were written when compiled code crashed, or where a rank that raised hangs since.
         log: the end of what it printed, compiled code too.
     """
     if record is not None:
@@ -137,6 +140,7 @@ def failure_facts(
             **{key: value for key, value in record.items() if key != "of_peers"},
             "kind": FailureKind.EXCEPTION,
             "status": None if end is None else end["status"],
+            "stacks": stacks if end is None else None,
             "lost_peer": _LOST_PEER.search(of_peers) is not None,
             "timed_out": _TIMED_OUT.search(of_peers) is not None,
         }
@@ -200,6 +204,8 @@ _BY_PHASE = {
     "data": "It was loading data: look at its disk and its share of the files. If DataLoader workers load the data, "
     "data.num_workers=0 shows the line.",
     "checkpoint": "It was saving: look at the disk below the run directory.",
+    "logging": "It was in a callback or logger: its stack shows which.",
+    "closing": "It was closing callbacks, loggers and data, or writing results.",
     "evaluate": "It was evaluating: look at validation_step and the data it got.",
 }
 _IN_SET_UP = "backend.init_timeout, which counts until the first step is done (job=preflight: backend.timeout)"

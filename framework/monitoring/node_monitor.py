@@ -21,10 +21,13 @@ import psutil
 
 from framework.monitoring.failure import failure_facts
 from framework.monitoring.oom_killer import count_oom_kills, killed_since
-from framework.monitoring.rank_status import CRASH, STACKS_SIGNAL, Phase, RankStatus, StatusPage
+from framework.monitoring.rank_status import CRASH, STACKS_SIGNAL, Phase, RankStatus, StatusPage, with_workers
 
 _STACKS_TIMEOUT_S = 1.5
 _STACKS_POLL_S = 0.02
+_WORKER_STACKS_TIMEOUT_S = 0.3
+_MAX_WORKERS_ASKED = 8  # of a rank
+_PAUSE_S = 10.0  # without a check: this process was stopped, and the ranks with it
 _LOG_TAIL_BYTES = 32_768
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -61,7 +64,7 @@ class RankState:
     phase: int  # a Phase
     step: int
     collectives: int
-    still_s: float  # since any of phase, step, collectives and done has changed
+    still_s: float  # since any of phase, step, collectives, done and the ticks within a phase has changed
     silent_s: float  # since the last heartbeat
     done: bool = False  # its work is done, it only has to leave
 
@@ -126,6 +129,18 @@ def waited_for(states: Sequence[RankState], *, elsewhere: Progress | None = None
     return late, min(waits)
 
 
+def stuck_for(states: Sequence[RankState]) -> float:
+    """Return for how many seconds none of the ranks has made progress, though nobody may wait for them; 0 if any has.
+
+    Unknown, so 0, while a rank starts or is in a user's function (job=package.module.function), which shows no
+    progress. Stopped ranks don't count.
+    """
+    working = [each for each in states if each.alive and not each.done and not each.stopped]
+    if any(each.pid == 0 or each.phase == Phase.FUNCTION for each in working):
+        return 0.0
+    return min((each.still_s for each in working), default=0.0)
+
+
 def _behind(states: Sequence[State], *, elsewhere: int) -> list[State]:
     top = _top(states, elsewhere)
     if top > 0:
@@ -172,6 +187,7 @@ class NodeMonitor:
         self._limits = limits
         self._ranks: dict[int, _Rank] = {}
         self._late: list[dict[str, Any]] = []  # each time that a rank was late, as in the report
+        self._checked_s = self._resumed_s = clock()
         self._late_now: dict[int, tuple[float, dict[str, Any]]] = {}  # rank → since when, and the entry above
         self.stop_signal = 0  # for which all ranks are to stop together; 0 for none
 
@@ -189,12 +205,23 @@ class NodeMonitor:
         states = self.states()
         late, seconds = waited_for(states, elsewhere=elsewhere)
         in_training = all(state.step > 0 for state in states)
-        limit_s = (self._limits.timeout_s if in_training else self._limits.init_timeout_s) + _HUNG_MARGIN_S
+        limit_s = self._limits.timeout_s if in_training else self._limits.init_timeout_s
+        if len(states) > 1 or elsewhere is not None:
+            limit_s += _HUNG_MARGIN_S
         counts = seconds >= min(self._limits.late_after_s, limit_s)  # a hung rank was late before
         events = list(self._note_late(states, {each.rank for each in late}, seconds=seconds if counts else None))
-        if seconds > limit_s:
-            events.append({"event": "hung", "seconds": seconds})
+        hung_s = max(seconds, self._stuck_for(states))
+        if hung_s > limit_s:
+            events.append({"event": "hung", "seconds": hung_s})
         return events
+
+    def _stuck_for(self, states: Sequence[RankState]) -> float:
+        """Return `stuck_for`, without the time in which this process didn't run, as when the job was suspended."""
+        now = self._clock()
+        if now - self._checked_s > _PAUSE_S:
+            self._resumed_s = now
+        self._checked_s = now
+        return min(stuck_for(states), now - self._resumed_s)
 
     def states(self) -> list[RankState]:
         """Return every rank's present state."""
@@ -229,13 +256,19 @@ class NodeMonitor:
         """
         states = self.states()
         records = {number: rank.status.failure() for number, rank in self._ranks.items()}
-        # A rank that recorded a failure isn't asked: its traceback says more. Stopped ranks are continued, so this is
-        # done after everything else was read.
-        stacks = self._stacks([state for state in states if state.alive and records[state.rank] is None])
+        # A rank that recorded a failure isn't asked, as its traceback says more, unless it hangs in closing since.
+        # Stopped ranks are continued, so this is done after everything else was read.
+        timeout_s = min(self._limits.timeout_s, self._limits.init_timeout_s)
+        hanging = {state.rank for state in states if state.still_s > timeout_s / 2}
+        asked = [state for state in states if state.alive and (records[state.rank] is None or state.rank in hanging)]
+        stacks = self._stacks(asked)
+        for state in asked:
+            if state.phase in (Phase.DATA, Phase.EVALUATE) and state.rank in hanging:
+                stacks[state.rank] = with_workers(stacks.get(state.rank, ""), self._worker_stacks(state))
         return {
             "node": self.node,
             "time": time.time(),
-            "timeout_s": min(self._limits.timeout_s, self._limits.init_timeout_s),
+            "timeout_s": timeout_s,
             "ranks": [
                 self._of_rank(each, exits.get(each.rank), record=records[each.rank], stacks=stacks.get(each.rank))
                 for each in states
@@ -250,7 +283,7 @@ class NodeMonitor:
 
     def _state(self, rank: _Rank) -> RankState:
         now, status = self._clock(), rank.status.read()
-        seen = (status.phase, status.step, status.collectives, status.is_done)
+        seen = (status.phase, status.step, status.collectives, status.is_done, status.ticks, status.pid)
         if seen != rank.seen:
             rank.seen, rank.since_s = seen, now
         process_status = self._process_status(rank, status.pid)
@@ -364,6 +397,34 @@ class NodeMonitor:
         statuses = {number: self._ranks[number].status for number in before}
         # If a rank can't answer now, what it said earlier.
         return {number: status.stacks(before[number]) or status.stacks() for number, status in statuses.items()}
+
+    def _worker_stacks(self, state: RankState) -> dict[int, str]:
+        """Return the stacks of a rank's loader workers, by pid. As they are forked, they write to the rank's memory."""
+        process = self._ranks[state.rank].process
+        status = self._ranks[state.rank].status
+        found: dict[int, str] = {}
+        with suppress(psutil.NoSuchProcess):
+            workers = [] if process is None else process.children()
+            for worker in [each for each in workers if _catches(each.pid, STACKS_SIGNAL)][:_MAX_WORKERS_ASKED]:
+                before = status.stacks_size()
+                _signal_main_thread(worker, STACKS_SIGNAL)
+                deadline = time.monotonic() + _WORKER_STACKS_TIMEOUT_S
+                size = before
+                while time.monotonic() < deadline and (size == before or size != status.stacks_size()):
+                    size = status.stacks_size()
+                    time.sleep(_STACKS_POLL_S)
+                found[worker.pid] = status.stacks(before)
+        return found
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return True if the process has a handler for the signal, which would end it otherwise."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _signal_main_thread(process: psutil.Process, number: int) -> None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, final
@@ -31,6 +31,9 @@ CRASH = "Fatal Python error: "
 """How faulthandler begins when a signal ends the process."""
 
 HEARTBEAT_S = 0.5
+
+_WORKER = "Data worker, pid "  # begins the stacks of one, after those of its rank
+_LOADING = "torch/utils/data/_utils/fetch.py"  # in the stack of a worker that isn't idle
 
 _PAGE_BYTES = mmap.PAGESIZE
 _RECORD_BYTES = 1 << 20  # memory is used only as it is written
@@ -77,6 +80,7 @@ class StatusPage(ctypes.Structure):
         ("is_done", ctypes.c_int64),  # its work is done, it only has to leave
         ("record_bytes", ctypes.c_int64),  # of the record of a failure
         ("is_closed", ctypes.c_int64),  # after a failure: everything is closed, it only has to leave
+        ("ticks", ctypes.c_int64),  # signs of progress within a phase
     )
 
 
@@ -115,6 +119,10 @@ class RankStatus:
     def finish_step(self, step: int) -> None:
         """Mark optimizer step `step`, counted from 1, as done."""
         self._page.step = step
+
+    def tick(self) -> None:
+        """Show progress within a phase, such as a batch that is evaluated."""
+        self._page.ticks += 1
 
     def beat(self, collectives: int) -> None:
         """Show that the process runs, and how many collectives it has begun."""
@@ -243,11 +251,20 @@ def _collectives() -> int:
 # What faulthandler writes
 
 
+def with_workers(stacks: str, of_workers: Mapping[int, str]) -> str:
+    """Return a rank's stacks with those of its loader workers, by pid."""
+    return "\n\n".join([stacks, *(f"{_WORKER}{pid}:\n{text}" for pid, text in of_workers.items())])
+
+
 def main_stack(stacks: str) -> Iterator[str]:
     """Yield the frames of the thread that crashed, else of the main thread, innermost first.
 
+    If a loader worker is loading something, they are the worker's: the rank waits for it.
+
     The main thread, the oldest, comes last. "Current" is whichever thread handled the signal.
     """
+    stacks, *of_workers = stacks.split(_WORKER)
+    stacks = next((each for each in of_workers if _LOADING in each), stacks)
     mark = "Current thread " if stacks.startswith(CRASH) else "hread 0x"
     for line in stacks.rpartition(mark)[2].splitlines()[1:]:
         if not line.startswith("  File "):

@@ -18,7 +18,7 @@ from framework.config.topology import Topology
 from framework.errors import EXIT_WRONG_REQUEST
 from framework.monitoring.failure import FailureKind, RankFailure, advice
 from framework.monitoring.node_exchange import NodeExchange
-from framework.monitoring.node_monitor import NodeMonitor, RankState, max_progress, ranks_behind
+from framework.monitoring.node_monitor import NodeMonitor, RankState, max_progress, ranks_behind, stuck_for
 from framework.monitoring.rank_status import main_stack
 from framework.system.run_dir import RunDir, write_object
 from framework.system.shown_text import masked_text, shown
@@ -152,11 +152,15 @@ def _hung(ranks: Sequence[_Rank], failures: Sequence[RankFailure]) -> list[RankF
 
 
 def _fallback_suspect(ranks: Sequence[_Rank], late: Sequence[Mapping[str, Any]]) -> RankFailure:
-    """Return the rank that was waited for longest, though it has caught up by now, else the one furthest behind."""
+    """Return the rank that nobody waited for and that makes no progress; if all have, the one waited for longest."""
+    working = [rank for rank in ranks if rank.alive and not rank.done]
     was_late = max(late, key=lambda each: float(each["seconds"]), default=None)
-    seen = {} if was_late is None else {"waited_s": was_late["seconds"], "phase": was_late["phase"]}
-    suspects = [rank for rank in ranks if was_late is None or rank.rank == was_late["rank"]]
-    rank = min(suspects, key=lambda each: (each.collectives, each.step))
+    if was_late is None or stuck_for(working) > _WAITED_SHARE * min(rank.timeout_s for rank in ranks):
+        rank = min(working or ranks, key=lambda each: (each.collectives, each.step))
+        seen: dict[str, Any] = {"still_s": rank.still_s}
+    else:
+        rank = next(each for each in ranks if each.rank == was_late["rank"])
+        seen = {"waited_s": was_late["seconds"], "phase": was_late["phase"]}
     return RankFailure(**{**rank.place, **seen}, kind=FailureKind.HUNG, time=rank.stated_s, stacks=rank.stacks)
 
 
@@ -286,7 +290,9 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
     if first.said is not None:
         yield "printed", _wrapped(first.said)
     if first.stacks:
-        yield "stack", [_frame(line) for line in list(main_stack(first.stacks))[:_SHOWN_FRAMES]]
+        # An exception's own stack is above; then this one shows where the rank hangs in closing.
+        name = "closing" if first.kind is FailureKind.EXCEPTION else "stack"
+        yield name, [_frame(line) for line in list(main_stack(first.stacks))[:_SHOWN_FRAMES]]
     words = advice(first, world_size=report.world_size)
     if words:
         yield "try", _wrapped(words)

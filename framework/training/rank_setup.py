@@ -245,7 +245,8 @@ def _eval_loader(
             seed=rank.config.seed,
         )
     is_even = strategy is not None and strategy.forward_communicates
-    return EvalLoader(loader, turns=None if is_sharded else batch_size, is_even=is_even)
+    turns = None if is_sharded else batch_size
+    return EvalLoader(loader, turns=turns, is_even=is_even, tick=rank.link.rank_status.tick)
 
 
 def _stream_in_worker(rank: RankSetup) -> bool:
