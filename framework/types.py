@@ -192,11 +192,12 @@ class StepOutput(NamedTuple):
     """What a task computes from one batch.
 
     loss: scalar, the *mean* over the batch's samples, with its graph in training.
-    num_samples: how many samples the mean is over: the weight of this loss in logged and evaluated means. Gradients are
-        weighted by the number of samples in the batch. 0 in evaluations: there is no loss to report.
+    num_samples: how many samples the mean is over: the weight of this loss in gradients and in logged and evaluated
+        means. 0: it is of none, as if a collate function has dropped all, and doesn't count.
     metrics: name → (sum over samples, count), the same names for every batch; tensors may stay on the device.
     weight: what the mean is over, if not samples: the number of tokens that count, or the sum of sample weights; one
         element, for every batch or for none. Gradients and logged losses are then of the mean over the global batch.
+        It takes the place of `num_samples`, which must not be 0 where the weight isn't.
     updates: in evaluations: name → arguments of `update` of that object in the task's attribute `metrics`, a
         StatefulMetric or one of torchmetrics.
     media: a function that returns name → Media, logged as `train/NAME` and `val/NAME`. Called on rank 0 only, for the
@@ -402,6 +403,12 @@ class TaskHooks(Protocol):
 
     def on_sanity_check_start(self) -> None:
         """Called before the first validation batches are tried, which is before `on_fit_start`, if they are."""
+
+    def observe_samples(self, batch: Batch) -> None:
+        """Called before training with all samples as one batch, if they are kept in memory as they are.
+
+        There may be rows that aren't trained on.
+        """
 
     def on_evaluation_start(self, model: nn.Module, prefix: str) -> None:
         """Called before the first batch of an evaluated set. prefix: of its metrics: val, val/NAME, test or train."""

@@ -171,6 +171,8 @@ class MapLoader:
             self.size = len(sampler)
         self._order = GlobalOrder(self.size, seed, shuffle, sampler=sampler, num_samples=len(dataset))
         self._rank = rank
+        self.collates = options.collate_fn is not None
+        """A collate function of the user's makes the batches: it may leave out samples."""
         self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
         self._set_plan(plan, limit)
 
@@ -188,6 +190,14 @@ class MapLoader:
         other = copy.copy(self)
         other._set_plan(plan, limit)
         return other
+
+    @property
+    def whole(self) -> Batch | None:
+        """A batch of all samples, and maybe of more; None unless they are kept in memory as training gets them."""
+        if not isinstance(self._source, ResidentBatches) or self._source.samples.transform is not None:
+            return None
+        samples = self._source.samples
+        return samples.pack(list(samples.tensors))
 
     def epoch(self, epoch: int, start: int = 0, *, limit: int | None = None) -> Iterator[Window]:
         """Yield the windows of `epoch` from sample `start` of its order on; samples before it are not loaded.

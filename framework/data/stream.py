@@ -287,6 +287,9 @@ class StreamLoader:
     size = None
     """Unknown: a stream has no length."""
 
+    whole = None
+    """A stream isn't kept in memory."""
+
     def __init__(
         self,
         dataset: IterableDataset[Any],
@@ -302,6 +305,8 @@ class StreamLoader:
         self._reader = ItemLoader(reader, name=f"{plan.split} stream", num_workers=int(plan.in_worker))
         self._loads_state = has_state(dataset)
         self._plan, self._exchange = plan, exchange
+        self.collates = plan.collate_fn is not None
+        """A collate function of the user's makes the batches: it may leave out samples."""
         self._stops_first, self._check_state = stops_first, check_state
         self._device = device
         self._side_stream = SideStream(device) if pins_memory(device) else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard, final
+from typing import TYPE_CHECKING, Any, TypeGuard, final
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,26 @@ def is_model_sharded(model: nn.Module) -> bool:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the values of all ranks as a plain tensor. Every rank of a DTensor's mesh must call it."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the plain tensors, and the DTensors of each mesh, in lists: torch refuses a list of both."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if is_dtensor(tensor) else None
+        groups.setdefault(mesh, []).append(tensor)
+    return list(groups.values())
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of all values, also of shards on other ranks: the ranks of DTensors' meshes must call it."""
+    norms = [full_tensor(nn.utils.get_total_norm(group)) for group in by_mesh(tensors)]
+    if len(norms) == 1:
+        return norms[0]
+    if not norms:
+        return torch.zeros(())
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return whole
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 class Strategy:
     """Keeps the ranks' copies of the model equal. Inherit from it and override what differs.
 
-    After a backward that synchronises, each gradient must be the *mean* over the ranks: the trainer has scaled the loss
-    accordingly. `model` is always the module that `wrap` returned, and all ranks call each method at the same point,
+    After a backward that synchronises, each gradient must be the *mean* over the data shares, which are the ranks unless
+    `data_share` says otherwise: the trainer has scaled the loss accordingly. `model` is always the module that `wrap` returned, and all ranks call each method at the same point,
     except where noted. If a constructor has a parameter `context`, it gets `framework.distributed.context.Context`.
     """
 
@@ -61,7 +61,11 @@ class Strategy:
     weight_copies: int = 0
 
     def data_share(self, context: Context) -> DataShare:
-        """Return which part of the samples this rank gets."""
+        """Return which part of the samples this rank gets.
+
+        Ranks that share a copy of the model return the same: they train on the same samples and draw the same random
+        numbers, and what they log and evaluate counts once.
+        """
         return DataShare(context.rank, context.world_size)
 
     def check_precision(self, precision: Precision) -> None:

@@ -22,9 +22,9 @@ class ModelLoss:
 
     A batch is a mapping of tensors, whose first dimension is the sample, by the names of the model's arguments.
 
-    If there is a label for each token, the loss is a mean over labels other than -100, and so are gradients and logged
-    losses over all ranks and micro-batches; causal language models predict no first label. Otherwise it is a mean over
-    samples. Validation computes the accuracy, if the scores of classes are the output's `logits`.
+    If labels are classes, of samples or of tokens, the loss is a mean over labels other than -100, and so are gradients
+    and logged losses over all ranks and micro-batches; causal language models predict no first label. Otherwise it is a
+    mean over samples. Validation computes the accuracy, if the scores of classes are the output's `logits`.
 
     Raises DataError if the batch has another form, or the model gives no loss for it.
     """
@@ -64,8 +64,6 @@ def _step(model: nn.Module, batch: Batch, *, has_metrics: bool) -> StepOutput:
     metrics: dict[str, SumCount] = {}
     if has_metrics:
         metrics["accuracy"] = ((logits.argmax(dim=-1) == labels) & counted).sum(), counted.sum()
-    if labels.ndim == 1:
-        return StepOutput(loss, num_samples, metrics)
     weight = counted.sum()
     # The mean over no label is NaN.
     return StepOutput(torch.where(weight > 0, loss, 0.0), num_samples, metrics, weight=weight)

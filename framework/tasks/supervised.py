@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any, final
 
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 from framework.config.targets import plain_function
 from framework.errors import ConfigError, DataError
-from framework.tasks.metrics import Metric
+from framework.tasks.ignored_targets import ignored_by
+from framework.tasks.metrics import MeanAbsoluteError, Metric
 from framework.types import Batch, StatefulMetric, StepOutput
 
-_NO_INDEX = -100  # torch's default of `ignore_index`, which nobody's classes have
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # they broadcast, and only warn
 
 
@@ -27,9 +28,11 @@ class Supervised:
     than it begins on. The input may be anything the model takes as its one argument.
 
     loss: a module or function that returns the mean over the batch's samples as a scalar, as torch's do by default.
-        Cross entropy with class weights, with an `ignore_index` other than -100, or over several classes a sample, is
-        weighed by what torch takes its mean over. The tensors of a module move to the output's device and take the type
-        of `trainer.precision=bf16-true` or `64-true`.
+        Targets that the loss ignores have no weight: cross entropy and `nll_loss`, as module, function or partial, and
+        modules that hold one of them, are weighted by what torch takes their mean over. A loss of one's own that has an
+        attribute `ignore_index` is taken to be a mean over the other targets. Without one, classes of samples that are
+        -100 are taken to be ignored; `ignore_index = None` says that they aren't. The tensors of a module move to the
+        output's device and take the type of `trainer.precision=bf16-true` or `64-true`.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
         Those with `update(output, target)`, StatefulMetrics and torchmetrics, are computed in validation only. If
         `update` has a parameter `input`, it gets the input, too.
@@ -48,21 +51,27 @@ class Supervised:
         train_metrics: bool = False,
         predictions: Callable[[Any], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        reduction = getattr(loss, "reduction", "mean")
+        keywords = loss.keywords if isinstance(loss, partial) else {}
+        reduction = keywords.get("reduction", getattr(loss, "reduction", "mean"))
         if reduction != "mean":
             raise ConfigError(
-                f"task.loss: {type(loss).__name__} has reduction={reduction!r}. Use reduction='mean': the framework "
+                f"task.loss: {_name_of(loss)} has reduction={reduction!r}. Use reduction='mean': the framework "
                 "weighs every batch by its samples, and reduces over batches and processes itself."
             )
         self.loss = plain_function(loss)
         self.metrics: dict[str, Any] = {name: plain_function(metric) for name, metric in (metrics or {}).items()}
-        for metric in self.metrics.values():
-            if getattr(metric, "ignore_index", ...) is None:
-                metric.ignore_index = getattr(loss, "ignore_index", None)
+        self._ignored = ignored_by(self.loss)
+        if self._ignored is not None:
+            for metric in self.metrics.values():
+                # Those of a MetricCollection, too.
+                for own in metric.values() if hasattr(metric, "compute_groups") else (metric,):
+                    is_of_numbers = isinstance(own, MeanAbsoluteError) and self._ignored.is_guess
+                    if getattr(own, "ignore_index", ...) is None and not is_of_numbers:
+                        own.ignore_index = self._ignored.index
         self.predictions = predictions
         self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE)
-        self._may_weigh = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
-        weights = getattr(loss, "weight", None) if self._may_weigh else None
+        self._training_weighs = self._ignored is not None
+        weights = None if self._ignored is None else self._ignored.class_weights()
         self._may_weigh_nothing = weights is not None and not bool(weights.all())
         self._stateful = [name for name, metric in self.metrics.items() if hasattr(metric, "update")]
         self._take_input = {
@@ -72,10 +81,15 @@ class Supervised:
         self._train_metrics: dict[str, Metric] = self._sums if train_metrics else {}
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
-        return self._step(model, batch, metrics=self._train_metrics)
+        return self._step(model, batch, metrics=self._train_metrics, weighs=self._training_weighs)
 
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
         return self._step(model, batch, metrics=self._sums, updates=self._stateful)
+
+    def observe_samples(self, batch: Batch) -> None:
+        """Look if the loss ignores any of the training samples: without, steps cost nothing more."""
+        _, target = split_batch(batch)
+        self._training_weighs = self._ignored is not None and self._ignored.leaves_out(target)
 
     def predict_step(self, model: nn.Module, batch: Batch) -> Tensor | Mapping[str, Tensor]:
         """Return the model's predictions for the batch; the target isn't used."""
@@ -84,7 +98,13 @@ class Supervised:
         return output if self.predictions is None else self.predictions(output)
 
     def _step(
-        self, model: nn.Module, batch: Batch, *, metrics: Mapping[str, Metric], updates: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        metrics: Mapping[str, Metric],
+        updates: Sequence[str] = (),
+        weighs: bool = True,
     ) -> StepOutput:
         input_, target = split_batch(batch)
         output = model(input_)
@@ -93,10 +113,13 @@ class Supervised:
             if isinstance(self.loss, nn.Module):
                 self.loss.to(output.device)  # nothing to move after the first step
         loss = self._compute_loss(output, target)
-        weight = self._weight(target) if self._may_weigh else None
+        weight: float | Tensor | None = None
+        if weighs and self._ignored is not None:
+            weight = self._ignored.weight(output, target)
         if self._may_weigh_nothing and weight is not None and output.requires_grad:
             # If all classes of a batch have the weight 0, torch's gradient is NaN, even of a loss that is left out.
-            output.register_hook(lambda gradient: gradient.where(weight > 0, 0))
+            counts = torch.as_tensor(weight, device=output.device) > 0
+            output.register_hook(lambda gradient: gradient.where(counts, 0))
         if not metrics and not updates:
             return StepOutput(loss, len(target), weight=weight)
         seen = output.detach() if isinstance(output, Tensor) else output
@@ -106,7 +129,7 @@ class Supervised:
     def _updates(self, output: Any, target: Tensor, input_: Any, *, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         likely = [name for name in names if _takes_probabilities(self.metrics[name])]
         probabilities = output
-        if likely and isinstance(self.loss, nn.CrossEntropyLoss):
+        if likely and self._ignored is not None and self._ignored.takes_scores:
             probabilities = output.softmax(dim=1)
         elif likely and isinstance(self.loss, nn.BCEWithLogitsLoss):
             probabilities = output.sigmoid()
@@ -118,19 +141,6 @@ class Supervised:
             )
             for name in names
         }
-
-    def _weight(self, target: Tensor) -> Tensor | None:
-        """Return what cross entropy takes the mean over, if not samples: the sum of weights of the classes that count.
-
-        Probabilities in place of classes are not weighed.
-        """
-        loss: Any = self.loss
-        is_plain = loss.weight is None and loss.ignore_index == _NO_INDEX and target.ndim == 1
-        if is_plain or target.is_floating_point():
-            return None
-        counted = target != loss.ignore_index
-        weights: Tensor = counted if loss.weight is None else loss.weight[target.where(counted, 0)].where(counted, 0)
-        return weights.sum()
 
     def _compute_loss(self, output: Any, target: Tensor) -> Tensor:
         """Raises DataError if output and target don't fit a loss of torch's."""
@@ -153,6 +163,12 @@ class Supervised:
             f"  output: {describe(output)}\n  target: {describe(target)}\n"
             "Choose another model or loss, or change what data.datasets gives."
         )
+
+
+def _name_of(loss: Any) -> str:
+    if isinstance(loss, partial):
+        loss = loss.func
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _takes_probabilities(metric: Any) -> bool:

@@ -23,6 +23,7 @@ from framework.config.suggest import did_you_mean, nearest
 from framework.config.targets import import_target, plain_function, requires, takes, without_freeze
 from framework.data.from_loader import take_loaders_apart
 from framework.distributed.context import Context
+from framework.distributed.sharded import by_mesh
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import chosen
@@ -183,7 +184,10 @@ def _build_optimizer(
         given = [{"params": list(own), **options[label], "name": label} for label, own in groups.items()]
     form: dict[str, bool] = {}
     if not {"fused", "foreach", "differentiable"} & node.keys():
-        if may_fuse and takes(node, "fused") and fused_pays(together):
+        is_mixed = len(by_mesh(together)) > 1  # plain tensors and shards, which neither form takes together
+        if is_mixed and takes(node, "foreach"):
+            form["foreach"] = False
+        elif not is_mixed and may_fuse and takes(node, "fused") and fused_pays(together):
             form["fused"] = True
         elif takes(node, "foreach") and {parameter.device.type for parameter in together} == {"cpu"}:
             form["foreach"] = False

@@ -154,6 +154,9 @@ def build_trainer(
     # The task may add to the model.
     task = build.build_task(rank.requested.task, model=model, config=rank.requested, context=context)
     model, task = precision.convert_model(model), precision.convert_task(task)
+    if train_loader.whole is not None:
+        for observe in hooks([task], "observe_samples"):
+            observe(train_loader.whole)
     if not model.training:  # as transformers' from_pretrained returns it; parts of it may be in evaluation mode
         model.train()
     apply_activation_checkpointing(model, settings.activation_checkpointing)
@@ -195,7 +198,7 @@ def build_trainer(
         recomputes=settings.activation_checkpointing is not None,
         compile_mode=settings.compile,
     )
-    seed_everything(config.seed, rank=context.rank)
+    seed_everything(config.seed, rank=rank.seeded_as)
     return Trainer(
         state,
         config.trainer,

@@ -42,11 +42,13 @@ def evaluate(
     context: Context,
     prefix: str,
     with_media: bool = False,
+    counts: bool = True,
 ) -> Evaluation:
     """Return metrics over all ranks' batches. Every rank must call it.
 
     model: the unwrapped module; unless its forward has collectives, ranks may have different numbers of batches.
     with_media: also return media, of this rank's first batch and of the metrics. Ranks may differ.
+    counts: what this rank computes counts; False if another one gets the same batches, and counts.
     """
     stateful = StatefulMetrics(task)
     media: dict[str, Media] = {}
@@ -58,6 +60,7 @@ def evaluate(
         precision=precision,
         prefix=prefix,
         media=media if with_media else None,
+        counts=counts and has_output(model),
     )
     values, _ = meter.reduce(context)
     values |= stateful.compute(context)
@@ -84,13 +87,14 @@ def _run_batches(
     precision: PrecisionPlugin,
     prefix: str,
     media: dict[str, Media] | None,
+    counts: bool,
 ) -> Meter:
     """Return what the task computes for this rank's batches, in evaluation mode and without gradients.
 
     A batch of `num_samples` 0 is a stand-in, whose results are dropped. Afterwards every module is in its former mode.
     media: is filled with the task's media of the first batch; None: not wanted.
     """
-    meter, counts = Meter(), has_output(model)
+    meter = Meter()
     training = [module for module in model.modules() if module.training]
     model.eval()
     # A sharded model keeps what it gathers for the next step; memory made in inference mode can't be trained on.
@@ -151,8 +155,9 @@ def check_output(output: Any, task: Task, method: str) -> None:
             "a loss that doesn't depend on a trained parameter. Leave out detach(), item(), torch.no_grad(), argmax() "
             "and comparisons: they cut the gradient."
         )
-    if not isinstance(num_samples, Integral):
-        refuse(f"a num_samples that is {describe(num_samples)}. Return the batch's size, an int.")
+    if not isinstance(num_samples, Integral) or num_samples < 0:
+        shown = num_samples if isinstance(num_samples, Integral) else describe(num_samples)
+        refuse(f"a num_samples that is {shown}. Return the batch's size, an int.")
     if weight is not None and not is_number(weight):
         refuse(f"a weight that is {describe(weight)}. Return one number: what the loss is the mean over.")
     if not isinstance(metrics, Mapping):

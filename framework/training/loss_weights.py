@@ -1,7 +1,12 @@
-"""Losses that are means over something else than samples: the gradient of the mean over the global batch.
+"""What each micro-batch weighs in the gradients: what its loss is a mean over, of all of the global batch.
 
-Each micro-batch's mean loss is multiplied by its weight, so that gradients add up to that of the sum. The weights of
-all ranks are summed while the backward runs; afterwards the gradients are divided by the sum.
+A task says it by `StepOutput.num_samples`, or by `weight` if the mean isn't over samples. Nearly always that is the
+number of samples that the loader gave, and the trainer's factor is right. Otherwise each mean loss is multiplied by its
+weight, so that gradients add up to that of the sum; the weights of all ranks are summed while the backward runs, and
+afterwards the gradients are divided by the sum.
+
+The sum over ranks is one collective of one number in each step. So the ranks decide in the first step if they need it:
+if the task gives weights, if there is a collate function, which may drop samples, or if a number of samples differs.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from framework.distributed.collectives import any_over_ranks
 from framework.distributed.context import Context
 from framework.distributed.sharded import local_tensor
 from framework.errors import ConfigError, TargetError
@@ -23,19 +29,35 @@ from framework.types import StepOutput, Task
 
 @final
 class LossWeights:
-    """The weights of one optimizer step after another. Every rank makes one."""
+    """The weights of one optimizer step after another. Every rank makes one.
 
-    def __init__(self, context: Context, *, strategy: Strategy, task: Task) -> None:
-        self._context, self._strategy, self._task = context, strategy, type(task).__name__
-        self._weighs: dict[str | None, bool] = {}  # by the task's phase
-        self._own: list[Tensor] = []  # of this step's micro-batches
-        self._total: Tensor | None = None
+    may_drop: the number of samples of a batch may differ from what the loader counted, in any step.
+    counts: this rank's weights are summed; False if another rank trains on the same samples and counts them.
+    """
+
+    def __init__(
+        self, context: Context, *, strategy: Strategy, task: Task, may_drop: bool = False, counts: bool = True
+    ) -> None:
+        self._context, self._task = context, type(task).__name__
+        self._strategy = type(strategy).__name__
+        self._is_alone = context.world_size == 1
+        self._steps_alone = strategy.replicas_differ and not self._is_alone
+        self._may_drop, self._counts = may_drop, counts
+        self._weighs: dict[str | None, bool] = {}  # if outputs have a `weight`, by the task's phase
+        self._sums: dict[str | None, bool] = {}  # if ranks sum weights in each step, by the task's phase
+        self._differs = False  # in this step, from what the loader counted
+        self._loaded = 0  # samples of this step's micro-batches, as the loader counted them
+        self._number = 0.0  # the sum of this step's weights that are numbers
+        self._tensors: list[Tensor] = []  # those that are on a device
+        self._total: Tensor | None = None  # over ranks, to divide by
         self._exchange: dist.Work | None = None
+        self._difference: Tensor | None = None  # from what the loader counted, on a device, where ranks step alone
 
-    def are_used(self, output: StepOutput, phase: str | None) -> bool:
-        """Return True if the task weighs its losses. Raises TargetError if it doesn't always or never do so.
+    def are_used(self, output: StepOutput, num_samples: int, phase: str | None) -> bool:
+        """Return True if the loss must go through `weighted`. num_samples: of the micro-batch; 0: a stand-in.
 
-        Raises ConfigError for a strategy whose ranks don't exchange gradients in each step.
+        Raises TargetError if the task doesn't always or never give a weight, or gives another number of samples than
+        the loader for the first time where the ranks don't expect it.
         """
         weighs = output.weight is not None
         if self._weighs.setdefault(phase, weighs) is not weighs:
@@ -43,58 +65,184 @@ class LossWeights:
                 f"{self._task} returned a StepOutput {'with' if weighs else 'without'} `weight`, unlike before. Return "
                 "one for every batch, or for none."
             )
-        if weighs and self._strategy.replicas_differ:
-            raise ConfigError(
-                f"{self._task} weighs its losses (StepOutput.weight) by what the global batch counts, and under "
-                f"strategy={type(self._strategy).__name__} each process steps by itself.\n"
-                "Use strategy=ddp, allreduce or fsdp, or a task without weights."
+        if self._steps_alone:
+            return weighs or (num_samples > 0 and output.num_samples != num_samples)
+        if self._is_alone:
+            # What went before in this step is noted, too: a later micro-batch may differ.
+            self._loaded += num_samples
+            if weighs or (num_samples and output.num_samples != num_samples):
+                return True
+            self._number += num_samples
+            return False
+        if self._sums.get(phase, True):
+            return True
+        if num_samples and output.num_samples != num_samples:
+            raise TargetError(
+                f"{self._task} returned num_samples={output.num_samples} for a micro-batch of {num_samples} samples, "
+                "and in the first step it returned the size of each. The other processes don't know of it, and the "
+                "gradients would be wrong.\nReturn what the loss is a mean over as `weight` as well, in every "
+                "StepOutput: then it is summed over processes in each step."
             )
-        return weighs
+        return False
 
-    def weighted(self, output: StepOutput, *, num_samples: int, scale: float) -> Tensor:
-        """Return the loss to go backward from. num_samples: of the micro-batch; 0: a stand-in. scale: of all losses."""
-        loss, weight = output.loss, weight_of(output, output.loss.device)
+    def weighted(self, output: StepOutput, *, num_samples: int, scale: float, is_only: bool = False) -> Tensor:
+        """Return the loss to go backward from, and note its weight.
+
+        Args:
+            num_samples: of the micro-batch, as the loader counted; 0: a stand-in.
+            scale: of all losses. is_only: the step has one micro-batch on each rank.
+
+        Raises:
+            TargetError: num_samples and weight of the output contradict each other.
+            ConfigError: the ranks step by themselves, and the weight isn't what the loader counted.
+        """
+        loss = output.loss
         if not num_samples:
             return loss * 0
-        self._own.append(weight)
-        # The mean over nothing is NaN.
-        return torch.where(weight > 0, loss, torch.zeros_like(loss)) * (weight * scale).to(loss.dtype)
+        weight = weight_of(output, task=self._task)
+        if self._steps_alone:
+            self._check_alone(weight, num_samples)
+            return _scaled(loss, num_samples * scale)
+        if self._is_alone and is_only:  # it is the mean already
+            self._number += num_samples
+            return _scaled(_counted(loss, weight), num_samples * scale)
+        if isinstance(weight, Tensor):
+            self._differs = True
+            self._tensors.append(weight)
+            return _counted(loss, weight) * (weight * scale).to(loss.dtype)
+        self._differs = self._differs or weight != num_samples
+        self._number += weight
+        return _scaled(_counted(loss, weight), weight * scale)
 
-    @property
-    def has_own(self) -> bool:
-        """True if this rank has weighed a loss of this step."""
-        return bool(self._own)
+    def begin_sum(self, phase: str | None) -> None:
+        """Start to sum the weights over ranks, if they are to be. Every rank must call it, once in a step.
 
-    def begin_sum(self) -> None:
-        """Start to sum the weights over ranks. Every rank must call it, once in a step."""
+        The first call for a phase waits for all ranks, which decide if they sum in each step.
+        """
+        if self._is_alone or self._steps_alone:
+            return
+        tensors = self._tensors
+        number = self._number
+        differs = self._differs
+        self._forget()
+        if phase not in self._sums:
+            needs_sum = self._may_drop or self._weighs.get(phase, False) or differs
+            self._sums[phase] = any_over_ranks(needs_sum, self._context)
+        if not self._sums[phase]:
+            return
         device = self._context.device
-        total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        for weight in self._own:
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        total = torch.full((), number if self._counts else 0.0, dtype=dtype, device=device)
+        for weight in tensors if self._counts else ():
             total += weight.to(device)
-        self._own, self._total = [], total
-        self._exchange = dist.all_reduce(total, async_op=True) if self._context.world_size > 1 else None
+        self._total = total
+        self._exchange = dist.all_reduce(total, async_op=True)
+
+    def check(self) -> None:
+        """Raise ConfigError if ranks step by themselves and a weight wasn't what the loader counted.
+
+        Waits for the device; on the CPU each step has checked it.
+        """
+        if self._difference is not None and float(self._difference) > 0:
+            raise self._refused()
+
+    def _check_alone(self, weight: float | Tensor, num_samples: int) -> None:
+        if isinstance(weight, Tensor):
+            before = 0.0 if self._difference is None else self._difference
+            self._difference = before + (weight - num_samples).abs()
+        elif weight != num_samples:
+            raise self._refused()
+
+    def _refused(self) -> ConfigError:
+        return ConfigError(
+            f"{self._task} weights its losses by something other than the samples of a batch (tokens, classes, targets "
+            f"that are ignored, samples that were dropped), and under strategy={self._strategy} each process steps by "
+            "itself, without what the others count.\n"
+            "Use strategy=ddp, allreduce or fsdp, or data that needs no weights."
+        )
+
+    def _forget(self) -> None:
+        """Forget the weights of the step."""
+        self._tensors = []
+        self._number = 0.0
+        self._differs = False
+
+    def are_summed(self, phase: str | None) -> bool:
+        """Return True if `begin_sum` must be called in each step, by ranks without an output of the task, too."""
+        return self._sums.get(phase, True)
 
     @torch.no_grad()
     def divide(self, parameters: Iterable[Tensor], *, count: int) -> None:
-        """Turn gradients of the sum over `count` into those of the weighted mean, if `begin_sum` was called.
+        """Turn gradients of the sum over `count` into those of the weighted mean, if weights were summed.
 
         They must be the means over ranks; they may be scaled. Every rank must call it.
         """
-        if self._total is None:
+        if self._is_alone:
+            total: float | Tensor | None = self._number
+            if self._tensors:
+                total = torch.stack([weight.to(self._context.device) for weight in self._tensors]).sum() + self._number
+            count = self._loaded
+            self._loaded = 0
+            self._forget()
+        else:
+            total = self._total
+            self._total = None
+            if self._exchange is not None:
+                self._exchange.wait()
+                self._exchange = None
+        if total is None:
             return
-        if self._exchange is not None:
-            self._exchange.wait()
-        factor = torch.where(self._total > 0, count / self._total, 0)
-        self._total = self._exchange = None
+        factor: float | Tensor
+        if isinstance(total, Tensor) and total.device.type != "cpu":
+            factor = torch.where(total > 0, count / total, 0)
+        elif float(total) == count:
+            return
+        else:
+            factor = count / float(total) if total > 0 else 0.0
         kinds: defaultdict[Any, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             if parameter.grad is not None:
                 gradient = local_tensor(parameter.grad)
                 kinds[gradient.device, gradient.dtype].append(gradient)
         for (device, dtype), gradients in kinds.items():
-            torch._foreach_mul_(gradients, factor.to(device=device, dtype=dtype))
+            own = factor.to(device=device, dtype=dtype) if isinstance(factor, Tensor) else factor
+            torch._foreach_mul_(gradients, own)
 
 
-def weight_of(output: StepOutput, device: torch.device) -> Tensor:
-    """Return what the output's mean is over, as a tensor without dimensions, in float32."""
-    return torch.as_tensor(output.weight, dtype=torch.float32, device=device).detach().reshape(())
+def weight_of(output: StepOutput, *, task: str = "The task") -> float | Tensor:
+    """Return what the output's mean is over: a number; or a tensor without dimensions, if it is on an accelerator.
+
+    Raises TargetError if its `num_samples` and `weight` contradict each other, or are negative.
+    """
+    weight: Any = output.num_samples if output.weight is None else output.weight
+    if isinstance(weight, Tensor):
+        weight = weight.detach().reshape(())
+        if weight.device.type == "cpu":  # reading it waits for nothing
+            weight = float(weight)
+        else:
+            weight = weight.to(device=output.loss.device, dtype=torch.float32)
+    if not isinstance(weight, Tensor) and weight < 0:
+        name = "num_samples" if output.weight is None else "weight"
+        raise TargetError(f"{task} returned a StepOutput with {name}={weight:g}. It can't be negative.")
+    if output.num_samples < 1 and bool(weight > 0):
+        raise TargetError(
+            f"{task} returned a StepOutput with num_samples={output.num_samples} and weight={float(weight):g}: the "
+            "loss is the mean over no sample, and counts.\nReturn the number of samples that it is of; or a weight of "
+            "0, if it is of none."
+        )
+    return weight  # type: ignore[no-any-return]
+
+
+def _counted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """Return the loss; 0 if nothing counts in it, since the mean over nothing is NaN."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, loss, torch.zeros_like(loss))
+    if weight > 0:
+        return loss
+    # Multiplied by 0, NaN would stay.
+    return loss.where(torch.zeros((), dtype=torch.bool, device=loss.device), 0.0)
+
+
+def _scaled(loss: Tensor, factor: float) -> Tensor:
+    """Return loss * factor; multiplying by 1.0 would cost two kernels."""
+    return loss if factor == 1.0 else loss * factor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from framework.distributed.collectives import any_over_ranks, gather_to_all, sum_over_ranks
 from framework.distributed.context import Context
-from framework.distributed.sharded import full_tensor
+from framework.distributed.sharded import total_norm
 from framework.errors import RunError
 from framework.training.loss_weights import weight_of
 from framework.types import StepOutput
@@ -38,12 +38,12 @@ class Series:
     """The values of one name since they were last read: each a sum over samples, or a mean with its weight."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: float = 0
         self._values: list[Tensor] = []
-        self._weights: list[int] = []
+        self._weights: list[float] = []
         self._steps: list[int] = []
 
-    def add(self, value: Tensor, *, weight: int, count: int, step: int) -> None:
+    def add(self, value: Tensor, *, weight: float, count: float, step: int) -> None:
         self._values.append(value)
         self._weights.append(weight)
         self._steps.append(step)
@@ -100,15 +100,16 @@ class Meter:
 
         phase: the task's, whose name then precedes those of loss and metrics.
         """
-        samples, prefix = output.num_samples, "" if phase is None else f"{phase}/"
+        prefix = "" if phase is None else f"{phase}/"
         loss = output.loss.detach()
-        if output.weight is None:
-            self._series[prefix + LOSS].add(loss, weight=samples, count=samples, step=step)
-        else:
-            counted = weight_of(output, loss.device)
-            loss = torch.where(counted > 0, loss, 0) * counted  # the mean over nothing is NaN
+        weight = weight_of(output)
+        if isinstance(weight, Tensor):
+            loss = torch.where(weight > 0, loss, 0) * weight  # the mean over nothing is NaN
             self._series[prefix + LOSS].add(loss, weight=1, count=0, step=step)
-            self._counts[prefix + LOSS].add(counted, weight=1, count=0, step=step)
+            self._counts[prefix + LOSS].add(weight, weight=1, count=0, step=step)
+        else:
+            loss = loss if weight else torch.zeros_like(loss)
+            self._series[prefix + LOSS].add(loss, weight=weight, count=weight, step=step)
         for name, (total, count) in output.metrics.items():
             name = prefix + name
             # A plain number would be rounded to torch's default type, alone or together with tensors.
@@ -199,7 +200,7 @@ def check_finite(parameters: Sequence[nn.Parameter], meter: Meter, *, step: int,
 
     Every rank must call it; waits for the device.
     """
-    is_bad = not math.isfinite(float(full_tensor(nn.utils.get_total_norm(parameters))))
+    is_bad = not math.isfinite(float(total_norm(parameters)))
     bad_step = meter.first_nonfinite_step(context)
     if bad_step is not None:
         raise bad_loss("not finite", step=bad_step, epoch=epoch)

@@ -15,7 +15,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from framework.config.schema import SchedulerConfig, TrainerConfig
 from framework.config.suggest import did_you_mean, nearest
-from framework.distributed.sharded import full_tensor, is_dtensor
+from framework.distributed.sharded import by_mesh, is_dtensor
+from framework.distributed.sharded import total_norm as norm_of
 from framework.errors import ConfigError
 from framework.monitoring.rank_log import logger
 from framework.types import LRSchedulerConfig
@@ -229,12 +230,12 @@ def clip_gradients(
     """
     value = settings.gradient_clip_val
     if value is not None and settings.gradient_clip_algorithm == "value":
-        nn.utils.clip_grad_value_(parameters, value)
+        for group in by_mesh(parameters):
+            nn.utils.clip_grad_value_(group, value)
         return None
     with torch.no_grad():
-        norm = total_norm(
-            full_tensor(nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
-        )
+        norm = total_norm(norm_of([each.grad for each in parameters if each.grad is not None]))
     if value is not None:
-        nn.utils.clip_grads_with_norm_(parameters, value, norm)
+        for group in by_mesh(parameters):
+            nn.utils.clip_grads_with_norm_(group, value, norm)
     return norm

@@ -70,6 +70,14 @@ class RankSetup:
         """The samples this rank trains on and validates."""
         return self.strategy.data_share(self.context)
 
+    @property
+    def seeded_as(self) -> int:
+        """The number that seeds this rank's generators, with the run's seed.
+
+        Ranks that train on the same samples draw the same numbers, as for dropout, unless they have different stages.
+        """
+        return self.context.rank if self.strategy.num_stages is not None else self.data_share.rank
+
     @cached_property
     def exchange(self) -> SideChannel:
         """For ranks that read streams. If there are any, every rank must open it, inside the process group."""

@@ -139,7 +139,7 @@ def _resume(rank: RankSetup, trainer: Trainer, source: Path) -> None:
 def _restore_generators(rank: RankSetup, saved: Sequence[dict[str, Any]], *, step: int) -> None:
     """Restore every generator; with other ranks or devices than saved, seed them by seed, rank and step."""
     context = rank.context
-    seed_everything(mix(rank.config.seed, "resumed on", context.world_size, step), rank=context.rank)
+    seed_everything(mix(rank.config.seed, "resumed on", context.world_size, step), rank=rank.seeded_as)
     if len(saved) != context.world_size:
         counts = (len(saved), context.world_size)
         logger.warning("the checkpoint is of %d ranks, this run has %d: random generators are seeded again", *counts)

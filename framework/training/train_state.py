@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -22,7 +23,7 @@ from framework.data.stream import StreamLoader
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.seed import generator_states, restore_generator_states
-from framework.distributed.sharded import is_model_sharded, local_tensor
+from framework.distributed.sharded import has_output, is_model_sharded, local_tensor
 from framework.errors import ConfigError, RunError
 from framework.monitoring.rank_log import logger
 from framework.strategies.base import Strategy
@@ -96,6 +97,19 @@ class TrainState:
     @property
     def bare_model(self) -> nn.Module:
         return self.strategy.unwrap(self.model)
+
+    @cached_property
+    def speaks_for_share(self) -> bool:
+        """True on one of the ranks that get the same samples: what these compute is counted once.
+
+        Every rank must ask for it at the same point, the first time.
+        """
+        context = self.context
+        share = self.strategy.data_share(context)
+        if share.world_size == context.world_size:
+            return True
+        of_ranks = gather_to_all((share.rank, has_output(self.bare_model)), context)
+        return of_ranks.index((share.rank, True)) == context.rank
 
     @property
     def observers(self) -> list[Any]:
@@ -172,6 +186,7 @@ class TrainState:
                 context=self.context,
                 prefix=prefix,
                 with_media=with_media,
+                counts=self.speaks_for_share,
             )
             whole = Evaluation(
                 whole.metrics | found.metrics,

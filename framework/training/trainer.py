@@ -115,12 +115,16 @@ class Trainer:
         self._throughput = Throughput()
         self._usage = DeviceUsage(context)
         self._flops = FlopRate(peak_of_run(context, settings.precision))
-        self._weights = LossWeights(context, strategy=state.strategy, task=state.task)
-        self._sums_weights = False  # for strategies that run windows; known after the first step
         self._runs_windows = type(state.strategy).run_window is not Strategy.run_window
         # A model that is spread over ranks isn't copied, and phases differ from step to step.
         is_spread = self._runs_windows or state.strategy.forward_communicates
         self._flops_are_wanted = counts_flops and not is_spread and state.phases is None
+        self._num_shares = state.strategy.data_share(context).world_size
+        # A strategy that runs windows gives each output to one rank.
+        self._counts = self._runs_windows or state.speaks_for_share
+        self._weights = LossWeights(
+            context, strategy=state.strategy, task=state.task, may_drop=self.train_loader.collates, counts=self._counts
+        )
         self._counts_flops = False
 
     def sanity_check(self) -> list[str]:
@@ -192,8 +196,8 @@ class Trainer:
     def train_step(self, window: Window) -> Tensor:
         """Make one optimizer step over this rank's micro-batches; return the detached loss of the last one.
 
-        The weight of each mean loss is W times its share of the global batch: strategies average gradients over the W
-        ranks.
+        The weight of each mean loss is its share of the global batch times the number of data shares: strategies
+        average gradients over these.
         """
         state, mark = self.state, self._timer.set_phase
         if state.trainable.has_changed():
@@ -202,11 +206,12 @@ class Trainer:
             loss = state.strategy.run_window(
                 state.model, window, task=state.task, precision=state.precision, add=self._add_output, mark=mark
             )
-            self._sum_weights()
+            if self._weights.are_summed(None):
+                self._weights.begin_sum(None)
             self._update(window.global_count)
             state.strategy.after_update(state.model)
             return loss
-        scale = self.context.world_size / window.global_count
+        scale = self._num_shares / window.global_count
         phases = _ONE_LOSS if state.phases is None else state.phases.due(self.progress.step)
         micro_batches = window.micro_batches if len(phases) == 1 else list(window.micro_batches)
         for phase in phases:
@@ -227,16 +232,20 @@ class Trainer:
                         self._keep_media(output.media, phase=phase)
                     if self._overwrites_outputs:
                         output = output._replace(loss=output.loss.clone())
-                    if self._weights.are_used(output, None if phase is None else phase.name):
-                        loss = self._weights.weighted(output, num_samples=micro.num_samples, scale=scale)
+                    name = None if phase is None else phase.name
+                    if self._weights.are_used(output, micro.num_samples, name):
+                        is_only = window.num_micro_batches == 1
+                        loss = self._weights.weighted(
+                            output, num_samples=micro.num_samples, scale=scale, is_only=is_only
+                        )
                         if is_last:
-                            self._weights.begin_sum()
+                            self._weights.begin_sum(name)
                     else:  # multiplying by 1.0 would cost two kernels
                         loss = output.loss if weight == 1.0 else output.loss * weight
                     mark(Phase.BACKWARD)
                     state.precision.scaler.scale(loss).backward()
-                if micro.num_samples:
-                    state.meter.add(output, step=self.progress.step + 1, phase=None if phase is None else phase.name)
+                if micro.num_samples and output.num_samples and self._counts:
+                    state.meter.add(output, step=self.progress.step + 1, phase=name)
                 mark(Phase.DATA)  # of the next micro-batch
             if window.first_rank is not None:
                 state.strategy.broadcast_buffers(state.model, source=window.first_rank)
@@ -248,10 +257,11 @@ class Trainer:
         """Return the loss to go backward from, for a strategy that runs windows itself."""
         if self.progress.step == self.start_step:
             check_output(output, self.state.task, "training_step")
-        self.state.meter.add(output, step=self.progress.step + 1)
+        if output.num_samples:
+            self.state.meter.add(output, step=self.progress.step + 1)
         if output.media is not None and "train" not in self._media:
             self._keep_media(output.media)
-        if self._weights.are_used(output, None):
+        if self._weights.are_used(output, num_samples, None):
             return self._weights.weighted(output, num_samples=num_samples, scale=scale)
         return output.loss if num_samples * scale == 1.0 else output.loss * (num_samples * scale)
 
@@ -259,13 +269,6 @@ class Trainer:
         """Keep the media of this step, if the step will be logged and this rank has loggers."""
         if self.state.loggers and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
             self._media["train" if phase is None else f"train/{phase.name}"] = media
-
-    def _sum_weights(self) -> None:
-        """Sum the weights of losses over ranks, some of which have seen no output of the task."""
-        if self.progress.step == self.start_step:
-            self._sums_weights = any_over_ranks(self._weights.has_own, self.context)
-        if self._sums_weights:
-            self._weights.begin_sum()
 
     def _update(self, global_count: int, phase: TaskPhase | None = None) -> None:
         """Clip gradients, step the optimizer (of a phase, its own), drop all gradients, step the schedule."""
@@ -311,6 +314,7 @@ class Trainer:
             began = time.perf_counter()
             self._flops.count(state)
             self._throughput.leave_out(since=began)
+        self._weights.check()
         save_is_due = self.checkpoints is not None and self.checkpoints.due_time()
         extra = [self.stop.own_reason is not None, save_is_due, state.trainable.has_changed(), bool(state.reported)]
         times, memory = self.slow_ranks.row(self._timer.read()), self._usage.row()

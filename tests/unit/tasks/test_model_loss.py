@@ -62,13 +62,13 @@ def test_losses_of_tokens_add_up_however_samples_are_split(kind: str, config: An
     assert all(each.grad is None or not each.grad.any() for each in model.parameters())
 
 
-def test_a_class_for_each_sample_is_a_mean_over_samples() -> None:
+def test_a_class_for_each_sample_is_a_mean_over_classes() -> None:
     model = transformers.AutoModelForSequenceClassification.from_config(BERT).eval()
     batch = batch_of(torch.tensor([0, 1, 2, 2, 1, 0]))
     output = ModelLoss().validation_step(model, batch)
     scores = model(batch["input_ids"]).logits
     torch.testing.assert_close(output.loss, nn.functional.cross_entropy(scores, batch["labels"]))
-    assert (output.num_samples, output.weight) == (6, None)
+    assert (output.num_samples, output.weight) == (6, 6)
     correct, count = output.metrics["accuracy"]
     assert (correct, count) == ((scores.argmax(dim=1) == batch["labels"]).sum(), 6)
     predicted = ModelLoss().predict_step(model, batch)
