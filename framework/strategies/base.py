@@ -24,9 +24,10 @@ NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 class Strategy:
     """Keeps the ranks' copies of the model equal. Inherit from it and override what differs.
 
-    After a backward that synchronises, each gradient must be the *mean* over the data shares, which are the ranks unless
-    `data_share` says otherwise: the trainer has scaled the loss accordingly. `model` is always the module that `wrap` returned, and all ranks call each method at the same point,
-    except where noted. If a constructor has a parameter `context`, it gets `framework.distributed.context.Context`.
+    After a backward that synchronises, each gradient must be the *mean* over the data shares, which are the ranks
+    unless `data_share` says otherwise: the trainer has scaled the loss accordingly. `model` is always the module that
+    `wrap` returned, and all ranks call each method at the same point, except where noted. If a constructor has a
+    parameter `context`, it gets `framework.distributed.context.Context`.
     """
 
     # Ranks communicate in every forward, evaluation included, so each must run as many as any other.
