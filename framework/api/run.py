@@ -68,7 +68,7 @@ class Run:
     def history(self) -> Any:
         """All that was logged: a pandas DataFrame indexed by step; without pandas, a list of dicts."""
         rows: dict[int, dict[str, Any]] = {}
-        for row in read_rows(self._run_dir):
+        for row in read_rows(self._run_dir, warns=True):
             rows.setdefault(row["step"], {}).update({name: row[name] for name in row if name != "nonfinite"})
         try:
             import pandas

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import os
+import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -13,9 +15,11 @@ from typing import Any
 from framework.config.saved import is_run, key_of, load_run
 from framework.config.secrets import Secrets, masked_override
 from framework.config.suggest import did_you_mean, nearest
-from framework.errors import ConfigError
+from framework.errors import ConfigError, RequestError
 from framework.jobs.summary import display_path
-from framework.system.run_dir import RunDir, is_locked, read_object
+from framework.system.json_lines import metrics_fault, read_lines
+from framework.system.run_dir import RunDir, is_locked
+from framework.system.shown_text import shown
 
 MISSING: Any = object()
 """What `RunRecord.value` returns for a name that the run doesn't have; None is a value."""
@@ -151,18 +155,23 @@ def described(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     }
 
 
-def read_rows(run_dir: RunDir, *, having: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the readable rows of metrics.jsonl, only those with the metric `having` if that is given."""
+def read_rows(run_dir: RunDir, *, having: str | None = None, warns: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the readable rows of metrics.jsonl, only those with the metric `having` if that is given.
+
+    warns: about damaged lines that are left out.
+    """
     if not run_dir.metrics_file.exists():
         return
-    with run_dir.metrics_file.open(errors="replace") as file:
-        for line in file:
-            if having is None or f'"{having}"' in line:
-                try:
-                    row = json.loads(line)
-                except ValueError:  # the last may be half written
-                    continue
-                yield row
+    try:
+        # The last line may be half written.
+        for line in read_lines(run_dir.metrics_file, check=metrics_fault, having=having):
+            if line.row is None:
+                if warns:
+                    warnings.warn(f"{run_dir.metrics_file}: line {line.number} is damaged ({line.fault})", stacklevel=3)
+            elif having is None or having in line.row:
+                yield line.row
+    except OSError:  # it isn't a file that a run has written
+        return
 
 
 def metric_names(row: Mapping[str, Any]) -> list[str]:
@@ -202,6 +211,8 @@ def named_runs(paths: Sequence[str]) -> list[RunRecord]:
     for text in paths:
         path = Path(text).expanduser().absolute()
         record = read_run(path)
+        if record is None and os.path.lexists(path / "run.json") and is_run(path):
+            raise ConfigError(f"runs={text}: the record of this run is damaged. Restore its run.json from a copy.")
         records = find_runs(path) if record is None else [record]
         if not records:
             beside = [display_path(each) for each in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -212,12 +223,43 @@ def named_runs(paths: Sequence[str]) -> list[RunRecord]:
 
 
 def read_run(place: Path) -> RunRecord | None:
-    """Return the record of a run directory; None if it isn't one, or its run has only just begun."""
+    """Return the record of a run directory; None if it isn't one, or its run has only just begun.
+
+    None as well, after a line on stderr, if what is recorded of the run is damaged.
+    """
     run_dir = RunDir(place)
-    facts = read_object(run_dir.run_file)
-    if facts is None or not is_run(place):
+    if not is_run(place) or not os.path.lexists(run_dir.run_file):
         return None
-    return RunRecord(run_dir, facts if "job" in facts else {**facts, **described(*load_run(run_dir))})
+    try:
+        facts = run_dir.read_run()
+        if "job" not in facts:
+            facts = {**facts, **described(*load_run(run_dir))}
+        _check_facts(facts)
+    except (RequestError, KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = error if isinstance(error, RequestError) else f"{run_dir.run_file} is damaged ({error!r})"
+        print(shown(f"{display_path(place)} is left out: {reason}"), file=sys.stderr, flush=True)
+        return None
+    return RunRecord(run_dir, facts)
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    """Raise an exception of some class if anything that a `RunRecord` uses has the wrong type."""
+    for start in (facts, *facts.get("earlier", [])):
+        for time in (start.get("started"), start.get("ended")):
+            if time is not None:
+                datetime.fromisoformat(time)
+    names = ("status", "recipe", "job", "monitor")
+    texts = [*(facts[name] for name in names if facts.get(name) is not None), *facts.get("overrides", [])]
+    results = facts.get("results") or {}
+    parts = [results, *(results.get(name) or {} for name in ("best", "last", "test"))]
+    for part in parts:
+        texts += part.get("texts", {}).values()
+        for value in part.get("metrics", {}).values():
+            if not isinstance(value, (int, float)):
+                raise TypeError(f"{value!r} isn't a number")
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} isn't a text")
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:

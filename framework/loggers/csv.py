@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, final
 
 from framework.config.parse import flatten
+from framework.errors import ConfigError
 from framework.monitoring.rank_log import warn
+from framework.system.files import read_bytes
+from framework.system.json_lines import MAX_FILE_BYTES
 from framework.system.run_dir import RunDir, write_atomically
 from framework.types import FitInfo
 
@@ -97,11 +100,38 @@ class CSVLogger:
 
 
 def _rows(path: Path) -> list[Row]:
-    """Return the complete rows of a file, without empty cells."""
-    text = path.read_text()
-    complete = text[: text.rfind("\n") + 1]  # a kill may have left a part of a line
-    read = csv.DictReader(io.StringIO(complete))
-    return [{**{k: v for k, v in row.items() if v}, "step": int(row["step"])} for row in read]
+    """Return the complete rows of a file, without empty cells. A warning names each line that is damaged.
+
+    Raises ConfigError if the file can't be read, or its first line has no names.
+    """
+    try:
+        content = read_bytes(path, max_bytes=MAX_FILE_BYTES)
+        # A kill may have left a part of a line.
+        head, *lines = content[: content.rfind(b"\n") + 1].split(b"\n")[:-1] or [b""]
+        columns = _cells(head)
+        if content and columns[:2] != ["step", "epoch"]:
+            raise ValueError("its first line doesn't begin with step,epoch")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} can't be read: {reason}.\nRestore it from a copy, or remove it.") from error
+    rows = []
+    for number, line in enumerate(lines, start=2):
+        try:
+            cells = dict(zip(columns, _cells(line), strict=True))
+            for value in filter(None, cells.values()):
+                float(value)
+            rows.append({**{name: value for name, value in cells.items() if value}, "step": int(cells["step"])})
+        except ValueError as error:
+            warn(f"{path}: line {number} is damaged and is left out ({error})")
+    return rows
+
+
+def _cells(line: bytes) -> list[str]:
+    """Return the cells of a line. Raises ValueError for one that isn't CSV."""
+    try:
+        return next(csv.reader([line.decode()], strict=True), [])
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
 
 
 def _text(columns: list[str], rows: Iterable[Row], *, header: bool = False) -> str:

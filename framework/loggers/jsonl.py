@@ -9,17 +9,20 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
+from framework.errors import ConfigError
 from framework.loggers.media import picture_of
 from framework.monitoring.rank_log import warn
+from framework.system.json_lines import Check, metrics_fault, read_lines
 from framework.system.run_dir import RunDir, write_atomically
 from framework.types import FitInfo, Image, Table
 
+_DAMAGED_SHOWN = 5
 _encode = json.JSONEncoder(allow_nan=False).encode  # made once: `json.dumps` makes one at each call
 
 
@@ -42,11 +45,11 @@ class JsonlLogger:
 
     def fit_start(self, info: FitInfo) -> None:
         self.close()
-        self._file = JsonLines(self._path, last_step=info.start_step)
+        self._file = JsonLines(self._path, last_step=info.start_step, check=metrics_fault)
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         if self._file is None:
-            self._file = JsonLines(self._path, last_step=None)
+            self._file = JsonLines(self._path, last_step=None, check=metrics_fault)
         row: dict[str, Any] = {"step": step, "epoch": epoch, "time": round(time.time(), 3), **values}
         if nonfinite := {name: str(float(value)) for name, value in row.items() if not math.isfinite(value)}:
             row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
@@ -107,19 +110,46 @@ class JsonLines:
     before the next row once there is room. One process at a time may append.
     """
 
-    def __init__(self, path: Path, *, last_step: int | None) -> None:
-        """Cut off rows after `last_step` (None keeps all), and a line that a kill left unfinished."""
+    def __init__(self, path: Path, *, last_step: int | None, check: Check | None = None) -> None:
+        """Remove rows after `last_step` (None keeps all), and damaged lines, which a warning names.
+
+        Args:
+            check: returns what is wrong with a row that was read.
+
+        Raises:
+            ConfigError: the file can't be read.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            text = path.read_text(errors="replace")
-            kept = "".join(line for line, row in _rows(text) if last_step is None or row["step"] <= last_step)
-            if kept != text:
-                write_atomically(path, kept)
+            self._clean(path, last_step=last_step, check=check)
         self._path = path
         self._file: FileIO | None = None
         self._pending: deque[bytes] = deque()
         self._is_refused = False
         self.flush()
+
+    def _clean(self, path: Path, *, last_step: int | None, check: Check | None) -> None:
+        texts = []
+        damaged = []
+        is_changed = False
+        try:
+            for line in read_lines(path, check=check):
+                is_kept = line.row is not None and (last_step is None or line.row["step"] <= last_step)
+                if line.row is None:
+                    damaged.append(line)
+                if is_kept:
+                    texts.append(line.text)
+                is_changed = is_changed or not is_kept or line.is_repaired
+        except OSError as error:
+            raise ConfigError(
+                f"{path} can't be read: {error.strerror or error}.\nRestore it from a copy, or remove it."
+            ) from error
+        for line in damaged[:_DAMAGED_SHOWN]:
+            warn(f"{path}: line {line.number} is damaged and is left out ({line.fault})")
+        if len(damaged) > _DAMAGED_SHOWN:
+            warn(f"{path}: {len(damaged) - _DAMAGED_SHOWN} more lines are damaged and are left out")
+        if is_changed:
+            write_atomically(path, b"".join(texts).decode())
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append `row`. Raises ValueError for a number that is not finite, which JSON doesn't have."""
@@ -164,15 +194,3 @@ def _append(file: FileIO, row: bytes) -> None:
     except OSError:
         file.truncate(os.fstat(file.fileno()).st_size - num_written)
         raise
-
-
-def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for line in text.splitlines(keepends=True):
-        if not line.endswith("\n"):
-            return
-        try:
-            row = json.loads(line)
-            int(row["step"])
-        except (ValueError, TypeError, KeyError):
-            continue
-        yield line, row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import re
@@ -16,10 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, final, get_args
 
 from framework.config.saved import load_written_config
-from framework.errors import ConfigError
+from framework.errors import ConfigError, describe_error
 from framework.loggers.jsonl import JsonLines
 from framework.loggers.media import array_of, counts_of, picture_of
 from framework.monitoring.rank_log import warn
+from framework.system.files import open_regular
+from framework.system.json_lines import read_lines
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo, Image, Table
 
@@ -27,6 +28,17 @@ Row = Mapping[str, Any]
 """A line of the journal: `step`, `kind`, and what the kind has."""
 
 Checkpoints = Literal["best", "all"]
+_JOURNAL = "journal.jsonl"
+_NUMBER = (int, float)
+# What the rows of each kind have besides step and time.
+_CONTENT: Mapping[str, Mapping[str, Any]] = {
+    "numbers": {"values": dict, "epoch": int},
+    "text": {"tag": str, "text": str},
+    "images": {"tag": str, "files": list, "captions": list},
+    "histogram": {"tag": str, "counts": list, "edges": list},
+    "table": {"tag": str, "columns": list, "rows": list},
+    "artifact": {"tag": str, "path": str},
+}
 _CAPACITY = 1000  # calls that wait for the library
 
 
@@ -113,7 +125,7 @@ class Tracker(ABC):
         """Truncate the journal to the step that is resumed, and start the thread."""
         self.close_journal()
         self._step = info.start_step
-        self._journal = JsonLines(self._folder / "journal.jsonl", last_step=info.start_step)
+        self._journal = self._open_journal(last_step=info.start_step)
         self._start()
 
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
@@ -180,18 +192,44 @@ class Tracker(ABC):
 
     def _start(self) -> None:
         if self._worker is None:
-            text = (self._folder / "journal.jsonl").read_text()
+            lines = read_lines(self._folder / _JOURNAL, check=self._fault)
+            earlier = [line.row for line in lines if line.row is not None]
             self._worker = Worker(self.name)
             self._worker.submit(self.begin)
-            self._worker.submit(lambda: self._write_earlier(text))
+            self._worker.submit(lambda: self.write_earlier([_from_plain(row) for row in earlier]))
 
-    def _write_earlier(self, text: str) -> None:
-        self.write_earlier([_from_plain(json.loads(line)) for line in text.splitlines()])
+    def _open_journal(self, *, last_step: int | None) -> JsonLines:
+        return JsonLines(self._folder / _JOURNAL, last_step=last_step, check=self._fault)
+
+    def _fault(self, row: Row) -> str | None:
+        """Return what is wrong with a row of the journal: the tracker's library would fail on it."""
+        content = _CONTENT.get(str(row.get("kind")))
+        if content is None:
+            return "its kind is damaged"
+        for name, kind in {"time": _NUMBER, **content}.items():
+            if not isinstance(row.get(name), kind):
+                return f"its {name} is damaged"
+        try:
+            plain = _from_plain(row)
+        except (TypeError, ValueError):
+            return "a number is damaged"
+        numbers = {"numbers": ("values",), "histogram": ("counts", "edges")}
+        for name in numbers.get(row["kind"], ()):
+            values = plain[name].values() if isinstance(plain[name], dict) else plain[name]
+            if not all(isinstance(value, _NUMBER) for value in values):
+                return f"its {name} aren't numbers"
+        if row["kind"] == "images":
+            if len(row["files"]) != len(row["captions"]):
+                return "its captions are damaged"
+            for name in row["files"]:
+                if fault := _picture_fault(self._folder, name):
+                    return f"{name} {fault}"
+        return None
 
     def _log(self, kind: str, *, step: int, **content: Any) -> None:
         row = {"step": step, "time": round(time.time(), 3), "kind": kind, **content}
         if self._journal is None:  # before or outside of training
-            self._journal = JsonLines(self._folder / "journal.jsonl", last_step=None)
+            self._journal = self._open_journal(last_step=None)
         self._journal.write(row)
         if self._worker is not None:
             self._worker.submit(lambda: self.write(_from_plain(row)))
@@ -299,6 +337,21 @@ def check_installed(library: str) -> None:
     spec = find_spec(library)
     if spec is None or spec.origin is None:  # a folder of that name, which W&B itself makes
         raise ConfigError(f"{library} isn't installed. To log to it: pip install 'framework[{library}]'")
+
+
+def _picture_fault(folder: Path, name: Any) -> str | None:
+    """Return what is wrong with an image's file, to follow its name."""
+    from PIL import Image as Picture
+
+    path = folder / str(name)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        return "is outside of the journal's folder"
+    try:
+        with open_regular(path) as file, Picture.open(file) as picture:
+            picture.verify()  # its checksums; nothing is decoded
+    except Exception as error:  # of the disk, or Pillow's, of many classes
+        return f"can't be read ({describe_error(error)})"
+    return None
 
 
 def _file_name(tag: str) -> str:

@@ -65,14 +65,21 @@ def read_json(path: Path, *, max_bytes: int = MAX_RECORD_BYTES) -> Any:
     return parse_json(read_bytes(path, max_bytes=max_bytes))
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return what JSON text stands for. Raises ValueError if it isn't JSON, or is nested too deeply."""
+def parse_json(text: str | bytes, *, allows_nan: bool = True) -> Any:
+    """Return what JSON text stands for. Raises ValueError if it isn't JSON, or is nested too deeply.
+
+    allows_nan: take NaN and Infinity, which JSON doesn't have, as Python does.
+    """
     try:
-        content = json.loads(text)
+        content = json.loads(text) if allows_nan else json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     check_nesting(content)
     return content
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"JSON has no {name}")
 
 
 def check_nesting(content: Any) -> None:

@@ -73,7 +73,7 @@ class RunDir:
             if not isinstance(content, dict):
                 raise ValueError("it isn't a JSON object")
             for name, kind in _KINDS.items():
-                if not isinstance(content.get(name, kind()), kind):
+                if content.get(name) is not None and not isinstance(content[name], kind):
                     raise ValueError(f"its {name} is no {kind.__name__}")
         except FileNotFoundError:
             raise

@@ -206,3 +206,36 @@ def test_whole_objects_are_loaded(train, objects_run, tmp_path):
     run = Path(shutil.copytree(objects_run, tmp_path / "outputs" / "objects" / "copy", symlinks=True))
     train(f"resume={run}", "trainer.max_steps=12")
     assert results.results(run)["steps"] == 12
+
+
+# Rows of metrics and journals
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trackers/fake/journal.jsonl", "metrics.csv"])
+@pytest.mark.parametrize("byte", [b"\x0c", b"\xff", b"\n"])
+def test_a_damaged_byte_costs_its_row_and_is_named(train, name, byte):
+    loggers = ("logger=[jsonl,csv]", "+logger.fake._target_=tests.features.tracker_cases.Fake")
+    stopped = (*SHORT, *loggers, "checkpoint.every_n_steps=20", "trainer.max_steps=40")
+    run_dir = train(*stopped)
+    file = run_dir / name
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2][:9] + byte + lines[2][10:]
+    file.write_bytes(b"".join(lines))
+    train(f"resume={run_dir}", "trainer.max_steps=60")
+    log = results.log(run_dir)
+    assert f"{file}: line 3 is damaged" in log
+    assert " is off" not in log
+    rows = file.read_bytes().splitlines(keepends=True)
+    assert rows[:2] == lines[:2]
+    assert rows[2 : len(lines) - 1] == lines[3:]
+
+
+def test_a_damaged_record_is_left_out_of_lists_with_a_word(train, run, tmp_path, capfd, monkeypatch):
+    whole = train(*STOPPED)
+    edit(run / "run.json", '"started": "2', '"started": "x')
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["job=runs"]) == 0
+    printed = capfd.readouterr()
+    assert whole.name in printed.out
+    assert "outputs/toy/copy is left out" in printed.err
+    assert cli.main(["job=runs", f"runs={run}"]) == 2

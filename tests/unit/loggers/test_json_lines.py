@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from framework.errors import ConfigError
 from framework.loggers.jsonl import JsonLines
+from framework.system.json_lines import metrics_fault
 from tests.helpers.disks import full_at
 from tests.helpers.records import read_rows
 
@@ -75,3 +78,82 @@ def test_no_row_is_torn_and_none_is_out_of_order(tmp_path: Path, events: list[tu
             assert steps(path) == [*range(text.count("\n"))]
         file.flush()
         assert steps(path) == [*range(len(events))]
+
+
+# A file that was damaged
+
+ROWS = [b'{"step": %d, "loss": 0.%d}\n' % (step, step) for step in range(1, 9)]
+
+
+def reopened(path: Path, *, last_step: int | None = None) -> list[int]:
+    """Return the steps that are left."""
+    JsonLines(path, last_step=last_step, check=metrics_fault).close()
+    return steps(path)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "named"),
+    [
+        (b"garbage\n", "line 4"),
+        (b'{"step": 4, \x0c"loss": 0.\x0c4}\n', "line 4"),
+        (b'{"step": 4, "loss": \xff}\n', "line 4"),
+        (b'{"step": 4, "loss": NaN}\n', "JSON has no NaN"),
+        (b'{"step": 4, "loss": "0.4"}\n', "loss isn't a number"),
+        (b'{"step": "4", "loss": 0.4}\n', "line 4"),
+        (b"[4]\n", "line 4"),
+        (b"[" * 100_000 + b"\n", "nested"),
+        (b'{"step": 4, "lo\nss": 0.4}\n', "line 5"),
+        (b"\n", "line 4"),
+        (b"\x00" * 30 + b"\n", "line 4"),
+    ],
+)
+def test_a_damaged_line_costs_itself_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bytes, named: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join([*ROWS[:3], damaged, *ROWS[4:]]))
+    assert reopened(path) == [1, 2, 3, 5, 6, 7, 8]
+    printed = capsys.readouterr().out
+    assert named in printed
+    assert str(path) in printed
+    assert reopened(path, last_step=6) == [1, 2, 3, 5, 6]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_damaged_newline_costs_no_row(tmp_path: Path) -> None:
+    content = b"".join(ROWS)
+    at = len(ROWS[0]) + len(ROWS[1]) - 1
+    for byte in (b"\x0b", b"\x8a", b" "):
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(content[:at] + byte + content[at + 1 :])
+        assert reopened(path) == [*range(1, 9)]
+
+
+@pytest.mark.parametrize("left", [b"", b"}", b'{"step": 9, "lo'])
+def test_of_a_cut_end_the_whole_rows_are_kept(tmp_path: Path, left: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(ROWS) + left)
+    assert reopened(path) == [*range(1, 9)]
+    path.write_bytes(b"".join(ROWS)[:-1])
+    assert reopened(path) == [*range(1, 9)]
+    assert path.read_bytes() == b"".join(ROWS)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(bit=st.integers(0, 8 * len(b"".join(ROWS)) - 1))
+def test_any_flipped_bit_costs_one_row_at_most(tmp_path: Path, bit: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = bytearray(b"".join(ROWS))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    line = content[: bit // 8].count(b"\n") + 1
+    others = {step for step in range(1, 9) if step not in (line, line - 1)}
+    kept = reopened(path)
+    assert others <= set(kept)
+    assert len(kept) >= len(ROWS) - 1
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match="isn't a regular file"):
+        reopened(tmp_path / "metrics.jsonl")
