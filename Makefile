@@ -3,11 +3,12 @@
 #   make train ARGS="recipe=toy trainer.max_epochs=3"    overrides for the run
 #   make test ARGS="tests/unit -k sampler"               arguments for pytest; test-all takes them, too
 #   make install PYTHON=python3.12                       the interpreter .venv is made with
-#   make gpu PYTHON=python3 WHEELS=wheels                on a machine with a GPU; installs nothing, see docs/gpu.md
+#   make gpu PYTHON=python3 ARGS="--only tests"          on a machine with a GPU; installs nothing, see docs/gpu.md
 
 PYTHON ?= python3
 ARGS ?=
 WHEELS ?= wheels
+HAVE ?=
 PYTHON_VERSION ?= 3.12
 
 VENV := .venv
@@ -24,9 +25,9 @@ help:
 	@echo "make train     train the default recipe; ARGS=\"recipe=toy trainer.gpus=0\" passes overrides"
 	@echo "make test      run the tests, in four minutes on two cores; ARGS=\"tests/unit\" passes arguments to pytest"
 	@echo "make test-all  run all of them, with the further variants and slow ones that make test leaves out"
-	@echo "make gpu       test and benchmark on a GPU in nine minutes; the report is benchmarks/GPU.md"
+	@echo "make gpu       test and benchmark on a GPU in twenty minutes; the report is benchmarks/GPU.md"
 	@echo "make gpu-test  run tests/gpu alone, with $(VENV)"
-	@echo "make gpu-wheels  download what make gpu needs without a network; PYTHON_VERSION=3.12 WHEELS=wheels"
+	@echo "make gpu-wheels  download what make gpu needs without a network; PYTHON_VERSION=3.12 HAVE=pip-list.txt"
 	@echo "make lint      style and format (ruff)"
 	@echo "make check     types (mypy)"
 	@echo "make format    format the code and fix what ruff can fix"
@@ -69,16 +70,10 @@ gpu:
 gpu-test: install
 	"$(BIN)/python" -m pytest tests/gpu -m gpu $(ARGS)
 
-# pip matches manylinux tags exactly, so the usual ones are listed. What has no wheel on PyPI is built first.
+# HAVE is a file with the output of the other machine's `pip list`; what it has is left out.
 gpu-wheels:
-	rm -rf "$(WHEELS)"
-	"$(PYTHON)" -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir "$(WHEELS)" \
-	  "$$(grep ^antlr4 benchmarks/gpu_wheels.txt)"
-	"$(PYTHON)" -m pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: \
-	  --implementation cp --python-version "$(PYTHON_VERSION)" \
-	  $(foreach n,39 34 31 28 27 24 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 \
-	  --find-links "$(WHEELS)" --dest "$(WHEELS)" --requirement benchmarks/gpu_wheels.txt
-	@du -sh "$(WHEELS)"
+	"$(PYTHON)" -m benchmarks.gpu_wheels --wheels "$(WHEELS)" --python-version "$(PYTHON_VERSION)" \
+	  $(if $(HAVE),--have "$(HAVE)") $(ARGS)
 
 lint: install
 	"$(BIN)/ruff" check .

@@ -98,6 +98,7 @@ def peer(name: str, module: str, *arguments: str, needs: str | None = None, torc
 def run(
     contestant: Contestant,
     *,
+    timeout_s: float = _TIMEOUT_S,
     reports: bool = True,
     at_hold: Callable[[int, list[int]], None] | None = None,
     holding: int = 0,
@@ -126,7 +127,7 @@ def run(
         os.close(slave)
         reader.start()
         # Not the time-out of `wait`, which looks only every 50 ms whether the process has ended.
-        watchdog = threading.Timer(_TIMEOUT_S, _end, [process])
+        watchdog = threading.Timer(timeout_s, _end, [process])
         watchdog.start()
         try:
             if at_hold is not None:

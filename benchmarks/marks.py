@@ -41,18 +41,24 @@ def hold() -> None:
 
 @final
 class Stopwatch:
-    """Reports what one of `steps` steps takes after `warm_up` others: call `tick` at the end of each.
+    """Reports what a step takes after `warm_up` others: call `tick` at the end of each, until `is_done`.
 
     wall_s and cpu_s (of all threads) are means over the steps; begun and ended are times of the clock on the wall.
-    synchronize: waits until a device has done what it was asked to.
+    steps: how many are timed. seconds: more are, if these take less. synchronize: waits until a device has done what it
+    was asked to.
     """
 
-    def __init__(self, warm_up: int, steps: int, *, synchronize: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, warm_up: int, steps: int, *, seconds: float = 0.0, synchronize: Callable[[], object] | None = None
+    ) -> None:
         if warm_up < 1 or steps < 1:
             raise ValueError(f"warm_up={warm_up} and steps={steps}: both must be at least 1.")
         self.synchronize = synchronize
+        self.is_done = False
         self.last = warm_up + steps
-        self._first, self._steps, self._count = warm_up, steps, 0
+        self._first = warm_up
+        self._seconds = seconds
+        self._count = 0
         self._begun = self._wall = self._cpu = 0.0
 
     def tick(self) -> None:
@@ -60,10 +66,12 @@ class Stopwatch:
         if self._count == self._first:
             self._wait()
             self._begun, self._wall, self._cpu = time.time(), time.perf_counter(), time.process_time()
-        elif self._count == self.last:
+        elif self._count >= self.last and not self.is_done and time.perf_counter() - self._wall >= self._seconds:
+            self.is_done = True
             self._wait()
             wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-            report(wall_s=wall / self._steps, cpu_s=cpu / self._steps, begun=self._begun, ended=time.time())
+            steps = self._count - self._first
+            report(wall_s=wall / steps, cpu_s=cpu / steps, steps=steps, begun=self._begun, ended=time.time())
 
     def _wait(self) -> None:
         if self.synchronize is not None:
@@ -72,18 +80,24 @@ class Stopwatch:
 
 @final
 class Clock:
-    """Times the steps of a run of ours."""
+    """Times the steps of a run of ours. With `seconds` it ends the run, else the run has so many steps."""
 
-    def __init__(self, warm_up: int, steps: int) -> None:
-        self._stopwatch = Stopwatch(warm_up, steps)
+    def __init__(self, warm_up: int, steps: int, seconds: float = 0.0) -> None:
+        self._stopwatch = Stopwatch(warm_up, steps, seconds=seconds)
         self._tick = self._stopwatch.tick
+        self._ends_run = seconds > 0
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepReport) -> Stop | None:
         if report.step == 1 and report.loss.is_cuda:
             from torch import cuda
 
             self._stopwatch.synchronize = cuda.synchronize
         self._tick()
+        if not self._ends_run or not self._stopwatch.is_done:
+            return None
+        from framework.types import Stop
+
+        return Stop("The steps were timed.")
 
 
 @final

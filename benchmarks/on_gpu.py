@@ -4,9 +4,13 @@
 
 Steps of the toy and of MNIST's network, plain, compiled and with CUDA graphs; the share of the time in which the GPU is
 busy, from NVML; resident data against a DataLoader; what saving costs; seconds to 98 % and 99 % of the validation
-images. Without MNIST's files the network trains on scikit-learn's digits, and the rows say so. Every row is printed as
-soon as it is measured, the most important ones first; a part is repeated while its share of the seconds lasts.
-`--device cpu` runs the same with few steps, to try the code: its figures mean nothing.
+images. Without MNIST's files the network trains on scikit-learn's digits, and the rows say so.
+
+Steps are timed for 5 s at least, over as many epochs as that takes, without validation: NVML averages over a second.
+First it prints the rows that are planned, then each as soon as it is measured, the most important ones first and the
+compiled ones, which take longest, last. After one round of everything more rounds follow while the seconds last; then
+the row is printed again, and the last one counts. `--device cpu` runs the same with few steps, to try the code: its
+figures mean nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +33,18 @@ from benchmarks.record import HEAD
 ROUNDS = 3
 SECONDS = 200.0
 MILESTONES = (0.98, 0.99)
+PLANNED = "planned: "
+"""What stands before the claim of each row to come."""
+
+_WINDOW_S = 5.0
+_TIMEOUT_S = 150.0  # of one contestant; compiling takes a minute
 _LOOK_EVERY_S = 0.05
+_NVML_MEAN_S = 1.0  # a reading is the mean of the second before it, at most
+_ENDLESS = 1_000_000_000  # steps
+_TOY_BATCH = 20
+# Its windows have several epochs, after each of which it would save; ours doesn't save either.
+_LIGHTNING = "Lightning without checkpoints"
+_NO_CHECKPOINTS = ("--set-up", "no-checkpoints")
 _US, _S, _PERCENT = Unit("µs", 1e6, 0), Unit("s", 1.0, 1), Unit("%", 100.0, 0)
 
 Measure = Callable[[Contestant], Mapping[str, float]]
@@ -46,8 +61,36 @@ class Place:
     def gpus(self) -> str:
         return f"trainer.gpus={int(self.device == 'cuda')}"
 
-    def length(self, warm_up: int, steps: int) -> tuple[int, int]:
-        return (warm_up, steps) if self.device == "cuda" else (2, 8)
+    def window(self, warm_up: int, steps: int) -> Window:
+        """Return what is timed. steps: at least, on a GPU."""
+        return Window(warm_up, steps, _WINDOW_S) if self.device == "cuda" else Window(2, 8, 0.0)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps that are timed, after some others: so many at least, and for so many seconds at least."""
+
+    warm_up: int
+    steps: int
+    seconds: float
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """For a peer."""
+        return ("--warm-up", str(self.warm_up), "--steps", str(self.steps), "--seconds", str(self.seconds))
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """For a run of ours, which does nothing but train and log."""
+        return (
+            "trainer.max_epochs=null",
+            f"trainer.max_steps={_ENDLESS if self.seconds else self.warm_up + self.steps}",
+            "trainer.check_val_every_n_epoch=null",
+            "trainer.limit_test_batches=0",
+            "checkpoint.monitor=null",
+            "checkpoint.every_n_epochs=null",
+            *callback("Clock", warm_up=self.warm_up, steps=self.steps, seconds=self.seconds),
+        )
 
 
 @dataclass(frozen=True)
@@ -75,16 +118,24 @@ def num_gpus() -> int:
 
 @contextmanager
 def busy() -> Iterator[list[tuple[float, float]]]:
-    """Fill the list with (wall-clock time, share of the time GPU 0 was busy) while this is entered."""
+    """Fill the list with (wall-clock time, share of the time the GPU was busy) while this is entered.
+
+    That GPU is the first one that CUDA would show, which need not be NVML's first.
+    """
     samples: list[tuple[float, float]] = []
     ended = threading.Event()
 
     def look() -> None:
         import pynvml
 
-        with suppress(pynvml.NVMLError):  # no driver, or a GPU that doesn't report it
+        from framework.system.hardware import visible_gpus
+
+        gpus = visible_gpus()
+        if not gpus:
+            return
+        with suppress(pynvml.NVMLError):  # a GPU that doesn't report it
             pynvml.nvmlInit()
-            device = pynvml.nvmlDeviceGetHandleByIndex(0)
+            device = pynvml.nvmlDeviceGetHandleByUUID(gpus[0].uuid)
             while not ended.wait(_LOOK_EVERY_S):
                 samples.append((time.time(), pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100))
 
@@ -98,30 +149,29 @@ def busy() -> Iterator[list[tuple[float, float]]]:
 
 
 def step_time(contestant: Contestant) -> dict[str, float]:
-    return {"wall": run(contestant).worst("wall_s")}
+    return {"wall": run(contestant, timeout_s=_TIMEOUT_S).worst("wall_s")}
 
 
 def speed(contestant: Contestant) -> dict[str, float]:
     with busy() as samples:
-        outcome = run(contestant)
+        outcome = run(contestant, timeout_s=_TIMEOUT_S)
     (report,) = outcome.reports
     found = {"wall": float(report["wall_s"])}
-    inside = [share for when, share in samples if report["begun"] <= when <= report["ended"]]
+    first = report["begun"] + _NVML_MEAN_S
+    inside = [share for when, share in samples if first <= when <= report["ended"]]
     return found | ({"busy": statistics.mean(inside)} if inside else {})
 
 
 def toy(place: Place, compiled: str | None = None) -> Part:
-    warm_up, steps = place.length(300, 3000)
-    from benchmarks.steps import toy_run
-
-    length = ("--warm-up", str(warm_up), "--steps", str(steps), "--device", place.device)
-    own = (*toy_run(warm_up, steps), place.gpus)
+    window = place.window(300, 5000)
+    length = (*window.arguments, "--device", place.device)
+    own = toy_run(place, window)
     if compiled is None:
         every = [
             ours("ours", *own),
             peer("ready-made batches on the device", "raw_loop", "--ready", *length),
             peer("DataLoader", "raw_loop", *length),
-            peer("Lightning as it comes", "lightning_fit", *length, needs="lightning"),
+            peer(_LIGHTNING, "lightning_fit", *length, *_NO_CHECKPOINTS, needs="lightning"),
             peer("Accelerate", "accelerate_loop", *length, needs="accelerate"),
         ]
     else:
@@ -133,18 +183,19 @@ def toy(place: Place, compiled: str | None = None) -> Part:
 
 
 def network(place: Place, compiled: str | None = None) -> Part:
-    warm_up, steps = place.length(100, 700)  # within an epoch of MNIST's 859
-    length = ("--warm-up", str(warm_up), "--steps", str(steps), "--batch", str(BATCH), "--threads", str(THREADS))
+    window = place.window(100, 700)
+    length = (*window.arguments, "--batch", str(BATCH), "--threads", str(THREADS))
     common = (*_work(place), "--device", place.device, *length)
-    own = network_run(place, warm_up, steps)
+    own = network_run(place, window)
     if compiled is None:
+        workers = ("--workers", "2")
         every = [
             ours("ours", *own),
             peer("ready-made batches on the device, fused SGD", "raw_loop", *common, "--ready", "--fused"),
-            peer("DataLoader, 2 workers", "raw_loop", *common, "--workers", "2"),
+            peer("DataLoader, 2 workers", "raw_loop", *common, *workers),
             ours("ours with data.loader=dataloader", *own, "data.loader=dataloader", "data.num_workers=2"),
-            peer("Lightning as it comes, 2 workers", "lightning_fit", *common, "--workers", "2", needs="lightning"),
-            peer("Accelerate, 2 workers", "accelerate_loop", *common, "--workers", "2", needs="accelerate"),
+            peer(f"{_LIGHTNING}, 2 workers", "lightning_fit", *common, *workers, *_NO_CHECKPOINTS, needs="lightning"),
+            peer("Accelerate, 2 workers", "accelerate_loop", *common, *workers, needs="accelerate"),
         ]
     else:
         mode = ("--compile", compiled)
@@ -156,17 +207,27 @@ def network(place: Place, compiled: str | None = None) -> Part:
 
     def rows(contests: Mapping[str, Contest]) -> list[Row]:
         found = ratios(contests)
-        if compiled is None and "busy" in contests:
+        if compiled is None and place.device == "cuda":
             for each in every[1:3]:
                 claim = f"{_name(place)}: share of time busy ÷ {each.name}"
-                found.append(compare("on_gpu", claim, contests["busy"], ("ours", each.name), unit=_PERCENT))
+                if "wall" in contests and "busy" not in contests:
+                    found.append(Row("on_gpu", claim, "not reported by NVML", "–"))
+                else:
+                    found.append(compare("on_gpu", claim, contests.get("busy"), ("ours", each.name), unit=_PERCENT))
         return found
 
     return Part(every, speed if compiled is None else step_time, rows)
 
 
-def network_run(place: Place, warm_up: int, steps: int) -> tuple[str, ...]:
-    """Overrides of a run that is timed, without validation and checkpoints."""
+def toy_run(place: Place, window: Window) -> tuple[str, ...]:
+    """Overrides of a run that is timed. An epoch has about as many steps as those of the others."""
+    samples = (window.warm_up + window.steps) * _TOY_BATCH * 5 // 4  # a fifth is for validation and test
+    data = (f"data.batch_size={_TOY_BATCH}", f"data.datasets.num_samples={samples}")
+    return ("recipe=toy", *data, place.gpus, "trainer.num_threads=1", *window.overrides)
+
+
+def network_run(place: Place, window: Window) -> tuple[str, ...]:
+    """Overrides of a run that is timed."""
     data = ("recipe=digits",) if place.root is None else ("recipe=mnist", f"data.root={place.root}")
     return (
         *data,
@@ -175,21 +236,15 @@ def network_run(place: Place, warm_up: int, steps: int) -> tuple[str, ...]:
         f"data.batch_size={BATCH}",
         place.gpus,
         f"trainer.num_threads={THREADS}",
-        f"trainer.max_steps={warm_up + steps}",
-        "trainer.max_epochs=null",
-        "trainer.check_val_every_n_epoch=null",
-        "trainer.limit_test_batches=0",
-        "checkpoint.monitor=null",
-        "checkpoint.every_n_epochs=null",
-        *callback("Clock", warm_up=warm_up, steps=steps),
+        *window.overrides,
     )
 
 
 def saving(place: Place) -> Part:
-    """A checkpoint every 50 steps, far more often than in practice, and none."""
-    own = network_run(place, *place.length(100, 700))
-    every = [ours("ours", *own, "checkpoint.every_n_steps=50"), ours("without", *own, "checkpoint=none")]
-    claim = f"{_name(place)} step with a checkpoint every 50 steps ÷ without"
+    """A checkpoint every second, far more often than in practice, and none."""
+    own = network_run(place, place.window(100, 700))
+    every = [ours("ours", *own, f"checkpoint.every_n_minutes={1 / 60:.4f}"), ours("without", *own, "checkpoint=none")]
+    claim = f"{_name(place)} step with a checkpoint every second ÷ without"
     return Part(
         every,
         step_time,
@@ -209,7 +264,7 @@ def milestones(place: Place) -> Part:
     every = [ours("ours", *data, *keys, *callback("Milestones", low=MILESTONES[0], high=MILESTONES[1]))]
 
     def measure(contestant: Contestant) -> dict[str, float]:
-        outcome = run(contestant)
+        outcome = run(contestant, timeout_s=_TIMEOUT_S)
         (report,) = outcome.reports
         return {"is_done": 1.0} | {
             f"{kind} {name}": at - (outcome.begun if kind == "command" else 0.0)
@@ -233,27 +288,51 @@ def milestones(place: Place) -> Part:
 
 
 def parts(place: Place) -> list[Part]:
-    """Return all parts, the most important ones first."""
+    """Return all parts, the most important ones first, the compiled ones last."""
     modes = ("default", "reduce-overhead")
     plain = [toy(place), network(place), milestones(place), saving(place)]
     return [*plain, *(toy(place, mode) for mode in modes), *(network(place, mode) for mode in modes)]
 
 
+def planned(place: Place) -> list[str]:
+    """Return the claims of all rows, in their order."""
+    return [row.claim for part in parts(place) for row in part.rows({})]
+
+
 def measured(place: Place, *, seconds: float, rounds: int) -> Iterator[Row]:
-    """Yield the rows of all parts; each part gets its share of the seconds left, and at least one round."""
+    """Yield the rows of all parts after a round of all; then again those of parts that have time for another one."""
     ends = time.monotonic() + seconds
     every = parts(place)
-    for number, part in enumerate(every):
-        share = (ends - time.monotonic()) / (len(every) - number)
-        contests = take_turns(part.contestants, rounds, part.measure, until=time.monotonic() + share)
-        yield from part.rows(contests)
+    contests: list[dict[str, Contest]] = [{} for _ in every]
+    took_s = [0.0] * len(every)
+    for number in range(rounds):
+        for position, part in enumerate(every):
+            began = time.monotonic()
+            if number and began + took_s[position] > ends:
+                continue
+            first = number % len(part.contestants)
+            turns = [*part.contestants[first:], *part.contestants[:first]]
+            add_round(contests[position], take_turns(turns, 1, part.measure))
+            took_s[position] = time.monotonic() - began
+            yield from part.rows(contests[position])
+
+
+def add_round(contests: dict[str, Contest], one: Mapping[str, Contest]) -> None:
+    """Add the figures of a round. A contestant that has failed in any round has none."""
+    for key, contest in one.items():
+        known = contests.setdefault(key, Contest())
+        known.absent = {**known.absent, **contest.absent}
+        for name, figures in contest.figures.items():
+            known.figures.setdefault(name, []).extend(figures)
+        known.figures = {name: figures for name, figures in known.figures.items() if name not in known.absent}
 
 
 def rows(asked: Asked) -> list[Row]:
     if num_gpus() == 0:
         return [Row("on_gpu", "steps on a GPU, time to 98 % and 99 %, share of time busy", "not run: no GPU", "–")]
     with _place("cuda", asked.data_root) as place:
-        return list(measured(place, seconds=float("inf"), rounds=asked.rounds_or(ROUNDS)))
+        rows_measured = measured(place, seconds=float("inf"), rounds=asked.rounds_or(ROUNDS))
+        return list({row.claim: row for row in rows_measured}.values())
 
 
 def main() -> int:
@@ -265,6 +344,8 @@ def main() -> int:
         return 0
     has_failed = False
     with _place(asked.device, asked.data_root) as place:
+        for claim in planned(place):
+            print(f"{PLANNED}{claim}", flush=True)
         for row in measured(place, seconds=asked.seconds, rounds=ROUNDS if asked.device == "cuda" else 1):
             print(row, flush=True)
             has_failed |= "failed" in (row.ours, row.theirs)

@@ -19,8 +19,8 @@ def main() -> None:
         synchronize = cuda.synchronize
     model, optimizer, prepared = accelerator.prepare(work.model, work.optimizer, loader(work, asked))
     batches = endless(prepared)
-    stopwatch = Stopwatch(asked.warm_up, asked.steps, synchronize=synchronize)
-    for _ in range(stopwatch.last):
+    stopwatch = Stopwatch(asked.warm_up, asked.steps, seconds=asked.seconds, synchronize=synchronize)
+    while not stopwatch.is_done:
         inputs, targets = next(batches)
         accelerator.backward(work.loss(model(inputs), targets))
         optimizer.step()

@@ -30,6 +30,8 @@ class Module(LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Any:
         self._stopwatch.tick()
+        if self._stopwatch.is_done:
+            self.trainer.should_stop = True
         inputs, targets = batch
         loss = self.loss(self.model(inputs), targets)
         if self._logs:
@@ -46,24 +48,32 @@ class Module(LightningModule):
 
 
 def trainer(asked: argparse.Namespace, *, max_steps: int) -> Trainer:
-    settings = {} if asked.set_up == "defaults" else OFF
+    settings = {"defaults": {}, "no-checkpoints": {"enable_checkpointing": False}}.get(asked.set_up, OFF)
     accelerator = "cpu" if asked.device == "cpu" else "gpu"
     strategy = "ddp" if asked.processes > 1 else "auto"
-    return Trainer(accelerator=accelerator, devices=asked.processes, strategy=strategy, max_steps=max_steps, **settings)
+    return Trainer(
+        accelerator=accelerator,
+        devices=asked.processes,
+        strategy=strategy,
+        max_steps=max_steps,
+        max_epochs=-1,
+        **settings,
+    )
 
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--set-up", choices=("off", "log", "defaults"), default="defaults")
+    arguments.add_argument("--set-up", choices=("off", "log", "no-checkpoints", "defaults"), default="defaults")
     arguments.add_argument("--first-step", action="store_true", help="report when it was done, nothing else")
     asked = arguments.parse_args()
     work = make(asked)
     synchronize = None if asked.device == "cpu" else torch.cuda.synchronize
-    stopwatch = Stopwatch(asked.warm_up, asked.steps, synchronize=synchronize)
+    stopwatch = Stopwatch(asked.warm_up, asked.steps, seconds=asked.seconds, synchronize=synchronize)
     if asked.first_step:
         stopwatch.tick = int  # type: ignore[method-assign,assignment]
     module = Module(work, stopwatch, logs=asked.set_up != "off", first_step=asked.first_step)
-    trainer(asked, max_steps=stopwatch.last).fit(module, loader(work, asked))
+    # With seconds the module ends it, which looks once a step.
+    trainer(asked, max_steps=stopwatch.last if asked.seconds == 0 else -1).fit(module, loader(work, asked))
 
 
 if __name__ == "__main__":

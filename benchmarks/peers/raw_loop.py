@@ -12,12 +12,11 @@ from benchmarks.marks import Stopwatch
 from benchmarks.peers.work import Work, endless, loader, make, parser
 
 
-def train(model: nn.Module, work: Work, batches: object, *, steps: int, tick: object, device: str) -> None:
-    """The loop. tick: called at the end of each step."""
-    assert callable(tick)
-    optimizer, loss = work.optimizer, work.loss
+def train(model: nn.Module, work: Work, batches: object, *, stopwatch: Stopwatch, device: str) -> None:
+    """The loop."""
+    optimizer, loss, tick = work.optimizer, work.loss, stopwatch.tick
     source = endless(batches)
-    for _ in range(steps):
+    while not stopwatch.is_done:
         inputs, targets = next(source)
         if device != "cpu":
             inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -47,10 +46,9 @@ def main() -> None:
         chosen = endless(batches)
         made = (next(chosen) for _ in range(asked.warm_up + asked.steps))
         source = [(inputs.to(asked.device), targets.to(asked.device)) for inputs, targets in made]
-    stopwatch = Stopwatch(
-        asked.warm_up, asked.steps, synchronize=None if asked.device == "cpu" else torch.cuda.synchronize
-    )
-    train(model, work, source, steps=stopwatch.last, tick=stopwatch.tick, device=asked.device)
+    synchronize = None if asked.device == "cpu" else torch.cuda.synchronize
+    stopwatch = Stopwatch(asked.warm_up, asked.steps, seconds=asked.seconds, synchronize=synchronize)
+    train(model, work, source, stopwatch=stopwatch, device=asked.device)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -30,6 +30,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result.add_argument("--batch", type=int, default=20)
     result.add_argument("--warm-up", type=int, default=1)
     result.add_argument("--steps", type=int, default=10)
+    result.add_argument("--seconds", type=float, default=0.0, help="time more than --steps if these take less")
     result.add_argument("--threads", type=int, default=1)
     result.add_argument("--processes", type=int, default=1, help="as many as there are of this one")
     result.add_argument("--workers", type=int, default=0, help="of the DataLoader")
