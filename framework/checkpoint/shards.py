@@ -217,6 +217,8 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _maker(_ALLOWED[module, name])
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
@@ -230,4 +232,12 @@ def _maker(made: Any) -> type:
         # An Enum's member is found by calling it, most are filled by what follows in the pickle.
         return made(*args) if args else made.__new__(made)
 
-    return type(made.__name__, (), {"__new__": new})
+    return type(made.__name__, (), {"__new__": new, "made": made})
+
+
+def _member(maker: Any, name: str) -> Any:
+    """Return a memory format by its name: Python 3.11.2, Debian 12's, pickles a member of an Enum as a `getattr`."""
+    formats = dcp_metadata._MEM_FORMAT_ENCODING
+    if getattr(maker, "made", None) is not formats:
+        raise pickle.UnpicklingError("builtins.getattr isn't allowed in it")
+    return formats[name]

@@ -48,6 +48,30 @@ def run_what_is_for_a_gpu_on_the_cpu() -> None:
     assert row.ours == "7.2 s"
 
 
+def time_for_some_seconds() -> None:
+    """As on a GPU: until the seconds are over, over several epochs, whoever trains."""
+
+    class Seconds(on_gpu.Place):
+        def window(self, warm_up: int, steps: int) -> on_gpu.Window:
+            return on_gpu.Window(2, 8, seconds=1.0)
+
+    for each in on_gpu.toy(Seconds("cpu", None)).contestants:
+        (report,) = run(each, timeout_s=60.0).reports
+        assert report["steps"] > 8
+        assert 1.0 <= report["ended"] - report["begun"] < 10.0
+        assert report["wall_s"] * report["steps"] == pytest.approx(report["ended"] - report["begun"], abs=0.1)
+
+
+def show_only_what_every_round_has() -> None:
+    contests: dict[str, Contest] = {}
+    on_gpu.add_round(contests, {"wall": Contest({"ours": [1.0], "theirs": [2.0]})})
+    on_gpu.add_round(contests, {"wall": Contest({"ours": [3.0], "theirs": [4.0]})})
+    assert contests["wall"].figures == {"ours": [1.0, 3.0], "theirs": [2.0, 4.0]}
+    on_gpu.add_round(contests, {"wall": Contest({"ours": [5.0]}, {"theirs": "failed"})})
+    assert contests["wall"].figures == {"ours": [1.0, 3.0, 5.0]}
+    assert contests["wall"].absent == {"theirs": "failed"}
+
+
 def validate_both_recipes_at_their_end() -> None:
     for recipe, interval in mnist_fast._RECIPES.items():
         settings = yaml.safe_load(run_framework("--cfg", "job", f"recipe={recipe}").stdout)
@@ -61,6 +85,8 @@ PARTS = (
     weigh_two_ranks,
     time_the_indices_of_an_epoch,
     run_what_is_for_a_gpu_on_the_cpu,
+    time_for_some_seconds,
+    show_only_what_every_round_has,
     validate_both_recipes_at_their_end,
 )
 

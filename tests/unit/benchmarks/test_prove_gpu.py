@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_wheels, prove_gpu
+from benchmarks.gpu_events import PREFIX
 from benchmarks.gpu_wheels import Package
 from benchmarks.on_gpu import PLANNED
 from tests.helpers.source import ROOT
@@ -151,7 +152,7 @@ class FakeCommand:
 
 def test_the_report_names_the_running_test_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "GPU.md"
-    begins = f"..{prove_gpu.EVENT}{json.dumps({'begins': 'tests/gpu/test_a.py::test_b[gpu]'})}"
+    begins = f"..{PREFIX}{json.dumps({'begins': 'tests/gpu/test_a.py::test_b[gpu]'})}"
     command = FakeCommand([begins], file)
     monkeypatch.setattr(prove_gpu, "Command", command)
     prove_gpu.tests(prove_gpu.Report(file, ["# head"]), {}, limit_s=10.0, has_gpu=True)

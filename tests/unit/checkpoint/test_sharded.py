@@ -9,6 +9,7 @@ import warnings
 import zlib
 from dataclasses import replace
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from framework.checkpoint import load, read_manifest
 from framework.checkpoint.layout import MANIFEST_NAME, FileFacts, encode
@@ -231,13 +237,25 @@ def no_tensor(index: Any) -> Any:
         (lambda _: Evil(os.mkdir, "ran"), r"isn't an index of plain tensors \(.* isn't allowed in it\)"),
         (lambda _: Metadata({}, planner_data=Evil(os.mkdir, "ran")), "isn't an index of plain tensors"),
         (lambda _: Evil(getattr, "text", "upper"), "isn't an index of plain tensors"),
+        (lambda _: Evil(getattr, MetadataIndex, "__init__"), "builtins.getattr isn't allowed in it"),
+        (lambda _: Evil(getattr, _MEM_FORMAT_ENCODING, "__class__"), "isn't an index of plain tensors"),
         # `GLOBAL Metadata; (None, {"version": "changed"}); BUILD` writes into the class if it gets hold of it.
         (b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dVversion\nVchanged\nstb.", "isn't an index of plain"),
         (b"no pickle", "isn't an index of plain tensors"),
         (elsewhere, r"it names the file \.\./\.\./elsewhere"),
         (no_tensor, r"BytesStorageMetadata isn't allowed in it"),
     ],
-    ids=["command", "command inside", "attribute", "class of torch", "no pickle", "other files", "no tensor"],
+    ids=[
+        "command",
+        "command inside",
+        "attribute",
+        "method",
+        "class",
+        "class of torch",
+        "no pickle",
+        "other files",
+        "no tensor",
+    ],
 )
 def test_an_index_that_is_more_than_tensors_and_places_is_refused_and_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
@@ -252,6 +270,23 @@ def test_an_index_that_is_more_than_tensors_and_places_is_refused_and_runs_nothi
             read()
     assert not Path("ran").exists()
     assert Metadata({}).version is None
+
+
+class PicklesEnumsByName(pickle.Pickler):
+    """As Python 3.11.2 does."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_an_index_that_another_python_has_written_is_read(tmp_path: Path) -> None:
+    directory = save(tmp_path, *spread())
+    before = load(directory, map_location="cpu")
+    content = io.BytesIO()
+    PicklesEnumsByName(content).dump(pickle.loads((directory / INDEX).read_bytes()))
+    assert b"getattr" in content.getvalue()
+    forge(directory, index=content.getvalue())
+    assert list(tree_differences(load(directory, map_location="cpu"), before)) == []
 
 
 def test_python_objects_in_a_shard_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
