@@ -368,6 +368,8 @@ class FitInfo:
     Model and optimizer may be read, kept and given hooks; changing them changes the training. With a stream the number
     of steps may be unknown.
 
+    total_steps: steps done before this start, and those left. steps_left_in_epoch: of the epoch that a resumed run is
+        in the middle of; None at an epoch's beginning.
     batchnorm_statistics: returns the buffers by name that the model's BatchNorm layers would have with the weights to
         evaluate: the mean over the batches of the last epoch, as `torch.optim.swa_utils.update_bn` computes it. Takes a
         pass over the training data. Every rank must call it, after the last step of an epoch and before the next.
@@ -379,6 +381,7 @@ class FitInfo:
     steps_per_epoch: int | None
     max_epochs: int | None
     optimizer: Optimizer
+    steps_left_in_epoch: int | None = None
     batchnorm_statistics: Callable[[], Mapping[str, Tensor]] = field(default=dict, compare=False)
 
 

@@ -33,6 +33,13 @@ def load_files(
     return found
 
 
+def load_progress(directory: Path) -> dict[str, int]:
+    """Return the progress of a checkpoint that is known to be undamaged, without reading its tensors."""
+    training = torch.load(directory / part_file("training"), map_location="cpu", weights_only=True, mmap=True)
+    progress: dict[str, int] = training["progress"]
+    return progress
+
+
 def load_weights(model: nn.Module, state_dict: Mapping[str, Any], *, source: object) -> None:
     """Copy every tensor of `state_dict` into `model` (unwrapped), onto its devices, and its shard into a sharded one.
 

@@ -119,7 +119,9 @@ class ConsoleLogger:
 
         info, left = self._info, self._left(report)
         if info.steps_per_epoch:
-            done = (report.step - 1) % info.steps_per_epoch + 1
+            # Earlier epochs may have had other numbers of steps.
+            epoch_start = info.start_step + (info.steps_left_in_epoch or 0)
+            done = (report.step - 1 - epoch_start) % info.steps_per_epoch + 1
             place = f"{done}/{info.steps_per_epoch}"
             yield Row(f"epoch {self._epoch(report)}", [place], done=done, of=info.steps_per_epoch)
         place = f"{report.step}/{info.total_steps}" if info.total_steps else f"step {report.step}"

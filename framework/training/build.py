@@ -271,7 +271,7 @@ def build_scheduler(
             f"{node['_target_']} ends after {scheduler.total_steps} steps and can't continue, and the run has "
             f"{total_steps}.\nSet its total_steps to at least that, or train for fewer steps."
         )
-    return Schedule(scheduler, settings, total_steps=length, own=own)
+    return Schedule(scheduler, settings, total_steps=length, run_steps=known, own=own)
 
 
 def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: RunDir) -> dict[str, Callback]:

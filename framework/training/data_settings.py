@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch.utils.data import IterableDataset, Subset
 
@@ -99,32 +100,79 @@ def steps_per_epoch(settings: TrainerConfig, plan: BatchPlan, *, size: int | Non
     return math.ceil(apply_limit(batches, limit) / accumulated)
 
 
-def total_steps(settings: TrainerConfig, *, steps_per_epoch: int | None) -> int | None:
+class Start(NamedTuple):
+    """Where a run starts: at 0, or where the checkpoint is that it resumes from."""
+
+    epoch: int = 0
+    step: int = 0
+    # Steps of the epoch that are left, in the middle of one; None at its beginning, or if unknown.
+    steps_left: int | None = None
+
+
+FROM_SCRATCH = Start()
+
+
+def start_of(
+    progress: Mapping[str, int], *, size: int | None, steps_per_epoch: int | None, global_batch_size: int
+) -> Start:
+    """Return where a run starts that resumes with another global batch, maybe in the middle of an epoch.
+
+    progress: `epoch`, `step`, and `samples` taken of that epoch. size: samples of an epoch; None for a stream.
+    """
+    steps_left = None
+    if progress["samples"] and steps_per_epoch is not None:
+        end = steps_per_epoch * global_batch_size
+        if size is not None:
+            end = min(size, end)
+        steps_left = count_windows(max(0, end - progress["samples"]), global_batch_size=global_batch_size)
+    return Start(progress["epoch"], progress["step"], steps_left)
+
+
+def step_of_epoch_end(epoch: int, *, steps_per_epoch: int, start: Start) -> int:
+    """Return the steps done at the end of `epoch`, which isn't before the one that the run starts in."""
+    first = steps_per_epoch if start.steps_left is None else start.steps_left
+    return start.step + first + (epoch - start.epoch) * steps_per_epoch
+
+
+def total_steps(settings: TrainerConfig, *, steps_per_epoch: int | None, start: Start = FROM_SCRATCH) -> int | None:
     """Return the optimizer steps of the whole run; None if only a callback will end it.
 
-    If the steps of an epoch are unknown, it is `max_steps`, or None.
+    If the steps of an epoch are unknown, it is `max_steps`, or None. In a resumed run, it is the steps done, and those
+    that are left with this run's steps of an epoch.
     """
     epochs = settings.max_epochs
-    by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
-    known = [limit for limit in (settings.max_steps, by_epochs) if limit is not None]
+    known = [] if settings.max_steps is None else [settings.max_steps]
+    if epochs is not None and steps_per_epoch is not None:
+        is_over = epochs <= start.epoch
+        known.append(
+            start.step if is_over else step_of_epoch_end(epochs - 1, steps_per_epoch=steps_per_epoch, start=start)
+        )
     return min(known, default=None)
 
 
 def schedule_length(
-    config: Config, per_epoch: int | None, optimizer: str = "", *, phases: Phases | None = None
+    config: Config,
+    per_epoch: int | None,
+    optimizer: str = "",
+    *,
+    phases: Phases | None = None,
+    start: Start = FROM_SCRATCH,
 ) -> int | None:
     """Return how often an optimizer's scheduler moves in the whole run; None if that isn't known.
 
     per_epoch: steps of an epoch, None if unknown. phases: of the task, in which the optimizer `optimizer` steps.
     """
-    steps = total_steps(config.trainer, steps_per_epoch=per_epoch)
+    steps = total_steps(config.trainer, steps_per_epoch=per_epoch, start=start)
     if config.scheduler.interval == "epoch" and per_epoch is None:
         return config.trainer.max_epochs
     if steps is not None and config.scheduler.interval == "step" and phases is not None:
         return phases.count(optimizer, steps=steps)
     if steps is None or per_epoch is None or config.scheduler.interval == "step":
         return steps
-    return -(-steps // per_epoch)
+    if steps <= start.step:
+        return start.epoch
+    after_first = steps - step_of_epoch_end(start.epoch, steps_per_epoch=per_epoch, start=start)
+    return start.epoch + 1 + max(0, math.ceil(after_first / per_epoch))
 
 
 # Rules between the settings and the datasets, known once these are built
@@ -178,13 +226,22 @@ def check_streams(config: Config, datasets: Datasets, strategy: Strategy) -> Non
     raise_mistakes(mistakes)
 
 
-def check_validation(config: Config, datasets: Datasets, *, steps_per_epoch: int | None) -> str | None:
+def check_validation(
+    config: Config, datasets: Datasets, *, steps_per_epoch: int | None, start: Start = FROM_SCRATCH
+) -> str | None:
     """Return a warning if training ends before the first validation is due."""
-    settings, steps = config.trainer, total_steps(config.trainer, steps_per_epoch=steps_per_epoch)
-    first, every = settings.val_check_interval, settings.check_val_every_n_epoch
-    if first is None and every is not None and steps_per_epoch is not None:
-        # A stream's epochs may be shorter.
-        first = None if isinstance(datasets.train, IterableDataset) else every * steps_per_epoch
+    settings = config.trainer
+    steps = total_steps(settings, steps_per_epoch=steps_per_epoch, start=start)
+    interval, every = settings.val_check_interval, settings.check_val_every_n_epoch
+    first = None
+    if interval is not None:
+        first = (start.step // interval + 1) * interval
+    # A stream's epochs may be shorter.
+    elif every is not None and steps_per_epoch is not None and not isinstance(datasets.train, IterableDataset):
+        epoch = (start.epoch // every + 1) * every - 1
+        first = step_of_epoch_end(epoch, steps_per_epoch=steps_per_epoch, start=start)
+    if steps is not None and steps <= start.step:
+        return None
     if datasets.val is None or settings.limit_val_batches == 0 or steps is None or first is None or first <= steps:
         return None
     return (

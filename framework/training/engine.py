@@ -13,6 +13,7 @@ from typing import Any
 
 from framework.checkpoint.layout import BEST, step_of
 from framework.checkpoint.manager import CheckpointManager
+from framework.checkpoint.reader import load_progress
 from framework.config.optimizers import optimizer_configs
 from framework.config.saved import load_written_config, written_config
 from framework.data.loader import EvalLoader, MapLoader
@@ -43,7 +44,7 @@ from framework.training.rank_setup import (
     make_train_loader,
     setup_rank,
 )
-from framework.training.resume import restore
+from framework.training.resume import own_checkpoint, restore
 from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
@@ -64,10 +65,6 @@ def run_rank(
         if datasets.val is None:
             data_settings.check_metrics(rank.config, ())
         train_loader = make_train_loader(rank, datasets)
-        steps = train_loader.steps_per_epoch
-        unvalidated = data_settings.check_validation(rank.config, datasets, steps_per_epoch=steps)
-        if unvalidated is not None and rank.context.is_main:
-            warn(unvalidated)
         link.rank_status.set_phase(Phase.MEETING)
         on_cpu = rank.strategy.exchanges_on_cpu
         group = process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous, with_cpu=on_cpu)
@@ -84,9 +81,17 @@ def _run(rank: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLo
     """Build, restore, train, test: inside the process group."""
     val_loaders = make_eval_loaders(rank, datasets, part="val", strategy=rank.strategy)
     test_loaders = make_eval_loaders(rank, datasets, part="test", strategy=rank.strategy)
-    trainer = build_trainer(rank, train_loader, val_loaders)
+    own = own_checkpoint(rank)
+    progress = None if own.directory is None else load_progress(own.directory)
+    trainer = build_trainer(rank, train_loader, val_loaders, resumed=progress)
     try:
-        restore(rank, trainer)
+        restore(rank, trainer, own)
+        steps = train_loader.steps_per_epoch
+        unvalidated = data_settings.check_validation(
+            rank.config, datasets, steps_per_epoch=steps, start=trainer.start_of_run()
+        )
+        if unvalidated is not None and rank.context.is_main:
+            warn(unvalidated)
         if rank.context.is_main:
             sizes = state_sizes(rank, trainer)
             _check_disk_space(rank, sizes.checkpoint)
@@ -141,9 +146,16 @@ def _bind_to_cores(sharers: Sharers) -> None:
 
 
 def build_trainer(
-    rank: RankSetup, train_loader: MapLoader | StreamLoader, val_loaders: Mapping[str, EvalLoader]
+    rank: RankSetup,
+    train_loader: MapLoader | StreamLoader,
+    val_loaders: Mapping[str, EvalLoader],
+    *,
+    resumed: Mapping[str, int] | None = None,
 ) -> Trainer:
-    """Build the model, the optimizer and all else that training needs. Every rank must call it."""
+    """Build the model, the optimizer and all else that training needs. Every rank must call it.
+
+    resumed: the progress of the checkpoint that will be restored, which decides how long the whole run is.
+    """
     config, context = rank.config, rank.context
     # The same on every rank: replicas start equal, even if the strategy doesn't make them so.
     seed_everything(config.seed, rank=0)
@@ -174,9 +186,17 @@ def build_trainer(
     may_fuse = not precision.scaler.is_enabled() and not is_sparse
     # The schedule is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
     steps = data_settings.steps_per_epoch(rank.requested.trainer, rank.plan, size=train_loader.size)
-    total = data_settings.total_steps(rank.requested.trainer, steps_per_epoch=steps)
+    start = data_settings.FROM_SCRATCH
+    if resumed is not None:
+        start = data_settings.start_of(
+            resumed,
+            size=train_loader.size,
+            steps_per_epoch=steps,
+            global_batch_size=train_loader.global_batch_size,
+        )
+    total = data_settings.total_steps(rank.requested.trainer, steps_per_epoch=steps, start=start)
     optimizer = build.build_optimizer(param_groups, model, may_fuse=may_fuse, total_steps=total)
-    length = partial(data_settings.schedule_length, rank.requested, steps, phases=phases)
+    length = partial(data_settings.schedule_length, rank.requested, steps, phases=phases, start=start)
     callbacks, loggers = config.callbacks, config.logger if context.is_main else {}
     # Redrawn lines would disturb a debugger's prompt.
     progress = "plain" if settings.progress == "auto" and not rank.link.is_watched else settings.progress

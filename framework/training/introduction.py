@@ -157,7 +157,7 @@ def _facts(rank: RankSetup, trainer: Trainer, datasets: Datasets, sizes: StateSi
     samples = ", ".join(f"{name} {'a stream' if name in streams else f'{len(part):,}'}" for name, part in parts)
     yield "data", f"{samples}{'' if streams else ' samples'}"
     steps = trainer.train_loader.steps_per_epoch
-    total = total_steps(config.trainer, steps_per_epoch=steps)
+    total = total_steps(config.trainer, steps_per_epoch=steps, start=trainer.start_of_run())
     factors = f"{plan.global_batch_size // plan.world_size // plan.micro_batches} a forward"
     if plan.micro_batches > 1:
         factors += f" × {plan.micro_batches} accumulated"

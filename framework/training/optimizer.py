@@ -18,10 +18,15 @@ from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.sharded import by_mesh, is_dtensor
 from framework.distributed.sharded import total_norm as norm_of
 from framework.errors import ConfigError
-from framework.monitoring.rank_log import logger
+from framework.monitoring.rank_log import logger, warn
 from framework.types import LRSchedulerConfig
 
-_LENGTH, _CALLS = "schedule_total_steps", "schedule_calls"  # keys in `state_dict`, beside the scheduler's own
+# Keys in `state_dict`, beside the scheduler's own.
+_LENGTH = "schedule_total_steps"
+_RUN_LENGTH = "schedule_run_steps"
+_CALLS = "schedule_calls"
+_AS_IT_WAS = "trainer.max_epochs, trainer.max_steps, the batch size and the number of processes as they were."
+_NEW_RUN = "a new run from these weights, with init_from."
 _FUSED_PAYS_FROM = 100_000  # elements in all parameters, on a CPU
 
 
@@ -32,6 +37,7 @@ class Schedule:
     ReduceLROnPlateau steps after validations, by the metric `monitor`; all others after steps or epochs.
 
     total_steps: the scheduler's length, counted in `settings.interval`; None if it has none.
+    run_steps: the run's length, counted in the same way; None if unknown.
     own: the scheduler's own frequency and strictness, if it came with them.
     """
 
@@ -41,11 +47,13 @@ class Schedule:
         settings: SchedulerConfig,
         *,
         total_steps: int | None = None,
+        run_steps: int | None = None,
         own: LRSchedulerConfig | None = None,
     ) -> None:
         self._scheduler: Any = scheduler
         self._settings = settings
         self._total_steps = total_steps
+        self._run_steps = run_steps
         self._frequency, self._is_strict = (1, True) if own is None else (own.frequency, own.strict)
         self._calls = 0  # counted only if `frequency` isn't 1
         self._steps_after = "validation" if isinstance(scheduler, ReduceLROnPlateau) else settings.interval
@@ -72,31 +80,41 @@ class Schedule:
         if self._scheduler is None:
             return {}
         calls = {_CALLS: self._calls} if self._frequency > 1 else {}
-        return {**self._scheduler.state_dict(), _LENGTH: self._total_steps, **calls}
+        lengths = {_LENGTH: self._total_steps, _RUN_LENGTH: self._run_steps}
+        return {**self._scheduler.state_dict(), **lengths, **calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, after the optimizer's state.
 
         Raises:
             ConfigError: if the state is of a schedule of another length, unless `settings.total_steps` is set and the
-                schedule can be stretched.
+                schedule can be stretched; and if the schedule is over, unless the run was planned to be longer.
         """
         if self._scheduler is None:
             return
         state = dict(state)
         made_for, self._calls = state.pop(_LENGTH, None), state.pop(_CALLS, 0)
+        planned_steps = state.pop(_RUN_LENGTH, None)
+        self._check_end(_position(state), planned_steps=planned_steps)
         if self._total_steps is None or made_for in (None, self._total_steps):
             self._scheduler.load_state_dict(state)
             return
         can_stretch = isinstance(self._scheduler, LambdaLR)
         if not can_stretch or self._settings.total_steps is None:
-            stretches = f"\n  - scheduler.total_steps={self._total_steps} stretches it." if can_stretch else ""
+            interval, position = self._settings.interval, _position(state)
+            choices = []
+            if position is None or position < made_for:
+                choice = f"scheduler.total_steps={made_for} keeps the schedule as it was"
+                if self._run_steps is not None and self._run_steps > made_for:
+                    choice += f"; the last {self._run_steps - made_for} {interval}s have its last learning rate"
+                choices.append(f"{choice}.")
+            if can_stretch:
+                choices.append(f"scheduler.total_steps={self._total_steps} stretches it.")
+            choices.append(_AS_IT_WAS)
+            choices.append(_NEW_RUN)
             raise ConfigError(
-                f"The learning-rate schedule was made for {made_for} {self._settings.interval}s, and this run has "
-                f"{self._total_steps}. To resume, choose:\n"
-                f"  - scheduler.total_steps={made_for} keeps the schedule as it was.{stretches}\n"
-                "  - trainer.max_epochs, trainer.max_steps and the batch size as they were.\n"
-                "  - a new run from these weights, with init_from."
+                f"The learning-rate schedule was made for {made_for} {interval}s, and this run has "
+                f"{self._total_steps}. To resume, choose:\n" + "\n".join(f"  - {choice}" for choice in choices)
             )
         interval = self._settings.interval
         logger.info("the schedule is stretched from %d to %d %ss", made_for, self._total_steps, interval)
@@ -106,6 +124,32 @@ class Schedule:
             self._scheduler.optimizer.param_groups, state["base_lrs"], self._scheduler.lr_lambdas, strict=True
         ):
             group["lr"] = base * factor(state["last_epoch"])
+
+    def _check_end(self, position: int | None, *, planned_steps: int | None) -> None:
+        """Raise ConfigError if the schedule is over at `position` and the run isn't, unless that was planned.
+
+        planned_steps: the run's length when the state was saved; None in earlier checkpoints.
+        """
+        length, steps, interval = self._total_steps, self._run_steps, self._settings.interval
+        if length is None or steps is None or position is None or position >= steps:
+            return
+        was_planned = planned_steps is not None and planned_steps > length
+        if planned_steps is None and self._settings.total_steps is not None:
+            was_planned = True
+        if position >= length and not was_planned:
+            choices = [_AS_IT_WAS, _NEW_RUN]
+            if isinstance(self._scheduler, LambdaLR):
+                choices.insert(0, f"scheduler.total_steps={steps} stretches it.")
+            raise ConfigError(
+                f"The learning-rate schedule is over: it has {length} {interval}s, and this run continues after "
+                f"{position} of them to {steps}, with the schedule's last learning rate. To resume, choose:\n"
+                + "\n".join(f"  - {choice}" for choice in choices)
+            )
+        if position < length < steps and not was_planned:
+            warn(
+                f"The learning-rate schedule ends after {length} {interval}s, and the run after {steps}: the last "
+                f"{steps - length} have the schedule's last learning rate"
+            )
 
     def set_learning_rate(self, group: dict[str, Any], number: int, value: float, *, before: float | None) -> None:
         """Continue from another base learning rate of the optimizer's group `number`, scaling the current one.
@@ -119,6 +163,14 @@ class Schedule:
         group |= {name: changed(group[name]) for name in ("lr", "initial_lr") if name in group}
         if self._scheduler is not None and hasattr(self._scheduler, "base_lrs"):
             self._scheduler.base_lrs[number] = changed(self._scheduler.base_lrs[number])
+
+
+def _position(state: Mapping[str, Any]) -> int | None:
+    """Return how often a scheduler with this state has moved; None if it doesn't say."""
+    if "last_epoch" in state:
+        return int(state["last_epoch"])
+    inside = state.get("_schedulers")  # a ChainedScheduler moves all together
+    return _position(inside[0]) if inside else None
 
 
 @final

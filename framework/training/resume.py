@@ -28,9 +28,11 @@ from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
 
 
-def restore(rank: RankSetup, trainer: Trainer) -> None:
-    """Load the run's own checkpoint (`resume`, or a restart), else the weights of `init_from`."""
-    own = _own_checkpoint(rank)
+def restore(rank: RankSetup, trainer: Trainer, own: LastUndamaged) -> None:
+    """Load the run's own checkpoint (`resume`, or a restart), else the weights of `init_from`.
+
+    own: what `own_checkpoint` has returned.
+    """
     if own.directory is not None:
         _resume(rank, trainer, own.directory)
     elif rank.config.init_from is not None:
@@ -48,7 +50,7 @@ def restore(rank: RankSetup, trainer: Trainer) -> None:
             point(rank.run_dir.checkpoints, LAST, step=trainer.progress.step)
 
 
-def _own_checkpoint(rank: RankSetup) -> LastUndamaged:
+def own_checkpoint(rank: RankSetup) -> LastUndamaged:
     """Return the checkpoint to resume from; none for a new run, or one that was stopped before its first checkpoint.
 
     It is the one that `resume` names; if that is the run directory, and in a restart, the last undamaged one. Its files
@@ -129,8 +131,9 @@ def _resume(rank: RankSetup, trainer: Trainer, source: Path) -> None:
     logger.info("resuming from %s", source)
     batch, before = rank.plan.global_batch_size, training.get("global_batch_size", rank.plan.global_batch_size)
     if batch != before:
-        text = "a global batch has %d samples now, and had %d: keep it with data.global_batch_size=%d"
-        logger.warning(text, batch, before, before)
+        text = f"A global batch has {batch} samples now, and had {before}: keep it with data.global_batch_size={before}"
+        if rank.context.is_main:
+            warn(text)
     trainer.restore_generators = partial(
         _restore_generators, rank, checkpoint["generators"], step=trainer.progress.step
     )

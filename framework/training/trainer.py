@@ -18,6 +18,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, final
 
 from torch import Tensor
@@ -35,7 +36,7 @@ from framework.monitoring.rank_status import Phase
 from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.batchnorm import batchnorm_statistics
-from framework.training.data_settings import total_steps
+from framework.training.data_settings import Start, start_of, total_steps
 from framework.training.evaluation import check_output, eager, is_number, media_of
 from framework.training.flops import FlopRate, peak_of_run
 from framework.training.loss_weights import LossWeights
@@ -144,6 +145,16 @@ class Trainer:
         with eager(), self.state.without_side_effects():
             first = {prefix: loader.first(number) for prefix, loader in self.val_loaders.items()}
             return self.state.evaluate(first).names
+
+    def start_of_run(self) -> Start:
+        """Return where training starts: before `fit`, where the restored checkpoint is."""
+        loader = self.train_loader
+        return start_of(
+            asdict(self.progress),
+            size=loader.size,
+            steps_per_epoch=loader.steps_per_epoch,
+            global_batch_size=loader.global_batch_size,
+        )
 
     def fit(self) -> None:
         """Train from `progress` to the limits of the settings or an agreed stop, and save what is left.
@@ -455,17 +466,19 @@ class Trainer:
         """Call the observers' start hooks; return those to call after every step."""
         state = self.state
         steps_per_epoch = self.train_loader.steps_per_epoch
+        start = self.start_of_run()
         info = FitInfo(
             model=state.bare_model,
             start_step=self.progress.step,
-            total_steps=total_steps(self.settings, steps_per_epoch=steps_per_epoch),
+            total_steps=total_steps(self.settings, steps_per_epoch=steps_per_epoch, start=start),
             steps_per_epoch=steps_per_epoch,
+            steps_left_in_epoch=start.steps_left,
             max_epochs=self.settings.max_epochs,
             optimizer=state.optimizer,
             batchnorm_statistics=self._batchnorm_statistics,
         )
-        for start in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
-            start(info)
+        for begin in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
+            begin(info)
         observers = state.observers
         self._on_epoch_start = hooks(observers, "on_train_epoch_start")
         self._on_epoch_end = hooks(observers, "on_train_epoch_end")

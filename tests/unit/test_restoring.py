@@ -14,7 +14,7 @@ from framework.distributed.context import Context
 from framework.errors import CheckpointError, RunError
 from framework.system.run_dir import RunDir
 from framework.training import resume as resume_module
-from framework.training.resume import restore
+from framework.training.resume import own_checkpoint, restore
 from tests.unit.checkpoint.states import flip, write_small
 
 
@@ -34,7 +34,7 @@ def refusal(context: Context, disks: list[Path], attempt: int, resume: str | Non
     trainer: Any = None  # it isn't touched before the checkpoint is found
     resumes = mock.patch.object(resume_module, "_resume", side_effect=FoundError)
     with resumes, pytest.raises((RunError, CheckpointError, FoundError)) as caught:
-        restore(rank, trainer)
+        restore(rank, trainer, own_checkpoint(rank))
     return type(caught.value).__name__, str(caught.value)
 
 
