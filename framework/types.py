@@ -325,11 +325,25 @@ class StepReport(NamedTuple):
     epoch_end: bool = False
 
 
-class EpochReport(NamedTuple):
-    """Where training is between two steps. epoch: from 0. step: optimizer steps done."""
-
+class _EpochAndStep(NamedTuple):
     epoch: int
     step: int
+
+
+class EpochReport(_EpochAndStep):
+    """Where training is between two steps. epoch: from 0. step: optimizer steps done.
+
+    resumed: a resumed run continues in the middle of this epoch, which began in an earlier process. It is no element of
+    the tuple: callbacks that unpack a report stay as they are.
+    """
+
+    resumed: bool = False
+
+
+class ResumedEpochReport(EpochReport):
+    """What `on_train_epoch_start` gets when a resumed run continues in the middle of an epoch."""
+
+    resumed: bool = True
 
 
 class EvalReport(NamedTuple):
@@ -465,7 +479,11 @@ class Callback(Protocol):
         return None
 
     def on_train_epoch_start(self, report: EpochReport) -> Stop | Report | None:
-        """Called before the first step of an epoch; not if a resumed run continues in the middle of one."""
+        """Called before the first step of an epoch.
+
+        If a resumed run continues in the middle of one, it is called only if it looks at `report.resumed`, which is
+        True then: many callbacks do something here that must not be done twice, such as to reset or halve a value.
+        """
         return None
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:

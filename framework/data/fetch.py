@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from framework.data.epoch_listeners import EpochListeners
 from framework.data.keyed_random import KeyedRandom
 from framework.data.prefetch import pinned
 from framework.data.sample_random import Draws
@@ -42,7 +43,10 @@ class BatchRequest(NamedTuple):
     indices: Tensor
     # Of the first sample in the order of the epoch.
     position: int
+    # By which samples draw.
     epoch: int
+    # Which `set_epoch` of the dataset is given.
+    dataset_epoch: int
 
 
 class BatchKey(NamedTuple):
@@ -51,6 +55,7 @@ class BatchKey(NamedTuple):
     indices: list[int]
     position: int
     epoch: int
+    dataset_epoch: int
 
 
 @final
@@ -65,9 +70,20 @@ class BatchDataset(Dataset[Batch]):
         self._rows = as_tensor_samples(dataset) if collate_fn is None else None
         self._random = KeyedRandom(dataset, collate_fn)
         self._has_loaded = False
+        self._listeners = EpochListeners(dataset, collate_fn, seed=seed)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the dataset and what it holds, and of the collate function, if the epoch is a new one.
+
+        Each process has objects of its own. Raises RunError if one raises.
+        """
+        if tell_epoch(self._listeners, epoch, split=self._split):
+            self._random.find()
+            self._has_loaded = False
 
     def __getitem__(self, key: BatchKey) -> Batch:
         """Return the batch of a key. Raises RunError that names the sample that fails."""
+        self.set_epoch(key.dataset_epoch)
         if self._rows is not None:
             index_B = torch.tensor(key.indices, device=self._rows.device)
             position_B = torch.arange(key.position, key.position + len(index_B), device=self._rows.device)
@@ -118,6 +134,14 @@ def load_sample(dataset: MapDataset, index: int, *, split: str) -> Any:
         return dataset[index]
     except Exception as error:
         raise failed_sample(f"Sample {index} of the {split} dataset", error) from error
+
+
+def tell_epoch(listeners: EpochListeners, epoch: int, *, split: str, again: bool = False) -> bool:
+    """Call `set_epoch(epoch)` of each listener, see `EpochListeners.tell`. Raises RunError if one raises."""
+    try:
+        return listeners.tell(epoch, again=again)
+    except Exception as error:
+        raise failed_sample(f"set_epoch({epoch}) for the {split} dataset", error) from error
 
 
 def failed_sample(name: str, error: BaseException) -> RunError:

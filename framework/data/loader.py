@@ -14,7 +14,8 @@ from torch import Tensor
 
 from framework.config.schema import LoaderKind
 from framework.data.batching import BatchPlan, count_windows
-from framework.data.fetch import BatchDataset, BatchKey, BatchRequest, ItemLoader
+from framework.data.epoch_listeners import EpochListeners
+from framework.data.fetch import BatchDataset, BatchKey, BatchRequest, ItemLoader, tell_epoch
 from framework.data.prefetch import pins_memory, prefetch
 from framework.data.resident import ResidentBatches, decode
 from framework.data.sampler import GlobalOrder, epoch_indices, windows
@@ -71,13 +72,19 @@ class LoadedBatches(ItemLoader):
     ) -> None:
         batches = BatchDataset(dataset, split=split, seed=seed, collate_fn=collate_fn)
         super().__init__(batches, name=f"{split} dataset", num_workers=num_workers, pin_memory=pins_memory(device))
+        # Of this process; workers have copies of their own.
+        self._batches = batches
         self._device = device
         self.num_workers = num_workers
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches asked for, in order."""
-        keys = (BatchKey(request.indices.tolist(), request.position, request.epoch) for request in requests)
+        keys = (BatchKey(request.indices.tolist(), *request[1:]) for request in requests)
         return prefetch(self.items(keys), self._device)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of this process's dataset; workers do so before their first batch of the epoch."""
+        self._batches.set_epoch(epoch)
 
 
 def batch_source(
@@ -113,7 +120,8 @@ def batch_source(
     else:
         if samples.device == device or samples.size_bytes <= device_limit(device, procs=options.procs_on_device):
             samples = samples.to(device)
-        source = ResidentBatches(samples, device=device, seed=seed)
+        listeners = EpochListeners(dataset, seed=seed)
+        source = ResidentBatches(samples, device=device, seed=seed, split=split, listeners=listeners)
         how = f"resident in the memory of {samples.device} ({format_bytes(samples.size_bytes)})"
     if options.logs:
         _log.info("data: %s is %s", split, how)
@@ -173,6 +181,10 @@ class MapLoader:
         self._rank = rank
         self.collates = options.collate_fn is not None
         """A collate function of the user's makes the batches: it may leave out samples."""
+        self._split = split
+        self._sampler_listeners = EpochListeners(sampler, seed=seed, besides=(dataset, options.collate_fn))
+        self.dataset_epoch: int | None = None
+        """Which `set_epoch` of the dataset is given, in an evaluation; None: the epoch that is loaded."""
         self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
         self._set_plan(plan, limit)
 
@@ -209,18 +221,21 @@ class MapLoader:
             limit: global batches of the epoch at most; None: the loader's own limit.
         """
         limit = self._limit if limit is None else limit
+        dataset_epoch = epoch if self.dataset_epoch is None else self.dataset_epoch
+        self._source.set_epoch(dataset_epoch)
+        tell_epoch(self._sampler_listeners, dataset_epoch, split=self._split)
         indices = epoch_indices(self._order, self._plan, epoch=epoch, start=start, limit=limit)
         gathered = 0
         if isinstance(self._source, ResidentBatches):
             gathered = yield from self._source.windows(indices, self._plan, rank=self._rank, epoch=epoch, start=start)
-        yield from self._loaded(indices[gathered:], epoch=epoch, start=start + gathered)
+        yield from self._loaded(indices[gathered:], epoch=epoch, dataset_epoch=dataset_epoch, start=start + gathered)
 
-    def _loaded(self, indices: Tensor, *, epoch: int, start: int) -> Iterator[Window]:
+    def _loaded(self, indices: Tensor, *, epoch: int, dataset_epoch: int, start: int) -> Iterator[Window]:
         """Yield windows whose batches are loaded one by one. indices: from position `start` of the epoch on."""
         # Requests run ahead of the window that is yielded.
         given, asked = tee(windows(indices, self._plan, rank=self._rank, start=start))
         requests = (
-            BatchRequest(micro.indices, position, epoch)
+            BatchRequest(micro.indices, position, epoch, dataset_epoch)
             for window in asked
             for micro, position in zip(window.micro_batches, window.positions, strict=True)
         )
@@ -268,6 +283,14 @@ class EvalLoader:
         self._loader, self._is_even = loader, is_even
         self._tick = tick
         self.turns = turns
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set what `set_epoch` of a map-style dataset is given: the epoch of the weights that are evaluated.
+
+        Parts of the data often share a dataset, as those of `random_split` do. For a stream an evaluation is epoch 0.
+        """
+        if isinstance(self._loader, MapLoader):
+            self._loader.dataset_epoch = epoch
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self.first(None)

@@ -147,19 +147,19 @@ def _parts_of_function(function: FunctionType) -> Iterator[Any]:
     yield from function.__closure__ or ()
     yield function.__defaults__
     yield function.__kwdefaults__
-    for name in _names(function.__code__):
+    for name in names_in(function.__code__):
         value = function.__globals__.get(name)
         is_neighbour = isinstance(value, FunctionType) and value.__module__ == function.__module__
         if is_neighbour or is_generator(value):
             yield value
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names in a function, and in functions and comprehensions inside it."""
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a function, and in functions and comprehensions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _content(cell: CellType) -> Iterable[Any]:

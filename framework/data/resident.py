@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from framework.data.batching import BatchPlan, micro_batches
-from framework.data.fetch import BatchRequest, batch_draws, collate, load_sample
+from framework.data.epoch_listeners import EpochListeners
+from framework.data.fetch import BatchRequest, batch_draws, collate, load_sample, tell_epoch
 from framework.data.prefetch import prefetch, to_device
 from framework.data.tensor_samples import TensorSamples, row_bytes
 from framework.distributed.seed import fingerprint, preserved_generators
@@ -46,12 +47,23 @@ def _positions(request: BatchRequest) -> Tensor:
 
 @final
 class ResidentBatches:
-    """Batches of `samples` on a device, which may be another than theirs; `seed` is for random transforms."""
+    """Batches of `samples` on a device, which may be another than theirs; `seed` is for random transforms.
 
-    def __init__(self, samples: TensorSamples, *, device: torch.device, seed: int) -> None:
+    listeners: to `set_epoch` of the dataset that the samples are of.
+    """
+
+    def __init__(
+        self, samples: TensorSamples, *, device: torch.device, seed: int, split: str, listeners: EpochListeners
+    ) -> None:
         self.samples = samples
         self._device = device
         self._seed = seed
+        self._split = split
+        self._listeners = listeners
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the dataset and its transform, if the epoch is a new one. Raises RunError if it fails."""
+        tell_epoch(self._listeners, epoch, split=self._split)
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches asked for, in order."""
@@ -143,6 +155,8 @@ def decode(dataset: MapDataset, *, split: str, limit_bytes: int | None) -> Tenso
     limit_bytes: What they may take; None: anything. Raises DataError if they take more, or if a sample draws random
     numbers, holds anything but numbers, or differs from the others in shape; RunError if the dataset raises.
     """
+    if EpochListeners(dataset, seed=0):
+        raise _refused("it has set_epoch(epoch), so its samples may change from epoch to epoch", split=split)
     with preserved_generators():
         before = fingerprint(())
         first, spec = _load_tensors(dataset, 0, split=split)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from framework.data.batching import BatchPlan, micro_batches
+from framework.data.keyed_random import KeyedRandom
 from framework.distributed.seed import mix
 from framework.errors import DataError
 from framework.types import MicroIndices, Sampler
@@ -42,7 +43,11 @@ class GlobalOrder:
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
         if self.sampler is None:
             return torch.randperm(self.size, generator=generator)
-        order: Any = self.sampler.order(generator, batch_size=batch_size)
+        # A sampler may draw from other generators, too: every rank must get the same order.
+        own = KeyedRandom(self.sampler)
+        with own.preserved():
+            own.seed(mix(self.seed, "sampler", epoch))
+            order: Any = self.sampler.order(generator, batch_size=batch_size)
         kind = type(self.sampler).__name__
         if not isinstance(order, Tensor) or order.shape != (self.size,) or order.dtype != torch.int64:
             given = (

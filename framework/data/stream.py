@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset
 
 from framework.data.batching import BatchPlan, count_windows, micro_batches, share
-from framework.data.fetch import ItemLoader, collate, failed_sample
+from framework.data.epoch_listeners import EpochListeners
+from framework.data.fetch import ItemLoader, collate, failed_sample, tell_epoch
 from framework.data.keyed_random import KeyedRandom
 from framework.data.prefetch import SideStream, pins_memory, prefetch
 from framework.distributed.collectives import SideChannel, Table
@@ -126,6 +127,7 @@ class StreamReader(Dataset["_WindowSamples | None"]):
         # A dataset with a state keeps its generators in it.
         self._dataset_random = KeyedRandom(*([] if has_state(dataset) else [dataset]))
         self._collate_random = KeyedRandom(plan.collate_fn)
+        self._listeners = EpochListeners(dataset, plan.collate_fn, seed=plan.seed, seeds_own=False)
 
     def __getitem__(self, start: StreamPosition | None) -> _WindowSamples | None:
         """Return the first window after `start`, or the next one for None; None if there are no more."""
@@ -197,9 +199,7 @@ class StreamReader(Dataset["_WindowSamples | None"]):
             self._initial = self._state()
         elif state is None:
             state = copy.deepcopy(self._initial)
-        set_epoch = getattr(self._dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(self._start.epoch)
+        tell_epoch(self._listeners, self._start.epoch, split=self._plan.split, again=True)
         if state is not None:
             self._dataset.load_state_dict(state)  # type: ignore[attr-defined]
         return iter(self._dataset)

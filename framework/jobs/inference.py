@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from framework.checkpoint.layout import read_manifest
 from framework.config.schema import Part
 from framework.config.targets import check_node, import_target, takes
 from framework.data.loader import EvalLoader
@@ -91,7 +92,7 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
         keywords = {name: value for name, value in offered.items() if name not in config.args and takes(node, name)}
         rank.link.rank_status.set_phase(Phase.MEETING)
         with process_group(rank.context, config.backend, rendezvous=arguments.rendezvous), link.recording():
-            model, _, _ = _trained_model(rank)
+            model, _, _, _ = _trained_model(rank)
             model.eval()
             rank.link.rank_status.set_phase(Phase.FUNCTION)
             function(model, **keywords, **config.args)
@@ -99,8 +100,8 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
             barrier(rank.context)
 
 
-def _trained_model(rank: RankSetup) -> tuple[nn.Module, Task, PrecisionPlugin]:
-    """Return the model with the weights of `checkpoint.path`, and the task.
+def _trained_model(rank: RankSetup) -> tuple[nn.Module, Task, PrecisionPlugin, int]:
+    """Return the model with the weights of `checkpoint.path`, the task, the precision and the epoch of the weights.
 
     Every rank must call it, inside the process group.
     """
@@ -110,9 +111,9 @@ def _trained_model(rank: RankSetup) -> tuple[nn.Module, Task, PrecisionPlugin]:
     model = build.build_model(config.model, context=rank.context)
     task = build.build_task(config.task, model=model, config=config, context=rank.context)  # which may add to the model
     model, task = precision.convert_model(model), precision.convert_task(task)
-    load_model(rank, model, Path(str(config.checkpoint.path)))
+    manifest = read_manifest(load_model(rank, model, Path(str(config.checkpoint.path))))
     rank.link.rank_status.set_phase(Phase.EVALUATE)
-    return model, task, precision
+    return model, task, precision, manifest.epoch
 
 
 def _predictions(model: nn.Module, loader: EvalLoader, *, task: Any, precision: PrecisionPlugin) -> Iterator[Columns]:
@@ -144,7 +145,9 @@ def _ready(
         if streams_of(datasets):
             rank.exchange.open()
         stack.enter_context(rank.link.recording())
-        model, task, precision = _trained_model(rank)
+        model, task, precision, epoch = _trained_model(rank)
+        for loader in loaders.values():
+            loader.set_epoch(epoch)
         yield model, task, loaders, precision
         rank.link.rank_status.set_phase(Phase.CLOSING)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from framework.checkpoint.layout import BEST, step_of
+from framework.checkpoint.layout import BEST, read_manifest
 from framework.checkpoint.manager import CheckpointManager
 from framework.checkpoint.reader import load_progress
 from framework.config.optimizers import optimizer_configs
@@ -274,9 +274,12 @@ def _test(rank: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader]) 
     with_media = bool(trainer.state.loggers)
     best, is_ranked = rank.run_dir.checkpoints / BEST, trainer.checkpoints is not None and trainer.checkpoints.monitor
     if is_ranked and broadcast_object(best.exists(), rank.context):
-        step = step_of(load_model(rank, trainer.state.bare_model, best).name)
+        manifest = read_manifest(load_model(rank, trainer.state.bare_model, best))
+        step = manifest.step
+        _set_epoch(loaders, manifest.epoch)
         found = trainer.state.evaluate(loaders, with_media=with_media)
     else:
+        _set_epoch(loaders, trainer.progress.last_epoch)
         with trainer.state.evaluation_weights():
             found = trainer.state.evaluate(loaders, with_media=with_media)
     results = rank.run_dir.read_run().get("results", {})
@@ -286,6 +289,11 @@ def _test(rank: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader]) 
         trainer.log_texts(found.texts)
         trainer.log_media(found.media)
     return {"step": step, "metrics": found.metrics, "texts": found.texts}
+
+
+def _set_epoch(loaders: Mapping[str, EvalLoader], epoch: int) -> None:
+    for loader in loaders.values():
+        loader.set_epoch(epoch)
 
 
 def _report(rank: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, seconds: float) -> None:

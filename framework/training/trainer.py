@@ -42,6 +42,7 @@ from framework.training.flops import FlopRate, peak_of_run
 from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
 from framework.training.optimizer import clip_gradients
+from framework.training.resumed_epoch import looks_at_resumed
 from framework.training.step_times import SHARES, Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
@@ -52,6 +53,7 @@ from framework.types import (
     Interval,
     Media,
     Report,
+    ResumedEpochReport,
     StepOutput,
     StepReport,
     Stop,
@@ -411,6 +413,8 @@ class Trainer:
         self._flush_loggers()
         self.context.wait_for_devices()  # so that queued steps count as training time
         began = time.perf_counter()
+        for loader in self.val_loaders.values():
+            loader.set_epoch(self.progress.last_epoch)
         observers = hooks(state.observers, "on_validation_start")
         self._call(observers, epoch=self.progress.last_epoch, part="val")
         with state.evaluation_weights():
@@ -529,6 +533,11 @@ class Trainer:
 
     def _windows(self) -> Iterator[Window]:
         """Yield this rank's windows from `progress` on, epoch after epoch."""
+        if self.progress.samples > 0 and not self._done():
+            resumed = ResumedEpochReport(self.progress.epoch, self.progress.step)
+            for observe in self._on_epoch_start:
+                if looks_at_resumed(observe):
+                    self._handle(observe(resumed))
         while not self._done():
             if self.progress.samples == 0:
                 self._call(self._on_epoch_start, epoch=self.progress.epoch)

@@ -266,6 +266,48 @@ def test_hooks_are_called_in_order_and_a_resumed_run_repeats_none(train, tmp_pat
         assert [line for line in hooked(tmp_path) if line != ["resumed"]] == lines
 
 
+RESUMED = """
+from pathlib import Path
+
+class Stage:
+    '''Sets what the epoch needs, in the model, which no checkpoint keeps.'''
+    def on_fit_start(self, info): self.model = info.model
+    def on_train_epoch_start(self, report):
+        epoch, step = report
+        if step == 0 or not self.again(report): self.model.stage = epoch
+    def again(self, report):
+        if report.resumed:
+            Path("resumed").open("a").write(f"{report.epoch} {report.step} ")
+            self.model.stage = report.epoch
+        return report.resumed
+    def on_train_step_end(self, report):
+        with Path("stages").open("a") as file: file.write(f"{self.model.stage} ")
+
+class Halve:
+    '''Changes what the checkpoint keeps, as callbacks did before there was `resumed`.'''
+    def on_fit_start(self, info): self.optimizer = info.optimizer
+    def on_train_epoch_start(self, report): self.optimizer.param_groups[0]["lr"] *= 0.5
+"""
+
+
+def test_a_callback_that_looks_at_resumed_is_called_within_an_epoch(train, tmp_path):
+    """No other one is: it might do something twice."""
+    (tmp_path / "again.py").write_text(RESUMED)
+    callbacks = ("+callbacks.stage._target_=again.Stage", "+callbacks.halve._target_=again.Halve")
+    given = [each for each in HOOKED if "every" not in each or "log_every" in each]
+    whole = train(*given, *callbacks)
+    stages = (tmp_path / "stages").read_text()
+    assert stages == "0 0 0 1 1 1 "
+    for stop, resumed in ((2, "0 2 "), (3, ""), (5, "1 5 ")):
+        (tmp_path / "stages").unlink()
+        (tmp_path / "resumed").write_text("")
+        part = train(*given, *callbacks, f"trainer.max_steps={stop}")
+        run_dir = train(f"resume={part}", "trainer.max_steps=6")
+        assert (tmp_path / "stages").read_text() == stages
+        assert (tmp_path / "resumed").read_text() == resumed
+        results.assert_same(results.weights(run_dir), results.weights(whole))
+
+
 @pytest.mark.parametrize("stop", ["stop=0", "stop_before=1"])
 def test_a_stop_between_two_epochs(train, tmp_path, stop):
     (tmp_path / "every.py").write_text(EVERY)

@@ -78,6 +78,32 @@ def twice():
     return Datasets(DataLoader(Samples(), batch_size=12, sampler=sampler))
 
 
+class Stage:
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __call__(self, x):
+        return x * 0 + self.epoch
+
+
+class Staged(Samples):
+    def __init__(self):
+        self.transform = Stage()
+
+
+class StagedCollate(Stage):
+    def __call__(self, samples):
+        x = torch.stack(samples)
+        return x, torch.full_like(x, self.epoch)
+
+
+def staged():
+    parts = torch.utils.data.random_split(Staged(), [16, 8])
+    return Datasets(parts[0], parts[1], collate_fn=StagedCollate())
+
+
 class Task:
     def training_step(self, model, batch):
         x, noisy = batch
@@ -153,8 +179,10 @@ def test_random_data_depend_on_neither_workers_nor_resumes(drawn):
 @pytest.mark.parametrize("sharing", ["shared", "join"])
 def test_random_streams_depend_on_neither_workers_nor_resumes(drawn, sharing):
     """With `join`, each process's shard has a generator of its own, in the same state."""
-    data = ("data.datasets._target_=own.stream", "data.shuffle=false", f"data.stream={sharing}")
-    data += ("trainer.max_steps=10", "trainer.max_epochs=null", "checkpoint.monitor=null")
+    data = (
+        *("data.datasets._target_=own.stream", "data.shuffle=false", f"data.stream={sharing}"),
+        *("trainer.max_steps=10", "trainer.max_epochs=null", "checkpoint.monitor=null"),
+    )
     _, wanted = drawn(*data, "data.num_workers=0", ranks=2)
     assert len(set(wanted[0] + wanted[1])) == 20
     _, found = drawn(*data, "data.num_workers=1", ranks=2)
@@ -177,3 +205,18 @@ def test_a_sample_that_is_drawn_twice_is_augmented_anew(train):
     own = ("task._target_=own.Count", "data.datasets._target_=own.twice", "data.batch_size=12")
     run = train(*given, *own, "checkpoint=none")
     assert set(results.curve(run, "train/distinct").values()) == {12.0}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [0, 1])
+def test_set_epoch_is_called_in_every_process_and_after_a_resume(train, drawn, workers):
+    """Of a transform within a dataset that training and validation share, and of a collate function."""
+    data = ("data.datasets._target_=own.staged", f"data.num_workers={workers}", "trainer.max_epochs=3")
+    wanted = [f"{[float(epoch)] * 16}" for epoch in range(3) for _ in range(4)]
+    run, found = drawn(*data)
+    assert found == [wanted]
+    best = results.saved(run, "best")["training"]["val_metrics"]["val/loss"]
+    evaluated = train("job=eval", "eval.part=val", f"checkpoint.path={run}/checkpoints/best")
+    assert results.results(evaluated)["metrics"]["val/loss"] == best
+    for stops in (4, 6, 9):
+        assert drawn(*data, stops=stops)[1] == [wanted]

@@ -229,7 +229,7 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
         size = dataset_size(dataset, split=part)
         indices = [number % size for number in range(num_samples)]
         batches = BatchDataset(dataset, split=part, seed=0, collate_fn=collate_fn)
-        batch = batches[BatchKey(indices, position=0, epoch=0)]
+        batch = batches[BatchKey(indices, position=0, epoch=0, dataset_epoch=0)]
     precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
     seen: list[Call] = []
 
