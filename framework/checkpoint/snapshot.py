@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Mapping
 from copy import copy
 from typing import Any, final
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 _PINNED = frozenset({"cuda", "xpu"})  # devices that copy to pinned memory without the host waiting
+_LEAST_REGISTERED_BYTES = 2**20  # registering takes a system call; what smaller buffers waste doesn't count
 
 
 @final
@@ -69,9 +72,22 @@ class Snapshots:
         is_pinned = device.type in _PINNED
         key = (storage.nbytes(), is_pinned)
         free = self._free.get(key)
-        buffer = free.pop() if free else torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
+        buffer = free.pop() if free else _new_buffer(storage.nbytes(), device if is_pinned else None)
         self._used.setdefault(key, []).append(buffer)
         buffer.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), non_blocking=is_pinned)
         if is_pinned:
             self._devices.add(device)
         return buffer
+
+
+def _new_buffer(size_bytes: int, device: torch.device | None) -> Tensor:
+    """Return memory of the host, page-locked for a device; None: not."""
+    if device is None or device.type != "cuda" or size_bytes < _LEAST_REGISTERED_BYTES:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device is not None)
+    # Torch's allocator would round the size up to a power of two. Shared memory has pages of its own, which a fork
+    # leaves where they are.
+    buffer = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), size_bytes, 0)))
+    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer

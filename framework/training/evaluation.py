@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from framework.data.batch_tree import map_tensors
 from framework.distributed.context import Context
 from framework.distributed.sharded import has_output, is_model_sharded
 from framework.errors import TargetError
@@ -43,12 +44,14 @@ def evaluate(
     prefix: str,
     with_media: bool = False,
     counts: bool = True,
+    captures_graphs: bool = False,
 ) -> Evaluation:
     """Return metrics over all ranks' batches. Every rank must call it.
 
     model: the unwrapped module; unless its forward has collectives, ranks may have different numbers of batches.
     with_media: also return media, of this rank's first batch and of the metrics. Ranks may differ.
     counts: what this rank computes counts; False if another one gets the same batches, and counts.
+    captures_graphs: the model is compiled in one of CUDA_GRAPH_MODES.
     """
     stateful = StatefulMetrics(task)
     media: dict[str, Media] = {}
@@ -61,6 +64,7 @@ def evaluate(
         prefix=prefix,
         media=media if with_media else None,
         counts=counts and has_output(model),
+        captures_graphs=captures_graphs,
     )
     values, _ = meter.reduce(context)
     values |= stateful.compute(context)
@@ -88,6 +92,7 @@ def _run_batches(
     prefix: str,
     media: dict[str, Media] | None,
     counts: bool,
+    captures_graphs: bool,
 ) -> Meter:
     """Return what the task computes for this rank's batches, in evaluation mode and without gradients.
 
@@ -97,8 +102,9 @@ def _run_batches(
     meter = Meter()
     training = [module for module in model.modules() if module.training]
     model.eval()
-    # A sharded model keeps what it gathers for the next step; memory made in inference mode can't be trained on.
-    with torch.no_grad() if is_model_sharded(model) else torch.inference_mode():
+    # A sharded model keeps what it gathers for the next step; memory made in inference mode can't be trained on. Once a
+    # CUDA graph was captured in inference mode, later captures may fail: https://github.com/pytorch/pytorch/issues/135892
+    with torch.no_grad() if captures_graphs or is_model_sharded(model) else torch.inference_mode():
         for start in hooks([task], "on_evaluation_start"):
             start(model, prefix)
         for position, micro in enumerate(batches):
@@ -106,6 +112,8 @@ def _run_batches(
                 output = task.validation_step(model, precision.convert_batch(micro.batch))
             if position == 0:
                 check_output(output, task, "validation_step")
+            if captures_graphs:
+                output = copied(output)
             if micro.num_samples and counts:
                 if output.num_samples:
                     # Cloned: the next batch may overwrite what a compiled model returned.
@@ -128,6 +136,14 @@ def eager() -> AbstractContextManager[Any]:
     """
     has_compiled = "torch._dynamo.eval_frame" in sys.modules
     return torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
+
+
+def copied(output: StepOutput) -> StepOutput:
+    """Return the output with tensors of its own, which the next call of a model with CUDA graphs doesn't overwrite."""
+    loss, metrics, weight, updates = map_tensors(
+        (output.loss, output.metrics, output.weight, output.updates), torch.clone
+    )
+    return output._replace(loss=loss, metrics=metrics, weight=weight, updates=updates)
 
 
 @contextmanager

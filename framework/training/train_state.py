@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from framework.checkpoint.replicas import REPLICAS, gather_replicas
+from framework.config.schema import CUDA_GRAPH_MODES
 from framework.data.loader import MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import gather_to_all
@@ -187,6 +188,7 @@ class TrainState:
                 prefix=prefix,
                 with_media=with_media,
                 counts=self.speaks_for_share,
+                captures_graphs=self.compile_mode in CUDA_GRAPH_MODES,
             )
             whole = Evaluation(
                 whole.metrics | found.metrics,

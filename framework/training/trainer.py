@@ -37,7 +37,7 @@ from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.batchnorm import batchnorm_statistics
 from framework.training.data_settings import Start, start_of, total_steps
-from framework.training.evaluation import check_output, eager, is_number, media_of
+from framework.training.evaluation import check_output, copied, eager, is_number, media_of
 from framework.training.flops import FlopRate, peak_of_run
 from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
@@ -244,7 +244,7 @@ class Trainer:
                     if output.media is not None and position == 1:
                         self._keep_media(output.media, phase=phase)
                     if self._overwrites_outputs:
-                        output = output._replace(loss=output.loss.clone())
+                        output = copied(output)
                     name = None if phase is None else phase.name
                     if self._weights.are_used(output, micro.num_samples, name):
                         is_only = window.num_micro_batches == 1

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from framework import StepOutput
 from tests.helpers import results
 
 SHORT = ("logger=jsonl", "trainer.limit_test_batches=0", "trainer.limit_val_batches=1")
@@ -47,6 +48,35 @@ def test_a_compiled_model_gives_the_same_weights_and_its_checkpoint_is_a_plain_o
         torch.testing.assert_close(results.weights(compiled)[name], weight)
     resumed = train(f"resume={compiled}", "trainer.max_steps=7", "trainer.compile=null")
     assert results.results(resumed)["steps"] == 7
+
+
+class Modes:
+    """Doesn't call the model, so that nothing is compiled; logs if validation is in inference mode."""
+
+    def training_step(self, model, batch):
+        return StepOutput(sum(parameter.square().sum() for parameter in model.parameters()), len(batch[0]))
+
+    def validation_step(self, model, batch):
+        output = self.training_step(model, batch)
+        return output._replace(metrics={"inference_mode": (float(torch.is_inference_mode_enabled()), 1)})
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("null", 1.0),
+        ("default", 1.0),
+        ("max-autotune-no-cudagraphs", 1.0),
+        ("reduce-overhead", 0.0),
+        ("max-autotune", 0.0),
+    ],
+)
+def test_cuda_graphs_are_not_captured_in_inference_mode(train, mode, expected):
+    task = ("~task", f"+task._target_={__name__}.Modes")
+    run_dir = train(
+        "recipe=toy", *SHORT, *task, "trainer.max_steps=1", "trainer.val_check_interval=1", f"trainer.compile={mode}"
+    )
+    assert results.curve(run_dir, "val/inference_mode") == {1: expected}
 
 
 class Cores:

@@ -118,3 +118,55 @@ def test_it_computes_in_the_precision_asked_for(precision: Precision, batch: tor
     model = plugin.convert_model(nn.Linear(3, 1))
     run(model, lambda model, batch: seen.extend([batch.dtype, model(batch).dtype]), precision=plugin)
     assert seen == [batch, output]
+
+
+class Appends:
+    """A metric that keeps what it is given, as torchmetrics' do that need all samples."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def reset(self) -> None:
+        self.values = []
+
+    def update(self, values: Tensor) -> None:
+        self.values.append(values)
+
+    def state(self) -> list[float]:
+        return [float(value) for value in self.values]
+
+    def merge(self, state: list[float]) -> None:
+        self.values += map(torch.tensor, state)
+
+    def compute(self) -> float:
+        return float(sum(self.values))
+
+
+class Overwrites:
+    """Returns the same memory for every batch, as a CUDA graph does."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(())
+        self.metrics = {"appended": Appends()}
+
+    def validation_step(self, model: nn.Module, batch: Tensor) -> StepOutput:
+        self.memory.copy_(batch.sum())
+        sums = {"sum": (self.memory, 1)}
+        return StepOutput(self.memory, 1, sums, weight=self.memory, updates={"appended": (self.memory,)})
+
+    training_step = validation_step
+
+
+def test_what_a_cuda_graph_returned_is_kept_when_it_runs_again() -> None:
+    batches = [MicroBatch(torch.tensor([value]), 1) for value in (1.0, 2.0, 3.0)]
+    found = evaluate(
+        Square(),
+        batches,
+        task=Overwrites(),
+        precision=FP32,
+        context=cpu_context(),
+        prefix="val",
+        captures_graphs=True,
+    )
+    squares = 1 + 4 + 9
+    assert found.metrics == {"val/sum": 2.0, "val/appended": 6.0, "val/loss": squares / 6}

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.distributed.context import Context
+from framework.strategies.base import Single
+from framework.training.loss_weights import LossWeights
 from framework.training.meter import Meter
 from framework.types import StepOutput, SumCount
 from tests.helpers.contexts import cpu_context
@@ -152,3 +158,32 @@ def test_the_first_bad_step_of_any_rank_is_known_on_all(
     rank_pool: RankPool, bad: dict[int, int], first: int | None
 ) -> None:
     assert rank_pool.run(first_bad_step, bad) == [first] * 2
+
+
+class Copies(TorchDispatchMode):
+    """Notes the operations that copy between devices, for which a device is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "weight", [3, 3.0, Fraction(3, 1), np.float64(3), torch.tensor(3), torch.tensor([3.0])], ids=repr
+)
+def test_a_weight_that_is_a_number_does_not_wait_for_the_device(weight: Any) -> None:
+    """A copy from the host would: of the weight in the gradients, and of that in the logs."""
+    loss = torch.zeros((), device="meta")
+    output = StepOutput(loss, 1, weight=weight)
+    context = replace(cpu_context(world_size=2), devices=(loss.device,))
+    weights = LossWeights(context, strategy=Single(context=cpu_context()), task=object())  # type: ignore[arg-type]
+    with Copies() as copies:
+        assert weights.are_used(output, 1, None)
+        weights.weighted(output, num_samples=1, scale=0.5)
+        Meter().add(output)
+    assert copies.seen == []
