@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -28,7 +29,7 @@ from framework.errors import ConfigError, DataError, FrameworkError, TargetError
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import chosen
 from framework.system.run_dir import RunDir
-from framework.training.optimizer import Schedule, Schedules, fused_pays, skip_profiler_mark
+from framework.training.optimizer import Rebuild, Schedule, Schedules, fused_pays, skip_profiler_mark
 from framework.training.param_groups import Optimizers, ParamGroups
 from framework.training.precision import task_modules
 from framework.training.sizes import optimizer_state_bytes
@@ -257,7 +258,8 @@ def build_scheduler(
                 "Set trainer.max_steps, or scheduler.total_steps."
             )
     supplied = {} if length is None else {"total_steps": length}
-    scheduler = _build(key, node, optimizer, **supplied)
+    rebuild = Rebuild.of(optimizer, partial(_build, key, node, **supplied))
+    scheduler = rebuild.make(optimizer)
     if scheduler is None:
         return Schedule(None, settings)
     own = scheduler if isinstance(scheduler, LRSchedulerConfig) else None
@@ -271,7 +273,7 @@ def build_scheduler(
             f"{node['_target_']} ends after {scheduler.total_steps} steps and can't continue, and the run has "
             f"{total_steps}.\nSet its total_steps to at least that, or train for fewer steps."
         )
-    return Schedule(scheduler, settings, total_steps=length, run_steps=known, own=own)
+    return Schedule(scheduler, settings, total_steps=length, run_steps=known, own=own, rebuild=rebuild)
 
 
 def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: RunDir) -> dict[str, Callback]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class Schedule:
     total_steps: the scheduler's length, counted in `settings.interval`; None if it has none.
     run_steps: the run's length, counted in the same way; None if unknown.
     own: the scheduler's own frequency and strictness, if it came with them.
+    rebuild: makes the scheduler once more, for `change_settings`.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Schedule:
         total_steps: int | None = None,
         run_steps: int | None = None,
         own: LRSchedulerConfig | None = None,
+        rebuild: Rebuild | None = None,
     ) -> None:
         self._scheduler: Any = scheduler
+        self._rebuild = rebuild
         self._settings = settings
         self._total_steps = total_steps
         self._run_steps = run_steps
@@ -151,18 +155,164 @@ class Schedule:
                 f"{steps - length} have the schedule's last learning rate"
             )
 
-    def set_learning_rate(self, group: dict[str, Any], number: int, value: float, *, before: float | None) -> None:
-        """Continue from another base learning rate of the optimizer's group `number`, scaling the current one.
+    def change_settings(self, optimizer: Optimizer, changes: Mapping[int, Mapping[str, Change]], *, key: str) -> None:
+        """Give the optimizer settings that have changed since the checkpoint; learning rates follow the schedule.
 
-        before: the base until now; if it is None or 0, the rate becomes `value`.
+        Later rates are exactly those of a schedule that had the new settings from its first step. Call it once all
+        states are loaded.
+
+        Args:
+            changes: Number of the group → name → its values before and now.
+            key: Of the optimizer, for messages.
+
+        Raises:
+            ConfigError: for a setting that the schedule sets itself, and for a schedule whose rates with other settings
+                aren't known.
         """
+        groups = optimizer.param_groups
+        if self._scheduler is None:
+            for number, group_changes in changes.items():
+                for name, change in group_changes.items():
+                    groups[number][name] = change.scaled(groups[number].get(name)) if name == "lr" else change.now
+            return
+        before = self._replay(changes, "before")
+        now = self._replay(changes, "now")
+        position = _position(self._scheduler.state_dict())
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            position = self._reductions(changes, optimizer, key=key)
+        if position is None:
+            raise ConfigError(
+                f"resume can't change {key}: {type(self._scheduler).__name__} doesn't say how often it has moved.\n"
+                "Keep the settings as they were, or start a new run from these weights with init_from."
+            )
+        before.step(position)
+        now.step(position)
+        self._check_replayed(before, optimizer, key=key)
+        for number, group_changes in changes.items():
+            for name in group_changes:
+                groups[number][name] = now.groups[number][name]
+            if "initial_lr" in now.groups[number]:
+                groups[number]["initial_lr"] = now.groups[number]["initial_lr"]
+        if not isinstance(self._scheduler, ReduceLROnPlateau):  # whose state is of metrics
+            self._scheduler.load_state_dict(now.scheduler.state_dict())
+        for number, group_changes in changes.items():
+            for name, change in group_changes.items():
+                self._check_effect(name, change, before, now, number=number, key=key)
 
-        def changed(rate: Any) -> Any:
-            return rate * (value / before) if before else value
+    def _replay(self, changes: Mapping[int, Mapping[str, Change]], which: Literal["before", "now"]) -> _Replay:
+        """Return the schedule at its first step, had the settings been `before`, or as they are `now`."""
+        assert self._rebuild is not None
+        groups = [dict(group) for group in self._rebuild.groups]
+        for number, group_changes in changes.items():
+            for name, change in group_changes.items():
+                groups[number][name] = getattr(change, which)
+        return _Replay(self._rebuild, groups)
 
-        group |= {name: changed(group[name]) for name in ("lr", "initial_lr") if name in group}
-        if self._scheduler is not None and hasattr(self._scheduler, "base_lrs"):
-            self._scheduler.base_lrs[number] = changed(self._scheduler.base_lrs[number])
+    def _reductions(self, changes: Mapping[int, Mapping[str, Change]], optimizer: Optimizer, *, key: str) -> int:
+        """Return how often ReduceLROnPlateau has reduced the rates. Raises ConfigError if that can't be known."""
+        replay = self._replay(changes, "before")
+        wanted = [group["lr"] for group in optimizer.param_groups]
+        number = 0
+        while True:
+            rates = [group["lr"] for group in replay.groups]
+            replay.step(1)
+            is_reduced = rates != [group["lr"] for group in replay.groups]
+            is_found = all(math.isclose(rate, own, rel_tol=1e-6) for rate, own in zip(rates, wanted, strict=True))
+            if is_found and not is_reduced:
+                raise ConfigError(
+                    f"resume can't change {key}.lr: ReduceLROnPlateau has reached its min_lr, so how often it would "
+                    "have reduced another learning rate isn't known.\n"
+                    "Keep the learning rate, or start a new run from these weights with init_from."
+                )
+            if is_found or not is_reduced:  # if it isn't found, the rates differ from the checkpoint's
+                return number
+            number += 1
+
+    def _check_replayed(self, before: _Replay, optimizer: Optimizer, *, key: str) -> None:
+        """Raise ConfigError if replaying the schedule doesn't give the checkpoint's rates."""
+        for group, replayed in zip(optimizer.param_groups, before.groups, strict=True):
+            if not math.isclose(group["lr"], replayed["lr"], rel_tol=1e-6, abs_tol=1e-15):
+                raise ConfigError(
+                    f"resume can't change {key}.lr: the checkpoint's learning rate is {group['lr']:g}, where "
+                    f"{type(self._scheduler).__name__} with the settings of that run gives {replayed['lr']:g}. "
+                    "Something else sets it, such as a callback, or the schedule depends on more than the step.\n"
+                    "Keep the settings as they were, or start a new run from these weights with init_from."
+                )
+
+    def _check_effect(self, name: str, change: Change, before: _Replay, now: _Replay, *, number: int, key: str) -> None:
+        """Raise ConfigError if the schedule sets what has changed, so that the change would be lost."""
+        if name == "lr":
+            is_lost = before.groups[number]["lr"] == now.groups[number]["lr"]
+            if is_lost:  # by chance, at the end of a decay: what follows decides
+                before.step(1)
+                now.step(1)
+                is_lost = before.groups[number]["lr"] == now.groups[number]["lr"]
+        else:
+            is_lost = now.groups[number][name] != change.now
+        if is_lost:
+            raise ConfigError(
+                f"{key}.{name}={change.now} has no effect: {type(self._scheduler).__name__} sets it from its own "
+                f"arguments.\nresume can't change a schedule that has begun. Keep {key}.{name}={change.before}, or "
+                "start a new run from these weights with init_from."
+            )
+
+
+class Change(NamedTuple):
+    """The value of an optimizer's setting when the checkpoint was saved, and now. None: not set."""
+
+    before: Any
+    now: Any
+
+    def scaled(self, present: Any) -> Any:
+        """Return the new value, times what something else, such as a callback, has changed it by."""
+        if not self.before or present is None or present == self.before:
+            return self.now
+        return present * (self.now / self.before)
+
+
+@final
+class Rebuild(NamedTuple):
+    """Makes the scheduler once more, for an optimizer whose groups are as they were before it was made."""
+
+    make: Callable[[Optimizer], Any]
+    groups: Sequence[Mapping[str, Any]]
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Rebuild:
+        """Note the groups of an optimizer that has no scheduler yet."""
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        return cls(make, groups, dict(optimizer.defaults))
+
+
+class _Replay:
+    """A scheduler of its own, from the first step on, on an optimizer that trains nothing."""
+
+    def __init__(self, rebuild: Rebuild, groups: Sequence[Mapping[str, Any]]) -> None:
+        own = [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
+        optimizer = Optimizer(own, dict(rebuild.defaults))
+        scheduler = rebuild.make(optimizer)
+        self.scheduler: Any = scheduler.scheduler if isinstance(scheduler, LRSchedulerConfig) else scheduler
+        self.groups = optimizer.param_groups
+
+    def step(self, number: int) -> None:
+        """Step the scheduler, or reduce the rates as ReduceLROnPlateau does. About 10 µs a step."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            for _ in range(number):
+                self._reduce()
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses the steps of the optimizer
+            for _ in range(number):
+                self.scheduler.step()
+
+    def _reduce(self) -> None:
+        for group, min_lr in zip(self.groups, self.scheduler.min_lrs, strict=True):
+            reduced = max(group["lr"] * self.scheduler.factor, min_lr)
+            if group["lr"] - reduced > self.scheduler.eps:
+                group["lr"] = reduced
 
 
 def _position(state: Mapping[str, Any]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from framework.distributed.seed import mix, restore_generator_states, seed_every
 from framework.distributed.sharded import is_model_sharded
 from framework.errors import CheckpointError, ConfigError, RunError
 from framework.monitoring.rank_log import logger, warn
-from framework.training.optimizer import Schedule
+from framework.training.optimizer import Change, Schedule
 from framework.training.rank_setup import RankSetup, load_initial_weights
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
@@ -183,21 +184,24 @@ def _check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None
 
 def _change_optimizer(config: Config, saved: dict[str, Any], state: TrainState) -> None:
     """Give the restored optimizer the settings that have changed since; its state has the old values."""
-    changed = []
+    texts = []
     configs = optimizer_configs(config.optimizer), optimizer_configs(saved["optimizer"])
     for now, then, optimizer in zip(*configs, state.optimizers, strict=True):
         schedule = state.schedule if isinstance(state.schedule, Schedule) else state.schedule.named[now.name]
+        defaults = inspect.signature(type(optimizer)).parameters
+        changes: dict[int, dict[str, Change]] = {}
         for number, group in enumerate(optimizer.param_groups):
             label = group.get("name", now.name)
             settings, before = now.settings(label), then.settings(label)
-            for name, value in settings.items():
-                if before.get(name) == value:
+            for name in {**before, **settings}:
+                default = defaults[name].default if name in defaults else inspect.Parameter.empty
+                change = Change(before.get(name, default), settings.get(name, default))
+                if change.before == change.now or inspect.Parameter.empty in change:
                     continue
-                if name == "lr":
-                    schedule.set_learning_rate(group, number, value, before=before.get(name))
-                else:
-                    group[name] = value
+                changes.setdefault(number, {})[name] = change
                 key = now.key if label == now.name else f"{now.key} ({label})"
-                changed.append(f"{key}.{name}={value}")
-    if changed:
-        logger.info("changed since the checkpoint: %s", ", ".join(changed))
+                texts.append(f"{key}.{name}={change.now}")
+        if changes:
+            schedule.change_settings(optimizer, changes, key=now.key)
+    if texts:
+        logger.info("changed since the checkpoint: %s", ", ".join(texts))

@@ -147,3 +147,36 @@ def test_one_cycle_resumes_exactly_and_cannot_be_stretched(train, capfd):
     schedule = partial(OneCycleLR, max_lr=LR, total_steps=40)
     batches = toy_batches(epochs=EPOCHS, batches=STEPS_PER_EPOCH)
     results.assert_same(results.weights(whole), plain_loop(batches, schedule=schedule))
+
+
+NESTED = """
+from torch.optim import lr_scheduler
+
+def warm_up_then_decay(optimizer):
+    warm_up = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8)
+    decay = lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, decay], milestones=[8])
+"""
+
+
+@pytest.mark.parametrize("stop", [5, 13])
+def test_a_changed_learning_rate_holds_under_a_nested_schedule(train, tmp_path, stop):
+    (tmp_path / "nested.py").write_text(NESTED)
+    nested = (*SCHEDULED, "scheduler.schedule={_target_:nested.warm_up_then_decay}")
+    groups = ("+optimizer.groups=[{params: 'ndim<2', lr: 0.5, name: biases}]",)
+    run = train(*nested, *groups, f"trainer.max_steps={stop}")
+    changed = train(f"resume={run}", "trainer.max_steps=20", f"optimizer.lr={LR / 4}")
+    again = train(f"resume={changed}", "trainer.max_steps=25")
+    whole = train(*nested, *groups, "trainer.max_steps=25", f"optimizer.lr={LR / 4}")
+    for name in ("train/lr", "train/lr/biases"):
+        expected = results.curve(whole, name)
+        later = {step: rate for step, rate in results.curve(again, name).items() if step > stop}
+        assert later == {step: expected[step] for step in range(stop + 1, 26)}
+    assert f"changed since the checkpoint: optimizer.lr={LR / 4}" in results.log(again)
+
+
+def test_a_learning_rate_that_has_no_effect_is_refused(train, capfd):
+    own = (*SCHEDULED, "scheduler=one_cycle", "scheduler.total_steps=40", "scheduler.schedule.max_lr=0.01")
+    run = train(*own, "trainer.max_steps=5")
+    train(f"resume={run}", "trainer.max_steps=8", "optimizer.lr=0.5", status=2)
+    assert "optimizer.lr=0.5 has no effect: OneCycleLR sets it" in capfd.readouterr().err
