@@ -52,7 +52,8 @@ def _outcome(report: pytest.TestReport) -> str:
 
 def _text(report: pytest.TestReport) -> str:
     if report.skipped:
-        return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        return reason.removeprefix("Skipped: ")
     sections = [f"--- {name}\n{content}" for name, content in report.sections]
     return "\n".join([report.longreprtext, *sections])
 

@@ -99,7 +99,7 @@ def test_a_cut_run_names_its_test_and_keeps_failures_whole(
         ("test_passes", "passed"),
         ("test_fails[1]", "failed"),
         ("test_leaves", "error"),
-        ("test_skips", r"skipped: Skipped: needs 2 GPU(s) \| and sees 1"),
+        ("test_skips", r"skipped: needs 2 GPU(s) \| and sees 1"),
         ("test_hangs", "cut"),
     ], printed
     assert "Cut during `test_some.py::test_hangs`. 1 passed, 1 failed, 1 error, 1 skipped, in " in written
