@@ -290,8 +290,8 @@ def test_two_processes_share_a_gpu(train: Run, gpus: int) -> None:
 def test_one_process_and_two_compare_equal(
     command: Callable[..., int], gpus: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shares = f"topology.share_gpus={bool(gpus)}"
-    assert command("job=parity", "recipe=toy", on(gpus), shares, "parity.processes=2") == 0
+    pair = ("parity.processes=2", "topology.gpus_per_process=1", f"topology.share_gpus={bool(gpus)}")
+    assert command("job=parity", "recipe=toy", on(gpus), *pair) == 0
     assert "The same: " in capfd.readouterr().out
 
 
