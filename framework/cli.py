@@ -36,7 +36,7 @@ from framework.config.parse import parse, spelled_out
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
 from framework.jobs.request import JobResult, PythonCall, Request, job_module
 from framework.jobs.saved_run import BaseConfig, find_base, names_a_run
-from framework.jobs.sweep import Sweep, run_sweep
+from framework.jobs.sweep import Sweep, run_sweep, sweeper_direction
 from framework.system.run_dir import new_name
 from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
@@ -152,7 +152,7 @@ class _Command:
                 if is_sweep:
                     self._check_sweep(config.hydra)
                     if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-                        return JobResult(self._run_sweeper(hydra, overrides, outputs=config.path.outputs))
+                        return JobResult(self._run_sweeper(hydra, overrides, config))
                     compositions = [_resolved(self._compose(job)) for job in _grid(overrides, config.hydra)]
                 else:
                     compositions = [_resolved(config)]
@@ -215,21 +215,33 @@ class _Command:
                 "one after another. Use hydra/launcher=basic; to run jobs at the same time, start a command for each."
             )
 
-    def _run_sweeper(self, hydra: Hydra, overrides: list[str], *, outputs: str) -> int:
+    def _run_sweeper(self, hydra: Hydra, overrides: list[str], config: DictConfig) -> int:
         """Run the jobs as a sweeper such as Optuna's chooses them, by their results; return the exit status."""
         sweep = Sweep()
+        checkpoint = config.checkpoint
+        settings: Any = OmegaConf.to_container(config.hydra.sweeper, enum_to_str=True)
+        direction = sweeper_direction(settings, typed=overrides, mode=checkpoint.mode, monitor=checkpoint.monitor)
 
         def run_job(config: DictConfig) -> float | None:
             request = self._request(*_resolved(config), number=HydraConfig.get().job.num)
+            own = request.config.checkpoint
+            if (own.monitor, own.mode) != (checkpoint.monitor, checkpoint.mode):
+                raise ConfigError(
+                    "checkpoint.monitor and checkpoint.mode say what the sweeper looks for, so they must be the same "
+                    "in all jobs. Don't sweep over them."
+                )
             label = " ".join(request.overrides)
             result = sweep.run(request, label=label)
             if result.status != 0:
                 raise RunError(f"The job {label} failed with exit status {result.status}.")
             return result.score
 
-        folder = f"hydra.sweep.dir='{Path(outputs, 'multirun', self._sweep_name)}'"  # for the sweeper's own files
+        # For the sweeper's own files.
+        folder = f"hydra.sweep.dir='{Path(config.path.outputs, 'multirun', self._sweep_name)}'"
         try:
-            hydra.multirun(self._config_name, run_job, [*overrides, _MULTIRUN, folder], with_log_configuration=False)
+            hydra.multirun(
+                self._config_name, run_job, [*overrides, *direction, _MULTIRUN, folder], with_log_configuration=False
+            )
         finally:
             status = sweep.close()
         return status

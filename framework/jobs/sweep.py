@@ -6,10 +6,10 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import final
+from typing import Any, final
 
 from framework.config.saved import resume_argument
 from framework.config.secrets import masked_override
@@ -20,6 +20,14 @@ from framework.system.formatting import format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
 
+# Where Hydra's sweepers have the direction of their search, with its value for each `checkpoint.mode`.
+_DIRECTIONS = {
+    "direction": {"min": "minimize", "max": "maximize"},  # Optuna's
+    "optim.maximize": {"min": "false", "max": "true"},  # Nevergrad's
+    "ax_config.experiment.minimize": {"min": "true", "max": "false"},  # Ax's
+    "ax_config.early_stop.minimize": {"min": "true", "max": "false"},
+}
+_BETTER = {"min": "lower", "max": "higher"}
 _NOT_SWEPT = ("compare", "export", "parity", "plan", "report", "runs", "tune")
 
 
@@ -46,6 +54,46 @@ def run_sweep(requests: Sequence[Request]) -> int:
             sweep.close()
             raise
     return sweep.close()
+
+
+def sweeper_direction(sweeper: Mapping[str, Any], *, typed: Sequence[str], mode: str, monitor: str | None) -> list[str]:
+    """Return the overrides that make a sweeper look for what `checkpoint.mode` calls better; none if it does already.
+
+    sweeper: the composed section `hydra.sweeper`, plain values. typed: the command's overrides. Raises ConfigError if
+    the two contradict each other, or if the jobs have no single score.
+    """
+    if monitor is None:
+        raise ConfigError(
+            "A sweeper that chooses by results needs one: set checkpoint.monitor to a metric of the validation, and "
+            "checkpoint.mode to min or max."
+        )
+    overrides: list[str] = []
+    for key, by_mode in _DIRECTIONS.items():
+        value: Any = sweeper
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        if len(values) != 1:
+            raise ConfigError(
+                f"hydra.sweeper.{key} has {len(values)} directions, and a job has one score: the best {monitor}. "
+                f"Use hydra.sweeper.{key}={by_mode[mode]}, or leave it out."
+            )
+        name = str(values[0]).lower()
+        if name == by_mode[mode]:
+            continue
+        # What is better by default is min, with every sweeper, so only max in a file can't be a default.
+        is_typed = any(text.lstrip("+").startswith(f"hydra.sweeper.{key}=") for text in typed)
+        if is_typed or mode == "min":
+            raise ConfigError(
+                f"hydra.sweeper.{key}={name} contradicts checkpoint.mode={mode}: {monitor} is better if it is "
+                f"{_BETTER[mode]}.\nLeave hydra.sweeper.{key} out: it follows from checkpoint.mode."
+            )
+        override = f"hydra.sweeper.{key}={by_mode[mode]}"
+        print(f"{override}, from checkpoint.mode={mode}", flush=True)
+        overrides.append(override)
+    return overrides
 
 
 def _sub_run(request: Request) -> Path:

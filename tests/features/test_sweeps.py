@@ -6,12 +6,14 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
 from framework import cli
+from framework.errors import ConfigError
+from framework.jobs.sweep import sweeper_direction
 from tests.helpers import results
 from tests.helpers.command import run_framework
 
@@ -135,3 +137,68 @@ def test_a_sweeper_gets_the_monitored_metric_and_sees_failures(sweeper):
     # Its command runs each job alone.
     alone = ["recipe=toy", "trainer.gpus=0", "seed=3", *SHORT, "trainer.log_every_n_steps=1", "optimizer.lr=0.002"]
     assert shlex.split(results.run_file(folder / "2")["command"]) == ["python", "-m", "framework", *alone]
+
+
+DIRECTED = """
+from pathlib import Path
+from hydra_plugins.mine.sweeper import Mine
+
+class Directed(Mine):
+    def __init__(self, direction, params=None): self.direction = direction
+    def sweep(self, arguments): Path("direction").write_text(str(self.direction))
+"""
+
+
+@pytest.fixture
+def directed(sweeper, monkeypatch) -> Path:
+    """The sweeper with a direction, as Optuna's has it."""
+    (sweeper / "hydra_plugins" / "mine" / "directed.py").write_text(DIRECTED)
+    option = sweeper / "conf" / "hydra" / "sweeper" / "directed.yaml"
+    option.write_text("_target_: hydra_plugins.mine.directed.Directed\ndirection: minimize\nparams: null\n")
+    return sweeper
+
+
+@pytest.mark.exhaustive
+def test_a_sweeper_looks_for_what_checkpoint_mode_calls_better(directed):
+    command = ("-m", "recipe=digits", "trainer.gpus=0", "hydra/sweeper=directed")
+    result = run_framework(*command, cwd=directed, env={"PYTHONPATH": str(directed)})
+    assert "hydra.sweeper.direction=maximize, from checkpoint.mode=max" in result.stdout, result.stderr
+    assert (directed / "direction").read_text() == "maximize"
+
+
+OPTUNA: dict[str, Any] = {"direction": "minimize"}
+
+
+@pytest.mark.parametrize(
+    ("section", "mode", "expected"),
+    [
+        (OPTUNA, "max", ["hydra.sweeper.direction=maximize"]),
+        (OPTUNA, "min", []),
+        ({"direction": ["maximize"]}, "max", []),
+        ({"optim": {"maximize": False}}, "max", ["hydra.sweeper.optim.maximize=true"]),
+        ({"optim": {"maximize": False}}, "min", []),
+        (
+            {"ax_config": {"experiment": {"minimize": True}, "early_stop": {"minimize": True}}},
+            "max",
+            ["hydra.sweeper.ax_config.experiment.minimize=false", "hydra.sweeper.ax_config.early_stop.minimize=false"],
+        ),
+        ({"n_trials": 3}, "max", []),
+    ],
+)
+def test_the_direction_of_a_sweeper_follows_from_checkpoint_mode(section, mode, expected):
+    assert sweeper_direction(section, typed=[], mode=mode, monitor="val/accuracy") == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "typed", "mode", "monitor", "named"),
+    [
+        (OPTUNA, "hydra.sweeper.direction=minimize", "max", "val/f1", "contradicts checkpoint.mode=max"),
+        ({"direction": "maximize"}, "seed=1", "min", "val/loss", "contradicts checkpoint.mode=min"),
+        ({"optim": {"maximize": True}}, "seed=1", "min", "val/loss", "optim.maximize=true contradicts"),
+        ({"direction": ["minimize", "maximize"]}, "seed=1", "min", "val/loss", "2 directions, and a job has one score"),
+        (OPTUNA, "seed=1", "min", None, "set checkpoint.monitor"),
+    ],
+)
+def test_a_direction_that_contradicts_is_refused(section, typed, mode, monitor, named):
+    with pytest.raises(ConfigError, match=named):
+        sweeper_direction(section, typed=[typed], mode=mode, monitor=monitor)
