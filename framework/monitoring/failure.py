@@ -193,6 +193,11 @@ _BY_MESSAGE = {
     "process), or give the container more /dev/shm.",
     r"device-side assert": "A GPU kernel got an invalid value, usually an index or a class label out of range. Set "
     "CUDA_LAUNCH_BLOCKING=1 in the environment to see in which line.",
+    # What a kernel before it has done, in the words of the call that met it.
+    r"(CUBLAS|CUDNN|CUSPARSE|CUFFT)_(STATUS_)?(EXECUTION_FAILED|EXEC_FAILED|INTERNAL_ERROR|NOT_INITIALIZED)"
+    r"|(CUDA|HIP) error: (an illegal memory access|unspecified launch failure|misaligned address)": "A GPU kernel "
+    "failed, often an earlier one: the error is seen when the next call looks. Set CUDA_LAUNCH_BLOCKING=1 in the "
+    "environment to see in which line.",
     r"Too many open files": "Raise the limit (`ulimit -n`), or lower data.num_workers.",
 }
 _BY_PHASE = {

@@ -117,13 +117,16 @@ class Overflowing:
 class Faulty:
     """The toy's task until one step, in which one rank runs out of memory or has an index out of range.
 
-    once: the fault doesn't happen again after a restart.
+    once: the fault doesn't happen again after a restart. runs_ahead: on a GPU the index comes after 50 ms of work, so
+    the host has begun further steps, with their exchanges of gradients, when the GPU gets to it. Otherwise the host
+    waits for the fault.
     """
 
-    def __init__(self, what: str, step: int = 5, rank: int = 0, once: bool = False) -> None:
+    def __init__(self, what: str, step: int = 5, rank: int = 0, once: bool = False, runs_ahead: bool = False) -> None:
         self.what = what
         self.step = step
         self.steps = 0
+        self.runs_ahead = runs_ahead
         is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         self.is_due = int(os.environ.get("RANK", "0")) == rank and not (once and is_restarted)
 
@@ -146,7 +149,12 @@ class Faulty:
             taken.append(torch.empty(size_bytes, dtype=torch.uint8, device=x.device))
 
     def _out_of_range(self, x: Tensor) -> Tensor:
-        return x.flatten()[torch.full((4,), x.numel() + 7, device=x.device)].sum()
+        if x.is_cuda and self.runs_ahead:
+            torch.cuda._sleep(100_000_000)  # cycles
+        found = x.flatten()[torch.full((4,), x.numel() + 7, device=x.device)].sum()
+        if x.is_cuda and not self.runs_ahead:
+            torch.cuda.synchronize(x.device)
+        return found
 
 
 class Hungry(nn.Module):

@@ -138,6 +138,12 @@ def exception(text: str, **facts: Any) -> RankFailure:
         (failure(FailureKind.UNREACHABLE, host=""), "node 0"),
         (exception("torch.OutOfMemoryError: CUDA out of memory. Tried"), "data.batch_size"),
         (exception("RuntimeError: CUDA error: device-side assert triggered"), "CUDA_LAUNCH"),
+        (
+            exception("RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
+            "CUDA_LAUNCH",
+        ),
+        (exception("AcceleratorError: CUDA error: an illegal memory access was encountered"), "CUDA_LAUNCH"),
+        (exception("RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "CUDA_LAUNCH"),
         (exception("RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed."), "data.num_workers=0"),
         (exception(TIMED_OUT, lost_peer=True, timed_out=True), "different collectives"),
         (exception(LOST_PEER, lost_peer=True), "look at the ends of their logs"),
