@@ -3,10 +3,11 @@
     python -m benchmarks.kills --runs 60 --seed 0 [--launchers local,nodes,torchrun,srun] [--only rank]
 
 Each run trains a small model with loader workers. At a random moment, from the command's start to its end, one process
-of it gets SIGKILL: the command, the fork server, a rank or a worker; under torchrun its agent, too. (srun's own
-processes aren't killed: what happens then is SLURM's decision.) Two of three runs never end by themselves. Afterwards
-every command must end within the time-outs, and its exit status mustn't be 0 unless run.json says "finished". No
-process may be left. A fork server that hadn't started a rank yet is replaced: such a run must end at a Ctrl-C.
+of it gets SIGKILL: the command, the fork server, the run's server, which is forked from it and forks the ranks, a rank
+or a worker; under torchrun its agent, too. (srun's own processes aren't killed: what happens then is SLURM's decision.)
+Two of three runs never end by themselves. Afterwards every command must end within the time-outs, and its exit status
+mustn't be 0 unless run.json says "finished". No process may be left. Without its fork server a run goes on, or starts
+another one: such a run must end at a Ctrl-C.
 
     local     one command                        nodes     a command on each of two hosts (network namespaces; root)
     torchrun  two ranks of one agent             srun      four tasks on two such hosts (slurm-wlm, munge, root)
@@ -41,8 +42,8 @@ from tests.helpers.slurm import Cluster, cluster
 from tests.helpers.trouble import Deed
 
 ROLES = {  # by the number of ancestors in the run
-    "local": ("command", "fork server", "rank", "worker"),
-    "nodes": ("command", "fork server", "rank", "worker"),
+    "local": ("command", "fork server", "run server", "rank", "worker"),
+    "nodes": ("command", "fork server", "run server", "rank", "worker"),
     "torchrun": ("torchrun", "rank", "worker"),
     "srun": ("rank", "worker"),
     "plain": ("torchrun", "rank"),
@@ -177,7 +178,7 @@ def run(case: Case, machines: Machines, *, only: str | None) -> Result:
                 with suppress(psutil.NoSuchProcess):
                     choose.choice(found[role]).kill()
             killed_s = time.monotonic()
-            if role == "fork server" and "rank" not in found and case.endless:
+            if role == "fork server" and case.endless:
                 time.sleep(_REPLACED_S)
                 for each in commands:
                     each.process.send_signal(signal.SIGINT)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, final
 
+from framework.system.orphans import ENDS_WITH_OTHERS
 from framework.system.parent_death import die_with_parent
 
 Message = dict[str, Any]
@@ -107,7 +108,7 @@ def _copy_descriptor_2(path: Path) -> TextIO:
     command = ["sh", "-c", 'trap "" HUP INT TERM USR1; exec tee -a "$0"', str(path)]
     streams = [(os.POSIX_SPAWN_DUP2, reading_end, 0), (os.POSIX_SPAWN_DUP2, terminal.fileno(), 1)]
     with suppress(OSError):  # a container without a shell: the log lacks what compiled code prints
-        os.posix_spawn("/bin/sh", command, os.environ, file_actions=streams)
+        os.posix_spawn("/bin/sh", command, {**os.environ, ENDS_WITH_OTHERS: "1"}, file_actions=streams)
         os.dup2(writing_end, 2)
     os.close(reading_end)
     os.close(writing_end)

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, final
 from framework.errors import FrameworkError, LaunchError, RunError
 from framework.launch.child import Child, Message, run_child
 from framework.system.hardware import openmp_environment
+from framework.system.orphans import ENDS_WITHIN_S, adopt_orphans, end_descendants, left_behind
 from framework.system.parent_death import die_with_parent
 from framework.system.signals import STOP_SIGNALS, catching_signals
 
@@ -40,12 +41,11 @@ PRELOAD = (
 )
 _PRELOAD = PRELOAD[:2]  # by a server that is started when a process is needed at once
 _END_TIMEOUT_S = 5.0
-_KILL_TIMEOUT_S = 10.0  # only a process in an uninterruptible system call outlives SIGKILL for so long
 
 
 @final
 class ForkServer:
-    """A running fork server. `close` ends it and all its children."""
+    """A running fork server, from which a `RunServer` is forked for each run. `close` ends it."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         """Start the server, which begins to import `preload` at once. Takes milliseconds."""
@@ -66,12 +66,46 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
     def load(self, names: Sequence[str]) -> None:
         """Have the server import the rest of its preload and these names before it serves the next request."""
         self._send({"op": "load", "names": list(names)})
+
+    def fork(self) -> RunServer:
+        """Have a server for one run forked, with all that is loaded by now."""
+        ours, theirs = Pipe()
+        with theirs:
+            self._send({"op": "fork", "command": os.getpid()}, fds=[theirs.fileno()])
+        return RunServer(ours, defaults=self._defaults)
+
+    def close(self) -> None:
+        """End the server and wait for it; servers that were forked from it go on. May be called twice."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, message: Message, *, fds: Sequence[int] = ()) -> None:
+        try:
+            _send(self._connection, message, fds=fds)
+        except OSError as error:
+            with suppress(subprocess.TimeoutExpired):  # its end of the connection is closed before it can be reaped
+                self._process.wait(_END_TIMEOUT_S)
+            raise _lost(f"fork server (pid {self._process.pid})", status=self._process.returncode) from error
+
+
+@final
+class RunServer:
+    """A fork server for the ranks of one run, whose orphans it adopts: what the ranks have forked ends with the run.
+
+    Call `end` and wait for its answer, then `close`. Without `end` the server ends all by itself once the connection is
+    closed, also by the end of this process.
+    """
+
+    def __init__(self, connection: Connection, *, defaults: Mapping[str, str]) -> None:
+        self._connection = connection
+        self._defaults = defaults  # variables, for those that the user hasn't set
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def spawn(self, child: Child, *, fds: Sequence[int] = ()) -> None:
         """Have a child forked that gets this process's present environment and working directory, and `fds`."""
@@ -92,45 +126,51 @@ class ForkServer:
         """Send SIGKILL to a child if it still runs: only the process that reaps it can be sure of its pid."""
         self._send({"op": "kill", "key": key})
 
-    def next_exit(self) -> Message:
-        """Return how the next child ended; waits for it. Raises LaunchError if the server is gone."""
-        try:
-            exited: Message = self._connection.recv()
-            return exited
-        except (EOFError, OSError) as error:
-            raise self._lost() from error
+    def end(self) -> None:
+        """Have all children killed and what they left ended. The answer comes last: {"left": [process, …]}."""
+        self._send({"op": "end"})
 
-    def wait_for_exit(self, key: str, *, timeout_s: float) -> bool:
-        """Wait for the end of one child, dropping other events; return False on a time-out."""
-        deadline = time.monotonic() + timeout_s
+    def next_event(self) -> Message:
+        """Return how the next child ended, or the answer to `end`; waits. Raises LaunchError if the server is gone."""
+        try:
+            event: Message = self._connection.recv()
+            return event
+        except (EOFError, OSError) as error:
+            raise _lost("process that forks the ranks") from error
+
+    def await_end(self) -> list[str]:
+        """Call `end`, drop other events, and return what was left."""
+        self.end()
+        deadline = time.monotonic() + ENDS_WITHIN_S
         while select.select([self], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            if self.next_exit()["key"] == key:
-                return True
-        return False
+            event = self.next_event()
+            if "left" in event:
+                return list(event["left"])
+        return []
 
     def close(self) -> None:
-        """End the server and every child, and wait for the server. May be called twice."""
+        """Leave the server, which ends all that it has started. May be called twice."""
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
 
     def _send(self, message: Message, *, fds: Sequence[int] = ()) -> None:
         try:
-            self._connection.send(message)
-            for fd in fds:
-                send_handle(self._connection, fd, self._process.pid)
+            _send(self._connection, message, fds=fds)
         except OSError as error:
-            raise self._lost() from error
+            raise _lost("process that forks the ranks") from error
 
-    def _lost(self) -> LaunchError:
-        with suppress(subprocess.TimeoutExpired):  # its end of the connection is closed before it can be reaped
-            self._process.wait(_END_TIMEOUT_S)
-        status = self._process.returncode
-        ending = "it hasn't left yet" if status is None else f"its exit status is {status}"
-        return LaunchError(
-            f"The fork server (pid {self._process.pid}) ended, and the run with it; {ending}. "
-            "If its own output above says nothing, the system may have been out of memory."
-        )
+
+def _send(connection: Connection, message: Message, *, fds: Sequence[int]) -> None:
+    connection.send(message)
+    for fd in fds:
+        send_handle(connection, fd, None)  # the receiver's pid is for other systems
+
+
+def _lost(what: str, *, status: int | None = None) -> LaunchError:
+    ending = "" if status is None else f"; its exit status is {status}"
+    return LaunchError(
+        f"The {what} ended, and the run with it{ending}. "
+        "If its own output above says nothing, the system may have been out of memory."
+    )
 
 
 @contextmanager
@@ -170,7 +210,7 @@ def call_in_child(
     """
     child = Child("framework.launch.fork_server:send_result", {"entry": entry, "arguments": arguments})
     connection, theirs = Pipe()
-    with running_fork_server(fork_server) as server, connection:
+    with running_fork_server(fork_server) as parent, closing(parent.fork()) as server, connection:
         with theirs:
             server.spawn(child, fds=[theirs.fileno()])
         try:
@@ -183,8 +223,8 @@ def call_in_child(
         except EOFError:
             raise RunError(f"The process that was to {purpose} ended without an answer; its error is above.") from None
         finally:
-            server.kill(child.key)
-            server.wait_for_exit(child.key, timeout_s=_KILL_TIMEOUT_S)
+            if left := server.await_end():
+                print(left_behind(left), file=sys.stderr, flush=True)
     if isinstance(answer, FrameworkError):
         raise answer
     return answer
@@ -204,7 +244,7 @@ def send_result(arguments: Mapping[str, Any], fd: int) -> int:
     return 0
 
 
-# The server's own process: python -m framework.launch.fork_server FD PARENT_PID NAME...
+# The servers' own processes: python -m framework.launch.fork_server FD PARENT_PID NAME...
 
 
 @final
@@ -214,51 +254,78 @@ class ForkServerProcess:
     It runs no tensor operation and touches no GPU, so its children are clean. It is single-threaded: between two
     imports it looks for requests. Requests on the connection:
 
-        {"op": "spawn", "child": Child, "environment", "cwd", "sys_path", "argv", "num_fds"}, then file descriptors
         {"op": "load", "names": [...]}: import the rest of the preload and these before serving the next request
+        {"op": "fork", "command": pid}, then a connection's file descriptor: fork a server for one run
+        {"op": "spawn", "child": Child, "environment", "cwd", "sys_path", "argv", "num_fds"}, then file descriptors
         {"op": "kill", "key": str}
+        {"op": "end"}: of a run's server: end all below this process, send {"left": [...]}, and leave
 
-    It reports the end of every child: {"key", "pid", "status", "time"}. The status is an exit status, or minus a signal
-    number. It leaves when the parent closes the connection.
+    It reports the end of every child it has spawned: {"key", "pid", "status", "time"}. The status is an exit status, or
+    minus a signal number. Others are orphans that it has adopted.
+
+    Args:
+        command: a pidfd of the command, for a run's server; None: it dies with its parent anyway.
     """
 
-    def __init__(self, connection: Connection, *, preload: Sequence[str]) -> None:
+    def __init__(self, connection: Connection, *, preload: Sequence[str], command: int | None = None) -> None:
         self._connection = connection
         self._preload = list(preload)
-        self._pids: dict[str, int] = {}  # by key, of children not yet reaped
+        self._command = command
+        self._keys: dict[int, str] = {}  # by pid, of children not yet reaped
 
     def serve(self) -> tuple[Message, list[int]]:
-        """Serve requests. Return only in a forked child: what it is to run, and its file descriptors.
+        """Serve requests. Return only in a forked child: what it is to do, and its file descriptors.
 
-        Raises EOFError or OSError when the parent has closed its end.
+        Raises EOFError or OSError when the command has closed its end or has ended.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was ignored, the kernel would reap the children
-        # The parent decides for all, even if a scheduler signals every process of a job; it kills this one.
+        # The command decides for all, even if a scheduler signals every process of a job.
         with catching_signals((signal.SIGCHLD, *STOP_SIGNALS)) as signals:
             watched: list[Any] = [self._connection, signals]
+            if self._command is not None:
+                watched.append(self._command)
             while True:
                 ready, _, _ = select.select(watched, [], [], 0 if self._preload else None)
                 if signals in ready:
                     signals.take()
                     self._reap()
                 if self._connection in ready:
-                    message: Message = self._connection.recv()
-                    if message["op"] == "spawn":
-                        fds = [recv_handle(self._connection) for _ in range(message["num_fds"])]
-                        if self._fork(message["child"].key) == 0:
-                            return message, fds
-                        for fd in fds:
-                            os.close(fd)
-                    elif message["op"] == "load":
-                        self._preload += message["names"]
-                        while self._preload:
-                            self._preload_next()
-                    else:  # kill
-                        pid = self._pids.get(message["key"])
-                        if pid is not None:  # it hasn't been reaped
-                            os.kill(pid, signal.SIGKILL)
+                    forked = self._handle(self._connection.recv())
+                    if forked is not None:
+                        return forked
+                elif self._command in ready:
+                    raise EOFError  # its end of the connection may live on in a process that it forked
                 elif self._preload:
                     self._preload_next()
+
+    def _handle(self, message: Message) -> tuple[Message, list[int]] | None:
+        """Serve one request. Return what a child is to do in the child, None in the server."""
+        match message["op"]:
+            case "spawn" | "fork":
+                fds = [recv_handle(self._connection) for _ in range(message.get("num_fds", 1))]
+                key = message["child"].key if message["op"] == "spawn" else None
+                if self._fork(key) == 0:
+                    return message, fds
+                for fd in fds:
+                    os.close(fd)
+            case "load":
+                self._preload += message["names"]
+                while self._preload:
+                    self._preload_next()
+            case "kill":
+                for pid, key in self._keys.items():
+                    if key == message["key"]:  # it hasn't been reaped
+                        os.kill(pid, signal.SIGKILL)
+            case "end":
+                self._connection.send({"left": self.end_all()})
+                os._exit(0)
+        return None
+
+    def end_all(self) -> list[str]:
+        """Kill the children and end what they left; return what that was."""
+        for pid in self._keys:
+            os.kill(pid, signal.SIGKILL)
+        return end_descendants()
 
     def _preload_next(self) -> None:
         name = self._preload.pop(0)
@@ -269,8 +336,8 @@ class ForkServerProcess:
             # imports it again and reports the error as its own failure.
             self._preload.clear()
 
-    def _fork(self, key: str) -> int:
-        """Return the pid of a new child, 0 in the child."""
+    def _fork(self, key: str | None) -> int:
+        """Return the pid of a new child, 0 in the child. Its end is reported with the key, if it has one."""
         gc.collect()
         gc.freeze()  # else the collector touches, and so copies, pages shared with the children
         with warnings.catch_warnings():
@@ -280,17 +347,20 @@ class ForkServerProcess:
                 pid = os.fork()
             except OSError as error:  # too many processes, or no memory for one more
                 print(f"A process can't be started: {error}", file=sys.stderr, flush=True)
-                self._report(key, pid=0, status=1)
+                if key is not None:
+                    self._report(key, pid=0, status=1)
                 return -1
-        self._pids[key] = pid
+        if key is not None:
+            self._keys[pid] = key
         return pid
 
     def _reap(self) -> None:
-        for key, pid in list(self._pids.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self._pids[key]
-                self._report(key, pid=pid, status=os.waitstatus_to_exitcode(status))
+        with suppress(ChildProcessError):  # there are none
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = found
+                key = self._keys.pop(pid, None)
+                if key is not None:
+                    self._report(key, pid=pid, status=os.waitstatus_to_exitcode(status))
 
     def _report(self, key: str, *, pid: int, status: int) -> None:
         self._connection.send({"key": key, "pid": pid, "status": status, "time": time.time()})
@@ -300,12 +370,32 @@ def main(argv: list[str]) -> NoReturn:
     """Serve until the parent closes the connection; never returns. A name is a module, or something in one."""
     fd, parent_pid, preload = int(argv[0]), int(argv[1]), argv[2:]
     die_with_parent(parent_pid)
-    server_pid = os.getpid()
     try:
         with Connection(fd) as connection:
-            message, fds = ForkServerProcess(connection, preload=preload).serve()
+            message, (fd,) = ForkServerProcess(connection, preload=preload).serve()
     except (EOFError, OSError):
         os._exit(0)  # unloading torch would take most of a second
+    serve_run(fd, command_pid=message["command"])
+
+
+def serve_run(fd: int, *, command_pid: int) -> NoReturn:
+    """Serve one run in a fork of the server; end with all that is left of it, whatever becomes of the command."""
+    adopt_orphans()
+    server_pid = os.getpid()
+    command = None
+    with suppress(OSError, AttributeError):  # the command has ended already, or the kernel is older than 5.3
+        command = os.pidfd_open(command_pid)
+    with Connection(fd) as connection:
+        server = ForkServerProcess(connection, preload=(), command=command)
+        try:
+            message, fds = server.serve()
+        except (EOFError, OSError):
+            if left := server.end_all():
+                with suppress(OSError):  # the terminal is gone
+                    print(left_behind(left), file=sys.stderr, flush=True)
+            os._exit(0)
+    if command is not None:
+        os.close(command)
     run_child(message, fds=fds, parent_pid=server_pid)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 from framework.errors import EXIT_STOPPED, LaunchError
 from framework.launch.child import Child, Message
 from framework.launch.environment import LOOPBACK
-from framework.launch.fork_server import ForkServer, running_fork_server
+from framework.launch.fork_server import ForkServer, RunServer, running_fork_server
 from framework.launch.interfaces import network_environment
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, rank_environment
 from framework.launch.stopping import shown_signal
@@ -33,6 +33,7 @@ from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
+from framework.system.orphans import ENDS_WITHIN_S, left_behind
 from framework.system.shown_text import shown
 from framework.system.signals import Signals, catching_signals
 
@@ -45,7 +46,6 @@ INTERRUPTED = "interrupted"
 _START_S = 10.0  # for ranks to start, besides backend.init_timeout
 _SETTLE_S = 0.5  # after a first failure, so that the report has the ranks that fail with it
 _CAUSE_TIMEOUT_S = 3.0  # for the exit of the rank whose connection was lost: with a GPU, exiting takes seconds
-_KILL_TIMEOUT_S = 10.0
 _POLL_S = 0.2
 _SHOW_CURSOR = "\x1b[?25h"
 _SUCCESSES = (0, EXIT_STOPPED)
@@ -88,7 +88,9 @@ class NodeRun:
         self._late: list[dict[str, Any]] = []  # ranks that others waited for and that caught up
         self._folder = folder
         self._signals = signals
-        self._handlers: dict[Any, Callable[[], None]] = {server: self._on_exit, signals: self._on_signals}
+        self._run_server: RunServer | None = None  # of the present attempt
+        self._left: list[str] | None = None  # what its ranks left behind, once everything has ended
+        self._handlers: dict[Any, Callable[[], None]] = {signals: self._on_signals}
         self._stop_signal = 0
         self._number = 0  # of the attempt
         self._monitor = NodeMonitor(node=setup.node, limits=setup.limits)
@@ -198,6 +200,7 @@ class NodeRun:
         self._monitor.close()
         self._number = number
         self._running, self._exits, self._trouble = {}, {}, None
+        self._left = None
         self._monitor = NodeMonitor(node=self.setup.node, limits=self.setup.limits)
         self._is_monitoring = True
         if self.store is not None:
@@ -206,6 +209,8 @@ class NodeRun:
 
     def _start_ranks(self, plan: LaunchPlan) -> None:
         self.server.load(plan.names)
+        self._run_server = self.server.fork()
+        self._handlers[self._run_server] = self._on_event
         if plan.endpoint is not None:
             self._spawn_ranks(plan, *plan.endpoint)
             return
@@ -239,7 +244,8 @@ class NodeRun:
             fds = [rank_status.fd]
             if listener is not None and rank == 0:
                 fds.append(listener.fileno())
-            self.server.spawn(child, fds=fds)
+            assert self._run_server is not None
+            self._run_server.spawn(child, fds=fds)
 
     def _await_start(self) -> None:
         """Raise LaunchError if a rank doesn't start in time: the fork server is still loading torch."""
@@ -282,11 +288,15 @@ class NodeRun:
             self.print(f"Node {node} was interrupted")
             raise KeyboardInterrupt
 
-    def _on_exit(self) -> None:
-        event = self.server.next_exit()
+    def _on_event(self) -> None:
+        assert self._run_server is not None
+        event = self._run_server.next_event()
+        if "left" in event:
+            self._left = event["left"]
+            return
         rank = self._running.pop(event["key"], None)
         if rank is None:
-            return  # of an earlier attempt, or no rank
+            return
         left_early = event["status"] in _SUCCESSES and not self._monitor.read(rank).is_done
         self._exits[rank] = {**event, "rank": rank, "early": left_early}
 
@@ -353,14 +363,25 @@ class NodeRun:
         )
 
     def _end_ranks(self) -> None:
-        """Kill every rank that still runs: a killed run resumes exactly, and no rank may hold up the others.
+        """Kill every rank that still runs, and end what the ranks have forked.
 
-        A process in an uninterruptible system call isn't waited for.
+        A killed run resumes exactly, and no rank may hold up the others. A process in an uninterruptible system call
+        isn't waited for.
         """
         self._is_monitoring = False
-        for key in self._running:
-            self.server.kill(key)
-        self.wait_for(lambda: not self._running, timeout_s=_KILL_TIMEOUT_S)
+        server = self._run_server
+        if server is None:
+            return
+        try:
+            server.end()
+            self.wait_for(lambda: self._left is not None, timeout_s=ENDS_WITHIN_S)
+        finally:
+            self._run_server = None
+            del self._handlers[server]
+            server.close()
+        if self._left:
+            with suppress(OSError):  # the terminal is gone
+                print(left_behind(self._left), file=sys.stderr, flush=True)
 
 
 def failure_in_short(report: FailureReport) -> str:

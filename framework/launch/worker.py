@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from framework.errors import FrameworkError, RunError
 from framework.launch.child import Tee
@@ -66,8 +66,9 @@ def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd
     rank_status = link.rank_status
 
     def record_failure(error: BaseException) -> None:
-        # Not of a process that the user's code forked: its end isn't the rank's.
-        if os.getpid() == pid and rank_status.failure() is None:
+        if os.getpid() != pid:
+            _leave_copy(error)
+        if rank_status.failure() is None:
             _record(_full_disk(error, rank) or error, rank_status)
 
     try:
@@ -75,16 +76,25 @@ def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd
             _HOSTED.append(host_store(socket.socket(fileno=listener_fd)))
         status = pkgutil.resolve_name(entry)(rank, replace(link, record_failure=record_failure))
     except BaseException as error:
-        if os.getpid() != pid:
-            raise
         record_failure(error)  # unless the entry did, before it closed what it had opened
         rank_status.mark_closed()
         record = rank_status.failure()
         assert record is not None
         return int(record["exit_status"])
-    if os.getpid() == pid:
-        rank_status.mark_done()
+    rank_status.mark_done()
     return status or 0
+
+
+def _leave_copy(error: BaseException) -> NoReturn:
+    """End a process that the user's code forked and that an error leaves: what is open is the rank's to close."""
+    status = 1
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _full_disk(error: BaseException, rank: RankArguments) -> RunError | None:

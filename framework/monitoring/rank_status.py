@@ -16,10 +16,12 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, final
+from functools import partial
+from typing import Any, NoReturn, final
 
 STACKS_SIGNAL: int = signal.SIGRTMIN + 8
 """Makes a rank write the Python stacks of its threads. Libraries and schedulers don't use it."""
@@ -166,6 +168,7 @@ class RankStatus:
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # restored by `close`; the default would kill
         faulthandler.register(STACKS_SIGNAL, file=self.fd, all_threads=True, chain=False)
         self._is_registered = True
+        os.register_at_fork(after_in_child=partial(_disown, weakref.ref(self)))
         self.beat(0)
         self._page.pid = os.getpid()
 
@@ -205,6 +208,36 @@ class RankStatus:
         del self._page
         self._memory.close()
         os.close(self.fd)
+
+
+@final
+class _OfACopy:
+    """In place of the page in a process that a rank has forked: whoever uses it there goes on as if it were the rank.
+
+    Two processes would write the same logs and checkpoints, so it ends. The rank itself pays nothing for this.
+    """
+
+    def __getattr__(self, _name: str) -> NoReturn:
+        self._leave()
+
+    def __setattr__(self, name: str, _value: object) -> None:
+        # An error that leaves the copy's own code is reported as such, once it has passed `stoppable`.
+        if name != "is_stoppable":
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        text = (
+            f"pid {os.getpid()} is a copy of this rank, made by os.fork(), that returned to the framework: ended. "
+            "In the child of os.fork(), end with os._exit().\n"
+        )
+        os.write(2, text.encode())
+        os._exit(1)
+
+
+def _disown(reference: weakref.ref[RankStatus]) -> None:
+    rank_status = reference()
+    if rank_status is not None:
+        rank_status._page = _OfACopy()  # type: ignore[assignment]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 
 from framework.errors import LaunchError
 from framework.launch.child import Child, Message
-from framework.launch.fork_server import ForkServer
+from framework.launch.fork_server import ForkServer, RunServer
 from tests.helpers import processes
 from tests.helpers.stopping import wait_until
 
@@ -22,12 +22,16 @@ DEADLINE_S = 60.0
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., ForkServer]]:
-    servers: list[ForkServer] = []
+def start() -> Iterator[Callable[..., RunServer]]:
+    """Start a server for a run."""
+    servers: list[ForkServer | RunServer] = []
 
-    def call(*preload: str) -> ForkServer:
-        servers.append(ForkServer(preload))
-        return servers[-1]
+    def call(*preload: str) -> RunServer:
+        parent = ForkServer(preload)
+        servers.append(parent)
+        server = parent.fork()
+        servers.append(server)
+        return server
 
     yield call
     for server in servers:
@@ -38,7 +42,7 @@ def child(entry: str, *, key: str = "one", log: Path | None = None, **arguments:
     return Child(f"tests.unit.launch.fork_entries:{entry}", arguments, log=log, key=key)
 
 
-def ends(server: ForkServer, *, count: int = 1) -> dict[str, Message]:
+def ends(server: RunServer, *, count: int = 1) -> dict[str, Message]:
     """The next ends of children: key → event."""
     events: list[Message] = []
     deadline = time.monotonic() + DEADLINE_S
@@ -46,11 +50,11 @@ def ends(server: ForkServer, *, count: int = 1) -> dict[str, Message]:
         left = deadline - time.monotonic()
         assert left > 0, f"only these ended: {events}"
         if select.select([server], [], [], left)[0]:
-            events.append(server.next_exit())
+            events.append(server.next_event())
     return {event["key"]: event for event in events}
 
 
-def waiting(server: ForkServer, folder: Path, *keys: str) -> list[psutil.Process]:
+def waiting(server: RunServer, folder: Path, *keys: str) -> list[psutil.Process]:
     """Children of these keys that wait to be killed."""
     for key in keys:
         server.spawn(child("wait_long", key=key, ready=str(folder / key)))
@@ -68,7 +72,7 @@ def settled(children: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def test_every_way_to_end_has_its_status_and_the_output_is_kept(
-    start: Callable[..., ForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., RunServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library that can't be loaded is the failure of the child that needs it."""
     (tmp_path / "broken_library.py").write_text("raise OSError('libcudart.so: cannot open shared object file')\n")
@@ -87,7 +91,7 @@ def test_every_way_to_end_has_its_status_and_the_output_is_kept(
     assert "no data here" in logs["no data here"]
 
 
-def test_a_signal_reaches_only_the_child_of_that_key(start: Callable[..., ForkServer], tmp_path: Path) -> None:
+def test_a_signal_reaches_only_the_child_of_that_key(start: Callable[..., RunServer], tmp_path: Path) -> None:
     server = start()
     _, other = waiting(server, tmp_path, "one", "other")
     server.kill("never")
@@ -101,12 +105,14 @@ def test_a_signal_reaches_only_the_child_of_that_key(start: Callable[..., ForkSe
 
 
 def test_the_end_of_the_server_is_noticed_and_ends_its_children(
-    start: Callable[..., ForkServer], tmp_path: Path
+    start: Callable[..., RunServer], tmp_path: Path
 ) -> None:
     server = start()
     children = waiting(server, tmp_path, "one")
-    server._process.kill()
-    with pytest.raises(LaunchError, match=r"The fork server \(pid \d+\) ended"):
+    parent = children[0].parent()
+    assert parent is not None
+    parent.kill()
+    with pytest.raises(LaunchError, match="The process that forks the ranks ended"):
         ends(server)
     assert settled(children) == []
     with pytest.raises(LaunchError, match="ended"):

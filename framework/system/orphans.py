@@ -1,0 +1,86 @@
+"""What the processes below this one leave behind, whoever forked it and in whatever session it is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from framework.system.shown_text import shown
+
+if TYPE_CHECKING:
+    import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+_GRACE_S = 0.5  # for those that are about to end by themselves, such as Python's resource tracker
+_TERMINATE_S = 10.0  # from SIGTERM to SIGKILL: W&B's service uploads in them
+_KILL_S = 10.0  # only a process in an uninterruptible system call, or another user's, outlives SIGKILL for so long
+_POLL_S = 0.02
+_MAX_CHARS = 80  # of a command
+ENDS_WITH_OTHERS = "FRAMEWORK_ENDS_WITH_OTHERS"
+"""In the environment of a process of ours that ends once those that hold its pipe have ended."""
+ENDS_WITHIN_S = _GRACE_S + _TERMINATE_S + _KILL_S + 5.0
+"""By then `end_descendants` has returned."""
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends. Not inherited by fork(); Linux only."""
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def end_descendants() -> list[str]:
+    """End and reap every process below this one, by SIGTERM and ten seconds later by SIGKILL; return what they were.
+
+    Processes that end by themselves within half a second aren't named. If there are none, this costs a system call.
+    """
+    import psutil  # not at the start of a fork server
+
+    named: dict[psutil.Process, str] = {}
+    began_s = time.monotonic()
+    while _reap() and time.monotonic() < began_s + _GRACE_S + _TERMINATE_S + _KILL_S:
+        passed_s = time.monotonic() - began_s
+        for process in psutil.Process().children(recursive=True) if passed_s > _GRACE_S else ():
+            with suppress(psutil.Error):  # it has ended meanwhile, or is another user's
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                is_ours = ENDS_WITH_OTHERS in process.environ()
+                if process not in named and not is_ours:
+                    named[process] = _described(process)
+                    process.terminate()
+                if passed_s > _GRACE_S + _TERMINATE_S:
+                    process.kill()
+        time.sleep(_POLL_S)
+    return list(named.values())
+
+
+def left_behind(processes: list[str]) -> str:
+    """Return the line that names them."""
+    return f"Left behind by the ranks, and ended: {', '.join(processes)}"
+
+
+def _reap() -> bool:
+    """Reap the children that have ended; return True if there are others."""
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _described(process: psutil.Process) -> str:
+    command = process.cmdline()
+    if "framework.launch.fork_server" in command:  # forked without running another program
+        return f"pid {process.pid} (a fork of a rank)"
+    text = shown(shlex.join(command) or process.name())
+    if len(text) > _MAX_CHARS:
+        text = f"{text[:_MAX_CHARS]}…"
+    return f"pid {process.pid} ({text})"
