@@ -57,7 +57,7 @@ def make_context(topology: Topology, *, node_rank: int, local_rank: int, backend
         local_rank=local_rank,
         node_rank=node_rank,
         devices=devices,
-        backend=_backend(backend_name, device=devices[0], shared=topology.shares_gpus),
+        backend=_backend(backend_name, device=devices[0], topology=topology),
     )
 
 
@@ -75,10 +75,12 @@ def _devices(topology: Topology, local_rank: int) -> tuple[torch.device, ...]:
     return tuple(torch.device(accelerator.type, index) for index in indices)
 
 
-def _backend(name: BackendName, *, device: torch.device, shared: bool) -> str:
+def _backend(name: BackendName, *, device: torch.device, topology: Topology) -> str:
     backend = dist.get_default_backend_for_device(device) if name == "auto" else name
-    if shared and name == "auto":
-        backend = "gloo"  # nccl needs a whole GPU for each process
+    # One process sends nothing, and nccl needs a whole GPU for each process.
+    needs_no_nccl = topology.world_size == 1 and not dist.is_backend_available(backend)
+    if name == "auto" and (topology.shares_gpus or needs_no_nccl):
+        backend = "gloo"
     if not dist.is_backend_available(backend):
         there = ", ".join(name for name in get_args(BackendName) if name == "auto" or dist.is_backend_available(name))
         raise RequestError(f"backend.name={backend} isn't in this torch, {torch.__version__}. Use one of {there}.")

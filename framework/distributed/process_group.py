@@ -13,6 +13,7 @@ import torch.distributed as dist
 from framework.config.schema import BackendConfig
 from framework.distributed.context import Context
 from framework.errors import RunError
+from framework.monitoring.rank_log import warn
 from framework.monitoring.rank_status import COUNTED_GROUP
 
 # Groups with peers, kept to the end of the process. Torch joins a group's threads when its last owner is deleted: that
@@ -35,27 +36,24 @@ def process_group(
 
     Raises RunError if the ranks don't all arrive within `settings.init_timeout`.
     """
-    # Before the group is made: otherwise the first collective of every rank opens a context on GPU 0.
+    # Once more: the user's code, which was imported or built since, may have chosen another device.
     if context.device.type != "cpu":
         torch.accelerator.set_device_index(context.device)
-    # With a device, NCCL connects eagerly and every collective knows its GPU; a replica on several has no single one.
-    one_gpu = context.device.type != "cpu" and len(context.devices) == 1 and context.backend != "gloo"
-    timeout = timedelta(seconds=settings.init_timeout)
     try:
-        dist.init_process_group(
-            backends(context, with_cpu=with_cpu),
-            store=dist.HashStore() if rendezvous is None else _meet(rendezvous, context, timeout=timeout),
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=timeout,
-            device_id=context.device if one_gpu else None,
-        )
+        _init_process_group(backends(context, with_cpu=with_cpu), context, settings, rendezvous=rendezvous)
     except RuntimeError as error:  # dist.DistError is one, and gloo's own wait raises nothing finer
-        raise RunError(
-            f"Rank {context.rank} of {context.world_size} could not join the process group within "
-            f"backend.init_timeout={settings.init_timeout:g} s: {error}\n"
-            "Look at the other ranks' logs; raise backend.init_timeout if they are only slow."
-        ) from error
+        if context.world_size > 1:
+            raise RunError(
+                f"Rank {context.rank} of {context.world_size} could not join the process group within "
+                f"backend.init_timeout={settings.init_timeout:g} s: {error}\n"
+                "Look at the other ranks' logs; raise backend.init_timeout if they are only slow."
+            ) from error
+        if settings.name != "auto" or context.backend == "gloo":
+            raise RunError(
+                f"The backend {context.backend} could not start: {error}\nUse backend.name=auto, or gloo."
+            ) from error
+        warn(f"{context.backend} could not start, and gloo takes its place, as there is one process: {error}")
+        _init_process_group("gloo", context, settings, rendezvous=rendezvous)
     if rendezvous is not None:
         _KEPT.append(dist.group.WORLD)
     try:
@@ -66,6 +64,21 @@ def process_group(
                 dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, context: Context, settings: BackendConfig, *, rendezvous: str | None) -> None:
+    # With a device, NCCL connects at once, and every collective knows its GPU. One process has nobody to connect to,
+    # and a replica on several devices has no single one.
+    connects = context.world_size > 1 and context.device.type != "cpu" and context.backend != "gloo"
+    timeout = timedelta(seconds=settings.init_timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.HashStore() if rendezvous is None else _meet(rendezvous, context, timeout=timeout),
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timeout,
+        device_id=context.device if connects and len(context.devices) == 1 else None,
+    )
 
 
 def new_subgroup(ranks: Sequence[Sequence[int]], context: Context) -> dist.ProcessGroup:

@@ -9,12 +9,14 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from framework.errors import TopologyError
 from framework.system.formatting import format_count
 
+_DRIVER_DEVICE = Path("/dev/nvidiactl")
 _NO_MEMORY_LIMIT = 1 << 60  # version 1 of control groups writes a number above this for none
 
 
@@ -29,22 +31,35 @@ class Gpu:
 def visible_gpus() -> list[Gpu]:
     """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; none without a driver.
 
-    Raises TopologyError if there is a driver and it doesn't answer: training on the CPU instead would hide that.
+    The driver is asked once. Raises TopologyError if it is there and can't be asked: training on the CPU instead would
+    hide that.
     """
-    nvml = importlib.import_module("pynvml")
+    return list(_ask_driver(importlib.import_module("pynvml"), os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+@lru_cache(maxsize=1)
+def _ask_driver(nvml: Any, visible: str | None) -> tuple[Gpu, ...]:
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()
     try:
         nvml.nvmlInit()
         try:
             gpus = [_describe(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
-            return _select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), nvml=nvml)
+            return tuple(_select(gpus, visible, nvml=nvml))
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        if type(error).__name__ in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"):
-            return []
+        if type(error).__name__ not in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"):
+            raise TopologyError(
+                f"The NVIDIA driver doesn't answer: {error}.\n"
+                "Fix it (does nvidia-smi work?), or use trainer.gpus=0 for the CPU."
+            ) from error
+        if not _DRIVER_DEVICE.exists():
+            return ()
         raise TopologyError(
-            f"The NVIDIA driver doesn't answer: {error}.\n"
-            "Fix it (does nvidia-smi work?), or use trainer.gpus=0 for the CPU."
+            f"This machine has an NVIDIA driver ({_DRIVER_DEVICE}), but NVML, which tells its GPUs, can't be used: "
+            f"{error}.\nInstall libnvidia-ml.so.1 of the driver's version; in a container, set "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility. Or use trainer.gpus=0 for the CPU."
         ) from error
 
 

@@ -104,6 +104,11 @@ def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetu
     with rank_log(run_dir, context):
         if context.device.type == "cpu":
             keep_freed_memory()
+        else:
+            # Before the user's code is imported or built: it would open a context on GPU 0 in every rank.
+            torch.accelerator.set_device_index(context.device)
+        if config.trainer.matmul_precision is not None:
+            torch.set_float32_matmul_precision(config.trainer.matmul_precision)
         if config.trainer.num_threads is not None:
             torch.set_num_threads(config.trainer.num_threads)
         elif "OMP_NUM_THREADS" not in os.environ:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from framework.training.flops import peak_of_gpu
@@ -89,3 +92,38 @@ def test_peaks_of_gpus(name, precision, peak):
 def test_tf32_is_used_where_it_is_allowed_and_there_is_some():
     assert peak_of_gpu("NVIDIA A100-SXM4-40GB", "32-true", allows_tf32=True) == 156e12
     assert peak_of_gpu("Tesla T4", "32-true", allows_tf32=True) == 8.1e12
+
+
+NEW, OLD = "torch.backends.cuda.matmul.fp32_precision = ", "torch.set_float32_matmul_precision"
+
+
+@pytest.mark.parametrize(
+    ("settings", "peak"),
+    [
+        ("pass", 67e12),
+        (f"{NEW}'tf32'", 494.5e12),
+        (f"{NEW}'ieee'", 67e12),
+        ("torch.backends.fp32_precision = 'tf32'", 494.5e12),
+        (f"{OLD}('high')", 494.5e12),
+        (f"{OLD}('medium')", 494.5e12),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", 494.5e12),
+        (f"{OLD}('high'); {NEW}'ieee'", 67e12),
+        (f"{NEW}'tf32'; {OLD}('highest')", 67e12),
+        ("torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.allow_tf32 = False", 67e12),
+    ],
+)
+def test_the_peak_follows_either_of_torchs_settings_and_both(settings, peak):
+    """In a process of its own, since torch can't undo them. Torch raises where it reads the older one."""
+    program = f"""
+import torch
+from framework.config.topology import Topology
+from framework.distributed.context import Context
+from framework.training.flops import peak_of_run
+
+torch.cuda.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"
+{settings}
+context = Context(Topology(1, 1, 1, 1), 0, 0, 0, (torch.device("cuda:0"),), "nccl")
+print(peak_of_run(context, "32-true"))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(found.stdout) == peak

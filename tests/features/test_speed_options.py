@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
-from framework import StepOutput
+from framework import Datasets, StepOutput
+from framework.training import rank_setup
 from tests.helpers import results
 
 SHORT = ("logger=jsonl", "trainer.limit_test_batches=0", "trainer.limit_val_batches=1")
+NO_KEYWORDS = ("~data.datasets.num_samples", "~data.datasets.seed")
 TWO = ("topology.procs_per_node=2", "trainer.max_steps=2")
 
 
@@ -77,6 +81,45 @@ def test_cuda_graphs_are_not_captured_in_inference_mode(train, mode, expected):
         "recipe=toy", *SHORT, *task, "trainer.max_steps=1", "trainer.val_check_interval=1", f"trainer.compile={mode}"
     )
     assert results.curve(run_dir, "val/inference_mode") == {1: expected}
+
+
+def sees_precision(expected):
+    """Data that can't be built with another precision of matrix products."""
+    assert torch.get_float32_matmul_precision() == expected
+    return Datasets(TensorDataset(torch.ones(8, 10), torch.ones(8, 5)))
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("setting", "expected"), [("medium", "medium"), ("null", "highest")])
+def test_the_precision_of_matrix_products_is_set_on_every_rank_before_anything_is_built(train, setting, expected):
+    data = (*NO_KEYWORDS, f"data.datasets._target_={__name__}.sees_precision", f"+data.datasets.expected={expected}")
+    options = ("checkpoint=none", f"trainer.matmul_precision={setting}")
+    train("recipe=toy", "logger=none", *data, *TWO, *options)
+
+
+def notes_device():
+    """Data that notes that it is built."""
+    CALLS.append("data")
+    raise RuntimeError("that is all")
+
+
+CALLS = []
+
+
+def test_the_device_is_chosen_before_the_users_code_is_built(train, monkeypatch):
+    """Otherwise that would open a context on GPU 0 in every rank. In this process, with a stand-in for a GPU."""
+    make_context = rank_setup.make_context
+
+    def on_gpu(topology, **place):
+        return replace(make_context(topology, **place), devices=(torch.device("cuda", 0),))
+
+    monkeypatch.setattr(rank_setup, "make_context", on_gpu)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: CALLS.append(str(device)))
+    CALLS.clear()
+    data = (*NO_KEYWORDS, f"data.datasets._target_={__name__}.notes_device")
+    with pytest.raises(RuntimeError, match="that is all"):
+        train("recipe=toy", *data, "launcher=in_place")
+    assert CALLS == ["cuda:0", "data"]
 
 
 class Cores:

@@ -105,6 +105,35 @@ def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(nvml):
     assert hardware.resolve_gpus(0) == 0
 
 
+class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818 (NVML's name)
+    pass
+
+
+@pytest.mark.parametrize("error", [NVMLError_LibraryNotFound("no library"), NVMLError_DriverNotLoaded("no library")])
+def test_a_driver_that_nvml_cannot_reach_is_an_error_and_not_no_gpu(nvml, monkeypatch, tmp_path, error):
+    """As in containers that have the device and not the library."""
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(hardware, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
+    nvml(on_init=error)
+    for asked in (None, 1):
+        with pytest.raises(TopologyError, match=r"NVML, .*: no library\.\nInstall libnvidia-ml\.so\.1") as caught:
+            hardware.resolve_gpus(asked)
+        assert "has no GPU" not in str(caught.value)
+    assert hardware.resolve_gpus(0) == 0
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert hardware.count_gpus() == 0
+
+
+def test_the_driver_is_asked_once(nvml, monkeypatch):
+    fake, asked = nvml(FOUR), []
+    monkeypatch.setattr(fake, "nvmlDeviceGetCount", lambda: asked.append(1) or 4)
+    assert [hardware.count_gpus(), hardware.resolve_gpus(None), len(hardware.visible_gpus())] == [4, 4, 4]
+    assert len(asked) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert hardware.count_gpus() == 1
+
+
 @pytest.mark.parametrize(
     ("there", "visible", "asked", "facts"),
     [

@@ -63,3 +63,13 @@ def test_what_torch_or_the_machine_lacks_is_refused(monkeypatch, four_gpus):
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "gloo")
     with pytest.raises(RequestError, match=r"backend\.name=mpi isn't in this .*Use one of auto, gloo\."):
         make_context(Topology(1, 1, 0, 1), backend_name="mpi", **place)
+
+
+def test_one_process_needs_no_nccl(monkeypatch, four_gpus):
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "gloo")
+    place = {"node_rank": 0, "local_rank": 0}
+    assert make_context(Topology(1, 1, 1, 1), backend_name="auto", **place).backend == "gloo"
+    with pytest.raises(RequestError, match=r"backend\.name=nccl isn't in this torch"):
+        make_context(Topology(1, 1, 1, 1), backend_name="nccl", **place)
+    with pytest.raises(RequestError, match=r"backend\.name=nccl isn't in this torch"):
+        make_context(Topology(1, 2, 2, 1), backend_name="auto", **place)

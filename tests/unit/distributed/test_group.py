@@ -55,7 +55,7 @@ def test_the_gpu_is_chosen_before_the_group_is_made(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(("destroy", None)))
     gpus = (torch.device("cuda:2"), torch.device("cuda:3"))
     for devices in (gpus[:1], gpus, (CPU,)):
-        context = Context(Topology(1, 1, 0, 1), 0, 0, 0, devices, "nccl")
+        context = Context(Topology(1, 2, 0, 1), 0, 0, 0, devices, "nccl")
         with process_group(context, backend(), rendezvous=None):
             pass
     assert calls == [
