@@ -121,6 +121,7 @@ def test_too_little_room_for_one_checkpoint_is_said_before_the_first_step(train,
         assert remedy in printed
     assert "Traceback" not in printed
     assert results.saved_steps(run_dir) == []
+    shutil.rmtree(run_dir)
     run_dir = train(*SHORT, "checkpoint=none", "trainer.max_steps=2")
     assert results.run_file(run_dir)["status"] == "finished"
 
