@@ -144,13 +144,15 @@ def test_modules_called_by_keyword_draw_the_same_dropout_again(train: Run, gpus:
     results.assert_same(results.weights(recomputed), results.weights(plain), tolerance=1e-6)
 
 
-def test_a_model_may_allow_tf32_in_the_newer_way(train: Run, gpus: int) -> None:
+@pytest.mark.parametrize("allows", [f"model._target_={CASES}.AllowsTf32", "trainer.matmul_precision=high"])
+def test_tf32_is_allowed_by_a_model_in_the_newer_way_or_by_key(train: Run, gpus: int, allows: str) -> None:
+    """The peak that `train/mfu` is a share of is TF32's, if the GPU is known."""
     steps = (*TOY, on(gpus), "trainer.max_steps=10")
     plain = train(*steps)
-    allowed = train(*steps, f"model._target_={CASES}.AllowsTf32")
+    allowed = train(*steps, allows)
     assert losses(allowed) == pytest.approx(losses(plain), rel=0.01)
-    if gpus:
-        assert peak_tflop_per_s(allowed) != peak_tflop_per_s(plain) or peak_tflop_per_s(plain) is None
+    if gpus and peak_tflop_per_s(plain) is not None:
+        assert peak_tflop_per_s(allowed) != peak_tflop_per_s(plain)
 
 
 def test_a_loss_with_tensors_of_its_own(train: Run, gpus: int) -> None:
