@@ -427,6 +427,16 @@ class TaskHooks(Protocol):
         There may be rows that aren't trained on.
         """
 
+    def on_evaluations_start(self, model: nn.Module, prefixes: Sequence[str]) -> None:
+        """Called before the first of all sets of a part that are evaluated together; see `on_evaluation_start`."""
+
+    def on_evaluations_end(self) -> None:
+        """Called after the last of them, still in evaluation mode."""
+
+    def logged_evaluations(self) -> Mapping[str, float]:
+        """Return metrics of these sets that the task reduces itself over ranks, such as `NAME/acc` and `mean_acc`."""
+        return {}
+
     def on_evaluation_start(self, model: nn.Module, prefix: str) -> None:
         """Called before the first batch of an evaluated set. prefix: of its metrics: val, val/NAME, test or train."""
 

@@ -11,7 +11,7 @@ import inspect
 import math
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn, cast, final
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from framework.adapters.lightning_log import Log, LogPart, short_name
+from framework.adapters.lightning_trainer import Stage, TrainerView, trainer_of
 from framework.config.schema import Config
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
@@ -59,34 +60,6 @@ _INSTEAD = {  # of hooks that are refused: what to use
 
 
 @final
-class TrainerView:
-    """`self.trainer` of the module: progress and ranks under Lightning's names, and the keys of `trainer`."""
-
-    def __init__(self, config: Config, context: Context) -> None:
-        self._settings = config.trainer
-        self.current_epoch = self.global_step = 0
-        self.estimated_stepping_batches: float = math.inf
-        self.max_steps = -1 if config.trainer.max_steps is None else config.trainer.max_steps
-        self.global_rank, self.local_rank, self.node_rank = context.rank, context.local_rank, context.node_rank
-        self.world_size, self.num_nodes = context.world_size, context.topology.nnodes
-        self.is_global_zero = context.is_main
-        self.should_stop = self.sanity_checking = False
-        self.progress_bar_callback = None
-        self._built_optimizer: Callable[[], Optimizer | None] = lambda: None  # weak: the model may be copied
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if hasattr(self._settings, name):
-            return getattr(self._settings, name)
-        raise ConfigError(
-            f"There is no self.trainer.{name}: the framework trains, not Lightning's Trainer. Available are "
-            f"{', '.join(name for name in vars(self) if name[0] != '_')}, and the keys of the section `trainer`.\n"
-            "To log images or text, write a framework callback or logger (docs/own_code.md)."
-        )
-
-
-@final
 class LightningTask:
     """A task that calls the steps and hooks of the model, a LightningModule.
 
@@ -102,19 +75,24 @@ class LightningTask:
         self._trains = config.job == "train"
         self._is_sharded: bool | None = None  # known once a strategy has wrapped the model
         self._tests = _overrides(module, base, "test_step")  # without it, validation_step does
-        self._trainer = module.trainer = TrainerView(config, context)
+        self._trainer = trainer_of(config, context)
+        self._trainer._module = weakref.ref(module)
+        module.trainer = self._trainer
         module.setup({"eval": "test", "predict": "predict", "export": "predict"}.get(config.job, "fit"))
         module.configure_model()
         if self._overridden & {"setup", "configure_model"}:
             module.to(context.device)  # with what these have made
-        data = import_module(f"{base.__module__.removesuffix('.core.module')}.utilities.data")
+        utilities = f"{base.__module__.removesuffix('.core.module')}.utilities"
+        data = import_module(f"{utilities}.data")
+        self._detached = import_module(f"{utilities}.memory").recursive_detach
         self._log = Log(module, context, infer_batch_size=data.extract_batch_size)
         module.log = self._log.log
         names = {"train": "training_step", **{stage: f"{stage}_step" for stage in ("validation", "test", "predict")}}
         self._steps: dict[str, Any] = {stage: getattr(module, name) for stage, name in names.items()}
         self._num_arguments = {stage: _num_arguments(step) for stage, step in self._steps.items()}
         self._stage = "validation"
-        self._sets: list[str] = []
+        self._accumulated = config.trainer.accumulate_grad_batches
+        self._sets: list[str] = []  # of the part that is evaluated
         self._dataloader_idx: tuple[int, ...] = ()
         self._batch_idx = self._batches_trained = 0
         self._has_begun = self._is_set_up = False
@@ -134,8 +112,13 @@ class LightningTask:
                 "Return a loss: 0 * loss trains on nothing."
             )
         if "on_train_batch_end" in self._overridden:
-            self._finished = output if isinstance(output, Mapping) else {"loss": loss.detach()}, batch, number
+            self._finished = self._outputs(output, loss), batch, number
         return StepOutput(loss, self._log.num_samples)
+
+    def _outputs(self, output: Any, loss: Tensor) -> dict[str, Any]:
+        """Return what on_train_batch_end gets, as from Lightning: without graphs, and the loss as it accumulates."""
+        others = dict(output) if isinstance(output, Mapping) else {}
+        return {**self._detached(others), "loss": loss.detach().clone() / self._accumulated}
 
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
         number, self._batch_idx = self._batch_idx, self._batch_idx + 1
@@ -200,7 +183,11 @@ class LightningTask:
                 f"{self._name}.configure_optimizers returns a schedule, and scheduler.schedule chooses another one.\n"
                 "Leave one of them out: scheduler=lightning takes the module's."
             )
-        self._trainer.global_step, self._trainer.sanity_checking, self._has_begun = info.start_step, False, True
+        self._has_begun = True
+        self._trainer.stage = "train"
+        self._trainer.global_step = info.start_step
+        if info.steps_per_epoch is not None:
+            self._trainer.num_training_batches = info.steps_per_epoch * self._accumulated
         if not self._is_set_up:
             self._hook("on_fit_start")
         with self._log.within("train"):
@@ -244,27 +231,45 @@ class LightningTask:
 
     # Evaluations
 
-    def on_evaluation_start(self, model: nn.Module, prefix: str) -> None:
-        part, _, name = prefix.partition("/")
-        self._stage, self._batch_idx = "test" if part == "test" and self._tests else "validation", 0
-        if prefix not in self._sets:
-            self._sets.append(prefix)
-        of_part = [each for each in self._sets if each.startswith(f"{part}/")]
-        takes_index = self._num_arguments[self._stage] > 2
-        self._dataloader_idx = (of_part.index(prefix),) if name and takes_index else ()
-        self._trainer.sanity_checking = self._trains and not self._has_begun
+    def on_evaluations_start(self, model: nn.Module, prefixes: Sequence[str]) -> None:
+        part = prefixes[0].partition("/")[0]
+        self._stage = "test" if part == "test" and self._tests else "validation"
+        self._sets = list(prefixes)
+        self._trainer.stage = self._evaluation_stage
         with self._log.within(self._part):
             self._hook(f"on_{self._stage}_start")
             self._hook(f"on_{self._stage}_epoch_start")
 
+    def on_evaluation_start(self, model: nn.Module, prefix: str) -> None:
+        self._batch_idx = 0
+        name = prefix.partition("/")[2]
+        takes_index = self._num_arguments[self._stage] > 2
+        self._dataloader_idx = (self._sets.index(prefix),) if name and takes_index else ()
+        self._log.set_name = name
+
     def on_evaluation_end(self) -> None:
+        self._dataloader_idx = ()
+        self._log.set_name = ""
+
+    def on_evaluations_end(self) -> None:
         with self._log.within(self._part):
             self._hook(f"on_{self._stage}_epoch_end")
             self._hook(f"on_{self._stage}_end")
-        self._dataloader_idx = ()
+        if self._trains:
+            self._trainer.stage = "train"
+
+    def logged_evaluations(self) -> Mapping[str, float]:
+        return self._log.reduce("evaluation")
 
     def logged(self, interval: Interval) -> Mapping[str, float]:
-        return self._log.reduce(interval)
+        # Those of an evaluation are read once, by `logged_evaluations`.
+        return {} if interval == "evaluation" else self._log.reduce(interval)
+
+    @property
+    def _evaluation_stage(self) -> Stage:
+        if self._trains and not self._has_begun:
+            return "sanity_check"
+        return "test" if self._stage == "test" else "validate"
 
     @property
     def _part(self) -> LogPart:
@@ -319,7 +324,10 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
     is_probe = bool(params) and not {id(each) for each in params} & {id(each) for each in model.parameters()}
     if is_probe and (built := module.trainer._built_optimizer()) is not None:  # made once: the module may keep it
         return _like(built, params)
-    module.trainer.estimated_stepping_batches = math.inf if total_steps is None else total_steps
+    trainer = module.trainer
+    trainer.estimated_stepping_batches = math.inf if total_steps is None else total_steps
+    if total_steps is not None and trainer.max_epochs is not None and trainer.max_steps == -1:
+        trainer.num_training_batches = total_steps // trainer.max_epochs * trainer.accumulate_grad_batches
     if not _overrides(module, base, "configure_optimizers"):
         raise ConfigError(f"{name} has no configure_optimizers. Write one, or choose an option: optimizer=adam")
     given = module.configure_optimizers()

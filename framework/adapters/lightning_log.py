@@ -20,6 +20,8 @@ LogPart = Literal["train", "val", "test"]
 
 _PREFIXES = {"train": "train|training", "val": "val|valid|validation", "test": "test"}
 _REDUCTIONS = ("mean", "sum", "min", "max")
+_LOGGED_BY_THE_FRAMEWORK = re.compile(r"loss|mfu|(lr|grad_norm)(/.+)?|.+_per_s")
+"""Names of train/ that each logged step has."""
 _METRIC = "metric"  # the reduction of a torchmetrics.Metric, by its own rules
 
 _Entry = dict[str, Any]
@@ -39,6 +41,8 @@ class Log:
     def __init__(self, module: Any, context: Context, *, infer_batch_size: Callable[[Batch], int]) -> None:
         self.module, self._context, self._infer = module, context, infer_batch_size
         self._part: LogPart | None = None  # None: where nothing can be logged
+        self.set_name = ""  # of one of several sets that are evaluated
+        self._step_names: set[str] = set()  # that training steps have logged
         self._in_step = False
         self._batch: Batch = None
         self._batch_size: int | None = None  # inferred
@@ -117,6 +121,7 @@ class Log:
         on_step = on_step and part == "train"
         value = value if metric is None else metric._forward_cache  # of this batch, if the metric was called
         if on_step and value is not None:
+            self._step_names.add(short)
             self._add("step", short, self._entry(name, value, reduction, size=batch_size))
         if on_epoch:
             entry = (
@@ -124,7 +129,10 @@ class Log:
                 if metric is None
                 else self._metric_entry(name, metric)
             )
-            self._add("epoch" if part == "train" else "evaluation", f"{short}_epoch" if on_step else short, entry)
+            if part != "train":
+                self._add("evaluation", f"{self.set_name}/{short}".lstrip("/"), entry)
+            else:
+                self._add("epoch", f"{short}_epoch" if on_step else short, entry)
 
     def reduce(self, interval: Interval) -> dict[str, float]:
         """Return the values over all ranks, and clear them. Every rank must call it; waits for the device."""
@@ -141,7 +149,15 @@ class Log:
                 values[name] = float(entry["value"]) / entry["weight"]
         for path in used:
             self.metrics[path].reset()
-        return values
+        return self._told_from_steps(values) if interval == "epoch" else values
+
+    def _told_from_steps(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return an epoch's values; those whose names steps log, too, with the suffix that Lightning has for them."""
+        renamed = {}
+        for name, value in values.items():
+            is_of_steps = name in self._step_names or _LOGGED_BY_THE_FRAMEWORK.fullmatch(name) is not None
+            renamed[f"{name}_epoch" if is_of_steps else name] = value
+        return {**renamed, **{name: value for name, value in values.items() if name in renamed}}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's values and the states of its torchmetrics: plain types and tensors."""
@@ -149,7 +165,8 @@ class Log:
             path: {"count": metric._update_count, "state": _copied(metric.metric_state)}
             for path, metric in self.metrics.items()
         }
-        return {"entries": {interval: self._plain(interval) for interval in self._entries}, "metrics": metrics}
+        entries = {interval: self._plain(interval) for interval in self._entries}
+        return {"entries": entries, "metrics": metrics, "step_names": sorted(self._step_names)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, adds: bool = False) -> None:
         """Load what `state_dict` returned; with `adds`, add it to the present state."""
@@ -157,6 +174,7 @@ class Log:
             if not adds:
                 self._entries[interval] = {}
             _add_all(self._entries[interval], entries, dtype=self._dtype, device=self._context.device)
+        self._step_names.update(state.get("step_names", ()))  # earlier versions have none
         for path, kept in state["metrics"].items():
             metric = self.metrics[path]
             if adds and kept["count"]:

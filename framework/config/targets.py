@@ -33,7 +33,7 @@ def check_targets(config: Config) -> None:
     load_objects(config.objects or ())
     mistakes = [
         *check_node(without_freeze(config.model)[0], "model", supplied=("devices",)),
-        *check_node(config.data.datasets, "data.datasets"),
+        *check_node(config.data.datasets, "data.datasets", supplied=("run_config", "run_context")),
         *check_node(config.data.collate_fn and {**config.data.collate_fn, "_partial_": True}, "data.collate_fn"),
         *check_node(config.data.sampler, "data.sampler", positional=1),
         *check_node(config.task, "task", supplied=("model", "config", "context")),

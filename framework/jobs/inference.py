@@ -40,14 +40,9 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
     with setup_rank(arguments, link) as rank:
         part = rank.config.eval.part
         with _ready(rank, arguments, part=part) as (model, task, loaders, precision):
-            metrics: dict[str, float] = {}
-            texts: dict[str, str] = {}
-            for prefix, loader in loaders.items():
-                found = evaluate(model, loader, task=task, precision=precision, context=rank.context, prefix=prefix)
-                metrics |= found.metrics
-                texts |= found.texts
+            found = evaluate(model, loaders, task=task, precision=precision, context=rank.context)
         if rank.context.is_main:
-            rank.run_dir.update_run({"results": {"metrics": metrics, "texts": texts}})
+            rank.run_dir.update_run({"results": {"metrics": found.metrics, "texts": found.texts}})
 
 
 def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from framework.config.optimizers import OptimizerConfig
-from framework.config.schema import DataConfig, Node, ProgressMode, SchedulerConfig
+from framework.config.schema import Config, Node, ProgressMode, SchedulerConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.config.targets import import_target, plain_function, requires, takes, without_freeze
 from framework.data.from_loader import take_loaders_apart
@@ -68,10 +68,13 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
     return model if spread or num_stages is not None else model.to(context.device)
 
 
-def build_datasets(node: Node) -> Datasets:
-    """Return the Datasets, also from a tuple (train, val, test) or shorter, or one dataset; DataLoaders taken apart."""
+def build_datasets(node: Node, **offered: Any) -> Datasets:
+    """Return the Datasets, also from a tuple (train, val, test) or shorter, or one dataset; DataLoaders taken apart.
+
+    offered: `run_config` and `run_context`, for a function that takes them. Plain names are left to users' functions.
+    """
     key = "data.datasets"
-    result = _build(key, node)
+    result = _build(key, node, **offered)
     if isinstance(result, tuple) and 1 <= len(result) <= 3:
         result = Datasets(*result)
     if isinstance(result, (Dataset, DataLoader)):
@@ -92,9 +95,10 @@ def build_datasets(node: Node) -> Datasets:
     return datasets
 
 
-def build_data(config: DataConfig) -> Datasets:
+def build_data(run_config: Config, context: Context) -> Datasets:
     """Return the datasets, with the collate function and the sampler of the configuration, if it has some."""
-    datasets = build_datasets(config.datasets)
+    config = run_config.data
+    datasets = build_datasets(config.datasets, run_config=run_config, run_context=context)
     if config.collate_fn is not None:
         datasets = replace(datasets, collate_fn=_build_collate_fn(config.collate_fn))
     if config.sampler is not None:

@@ -36,23 +36,83 @@ class Evaluation(NamedTuple):
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[MicroBatch],
+    loaders: Mapping[str, Iterable[MicroBatch]],
     *,
     task: Task,
     precision: PrecisionPlugin,
     context: Context,
-    prefix: str,
     with_media: bool = False,
     counts: bool = True,
     captures_graphs: bool = False,
 ) -> Evaluation:
-    """Return metrics over all ranks' batches. Every rank must call it.
+    """Return metrics over all ranks' batches, on each set by its prefix. Every rank must call it.
 
     model: the unwrapped module; unless its forward has collectives, ranks may have different numbers of batches.
     with_media: also return media, of this rank's first batch and of the metrics. Ranks may differ.
     counts: what this rank computes counts; False if another one gets the same batches, and counts.
     captures_graphs: the model is compiled in one of CUDA_GRAPH_MODES.
     """
+    whole = Evaluation({}, [], {}, {})
+    if not loaders:
+        return whole
+    with _evaluating(model, captures_graphs=captures_graphs):
+        for start in hooks([task], "on_evaluations_start"):
+            start(model, list(loaders))
+    for prefix, batches in loaders.items():
+        found = _evaluate_set(
+            model,
+            batches,
+            task=task,
+            precision=precision,
+            context=context,
+            prefix=prefix,
+            with_media=with_media,
+            counts=counts,
+            captures_graphs=captures_graphs,
+        )
+        whole = Evaluation(
+            whole.metrics | found.metrics,
+            whole.names + found.names,
+            whole.texts | found.texts,
+            whole.media | found.media,
+        )
+    with _evaluating(model, captures_graphs=captures_graphs):
+        for end in hooks([task], "on_evaluations_end"):
+            end()
+    part = next(iter(loaders)).partition("/")[0]
+    for logged in hooks([task], "logged_evaluations"):
+        values = {f"{part}/{name}": value for name, value in logged().items()}
+        names = list(dict.fromkeys([*whole.names, *values]))
+        whole = whole._replace(metrics=whole.metrics | values, names=names)
+    return whole
+
+
+@contextmanager
+def _evaluating(model: nn.Module, *, captures_graphs: bool) -> Iterator[None]:
+    """Put every module in evaluation mode, without gradients; afterwards each is in its former mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    # A sharded model keeps what it gathers for the next step; memory made in inference mode can't be trained on. Once a
+    # CUDA graph was captured in inference mode, later captures may fail: https://github.com/pytorch/pytorch/issues/135892
+    with torch.no_grad() if captures_graphs or is_model_sharded(model) else torch.inference_mode():
+        yield
+    for module in training:
+        module.training = True  # one by one: a frozen part stays in evaluation mode
+
+
+def _evaluate_set(
+    model: nn.Module,
+    batches: Iterable[MicroBatch],
+    *,
+    task: Task,
+    precision: PrecisionPlugin,
+    context: Context,
+    prefix: str,
+    with_media: bool,
+    counts: bool,
+    captures_graphs: bool,
+) -> Evaluation:
+    """Return metrics over all ranks' batches of one set."""
     stateful = StatefulMetrics(task)
     media: dict[str, Media] = {}
     meter = _run_batches(
@@ -100,11 +160,7 @@ def _run_batches(
     media: is filled with the task's media of the first batch; None: not wanted.
     """
     meter = Meter()
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    # A sharded model keeps what it gathers for the next step; memory made in inference mode can't be trained on. Once a
-    # CUDA graph was captured in inference mode, later captures may fail: https://github.com/pytorch/pytorch/issues/135892
-    with torch.no_grad() if captures_graphs or is_model_sharded(model) else torch.inference_mode():
+    with _evaluating(model, captures_graphs=captures_graphs):
         for start in hooks([task], "on_evaluation_start"):
             start(model, prefix)
         for position, micro in enumerate(batches):
@@ -124,8 +180,6 @@ def _run_batches(
                     media |= media_of(output.media)
         for end in hooks([task], "on_evaluation_end"):
             end()
-    for module in training:
-        module.training = True  # one by one: a frozen part stays in evaluation mode
     return meter
 
 

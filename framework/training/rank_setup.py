@@ -149,7 +149,7 @@ def plan_steps(config: Config, context: Context, strategy: Strategy) -> BatchPla
 
 def build_data(rank: RankSetup) -> tuple[Datasets, RankSetup]:
     """Return the datasets, checked, and the set-up with their batch sizes, if the configuration leaves these open."""
-    datasets = build.build_data(rank.config.data)
+    datasets = build.build_data(rank.config, rank.context)
     check_streams(rank.config, datasets, rank.strategy)
     config = with_batch_sizes(rank.config, datasets)
     if config is not rank.config:

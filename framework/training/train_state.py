@@ -177,26 +177,16 @@ class TrainState:
 
     def evaluate(self, loaders: Mapping[str, Iterable[MicroBatch]], *, with_media: bool = False) -> Evaluation:
         """Return the metrics of the weights that the bare model holds, on each set by its prefix."""
-        whole = Evaluation({}, [], {}, {})
-        for prefix, batches in loaders.items():
-            found = evaluate(
-                self.bare_model,
-                batches,
-                task=self.task,
-                precision=self.precision,
-                context=self.context,
-                prefix=prefix,
-                with_media=with_media,
-                counts=self.speaks_for_share,
-                captures_graphs=self.compile_mode in CUDA_GRAPH_MODES,
-            )
-            whole = Evaluation(
-                whole.metrics | found.metrics,
-                whole.names + found.names,
-                whole.texts | found.texts,
-                whole.media | found.media,
-            )
-        return whole
+        return evaluate(
+            self.bare_model,
+            loaders,
+            task=self.task,
+            precision=self.precision,
+            context=self.context,
+            with_media=with_media,
+            counts=self.speaks_for_share,
+            captures_graphs=self.compile_mode in CUDA_GRAPH_MODES,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a later run needs to continue exactly. Every rank must call it; the same on every rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.helpers import results
 from tests.helpers.source import ROOT
 
 CASES = "tests.features.lightning_cases"
+HABITS = "tests.features.lightning_habits"
 TRAINER: dict[str, dict[str, Any]] = {  # as `lightning_cases.CASES`, which takes seconds to import
     "Regression": {},
     "ConvNet": {},
@@ -184,7 +186,7 @@ def test_strategies_and_options(run, reference, overrides):
 def test_hooks_and_what_they_see_of_the_trainer(run, tmp_path):
     file = tmp_path / "hooks"
     run_dir = run({"_target_": f"{CASES}.Watched", "file": str(file)}, "trainer.max_epochs=9", several=True)
-    validation = ["start", "epoch_start", "epoch_end", "end"] * 2  # sets
+    validation = ["start", "epoch_start", "epoch_end", "end"]  # once, though there are two sets
 
     def validated(step, epoch, also=""):
         return [f"on_validation_{each} {epoch} {step}{also}" for each in validation]
@@ -203,6 +205,88 @@ def test_hooks_and_what_they_see_of_the_trainer(run, tmp_path):
     metrics = results.results(run_dir)["last"]["metrics"]
     assert metrics == {"val/0/index": 0, "val/0/size": 40, "val/1/index": 1, "val/1/size": 24}
     assert any(key.startswith("extra.") for key in results.weights(run_dir))
+
+
+@pytest.fixture(scope="module")
+def lightnings_notes(tmp_path_factory):
+    """What `lightning_habits` notes when Lightning's own Trainer trains it, and the metrics."""
+    file = tmp_path_factory.mktemp("habits") / "notes"
+    command = [sys.executable, "-W", "ignore", "-m", HABITS, str(file)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    return notes_in(file), notes_in(file.with_name("notes.metrics"))
+
+
+@pytest.fixture
+def habits(train, tmp_path):
+    """Train `lightning_habits`; return the run directory and what it noted."""
+
+    def run(*overrides):
+        file = tmp_path / "notes"
+        recipe = {
+            "defaults": [{"override /task": "lightning"}, {"override /logger": "jsonl"}],
+            "model": {"_target_": f"{HABITS}.Module", "file": str(file)},
+            "data": {
+                "shuffle": False,
+                "datasets": {
+                    "_target_": "framework.adapters.datamodule",
+                    "module": {"_target_": f"{HABITS}.Data", "file": str(file)},
+                },
+            },
+            "trainer": {"max_epochs": 2, "num_threads": 1, "log_every_n_steps": 1, "accumulate_grad_batches": 2},
+        }
+        place = tmp_path / "conf/recipe/habits.yaml"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+        return train("recipe=habits", *overrides), notes_in(file)
+
+    return run
+
+
+def notes_in(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def after_sanity(notes):
+    """Leave out the sanity check, whose number of batches differs, and the graphs of outputs, which Lightning keeps."""
+    first = next(number for number, each in enumerate(notes) if each[0] == "on_train_epoch_start")
+    kept = [each for each in notes[:first] if each[0] in ("prepare_data", "setup", "has")]
+    return kept + [[each[0], each[1], *each[3:]] if each[0] == "outputs" else each for each in notes[first:]]
+
+
+def test_hooks_and_attributes_of_the_trainer_are_lightnings(habits, lightnings_notes):
+    run_dir, notes = habits()
+    wanted, metrics = lightnings_notes
+    assert after_sanity(notes) == after_sanity(wanted)
+    sanity = notes[: [each[0] for each in notes].index("on_train_epoch_start")]
+    assert [each[0] for each in sanity if each[0].startswith("on_")] == [
+        *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
+    ]
+    seen = [each[1] for each in sanity if each[0].startswith("on_")]
+    assert all(each["sanity_checking"] and each["evaluating"] for each in seen)
+    # No output keeps its graph.
+    assert {tuple(each[2]) for each in notes if each[0] == "outputs"} == {(False, False, False)}
+
+    names = {
+        "val_loss/dataloader_idx_0": "val/0/loss",
+        "val_loss/dataloader_idx_1": "val/1/loss",
+        "val_mean": "val/mean",
+        "train_loss": "train/loss_epoch",
+        "train_size": "train/size",
+    }
+    for theirs, ours in names.items():
+        values = [each[theirs] for _, each in metrics if theirs in each]
+        assert list(results.curve(run_dir, ours).values()) == pytest.approx(values, abs=1e-5), theirs
+    assert list(results.curve(run_dir, "train/seen_epoch").values()) == [7.0, 7.0]
+    assert list(results.curve(run_dir, "train/lr_epoch").values()) == [3.0, 3.0]
+    assert results.repeated(run_dir) == {}
+
+
+@pytest.mark.multiproc
+def test_a_data_module_divides_its_batch_size_by_the_processes(habits):
+    run_dir, notes = habits("topology.procs_per_node=2", "trainer.accumulate_grad_batches=1")
+    assert {each[1]["world_size"] for each in notes if each[0] in ("prepare_data", "setup")} == {2}
+    assert results.results(run_dir)["steps"] == 2 * 96 // 16
+    assert "global batch 16" in results.log(run_dir)
 
 
 @pytest.mark.multiproc

@@ -50,7 +50,7 @@ def evaluate_sizes(context: Context, batch_size: int, is_even: bool) -> list[tup
     for size in (1, 2, 3, 7, 8, 22, 29):
         dataset = TensorDataset(torch.arange(size))
         task, batches = Exact(), eval_loader(dataset, batch_size=batch_size, is_even=is_even, **place)
-        values = evaluate(Square(), batches, task=task, precision=FP32, context=context, prefix="val")
+        values = evaluate(Square(), {"val": batches}, task=task, precision=FP32, context=context)
         found.append((values.metrics, task.seen))
     return found
 
@@ -87,7 +87,7 @@ class Watching:
 
 def run(model: nn.Module, look: Callable[[nn.Module, Any], None], *, precision: PrecisionPlugin = FP32) -> None:
     batches = [MicroBatch(torch.ones(2, 3), 2)]
-    evaluate(model, batches, task=Watching(look), precision=precision, context=cpu_context(), prefix="val")
+    evaluate(model, {"val": batches}, task=Watching(look), precision=precision, context=cpu_context())
 
 
 def test_a_step_builds_no_graph_and_every_module_is_in_eval_mode_and_then_in_its_own() -> None:

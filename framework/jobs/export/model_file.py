@@ -61,6 +61,7 @@ class Source:
     """What is exported."""
 
     config: Config
+    context: Context
     model: nn.Module  # in eval mode, with the checkpoint's weights
     task: Task
     step: int
@@ -108,7 +109,7 @@ def load_source(config: Config, *, span: int) -> Source:
         "framework_version": installed_versions(["framework"])["framework"],
         "torch_version": str(torch.__version__),
     }
-    return Source(config, model.eval(), task, step, metadata)
+    return Source(config, context, model.eval(), task, step, metadata)
 
 
 # Weights
@@ -220,7 +221,7 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
     Raises ConfigError if it doesn't call the model.
     """
     config = source.config
-    datasets, task = build.build_data(config.data), source.task
+    datasets, task = build.build_data(config, source.context), source.task
     part, dataset = list(datasets.parts.items())[-1]
     collate_fn = datasets.collate_fn_of(part)
     if isinstance(dataset, IterableDataset):

@@ -72,7 +72,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     context = Context(topology, 0, 0, 0, devices=(_META,) * topology.span, backend=backend)
     notes: list[str] = []
     strategy, plan = plan_training(config, context)
-    datasets, data = _data(config, plan, notes, strategy=strategy)
+    datasets, data = _data(config, plan, notes, context=context, strategy=strategy)
     if datasets is not None:
         requested, config = (with_batch_sizes(each, datasets) for each in (requested, config))
         plan = plan_steps(config, context, strategy)
@@ -118,12 +118,12 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
 
 
 def _data(
-    config: Config, plan: BatchPlan, notes: list[str], *, strategy: Strategy
+    config: Config, plan: BatchPlan, notes: list[str], *, context: Context, strategy: Strategy
 ) -> tuple[Datasets | None, dict[str, Any]]:
     """Return the datasets, or a stand-in of `plan.train_samples`, or None; and the number of samples of each part."""
     streams: list[str] = []
     try:
-        datasets, source = build.build_data(config.data), "data"
+        datasets, source = build.build_data(config, context), "data"
     except (DataError, OSError) as error:
         if config.plan.train_samples is None:
             notes.append(
