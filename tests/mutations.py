@@ -152,9 +152,8 @@ TRAINER = [
         old=(
             "    for module in training:\n"
             "        module.training = True  # one by one: a frozen part stays in evaluation mode\n"
-            "    return meter\n"
         ),
-        new="    return meter\n",
+        new="",
         what="After the first evaluation the model stays in eval mode: no dropout, and BatchNorm stops learning.",
     ),
     Mutation(
