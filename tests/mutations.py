@@ -583,8 +583,8 @@ JOBS = [
         name="export-in-training-mode",
         caught_by="tests/features/test_export.py::test_a_graph_computes_what_the_evaluated_model_does",
         file="framework/jobs/export/model_file.py",
-        old="    return Source(config, model.eval(), task, step, metadata)\n",
-        new="    return Source(config, model, task, step, metadata)\n",
+        old="    return Source(config, context, model.eval(), task, step, metadata)\n",
+        new="    return Source(config, context, model, task, step, metadata)\n",
         what="An exported graph is that of training: BatchNorm takes the batch's statistics, and dropout is refused.",
     ),
     Mutation(

@@ -161,11 +161,10 @@ def test_what_a_cuda_graph_returned_is_kept_when_it_runs_again() -> None:
     batches = [MicroBatch(torch.tensor([value]), 1) for value in (1.0, 2.0, 3.0)]
     found = evaluate(
         Square(),
-        batches,
+        {"val": batches},
         task=Overwrites(),
         precision=FP32,
         context=cpu_context(),
-        prefix="val",
         captures_graphs=True,
     )
     squares = 1 + 4 + 9
