@@ -35,7 +35,7 @@ from framework.config.explain import explain
 from framework.config.parse import parse, spelled_out
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
 from framework.jobs.request import JobResult, PythonCall, Request, job_module
-from framework.jobs.saved_run import BaseConfig, find_base, names_a_run
+from framework.jobs.saved_run import BaseConfig, find_base, names_a_run, own_outputs
 from framework.jobs.sweep import Sweep, run_sweep, sweeper_direction
 from framework.system.run_dir import new_name
 from framework.system.shown_text import shown
@@ -84,6 +84,11 @@ def main(
 def run_call(overrides: Sequence[str], call: PythonCall, *, fork_server: ForkServer) -> JobResult:
     """Run a job for Python code, as the command does. Raises FrameworkError, also for a wrong request."""
     return _Command(overrides, fork_server=fork_server, call=call).run()
+
+
+def default_outputs(*, recipe: Any) -> list[Path]:
+    """Return `path.outputs` of a command without arguments in this folder. recipe: one whose file may set it."""
+    return _Command([], fork_server=None).own_outputs(recipe=recipe)
 
 
 @contextmanager
@@ -138,9 +143,7 @@ class _Command:
     def run(self) -> JobResult:
         """Compose, parse and check the configuration of every job, then run them; return how they ended."""
         import_from_working_dir()
-        Plugins.instance().register(UserConfigFirst)
-        folder = config_dir() if self._flags.config_path is None else Path(self._flags.config_path).absolute()
-        with _own_hydra(), initialize_config_dir(str(folder), job_name="framework", version_base="1.3"):
+        with self._hydra():
             self._base, overrides = find_base(self._typed, compose=self._compose_raw, swept=self._is_sweep)
             with self._explained(overrides) as hydra:
                 if self._show(hydra, overrides):
@@ -163,6 +166,19 @@ class _Command:
         request = self._request(*compositions[0])
         result: JobResult = job_module(request.config.job).main(request)
         return result
+
+    def own_outputs(self, *, recipe: Any) -> list[Path]:
+        """Return `path.outputs` of the command. recipe: one whose file may set it."""
+        with self._hydra():
+            return own_outputs(self._typed, compose=self._compose_raw, recipe=recipe)
+
+    @contextmanager
+    def _hydra(self) -> Iterator[None]:
+        """Have Hydra compose from the command's folders."""
+        Plugins.instance().register(UserConfigFirst)
+        folder = config_dir() if self._flags.config_path is None else Path(self._flags.config_path).absolute()
+        with _own_hydra(), initialize_config_dir(str(folder), job_name="framework", version_base="1.3"):
+            yield
 
     @contextmanager
     def _explained(self, overrides: Sequence[str]) -> Iterator[Hydra]:

@@ -15,6 +15,7 @@ from hypothesis import settings
 from framework.errors import EXIT_WRONG_REQUEST
 from tests.helpers import guards
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.trust import trusting
 
 if TYPE_CHECKING:
     from framework.launch.fork_server import ForkServer
@@ -125,7 +126,7 @@ def train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.chdir(tmp_path)
         before = run_dirs(tmp_path)
         records = {file: file.read_text() for folder in before for file in folder.glob("*.json")}
-        assert cli.main(["trainer.gpus=0", *overrides], fork_server=fork_server) == status
+        assert cli.main(["trainer.gpus=0", *trusting(overrides)], fork_server=fork_server) == status
         named = {text.removeprefix("resume=") for text in overrides if text.startswith("resume=")}
         resumed = before if "auto" in named else set(map(Path, named))
         if status == EXIT_WRONG_REQUEST:

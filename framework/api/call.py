@@ -24,7 +24,9 @@ from framework.launch.fork_server import PRELOAD, ForkServer
 from framework.monitoring.report import FailureReport, render
 from framework.types import Datasets
 
-_SECTIONS = tuple(field.name for field in fields(Config) if field.name not in ("recipe", "job", "resume", "objects"))
+_SECTIONS = tuple(
+    field.name for field in fields(Config) if field.name not in ("recipe", "job", "resume", "objects", "trust")
+)
 _ONE_NODE = ("model", "task", "strategy", "optimizer")
 _NAMED_NODES = ("callbacks", "logger")
 _TEXTS = ("seed", "init_from", "tags")  # not groups
@@ -98,7 +100,11 @@ def section_overrides(
         raise ConfigError(f'overrides={typed!r}: must be a list of strings, such as ["trainer.max_epochs=1"].')
     for text in typed:
         key = text.lstrip("+~").partition("=")[0]
-        if text.startswith("-") or key in ("job", "resume", "rerun", "checkpoint.path") or key.startswith("hydra"):
+        if (
+            text.startswith("-")
+            or key in ("job", "resume", "rerun", "checkpoint.path", "trust")
+            or key.startswith("hydra")
+        ):
             raise ConfigError(f"overrides: {text} is for the command. Use framework.load and the run's methods.")
         if key in given:
             raise ConfigError(f"overrides: {text} can't go with the argument {key}. Leave one of them out.")

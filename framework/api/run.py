@@ -12,32 +12,41 @@ from framework.api.nodes import Nodes, is_maker, override_value
 from framework.api.recipe import write_recipe
 from framework.checkpoint.layout import BEST, LAST
 from framework.config.parse import parse
-from framework.config.saved import is_run, load_yaml, objects_of, with_secrets
+from framework.config.saved import SavedRun, is_run, load_config, load_run, load_yaml, objects_of
 from framework.errors import ConfigError
 from framework.jobs.run_records import RunRecord, read_rows, read_run
+from framework.jobs.trust import check_trust
 from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def load(directory: str | Path) -> Run:
+def load(directory: str | Path, *, trust: bool = False) -> Run:
     """Return the run in `directory`, whether `framework.train` or the command made it.
 
-    Raises ConfigError if it isn't a run directory.
+    Metrics, configuration and history of any run can be read. Its models and jobs run code that the run names or brings
+    along, and are refused if the run isn't known to be yours (see `docs/trust.md`).
+
+    Args:
+        trust: run that code, whoever has made the run.
+
+    Raises:
+        ConfigError: it isn't a run directory.
     """
     path = Path(directory).expanduser().absolute()
     if not is_run(path):
         raise ConfigError(f"{path} is not a run directory: it has no config.yaml and overrides.yaml.")
-    return Run(path)
+    return Run(path, trust=trust)
 
 
 @final
 class Run:
     """A run. Its files are read at each access, so a run that is still training can be inspected."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, trust: bool = False) -> None:
         self.directory = directory
+        self._trust = trust
         self._run_dir = RunDir(directory)
 
     def __repr__(self) -> str:
@@ -96,7 +105,8 @@ class Run:
         """Continue training from the last checkpoint, and return this run again; see `framework.train`."""
         nodes = Nodes()
         typed = section_overrides(nodes, sections, overrides, loss=loss, metrics=metrics)
-        execute([self._key("resume"), *typed], nodes)
+        self._check_trust("resume")
+        execute([self._key("resume"), "trust=true", *typed], nodes)
         return self
 
     def evaluate(
@@ -133,6 +143,7 @@ class Run:
 
         Raises ConfigError if the file exists, or if a recipe can't name an object; it says what to pass instead.
         """
+        self._check_trust("to_yaml")
         return write_recipe(self._run_dir, Path(path))
 
     def _read(self) -> RunRecord:
@@ -148,6 +159,7 @@ class Run:
         return f"{key}={override_value(str(path or self.directory))}"
 
     def _job(self, job: str, data: Any, part: str, overrides: Sequence[str], sections: dict[str, Any]) -> RunDir:
+        self._check_trust(job)
         nodes = Nodes()
         if data is not None:
             is_one = not isinstance(data, (tuple, list, dict)) and not is_maker(data) and not hasattr(data, "parts")
@@ -155,6 +167,7 @@ class Run:
         typed = [
             f"job={job}",
             self._key("checkpoint.path", self._run_dir.checkpoints / self._weights()),
+            "trust=true",
             f"{job}.part={part}",
             *section_overrides(nodes, sections, overrides),
         ]
@@ -162,18 +175,34 @@ class Run:
         assert result.run_dir is not None, "ranks have a run directory"
         return result.run_dir
 
+    def _check_trust(self, what: str) -> None:
+        """Raise ConfigError for a run that isn't known to be the user's, unless `trust` was given."""
+        if self._trust:
+            return
+        from framework import cli
+
+        raw, overrides = load_run(self._run_dir)
+        found = SavedRun(what, run_dir=self._run_dir, raw=raw, overrides=tuple(map(str, overrides)), checkpoint=None)
+        outputs = cli.default_outputs(recipe=raw.get("recipe"))
+        check_trust(found, outputs=outputs, asked_by="load it with framework.load(path, trust=True)")
+
     def _model(self, which: str) -> nn.Module:
         import torch
 
+        self._check_trust("the model")
         from framework.jobs.export.model_file import load_source
 
-        config = with_secrets(self.config, self._run_dir)
+        config = load_config(self._run_dir)
+        topology = self.record.get("topology", {})
+        if "span" not in topology:
+            raise ConfigError(f"{self._run_dir.run_file} doesn't say for how many devices the model is. Restore it.")
         raw = {
             **config,
+            "objects": objects_of(self._run_dir, config) or None,
             "checkpoint": {**config["checkpoint"], "path": str(self._run_dir.checkpoints / which)},
         }
         with torch.random.fork_rng(devices=[]):  # building a model draws numbers
-            return load_source(parse(raw), span=self.record["topology"]["span"]).model
+            return load_source(parse(raw), span=topology["span"]).model
 
 
 def _as_test(data: Any) -> Any:

@@ -67,7 +67,7 @@ def train(
     typed = section_overrides(nodes, given, overrides, loss=loss, metrics=metrics)
     result = execute([f"recipe={recipe or BLANK}", *typed], nodes, name=name or (None if recipe else _program_name()))
     assert result.run_dir is not None, "a training has a run directory"
-    return Run(result.run_dir.path)
+    return Run(result.run_dir.path, trust=True)  # made by this call
 
 
 def _program_name() -> str:

@@ -115,13 +115,13 @@ def load_rerun(path: str | Path, *, typed: Sequence[str] = ()) -> SavedRun:
     return SavedRun("rerun", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=None)
 
 
-def newest_unfinished(folder: Path) -> RunDir | None:
-    """Return the newest unfinished training run in a recipe's folder; None if there is none.
+def newest_unfinished(folder: Path, *, is_own: Callable[[RunDir], bool] = lambda _: True) -> RunDir | None:
+    """Return the newest unfinished training run in a recipe's folder for which `is_own` holds; None if there is none.
 
     It may still be running: then `locked` refuses it.
     """
     places = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []  # names begin with the time
-    return next((RunDir(place) for place in places if _is_unfinished(RunDir(place))), None)
+    return next((run for run in map(RunDir, places) if _is_unfinished(run) and is_own(run)), None)
 
 
 def load_checkpoint(directory: Path) -> SavedRun:

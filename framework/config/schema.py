@@ -296,6 +296,7 @@ class Config:
     tags: Texts = Texts(())  # labels of the run, in run.json and trackers
     resume: str | None  # the run directory to resume
     rerun: str | None = None  # the run directory whose configuration a new run uses
+    trust: bool = False  # run the code of a saved run that isn't known to be the user's; always false in config.yaml
     init_from: str | None  # a checkpoint, a file of weights, or a folder of transformers, to take the weights from
     init: InitConfig = InitConfig()
     objects: Texts | None = None  # files of pickled objects, see framework.config.objects; set by framework.train

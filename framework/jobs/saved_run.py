@@ -6,9 +6,12 @@ saved configuration plus what is typed; defaults that changed since then have no
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,17 +35,20 @@ from framework.config.saved import (
 from framework.config.secrets import masked_override, missing_secrets
 from framework.errors import ConfigError
 from framework.jobs.summary import display_path
+from framework.jobs.trust import check_trust, why_not_owned
+from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
 
 _RESUME = "resume"
 _RERUN = "rerun"
 _CHECKPOINT = "checkpoint.path"
 _KEYS = (_RESUME, _RERUN, _CHECKPOINT)
+_TRUST = "trust"
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 
 
 def saved_run(typed: Sequence[str]) -> SavedRun | None:
-    """Return the run that is named, if any.
+    """Return the run that is named, if any. Runs no code of it.
 
     Raises ConfigError if it isn't a run or another recipe is typed, CheckpointError for an unusable checkpoint.
     """
@@ -73,6 +79,41 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
     return found
 
 
+def own_outputs(typed: Sequence[str], *, compose: Compose, recipe: Any = None) -> list[Path]:
+    """Return `path.outputs` of the command: what is typed, and what the user's own files set, but nothing of the run.
+
+    recipe: the run's; the user's own file of that name may set it.
+    """
+    places = [text for text in typed if key_of(text) in ("path", "path.outputs") or key_of(text).startswith("hydra")]
+    recipes = [f"recipe={recipe}"] if re.fullmatch(r"[\w-]+(/[\w-]+)*", str(recipe)) else []
+    outputs = []
+    for overrides in ([*recipes, *places], recipes, []):
+        with suppress(ConfigError):  # there is no such recipe here, or outputs are swept over
+            outputs.append(Path(compose(overrides)["path"]["outputs"]).expanduser().absolute())
+    return list(dict.fromkeys(outputs))
+
+
+def _is_trusted(typed: Sequence[str]) -> bool:
+    value = value_of(given[-1]) if (given := [text for text in typed if key_of(text) == _TRUST]) else False
+    if not isinstance(value, bool):
+        raise ConfigError(f"{given[-1]}: must be true or false.")
+    return value
+
+
+def _was_allowed_before(typed: Sequence[str], *, compose: Compose) -> bool:
+    """Return True for a job that SLURM has requeued, and for a node that joins node 0: both follow a first command.
+
+    They start without a person who could answer.
+    """
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0:
+        return True
+    ranks = [text for text in typed if key_of(text).startswith("topology")]
+    if not ranks:
+        return False
+    number: int = compose(ranks)["topology"]["node_rank"]
+    return number > 0
+
+
 def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
     """Replace `resume=auto` by the recipe's newest unfinished run in `path.outputs`, or drop it; print which."""
     others = [text for text in typed if key_of(text) != _RESUME]
@@ -80,7 +121,7 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
         return list(typed)
     composed = compose([text for text in others if not names_a_run(text)])
     folder = Path(composed["path"]["outputs"]) / composed["recipe"]
-    found = newest_unfinished(folder.absolute())
+    found = newest_unfinished(folder.absolute(), is_own=_is_own)
     if composed["topology"]["node_rank"] == 0:  # the other nodes do the same
         if found is None:
             choice = f"no unfinished run in {display_path(folder)}; a new one begins"
@@ -89,12 +130,23 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
             how = "crashed or still running" if status == "running" else status
             choice = f"{display_path(found.path)} ({how})"
         print(shown(f"resume=auto: {choice}"), file=sys.stderr, flush=True)
-    return others if found is None else [*others, *shlex.split(resume_argument(found.path))]
+    if found is None:
+        return others
+    # Nobody is there to answer if a cluster starts the command again.
+    return [*others, *shlex.split(resume_argument(found.path)), f"{_TRUST}=true"]
+
+
+def _is_own(run_dir: RunDir) -> bool:
+    """Return True unless another user has made the run; print it if so."""
+    reason = why_not_owned(run_dir.path, checks_writers=False)
+    if reason is not None:
+        print(shown(f"resume=auto: {display_path(run_dir.path)} is left out: {reason}"), file=sys.stderr, flush=True)
+    return reason is None
 
 
 def names_a_run(override: str) -> bool:
-    """Return True if an override names a saved run; such overrides are not saved with a run."""
-    return key_of(override) in _KEYS
+    """Return True if an override names a saved run, or trusts it; such overrides are not saved with a run."""
+    return key_of(override) in (*_KEYS, _TRUST)
 
 
 @dataclass(frozen=True)
@@ -113,12 +165,14 @@ class BaseConfig:
         Raises ConfigError for overrides that exclude each other.
         """
         found, typed = self.found, self.typed
+        if composed.get(_TRUST) and not any(key_of(text) == _TRUST for text in typed):
+            raise ConfigError("trust=true is set in a file. Type it on the command line, for one run: trust=true")
         if found is None or self.without_typed is None:
-            return _unsaved(composed)
+            return {**_unsaved(composed), _TRUST: False}
         if found.key != _RERUN and "init_from" in map(key_of, typed):
             raise ConfigError(f"{found.key} can't go with init_from: each names initial weights. Leave one out.")
         own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
-        raw = apply_typed(found.raw, before=self.without_typed, after=composed, typed=own)
+        raw = apply_typed(found.raw, before=self.without_typed, after=composed, typed=own) | {_TRUST: False}
         if masked := missing_secrets(raw):
             raise ConfigError(
                 f"{', '.join(masked)}: this copy of {found.run_dir.path} lacks the passwords and tokens of the run, "
@@ -152,9 +206,14 @@ def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[B
     if swept and _typed_path(typed, _RESUME) is not None:
         raise ConfigError("resume can't go with a sweep: all jobs would write to one directory. Leave -m out.")
     typed = find_auto_run(typed, compose=compose)
+    is_trusted = _is_trusted(typed)
     found = saved_run(typed)
     if found is None:
         return BaseConfig(None, without_typed=None, typed=tuple(typed)), typed
+    # Before anything of the run is composed: a search path may name a package to import.
+    if not is_trusted and not _was_allowed_before(typed, compose=compose):
+        outputs = own_outputs(typed, compose=compose, recipe=found.raw.get("recipe"))
+        check_trust(found, outputs=outputs, asked_by="type trust=true")
     started_with = found.overrides
     try:
         base = BaseConfig(found, without_typed=compose(started_with), typed=tuple(typed))

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint import complete_steps
-from framework.config.saved import resume_argument
+from framework.config.saved import key_of, resume_argument
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED
 from framework.monitoring.slow_ranks import SlowRank
 from framework.system.formatting import format_count, format_facts, format_table
-from framework.system.run_dir import RunDir
+from framework.system.run_dir import RunDir, read_object
 
 
 def start_message(title: str, recipe: str, topology: Topology, run_dir: RunDir) -> str:
@@ -42,7 +42,7 @@ def training_summary(config: Config, run_dir: RunDir, status: int) -> str:
     facts = [("run", path), ("logs", f"{path}/logs")]
     if complete_steps(run_dir.checkpoints):
         facts.insert(1, ("checkpoints", f"{path}/checkpoints"))
-        facts.append(("resume", f"python -m framework {resume_argument(path)}"))
+        facts.append(("resume", f"python -m framework {resume_arguments(run_dir)}"))
     if run_dir.tensorboard.is_dir():  # the folder of all recipes' runs, to compare them
         facts.append(("curves", tensorboard_command(run_dir.path.parents[1])))
     return "\n".join([*lines, format_facts(facts)])
@@ -79,8 +79,15 @@ def interrupted_message(config: Config, run_dir: RunDir) -> str:
     if config.job == "train":
         has_any = complete_steps(run_dir.checkpoints)
         how = "Resume from the last checkpoint: " if has_any else "No checkpoint yet; start again: "
-        how += f"python -m framework {resume_argument(display_path(run_dir.path))}"
+        how += f"python -m framework {resume_arguments(run_dir)}"
     return f"\nInterrupted; every process has ended. {how}"
+
+
+def resume_arguments(run_dir: RunDir) -> str:
+    """Return what resumes a run: with the `path.outputs` that was typed, since it is the user's only below that."""
+    typed = (read_object(run_dir.run_file) or {}).get("overrides", [])
+    outputs = [shlex.quote(text) for text in typed if key_of(text) in ("path", "path.outputs")]
+    return " ".join([resume_argument(display_path(run_dir.path)), *outputs])
 
 
 def tensorboard_command(folder: Path) -> str:

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
-from framework.config.saved import resume_argument
 from framework.config.secrets import masked_override
 from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError
 from framework.jobs.request import JobResult, Request, job_module
-from framework.jobs.summary import display_path, tensorboard_command
+from framework.jobs.summary import display_path, resume_arguments, tensorboard_command
 from framework.system.formatting import format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
@@ -142,7 +141,7 @@ class Sweep:
         self._failed += [] if status in (0, EXIT_STOPPED) else [number]
         where = ""
         if status == EXIT_STOPPED:
-            where = resume_argument(display_path(run_dir.path))
+            where = resume_arguments(run_dir)
         elif status != 0 and run_dir.path.is_dir():
             log = run_dir.rank_log(0)
             where = f"log: {display_path(log if log.exists() else run_dir.path)}"

@@ -419,7 +419,7 @@ class AdoptedRanks:
                     own = [
                         text
                         for text in self.arguments
-                        if text.partition("=")[0] not in ("resume", "rerun", "init_from")
+                        if text.partition("=")[0] not in ("resume", "rerun", "init_from", "trust")
                     ]
-                    self.arguments = [*own, *shlex.split(resume_argument(spec.run_dir))]
+                    self.arguments = [*own, *shlex.split(resume_argument(spec.run_dir)), "trust=true"]  # its own run
                 return

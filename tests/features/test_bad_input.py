@@ -14,6 +14,7 @@ import pytest
 
 from framework import cli
 from tests.helpers import disks
+from tests.helpers.trust import trusting
 
 SHORT = ("recipe=toy", "logger=jsonl", "trainer.max_steps=4", "trainer.limit_test_batches=0")
 
@@ -35,7 +36,7 @@ def command(fork_server, tmp_path, monkeypatch, capfd) -> Command:
 
     def run(*overrides: str) -> Answer:
         capfd.readouterr()
-        status = cli.main(["trainer.gpus=0", *overrides], fork_server=fork_server)
+        status = cli.main(["trainer.gpus=0", *trusting(overrides)], fork_server=fork_server)
         answer = Answer(status, *capfd.readouterr())
         assert "Traceback" not in answer.out + answer.err
         return answer

@@ -17,6 +17,7 @@ from framework import cli
 from recipes.digits import ConvNet, digits
 from tests.helpers import results
 from tests.helpers.command import started_framework
+from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc
 
@@ -39,7 +40,7 @@ def export(fork_server, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int
 
     def run(*overrides: str) -> tuple[int, str, str]:
         capfd.readouterr()
-        status = cli.main(["job=export", *overrides], fork_server=fork_server)
+        status = cli.main(["job=export", *trusting(overrides)], fork_server=fork_server)
         out, err = capfd.readouterr()
         assert "Traceback" not in err
         return status, out, err

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from framework import cli
+from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc
 
@@ -34,7 +35,7 @@ def compared(fork_server, tmp_path, monkeypatch, capfd) -> Compared:
     monkeypatch.chdir(tmp_path)
 
     def run(*overrides: str) -> tuple[int, dict[str, Any], str]:
-        status = cli.main(["job=parity", "trainer.gpus=0", *overrides], fork_server=fork_server)
+        status = cli.main(["job=parity", "trainer.gpus=0", *trusting(overrides)], fork_server=fork_server)
         (folder,) = tmp_path.glob("outputs/*/parity/*")
         assert list(folder.rglob("*.pt")) == []
         printed = capfd.readouterr()

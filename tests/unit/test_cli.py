@@ -327,7 +327,7 @@ def run_dir(requests: list[Request], tmp_path: Path) -> RunDir:
 
 def test_what_is_typed_when_resuming_is_applied_and_kept(requests: list[Request], run_dir: RunDir) -> None:
     typed = ("trainer.max_epochs=9", "+model.extra=[1]", "~callbacks.ema", "optimizer=adam")
-    assert cli.main([*typed, f"resume={run_dir.path}"]) == 0
+    assert cli.main([*typed, f"resume={run_dir.path}", "trust=true"]) == 0
     request = requests.pop()
     assert request.config.trainer.max_epochs == 9
     assert request.config.model["extra"] == [1]
@@ -338,7 +338,7 @@ def test_what_is_typed_when_resuming_is_applied_and_kept(requests: list[Request]
     assert not {"trainer.max_epochs=4", "optimizer.lr=0.5"} & set(request.overrides)
     save_config(run_dir, raw=request.raw, overrides=request.overrides)
     run_dir.checkpoints.mkdir()
-    assert cli.main([f"resume={run_dir.checkpoints}"]) == 0
+    assert cli.main([f"resume={run_dir.checkpoints}", "trust=true"]) == 0
     assert requests[0].raw == {**request.raw, "resume": str(run_dir.path)}
     assert requests[0].overrides == request.overrides
 
@@ -348,7 +348,7 @@ def test_a_run_whose_recipe_is_gone_is_refused(
 ) -> None:
     run_dir.overrides_file.write_text("[recipe=mine, seed=3]")
     run_dir.config_file.write_text(run_dir.config_file.read_text().replace("recipe: toy", "recipe: mine"))
-    printed = refused(capsys, f"resume={run_dir.path}", "trainer.max_epochs=9")
+    printed = refused(capsys, f"resume={run_dir.path}", "trainer.max_epochs=9", "trust=true")
     for fact in ("recipe=mine: recipe has no such option", "recipe=mine seed=3", "the folder it was started from"):
         assert fact in printed
     assert requests == []

@@ -67,7 +67,8 @@ def test_a_run_whose_last_checkpoint_is_gone_can_be_resumed(run_dir: RunDir) -> 
 def test_the_runs_own_overrides_are_composed_with_the_typed_ones(run_dir: RunDir) -> None:
     typed = [f"checkpoint.path={run_dir.path}", "trainer.max_epochs=9", "job=eval"]
     expected = ["recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=9", "job=eval"]
-    assert find_base(typed, compose=lambda _: {}, swept=True)[1] == expected
+    composed = {"path": {"outputs": str(run_dir.path.parent)}}
+    assert find_base(typed, compose=lambda _: composed, swept=True)[1] == expected
     assert find_base(["recipe=toy"], compose=lambda _: {}, swept=False)[1] == ["recipe=toy"]
 
 
