@@ -147,7 +147,7 @@ def test_an_interrupt_leaves_nothing(shared_run, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     toy = shared_run("recipe=toy", "logger=none", "trainer.max_steps=1")
     own = ("model._target_=own.Slow", "export.format=torch_export")
-    with started_framework("job=export", f"checkpoint.path={toy}", *own, cwd=tmp_path) as command:
+    with started_framework("job=export", f"checkpoint.path={toy}", "trust=true", *own, cwd=tmp_path) as command:
         command.wait_for_output("in the middle", timeout=60)
         assert ".toy_1.pt2" in "".join(names(tmp_path))
         command.process.send_signal(signal.SIGINT)

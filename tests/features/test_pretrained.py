@@ -11,6 +11,7 @@ import transformers
 
 from framework import cli
 from tests.helpers import guards, results
+from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc
 
@@ -53,7 +54,7 @@ def exported(trained: Path, fork_server, tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("exported") / "gpt2"
     with guards.no_leaks(owns_state=True):
         asked = ("job=export", f"checkpoint.path={trained}", "export.format=pretrained", f"export.output={folder}")
-        assert cli.main([*asked], fork_server=fork_server) == 0
+        assert cli.main(trusting(asked), fork_server=fork_server) == 0
     return folder
 
 
@@ -75,7 +76,7 @@ def test_an_exported_folder_is_read_by_from_pretrained(trained, exported, fork_s
     ):
         run = run or train_toy(fork_server, tmp_path)
         asked = ("job=export", f"checkpoint.path={run}", "export.format=pretrained", f"export.output={output}")
-        assert cli.main([*asked], fork_server=fork_server) == 2
+        assert cli.main(trusting(asked), fork_server=fork_server) == 2
         assert said in capfd.readouterr().err
     assert not (tmp_path / "toy").exists()
 

@@ -97,7 +97,7 @@ def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> li
     state: dict[str, Any] = {"model": {}, "training": {}, "generators": []}
     text = run_dir.config_file.read_text()
     checkpoint = write(run_dir.checkpoints, state, step=1, epoch=0, metrics={}, config_text=text)
-    return [f"checkpoint.path={checkpoint}"]
+    return [f"checkpoint.path={checkpoint}", "trust=true"]
 
 
 def test_placeholders_stand_for_the_value_of_a_key_and_make_targets_exist() -> None:
