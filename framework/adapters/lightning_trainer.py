@@ -115,8 +115,8 @@ class NoLogger:
         if name.startswith("__"):
             raise AttributeError(name)
         raise TrainerAttributeError(
-            f"There is no self.trainer.logger, so no self.logger.{name}: the framework's loggers get what self.log is "
-            "given.\nTo log images or text, write a framework callback or logger (docs/own_code.md)."
+            f"There is no self.trainer.logger: self.logger.{name} isn't available, and the framework's loggers get what "
+            "self.log is given.\nTo log images or text, write a framework callback or logger (docs/own_code.md)."
         )
 
 
