@@ -115,7 +115,7 @@ class NoLogger:
         if name.startswith("__"):
             raise AttributeError(name)
         raise TrainerAttributeError(
-            f"There is no self.trainer.logger: self.logger.{name} isn't available, and the framework's loggers get what "
+            f"There is no self.trainer.logger: self.logger.{name} isn't available. The framework's loggers get what "
             "self.log is given.\nTo log images or text, write a framework callback or logger (docs/own_code.md)."
         )
 
