@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections import ChainMap
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, final
@@ -26,6 +27,12 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from framework.data.epoch_listeners import EpochListeners
 from framework.data.keyed_random import KeyedRandom
 from framework.data.prefetch import pinned
+from framework.data.sample_check import (
+    CheckedSamples,
+    CheckKey,
+    check_rows,
+    check_samples,
+)
 from framework.data.sample_random import Draws
 from framework.data.tensor_samples import as_tensor_samples
 from framework.distributed.seed import mix
@@ -81,8 +88,10 @@ class BatchDataset(Dataset[Batch]):
             self._random.find()
             self._has_loaded = False
 
-    def __getitem__(self, key: BatchKey) -> Batch:
+    def __getitem__(self, key: BatchKey | CheckKey) -> Batch | CheckedSamples:
         """Return the batch of a key. Raises RunError that names the sample that fails."""
+        if isinstance(key, CheckKey):
+            return self._check(key.indices)
         self.set_epoch(key.dataset_epoch)
         if self._rows is not None:
             index_B = torch.tensor(key.indices, device=self._rows.device)
@@ -96,6 +105,16 @@ class BatchDataset(Dataset[Batch]):
             if self._random.find():
                 batch = self._load(key)
         return batch
+
+    def _check(self, indices: list[int]) -> CheckedSamples:
+        """Load samples twice, and make a batch of them twice. Changes neither the dataset nor generators."""
+        if self._rows is not None:
+            return check_rows(self._rows, indices, seed=self._seed, device=self._rows.device)
+        checked = check_samples(
+            self._dataset, indices, collate_fn=self._collate_fn, random=self._random, seed=self._seed
+        )
+        # What is known of samples that change from epoch to epoch doesn't tell if the data has changed.
+        return replace(checked, sketch=None) if self._listeners else checked
 
     def _load(self, key: BatchKey) -> Batch:
         with self._random.preserved():

@@ -6,6 +6,7 @@ those of its transforms or collate function. All of them are seeded by the key b
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import numpy
 import torch
 
 from framework.data.object_graph import is_generator, reachable
-from framework.distributed.seed import mix, preserved_generators, seed_generators
+from framework.distributed.seed import fingerprint, mix, preserved_generators, seed_generators
 
 
 @final
@@ -48,6 +49,10 @@ class KeyedRandom:
             finally:
                 for generator, state in zip(generators, states, strict=True):
                     _restore(generator, state)
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return a value that any draw changes."""
+        return (*fingerprint(()), *(pickle.dumps(_state(generator)) for generator in self._own))
 
     def seed(self, key: int) -> None:
         """Seed all generators by a number below 2**63; each draws numbers of its own."""

@@ -5,23 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import tee
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from framework.config.schema import LoaderKind
 from framework.data.batching import BatchPlan, count_windows
 from framework.data.epoch_listeners import EpochListeners
 from framework.data.fetch import BatchDataset, BatchKey, BatchRequest, ItemLoader, tell_epoch
+from framework.data.identity import DataIdentity, check_content, check_order, check_size, checksum_of
 from framework.data.prefetch import pins_memory, prefetch
 from framework.data.resident import ResidentBatches, decode
-from framework.data.sampler import GlobalOrder, epoch_indices, windows
+from framework.data.sample_check import NUM_SAMPLES, CheckedSamples, CheckKey, sketch_rows
+from framework.data.sampler import GlobalOrder, epoch_positions, windows
 from framework.data.stream import StreamLoader
 from framework.data.tensor_samples import as_tensor_samples
 from framework.errors import DataError
+from framework.monitoring.rank_log import warn
 from framework.system.formatting import format_bytes
 from framework.system.hardware import available_memory, threads_per_process
 from framework.types import Batch, Collate, MapDataset, MicroBatch, Sampler, Window
@@ -81,6 +85,12 @@ class LoadedBatches(ItemLoader):
         """Yield the batches asked for, in order."""
         keys = (BatchKey(request.indices.tolist(), *request[1:]) for request in requests)
         return prefetch(self.items(keys), self._device)
+
+    def check(self, indices: list[int]) -> CheckedSamples:
+        """Load samples twice, in a worker if there are any: what is opened here might not survive the fork."""
+        checked: CheckedSamples
+        (checked,) = self.items([CheckKey(indices)])
+        return checked
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of this process's dataset; workers do so before their first batch of the epoch."""
@@ -186,6 +196,14 @@ class MapLoader:
         self.dataset_epoch: int | None = None
         """Which `set_epoch` of the dataset is given, in an evaluation; None: the epoch that is loaded."""
         self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
+        self._dataset = dataset
+        rows = as_tensor_samples(dataset)
+        self._identity = DataIdentity(len(dataset), sketch=None if rows is None else sketch_rows(rows))
+        # Of the checkpoint that is resumed, until it is compared.
+        self._saved: DataIdentity | None = None
+        self._is_checked = False
+        # Of the epoch that was begun last.
+        self._whole_order: Tensor | None = None
         self._set_plan(plan, limit)
 
     def _set_plan(self, plan: BatchPlan, limit: int | None) -> None:
@@ -215,7 +233,8 @@ class MapLoader:
         """Yield the windows of `epoch` from sample `start` of its order on; samples before it are not loaded.
 
         Take all micro-batches of a window before the next window, and end one epoch before another is begun.
-        Raises DataError if `start` isn't inside the epoch, RunError if a sample can't be loaded.
+        Raises DataError if `start` isn't inside the epoch, RunError if a sample can't be loaded, CheckpointError if the
+        data isn't that of the checkpoint.
 
         Args:
             limit: global batches of the epoch at most; None: the loader's own limit.
@@ -224,7 +243,12 @@ class MapLoader:
         dataset_epoch = epoch if self.dataset_epoch is None else self.dataset_epoch
         self._source.set_epoch(dataset_epoch)
         tell_epoch(self._sampler_listeners, dataset_epoch, split=self._split)
-        indices = epoch_indices(self._order, self._plan, epoch=epoch, start=start, limit=limit)
+        positions = epoch_positions(self._order, self._plan, start=start, limit=limit)
+        self._whole_order = self._order.indices(epoch, batch_size=self._plan.global_batch_size)
+        indices = self._whole_order[positions]
+        if not self._is_checked:
+            self._is_checked = True
+            self._check(indices)
         gathered = 0
         if isinstance(self._source, ResidentBatches):
             gathered = yield from self._source.windows(indices, self._plan, rank=self._rank, epoch=epoch, start=start)
@@ -245,6 +269,48 @@ class MapLoader:
             micro_batches = (MicroBatch(next(batches), micro.num_samples) for micro in window.micro_batches)
             number = len(window.micro_batches)
             yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
+
+    def _check(self, indices: Tensor) -> None:
+        """Load some of these samples twice. Warn of a difference; raise CheckpointError for other data than saved."""
+        saved, self._saved = self._saved, None
+        if saved is not None and self._whole_order is not None:
+            check_order(saved, self._whole_order)
+        if isinstance(self._source, ResidentBatches) and self._source.samples.transform is None:
+            checked = CheckedSamples()
+        else:
+            chosen = list(dict.fromkeys(indices[: NUM_SAMPLES**2].tolist()))[:NUM_SAMPLES]
+            if saved is not None and saved.indices:
+                chosen = list(saved.indices)
+            checked = self._source.check(chosen)
+            if checked.sketch is not None and self._identity.sketch is None:
+                self._identity = replace(self._identity, indices=chosen, sketch=checked.sketch)
+        if saved is not None:
+            check_content(saved, self._identity)
+        if checked.difference is not None:
+            warn(
+                f"The {self._split} dataset, a {_class_name(self._dataset)}, can't be repeated: {checked.difference} "
+                "differs when it is loaded twice with the same random numbers. So a resumed run, or one with another "
+                "number of workers, trains on other numbers. Draw from the generators of Python, NumPy or torch, or "
+                "from one that is kept in an attribute"
+            )
+
+    @property
+    def identity(self) -> DataIdentity:
+        """What a resumed run compares with its own data."""
+        if self._whole_order is None:
+            return self._identity
+        return replace(self._identity, order=checksum_of(self._whole_order))
+
+    def load_identity(self, saved: DataIdentity, *, samples: int) -> None:
+        """Compare with the data of the checkpoint if it is in the middle of an epoch, after `samples` of it.
+
+        Order and content are compared when the epoch is begun. Raises CheckpointError for data of another size.
+        """
+        if samples > 0:
+            check_size(saved, size=self._identity.size)
+            self._saved = saved
+        elif saved.size != self._identity.size:
+            _log.info("the train dataset has %d samples now, and had %s", self._identity.size, saved.size)
 
     def state_dict(self) -> None:
         """Return nothing: the number of samples taken is all the state."""
@@ -306,6 +372,13 @@ class EvalLoader:
     def close(self) -> None:
         """End the loader's worker processes; may be called again."""
         self._loader.close()
+
+
+def _class_name(dataset: Any) -> str:
+    """Return the name of the class, of a Subset or ConcatDataset with those of its parts."""
+    parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", [])
+    names = dict.fromkeys(_class_name(part) for part in parts)
+    return f"{type(dataset).__name__} of {' and '.join(names)}" if names else type(dataset).__name__
 
 
 def dataset_size(dataset: MapDataset, *, split: str, processes: int = 1) -> int:

@@ -10,6 +10,7 @@ import functools
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from types import (
     BuiltinFunctionType,
@@ -102,6 +103,30 @@ def attributes(each: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+@contextmanager
+def unchanged(*roots: Any) -> Iterator[None]:
+    """Restore the attributes, lists and dicts of what the roots hold: counters, and files that were opened.
+
+    What is changed in place otherwise, such as an array, stays changed.
+    """
+    objects = reachable(*roots)
+    holders = [attributes(each) for each in objects]
+    holders += [each for each in objects if isinstance(each, dict) and len(each) <= _MOST_ELEMENTS]
+    lists = [each for each in objects if isinstance(each, list) and len(each) <= _MOST_ELEMENTS]
+    dicts_before = [dict(holder) for holder in holders]
+    lists_before = [list(each) for each in lists]
+    try:
+        yield
+    finally:
+        for holder, before in zip(holders, dicts_before, strict=True):
+            if list(map(id, holder.values())) != list(map(id, before.values())):
+                holder.clear()
+                holder.update(before)
+        for each, elements in zip(lists, lists_before, strict=True):
+            if list(map(id, each)) != list(map(id, elements)):
+                each[:] = elements
 
 
 def _parts(each: Any) -> Iterator[Any]:

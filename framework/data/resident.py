@@ -20,9 +20,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from framework.data.batching import BatchPlan, micro_batches
 from framework.data.epoch_listeners import EpochListeners
 from framework.data.fetch import BatchRequest, batch_draws, collate, load_sample, tell_epoch
+from framework.data.keyed_random import KeyedRandom
 from framework.data.prefetch import prefetch, to_device
+from framework.data.sample_check import CheckedSamples, check_rows
 from framework.data.tensor_samples import TensorSamples, row_bytes
-from framework.distributed.seed import fingerprint, preserved_generators
+from framework.distributed.seed import fingerprint
 from framework.errors import DataError
 from framework.system.formatting import format_bytes
 from framework.types import Batch, MapDataset, MicroBatch, MicroIndices, Window
@@ -64,6 +66,10 @@ class ResidentBatches:
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the dataset and its transform, if the epoch is a new one. Raises RunError if it fails."""
         tell_epoch(self._listeners, epoch, split=self._split)
+
+    def check(self, indices: list[int]) -> CheckedSamples:
+        """Transform samples twice with the same draws; those of `decode` have no transform."""
+        return check_rows(self.samples, indices, seed=self._seed, device=self._device)
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches asked for, in order."""
@@ -157,8 +163,10 @@ def decode(dataset: MapDataset, *, split: str, limit_bytes: int | None) -> Tenso
     """
     if EpochListeners(dataset, seed=0):
         raise _refused("it has set_epoch(epoch), so its samples may change from epoch to epoch", split=split)
-    with preserved_generators():
+    random = KeyedRandom(dataset)
+    with random.preserved():
         before = fingerprint(())
+        before_own = random.fingerprint()
         first, spec = _load_tensors(dataset, 0, split=split)
         size_bytes = len(dataset) * sum(map(row_bytes, first))
         if limit_bytes is not None and size_bytes > limit_bytes:
@@ -174,9 +182,12 @@ def decode(dataset: MapDataset, *, split: str, limit_bytes: int | None) -> Tenso
                 tensor[index] = leaf[0]
         if fingerprint(()) != before:
             raise _refused("it draws random numbers", split=split)
-    # It was loaded twice, to find a generator of the dataset's own.
+        draws_own = random.fingerprint() != before_own
+    # It was loaded twice, to find what else it may depend on.
     if any(not torch.equal(own[:1].nan_to_num(), leaf.nan_to_num()) for own, leaf in zip(tensors, first, strict=True)):
         raise _refused("its first sample isn't the same whenever it is loaded", split=split)
+    if draws_own:
+        raise _refused("it draws random numbers from a generator of its own", split=split)
     samples = TensorSamples(*tensors)
     samples.pack = partial(tree_unflatten, treespec=spec)
     return samples

@@ -62,7 +62,13 @@ class GlobalOrder:
 def epoch_indices(
     order: GlobalOrder, plan: BatchPlan, *, epoch: int, start: int = 0, limit: int | None = None
 ) -> Tensor:
-    """Return the indices that `epoch` consumes from its sample `start` on: int64, on the CPU.
+    """Return the indices that `epoch` consumes from its sample `start` on: int64, on the CPU. See `epoch_positions`."""
+    positions = epoch_positions(order, plan, start=start, limit=limit)
+    return order.indices(epoch, batch_size=plan.global_batch_size)[positions]
+
+
+def epoch_positions(order: GlobalOrder, plan: BatchPlan, *, start: int, limit: int | None) -> slice:
+    """Return which part of its order an epoch consumes from its sample `start` on.
 
     limit: global batches of the epoch at most. Raises DataError if `start` isn't inside the epoch.
     """
@@ -72,7 +78,7 @@ def epoch_indices(
             f"Training can't continue at sample {start} of an epoch of {end} samples.\n"
             "The dataset or trainer.limit_train_batches is smaller than when the checkpoint was made: set them back."
         )
-    return order.indices(epoch, batch_size=plan.global_batch_size)[start:end]
+    return slice(start, end)
 
 
 class WindowIndices(NamedTuple):

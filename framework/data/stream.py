@@ -29,6 +29,7 @@ from torch.utils.data import Dataset, IterableDataset
 from framework.data.batching import BatchPlan, count_windows, micro_batches, share
 from framework.data.epoch_listeners import EpochListeners
 from framework.data.fetch import ItemLoader, collate, failed_sample, tell_epoch
+from framework.data.identity import DataIdentity, check_size
 from framework.data.keyed_random import KeyedRandom
 from framework.data.prefetch import SideStream, pins_memory, prefetch
 from framework.distributed.collectives import SideChannel, Table
@@ -394,6 +395,16 @@ class StreamLoader:
         own = next(each for each in states if each["shard"] == self._plan.source)
         read = own["samples"] if self._plan.is_sharded else samples
         self._resumed = StreamPosition(0, read, own["state"] if self._loads_state else None, bool(own["has_ended"]))
+
+    @property
+    def identity(self) -> DataIdentity:
+        """That it is a stream is all that is known."""
+        return DataIdentity(None)
+
+    def load_identity(self, saved: DataIdentity, *, samples: int) -> None:
+        """Raise CheckpointError if the checkpoint, after `samples` of an epoch, is of data that was no stream."""
+        if samples > 0:
+            check_size(saved, size=None)
 
     def close(self) -> None:
         """End the worker that reads ahead; may be called again."""

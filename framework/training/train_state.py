@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from framework.checkpoint.replicas import REPLICAS, gather_replicas
 from framework.config.schema import CUDA_GRAPH_MODES
+from framework.data.identity import DataIdentity, common_identity
 from framework.data.loader import MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import gather_to_all
@@ -232,10 +233,11 @@ class TrainState:
         # Rank 0 has all of them, unless each rank has its own stages.
         trained = self.trainable.names if context.is_main or self.strategy.num_stages is not None else []
         mine = (generator_states(context.devices), self.meter.state_dict(), self.stop.own_reason)
-        of_ranks = gather_to_all(
-            (*mine, self.reported.state_dict(), self.train_loader.state_dict(), compared, trained, prints), context
+        data = (self.train_loader.state_dict(), self.train_loader.identity)
+        of_ranks = gather_to_all((*mine, self.reported.state_dict(), *data, compared, trained, prints), context)
+        generators, meters, reasons, reported, streams, identities, parts, names, prints_of = map(
+            list, zip(*of_ranks, strict=True)
         )
-        generators, meters, reasons, reported, streams, parts, names, prints_of = map(list, zip(*of_ranks, strict=True))
         check_equal(parts, step=self.progress.step)
         others = states_of_ranks(objects, states, prints_of, step=self.progress.step, context=context)
         if others:
@@ -248,6 +250,7 @@ class TrainState:
             "reported": reported,
             "trainable": sorted({name for each in names for name in each}),
             "streams": [each for each in streams if each is not None],
+            "data": common_identity(identities).state_dict(),
             "global_batch_size": self.train_loader.global_batch_size,
             "stop": {"reason": self.stop.reason, "wishes": reasons},
         }
@@ -271,6 +274,8 @@ class TrainState:
             if name in training["callbacks"]:
                 load(own_state(f"callbacks.{name}", training["callbacks"][name], training, self.context))
         self.progress.load_state_dict(training["progress"])
+        if "data" in training:  # not in older checkpoints
+            self.train_loader.load_identity(DataIdentity.load(training["data"]), samples=self.progress.samples)
         self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)
         self.val_metrics, self.val_step = dict(training.get("val_metrics", {})), training.get("val_step")
         meters, reported, rank = training.get("meters", []), training.get("reported", []), self.context.rank

@@ -78,6 +78,25 @@ def twice():
     return Datasets(DataLoader(Samples(), batch_size=12, sampler=sampler))
 
 
+class Files(Dataset):
+    '''As many as a file says; random in a way that can't be seeded, if there is a file that says so.'''
+
+    def __init__(self):
+        self.size = int(open("size").read())
+        self.is_random = os.path.exists("random")
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        x = torch.full((4,), float(index))
+        return x, x + (random.SystemRandom().random() if self.is_random else 0)
+
+
+def files():
+    return Datasets(Files())
+
+
 class Stage:
     epoch = None
 
@@ -220,3 +239,28 @@ def test_set_epoch_is_called_in_every_process_and_after_a_resume(train, drawn, w
     assert results.results(evaluated)["metrics"]["val/loss"] == best
     for stops in (4, 6, 9):
         assert drawn(*data, stops=stops)[1] == [wanted]
+
+
+def test_data_that_has_grown_within_an_epoch_is_refused(train, tmp_path, capfd):
+    (tmp_path / "size").write_text("20")
+    data = ("data.datasets._target_=own.files", "checkpoint.monitor=null", "checkpoint.save_top_k=-1")
+    part = train(*COMMON, *data, "trainer.max_steps=7")
+    end_of_epoch = train(*COMMON, *data, "trainer.max_steps=5")
+    (tmp_path / "size").write_text("24")
+    train(f"resume={part}", "trainer.max_steps=null", status=2)
+    said = capfd.readouterr().err
+    assert "The train data is 24 samples, and was 20 samples when the checkpoint was made" in said
+    assert "init_from=CHECKPOINT" in said
+    assert results.results(train(f"resume={end_of_epoch}", "trainer.max_steps=null"))["steps"] == 5 + 6
+    (tmp_path / "size").write_text("20")
+    assert results.results(train(f"resume={part}", "trainer.max_steps=null"))["steps"] == 10
+
+
+def test_a_dataset_that_cannot_be_repeated_is_named(train, tmp_path):
+    (tmp_path / "size").write_text("8")
+    run = train(*COMMON, "data.datasets._target_=own.files", "checkpoint=none")
+    assert "can't be repeated" not in results.log(run)
+    (tmp_path / "random").write_text("")
+    run = train(*COMMON, "data.datasets._target_=own.files", "checkpoint=none")
+    assert "The train dataset, a Files, can't be repeated: sample" in results.log(run)
+    assert "at [1], differs" in results.log(run)

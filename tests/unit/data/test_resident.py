@@ -173,6 +173,7 @@ def numpy_state() -> list[int]:
         (lambda i: np.random.rand() if i == 270 else 0.0, "it draws random numbers"),
         (lambda _: torch.rand(1), "it draws random numbers"),
         (lambda _: torch.rand(2, generator=GENERATOR), "its first sample isn't the same"),
+        (lambda i: torch.rand(2, generator=GENERATOR) if i == 270 else torch.zeros(2), "from a generator of its own"),
         (lambda i: torch.zeros(2 if i < 256 else 3), "sample 256 differs"),
         (lambda i: (i, "name"), "holds str"),
     ],

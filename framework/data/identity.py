@@ -1,0 +1,86 @@
+"""What a checkpoint knows of the train data, and if a run that resumes in the middle of an epoch has the same.
+
+With other data, or another order of it, some samples of the epoch would be trained on twice and others never.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from framework.data.sample_check import Sketch
+from framework.errors import CheckpointError
+
+_REMEDY = (
+    "Some samples of this epoch would be trained on twice, and others never. Set that back, resume from a checkpoint "
+    "of an epoch's end, or start a new run from these weights: init_from=CHECKPOINT"
+)
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """The train part of a run."""
+
+    # Samples of the dataset; None: a stream.
+    size: int | None
+    # A checksum of the order of the epoch; None: not known yet.
+    order: int | None = None
+    # The samples that `sketch` is of; none: rows of tensors.
+    indices: Sequence[int] = ()
+    # None: they are random, or change from epoch to epoch.
+    sketch: Sketch | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it in plain types."""
+        return asdict(self)
+
+    @staticmethod
+    def load(state: Mapping[str, Any]) -> DataIdentity:
+        sketch = None if state["sketch"] is None else Sketch(**state["sketch"])
+        return DataIdentity(**{**state, "sketch": sketch})
+
+
+def common_identity(identities: Sequence[DataIdentity]) -> DataIdentity:
+    """Return what the ranks know alike; processors of different kinds may compute samples differently."""
+    first = identities[0]
+    return first if all(each == first for each in identities) else replace(first, indices=(), sketch=None)
+
+
+def checksum_of(order: Tensor) -> int:
+    return zlib.crc32(order.contiguous().numpy().data)
+
+
+def check_size(saved: DataIdentity, *, size: int | None) -> None:
+    """Raise CheckpointError if the train data has another size, or is a stream now or was one."""
+    if size == saved.size:
+        return
+    now, then = ("a stream" if number is None else f"{number} samples" for number in (size, saved.size))
+    raise CheckpointError(
+        f"The train data is {now}, and was {then} when the checkpoint was made, in the middle of an epoch.\n{_REMEDY}"
+    )
+
+
+def check_order(saved: DataIdentity, order: Tensor) -> None:
+    """Raise CheckpointError if the epoch has another order than when the checkpoint was made."""
+    if saved.order is not None and saved.order != checksum_of(order):
+        raise CheckpointError(
+            "The samples have another order than when the checkpoint was made, in the middle of an epoch: seed, "
+            "data.shuffle or data.sampler has changed, or the global batch size of a sampler that looks at it.\n"
+            f"{_REMEDY}"
+        )
+
+
+def check_content(saved: DataIdentity, now: DataIdentity) -> None:
+    """Raise CheckpointError if the samples aren't those of the checkpoint, as far as both are known."""
+    is_known = saved.sketch is not None and now.sketch is not None and list(saved.indices) == list(now.indices)
+    if not is_known or saved.sketch.is_near(now.sketch):  # type: ignore[union-attr, arg-type]
+        return
+    which = f"Samples {', '.join(map(str, saved.indices))}" if saved.indices else "Rows"
+    raise CheckpointError(
+        f"{which} of the train dataset are others than when the checkpoint was made, in the middle of an epoch.\n"
+        f"{_REMEDY}\nIf its samples change from epoch to epoch on purpose, give it set_epoch(epoch)."
+    )

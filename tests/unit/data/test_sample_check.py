@@ -1,0 +1,212 @@
+"""Samples that are loaded twice at the start, and the data of a resumed run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from framework import TensorSamples
+from framework.data.batching import plan_batches
+from framework.data.identity import DataIdentity
+from framework.data.loader import LoaderOptions as Options
+from framework.data.loader import MapLoader
+from framework.errors import CheckpointError
+
+CPU = torch.device("cpu")
+SIZE = 12
+# torch's DataLoader sets a handler for SIGCHLD when it first starts workers.
+pytestmark = pytest.mark.usefixtures("own_state")
+IN_PROCESS, ONE_WORKER = Options(num_workers=0), Options(num_workers=1)
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of the index."""
+
+    def __init__(self, make: Callable[[int], Any], size: int = SIZE) -> None:
+        self.make = make
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def loader(dataset: Any, options: Options = IN_PROCESS, *, seed: int = 5, **how: Any) -> MapLoader:
+    plan = plan_batches(batch_size=4, global_batch_size=None, world_size=1, accumulate=1)
+    return MapLoader(dataset, split="train", plan=plan, rank=0, device=CPU, options=options, seed=seed, **how)
+
+
+def loaded(loading: MapLoader, epoch: int = 0, start: int = 0) -> list[Any]:
+    try:
+        return [micro.batch for window in loading.epoch(epoch, start) for micro in window.micro_batches]
+    finally:
+        loading.close()
+
+
+SYSTEM = random.SystemRandom()
+COUNT = itertools.count()
+
+
+def unseeded(batch: list[Tensor], _: Any) -> list[Tensor]:
+    return [batch[0] + torch.rand(())]
+
+
+def unseeded_collate(samples: list[Any]) -> Any:
+    return torch.full((len(samples),), SYSTEM.random())
+
+
+@pytest.mark.parametrize("options", [IN_PROCESS, ONE_WORKER], ids=["in process", "worker"])
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn", "said"),
+    [
+        (Subset(Made(lambda _: SYSTEM.random()), range(8)), None, "a Subset of Made, can't be repeated: sample"),
+        (Made(lambda i: {"x": i, "y": [0, next(COUNT)]}), None, "at ['y'][1], differs"),
+        (Made(lambda _: np.random.default_rng().random(3)), None, "differs when it is loaded twice"),
+        (TensorSamples(torch.zeros(SIZE, 2), transform=unseeded), None, "a TensorSamples, can't be repeated: what its"),
+        (Made(float), unseeded_collate, "the batch that its collate function makes"),
+        (Made(lambda i: i + random.random()), None, None),
+        (Made(lambda i: {"x": torch.full((2,), np.nan), "name": f"{i}", "none": i}), None, None),
+        (TensorDataset(torch.zeros(SIZE, 2)), None, None),
+    ],
+    ids=["system", "counted", "new", "batches", "collate", "seeded", "fixed", "tensors"],
+)
+def test_data_that_cannot_be_repeated_is_named(capfd, options, dataset, collate_fn, said):
+    loaded(loader(dataset, Options(options.kind, options.num_workers, collate_fn=collate_fn)))
+    shown = capfd.readouterr().out
+    assert shown.count("can't be repeated") == int(said is not None)
+    assert (said or "") in shown
+
+
+class Counting(Dataset[Tensor]):
+    """Counts, opens something when it is first used, and keeps a generator."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.seen: list[int] = []
+        self.opened: object = None
+        self.by_index: dict[int, int] = {}
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.number += 1
+        self.seen.append(index)
+        self.opened = object()
+        self.by_index[index] = self.by_index.get(index, 0) + 1
+        return torch.tensor(self.generator.random())
+
+
+def test_the_check_leaves_no_trace():
+    dataset = Counting()
+    state = dataset.generator.bit_generator.state
+    before = torch.get_rng_state(), random.getstate()
+    batches: Any = loader(dataset).epoch(0)
+    window = next(batches)
+    assert (dataset.number, dataset.seen, dataset.opened, dataset.by_index) == (0, [], None, {})
+    assert dataset.generator.bit_generator.state == state
+    next(window.micro_batches)
+    assert dataset.number == len(dataset.seen) == 4
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_a_sample_that_fails_is_left_to_loading():
+    def broken(index: int) -> float:
+        raise ValueError(f"bad {index}")
+
+    windows = loader(Made(broken)).epoch(0)
+    assert next(windows).num_micro_batches == 1
+
+
+# The data of a resumed run
+
+
+def plain(index: int) -> Any:
+    return {"x": torch.full((3,), float(index)), "label": index % 3, "name": f"file {index}"}
+
+
+def drawn(index: int) -> Tensor:
+    return torch.rand(2) + index
+
+
+class Staged(Made):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return float(index + self.epoch)
+
+
+def saved(loading: MapLoader, epoch: int = 0) -> DataIdentity:
+    loaded(loading, epoch)
+    return DataIdentity.load(loading.identity.state_dict())
+
+
+ROWS = torch.arange(24.0).view(SIZE, 2)
+SAME: dict[str, tuple[Any, Any]] = {
+    "rows": (TensorDataset(ROWS, ROWS[:, 0].long()), TensorDataset(ROWS + 1e-6, ROWS[:, 0].long())),
+    "samples": (Made(plain), Made(plain)),
+    "random": (Made(drawn), Made(lambda index: torch.rand(3) - index)),
+    "staged": (Staged(plain), Staged(plain)),
+    "transformed": (
+        TensorSamples(ROWS, transform=lambda batch, _: [batch[0] + 1]),
+        TensorSamples(ROWS, transform=lambda batch, _: [batch[0] + 2]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize("options", [IN_PROCESS, ONE_WORKER], ids=["in process", "worker"])
+def test_a_resumed_epoch_takes_the_same_data(kind, options):
+    """Also if it is loaded in another way, was cut, and is resumed in a later epoch than the run began with."""
+    first, second = SAME[kind]
+    identity = saved(loader(first, shuffle=True), epoch=2)
+    resumed = loader(second, options, shuffle=True, limit=2)
+    resumed.load_identity(identity, samples=4)
+    assert len(loaded(resumed, 2, start=4)) == 1
+
+
+def renamed(index: int) -> Any:
+    return {**plain(index), "name": f"file {index + 1}"}
+
+
+OTHERS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "grown": (Made(plain), Made(plain, 13), {}, "13 samples, and was 12 samples"),
+    "shrunk": (Made(plain), Made(plain, 8), {}, "8 samples, and was 12 samples"),
+    "seed": (Made(plain), Made(plain), {"seed": 6}, "another order"),
+    "not shuffled": (Made(plain), Made(plain), {"shuffle": False}, "another order"),
+    "rows": (TensorDataset(ROWS), TensorDataset(ROWS.flip(0)), {}, "Rows of the train dataset are others"),
+    "labels": (TensorDataset(ROWS.long()), TensorDataset(ROWS.long() + 1), {}, "Rows of the train dataset"),
+    "renamed": (Made(plain), Made(renamed), {}, r"Samples \d+, \d+, \d+, \d+ of the train dataset are others"),
+    "floats": (Made(float), Made(lambda index: index + 1.0), {}, "Samples"),
+    "another kind": (Made(plain), Made(lambda index: (index,)), {}, "are others"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_data_within_an_epoch_is_refused(kind):
+    first, second, how, said = OTHERS[kind]
+    identity = saved(loader(first, shuffle=True))
+
+    def resume(samples: int) -> None:
+        resumed = loader(second, **{"shuffle": True, **how})
+        resumed.load_identity(identity, samples=samples)
+        next(iter(resumed.epoch(0 if samples else 1, start=samples)))
+
+    with pytest.raises(CheckpointError, match=f"(?s){said}.*init_from=CHECKPOINT"):
+        resume(4)
+    resume(0)
