@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGINT, SIGTERM
 from typing import TextIO
 
 from framework.config.assets import import_from_working_dir
@@ -183,7 +183,8 @@ def _run(cluster: ClusterEnvironment, spec: RunSpec, *, terminal: TextIO) -> Out
     )
     rank = RankArguments(spec.run_dir, topology, rank=cluster.rank, rendezvous="env://", attempt=attempt)
     open_store = partial(open_run_store, attempt)
-    with closing(RankStatus()) as rank_status, heartbeat(rank_status), catching_signals([SIGTERM]) as signals:
+    received = catching_signals([SIGTERM], observed=[SIGINT])
+    with closing(RankStatus()) as rank_status, heartbeat(rank_status), received as signals:
         monitor = AdoptedMonitor(
             rank, rank_status, store=open_store(), limits=spec.limits, terminal=terminal, signals=signals
         )

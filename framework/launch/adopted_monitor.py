@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED
+from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_STOPPED
 from framework.launch.plan import Outcome, RankArguments
 from framework.launch.store import RunStore, StoreGoneError, UnverifiedError, call_with_deadline
 from framework.monitoring.node_exchange import NodeExchange
@@ -64,6 +64,7 @@ class AdoptedMonitor:
         self._gone: dict[int, dict[str, Any]] = {}
         self._hung = False
         self._sigterm_s: float | None = None
+        self._interrupts = 0
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> None:
@@ -117,6 +118,13 @@ class AdoptedMonitor:
 
     def _look(self) -> None:
         monitor = self._monitor
+        received = self._signals.take()
+        self._interrupts += received.count(signal.SIGINT)
+        if self._interrupts > 1:  # the main thread may be waiting in compiled code, where it sees neither
+            self._say("Interrupted twice: ended at once")
+            os._exit(EXIT_INTERRUPTED)
+        if signal.SIGTERM in received and self._sigterm_s is None:
+            self._sigterm_s = time.monotonic()
         if self._acts_for_node():
             if self._topology.nnodes > 1:
                 self._exchange.step()
@@ -207,8 +215,6 @@ class AdoptedMonitor:
 
     def _is_terminated(self) -> bool:
         """Return True if SIGTERM came and the training loop doesn't handle it as a stop request."""
-        if self._signals.take() and self._sigterm_s is None:
-            self._sigterm_s = time.monotonic()
         if self._sigterm_s is not None and self._monitor.is_stoppable():
             self._sigterm_s = None
         return self._sigterm_s is not None and time.monotonic() - self._sigterm_s > _TERMINATED_S

@@ -11,6 +11,7 @@ import pkgutil
 import secrets
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from framework.system.orphans import ENDS_WITH_OTHERS
 from framework.system.parent_death import die_with_parent
 
 Message = dict[str, Any]
+LEAVE_S = 10.0  # for a process to leave after its work
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def run_child(message: Message, *, fds: Sequence[int], parent_pid: int) -> NoRet
 
 def leave(status: int) -> NoReturn:
     """End this process: join its threads, run its exit functions, flush. Unloading torch would take about a second."""
+    threading.Thread(target=_end_anyway, args=(status,), daemon=True).start()
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -66,6 +69,16 @@ def leave(status: int) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(status)
+
+
+def _end_anyway(status: int) -> None:
+    """End this process if one of the user's threads or exit functions keeps it from exiting."""
+    time.sleep(LEAVE_S)
+    log = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
+    with suppress(OSError, ValueError):  # a full disk, or a stream that the user's code has closed
+        print(f"This process doesn't leave after its work: ended after {LEAVE_S:g} s", file=log, flush=True)
+        faulthandler.dump_traceback(log)
+    os._exit(status)
 
 
 def _enter_environment(message: Message) -> None:

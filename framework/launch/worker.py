@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import faulthandler
 import os
 import pkgutil
 import re
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -28,7 +26,6 @@ from framework.monitoring.rank_status import RankStatus, heartbeat
 # gradients, and ours wait for collectives.
 _PEERS = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "framework.distributed", "framework.strategies")
 _GLOO = re.compile(r"^\[[^\]\s]*\.cc:\d+\]|caused pair closure$")  # its messages, whatever called it
-LEAVE_S = 10.0  # for a process to leave after its work
 _HOSTED: list[object] = []  # stores, to the end of the process: groups with threads may outlive the entry
 
 
@@ -41,19 +38,7 @@ def rank_main(arguments: Mapping[str, Any], status_fd: int, listener_fd: int | N
     rank_status = RankStatus(status_fd)  # never closed: stacks can be asked for until the process ends
     with heartbeat(rank_status):
         link = MonitorLink(rank_status, partial(open_run_store, rank.attempt))
-        status = run_entry(arguments["entry"], rank, link, listener_fd=listener_fd)
-    threading.Thread(target=_end_anyway, args=(status,), daemon=True).start()
-    return status
-
-
-def _end_anyway(status: int) -> None:
-    """End this process if one of the user's threads or exit functions keeps it from exiting."""
-    time.sleep(LEAVE_S)
-    log = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
-    with suppress(OSError, ValueError):  # a full disk, or a stream that the user's code has closed
-        print(f"This process doesn't leave after its work: ended after {LEAVE_S:g} s", file=log, flush=True)
-        faulthandler.dump_traceback(log)
-    os._exit(status)
+        return run_entry(arguments["entry"], rank, link, listener_fd=listener_fd)
 
 
 def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd: int | None = None) -> int:

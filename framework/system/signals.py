@@ -35,10 +35,15 @@ class Signals:
 
 
 @contextmanager
-def catching_signals(wanted: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Signals]:
+def catching_signals(
+    wanted: Sequence[signal.Signals] = STOP_SIGNALS, *, observed: Sequence[signal.Signals] = ()
+) -> Iterator[Signals]:
     """While this is entered, these signals are collected instead of interrupting. Only the main thread can do that.
 
     Ignored signals (`nohup` ignores SIGHUP) stay ignored.
+
+    Args:
+        observed: Are collected, and still do what they did.
     """
     if threading.current_thread() is not threading.main_thread():
         wanted = ()
@@ -49,7 +54,7 @@ def catching_signals(wanted: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterato
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False) if numbers else None
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
-        yield Signals(ours, numbers)
+        yield Signals(ours, [*numbers, *observed])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

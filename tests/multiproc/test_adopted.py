@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -284,3 +285,26 @@ def test_a_signal_to_one_node_stops_all_with_a_checkpoint_that_is_resumed(port: 
     assert runs(tmp_path) == [run]
     assert results.results(run)["steps"] == last + 10
     assert results.repeated(run) == {}
+
+
+HANGING = """
+import time
+
+class Hanging:
+    def on_train_step_end(self, report):
+        if report.step == 3:
+            print("hangs", flush=True)
+            for _ in range(600): time.sleep(1)
+"""
+
+
+@exhaustive
+def test_a_second_ctrl_c_ends_a_rank_that_hangs(port: int, tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    callback = "+callbacks.own._target_=hanging.Hanging"
+    with started(tmp_path, *ENDLESS, callback, port=port, ranks=(0,), world=1) as (rank,):
+        rank.wait_for_output("hangs")
+        os.kill(rank.pid, signal.SIGINT)
+        time.sleep(1)
+        os.kill(rank.pid, signal.SIGINT)
+        assert rank.wait() == 130

@@ -73,7 +73,8 @@ class Model(torch.nn.Linear):
 
 class Optimizer(torch.optim.SGD):
     def step(self, closure=None):
-        come_to("Optimizer.step")
+        if self.param_groups[0]["params"][0].device.type != "meta":  # where sizes are estimated
+            come_to("Optimizer.step")
         return super().step(closure)
 
 class Metric:
