@@ -25,6 +25,7 @@ from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import Phase
 from framework.system.files import atomic_output
 from framework.training import build
+from framework.training.broadcasting import refused_broadcasting
 from framework.training.data_settings import streams_of
 from framework.training.evaluation import evaluate
 from framework.training.precision import PrecisionPlugin
@@ -40,7 +41,8 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
     with setup_rank(arguments, link) as rank:
         part = rank.config.eval.part
         with _ready(rank, arguments, part=part) as (model, task, loaders, precision):
-            found = evaluate(model, loaders, task=task, precision=precision, context=rank.context)
+            with refused_broadcasting():
+                found = evaluate(model, loaders, task=task, precision=precision, context=rank.context)
         if rank.context.is_main:
             rank.run_dir.update_run({"results": {"metrics": found.metrics, "texts": found.texts}})
 

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from framework.config.targets import plain_function
 from framework.errors import ConfigError, DataError
@@ -16,7 +17,29 @@ from framework.tasks.ignored_targets import ignored_by
 from framework.tasks.metrics import MeanAbsoluteError, Metric
 from framework.types import Batch, StatefulMetric, StepOutput
 
-_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # they broadcast, and only warn
+# They broadcast: the first four warn, the others don't.
+_ELEMENTWISE = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.PoissonNLLLoss,
+    nn.KLDivLoss,
+    nn.SoftMarginLoss,
+    nn.HingeEmbeddingLoss,
+    nn.MultiLabelSoftMarginLoss,
+)
+_ELEMENTWISE_FUNCTIONS = (
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.poisson_nll_loss,
+    functional.kl_div,
+    functional.soft_margin_loss,
+    functional.hinge_embedding_loss,
+    functional.multilabel_soft_margin_loss,
+)
 
 
 @final
@@ -69,7 +92,8 @@ class Supervised:
                     if getattr(own, "ignore_index", ...) is None and not is_of_numbers:
                         own.ignore_index = self._ignored.index
         self.predictions = predictions
-        self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE)
+        function = getattr(self.loss, "func", self.loss)  # with keywords, it is a partial
+        self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE) or function in _ELEMENTWISE_FUNCTIONS
         self._training_weighs = self._ignored is not None
         weights = None if self._ignored is None else self._ignored.class_weights()
         self._may_weigh_nothing = weights is not None and not bool(weights.all())

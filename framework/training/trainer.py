@@ -36,6 +36,7 @@ from framework.monitoring.rank_status import Phase
 from framework.monitoring.slow_ranks import SlowRanks
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.batchnorm import batchnorm_statistics
+from framework.training.broadcasting import refused_broadcasting
 from framework.training.data_settings import Start, start_of, total_steps
 from framework.training.evaluation import check_output, copied, eager, is_number, media_of
 from framework.training.flops import FlopRate, peak_of_run
@@ -130,6 +131,7 @@ class Trainer:
         )
         self._counts_flops = False
 
+    @refused_broadcasting()
     def sanity_check(self) -> list[str]:
         """Run the first validation batches to find errors in them before training; return the metrics' names.
 
@@ -158,6 +160,7 @@ class Trainer:
             global_batch_size=loader.global_batch_size,
         )
 
+    @refused_broadcasting()
     def fit(self) -> None:
         """Train from `progress` to the limits of the settings or an agreed stop, and save what is left.
 

@@ -1,0 +1,47 @@
+"""Losses of outputs and targets of different shapes: torch broadcasts, warns, and trains on wrong pairs."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from framework.errors import DataError
+
+# By mse_loss, l1_loss, smooth_l1_loss and huber_loss of torch.nn.functional. One target for all makes no wrong pair.
+_WARNING = r"Using a target size \(torch\.Size\(\[(?!(1(, 1)*)?\]\))"
+_TORCH = Path(torch.__file__).parent
+
+
+@contextmanager
+def refused_broadcasting() -> Iterator[None]:
+    """Raise DataError where torch only warns that a loss broadcasts. Costs nothing in a step.
+
+    Enter it once the user's code is imported, which may have changed the filters of warnings.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=_WARNING, category=UserWarning)
+        try:
+            yield
+        except UserWarning as warning:
+            if re.match(_WARNING, str(warning)) is None:
+                raise
+            raise DataError(_described(warning)) from warning
+
+
+def _described(warning: UserWarning) -> str:
+    frames = traceback.extract_tb(warning.__traceback__)
+    # The user's line is the last before torch's.
+    calls = [frame for frame in frames if _TORCH not in Path(frame.filename).parents]
+    place = f"  {calls[-1].filename}, line {calls[-1].lineno}, in {calls[-1].name}: {calls[-1].line}\n" if calls else ""
+    sizes = re.findall(r"torch\.Size\(\[([\d, ]*)\]\)", str(warning))
+    target, output = (f"({size})" for size in sizes[:2])
+    return (
+        f"A loss got an output of shape {output} and a target of shape {target}. They must be the same; broadcasting "
+        f"would compare wrong pairs.\n{place}Give both the same shape, by output.squeeze(-1) or target.unsqueeze(-1)."
+    )
