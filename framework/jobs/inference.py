@@ -40,9 +40,8 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """Evaluate the weights of `checkpoint.path` on `eval.part`; rank 0 writes the metrics to `run.json`."""
     with setup_rank(arguments, link) as rank:
         part = rank.config.eval.part
-        with _ready(rank, arguments, part=part) as (model, task, loaders, precision):
-            with refused_broadcasting():
-                found = evaluate(model, loaders, task=task, precision=precision, context=rank.context)
+        with _ready(rank, arguments, part=part) as (model, task, loaders, precision), refused_broadcasting():
+            found = evaluate(model, loaders, task=task, precision=precision, context=rank.context)
         if rank.context.is_main:
             rank.run_dir.update_run({"results": {"metrics": found.metrics, "texts": found.texts}})
 
