@@ -73,7 +73,7 @@ class Model(torch.nn.Linear):
 
 class Optimizer(torch.optim.SGD):
     def step(self, closure=None):
-        if self.param_groups[0]["params"][0].device.type != "meta":  # where sizes are estimated
+        if self.param_groups[0]["params"][0].shape == (1, 4):  # not of the probe that estimates its state
             come_to("Optimizer.step")
         return super().step(closure)
 
