@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 
-# Hydra offers its flags and its splitting of sweeps nowhere else; its version is pinned.
+# Hydra offers its flags, its splitting of sweeps and its application of overrides nowhere else; its version is pinned.
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -33,6 +36,7 @@ from framework.config.assets import config_dir, docs_dir, import_from_working_di
 from framework.config.checks import check
 from framework.config.explain import explain
 from framework.config.parse import parse, spelled_out
+from framework.config.saved import key_of, search_path_override, value_of
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
 from framework.jobs.request import JobResult, PythonCall, Request, job_module
 from framework.jobs.saved_run import BaseConfig, find_base, names_a_run, own_outputs
@@ -134,23 +138,33 @@ class _Command:
         self._config_name = self._flags.config_name or "config"
         self._typed = [spelled_out(text) for text in self._flags.overrides]
         if self._flags.config_dir is not None:
-            self._typed.append(f"hydra.searchpath=[file://{Path(self._flags.config_dir).absolute()}]")
+            if not Path(self._flags.config_dir).is_dir():
+                raise ConfigError(f"--config-dir={self._flags.config_dir}: there is no such folder.")
+            self._typed.append(search_path_override([f"file://{Path(self._flags.config_dir).absolute()}"]))
         self._is_sweep = self._flags.multirun or _MULTIRUN in self._typed
         self._sweep_name = new_name()
         self._fork_server, self._adopted_ranks = fork_server, adopted_ranks
         self._base: BaseConfig  # from `run` on
+        self._search_path: tuple[str, ...] = ()
 
     def run(self) -> JobResult:
         """Compose, parse and check the configuration of every job, then run them; return how they ended."""
         import_from_working_dir()
         with self._hydra():
-            self._base, overrides = find_base(self._typed, compose=self._compose_raw, swept=self._is_sweep)
+            for text in self._typed:
+                if key_of(text) == "hydra.searchpath":
+                    _search_path(value_of(text))
+            self._base, overrides = find_base(
+                self._typed, compose=self._compose_raw, change=_changed, swept=self._is_sweep
+            )
             with self._explained(overrides) as hydra:
                 if self._show(hydra, overrides):
                     return JobResult(0)
                 parsed = OverridesParser.create(hydra.config_loader).parse_overrides(overrides)
                 fixed = [str(each.input_line) for each in parsed if not (self._is_sweep and each.is_sweep_override())]
                 config = self._compose(fixed)
+                is_new = self._base.found is None
+                self._search_path = _search_path(config.hydra.searchpath, must_exist=is_new)
                 is_sweep = self._is_sweep or config.hydra.mode is RunMode.MULTIRUN
                 if is_sweep:
                     self._check_sweep(config.hydra)
@@ -269,7 +283,7 @@ class _Command:
             raw["recipe"] = self._call.name
         config = parse(raw)
         check(config)
-        overrides = tuple(text for text in overrides if not names_a_run(text))
+        overrides = tuple(text for text in self._base.overrides or overrides if not names_a_run(text))
         arguments, parent_run, sub_run = self._arguments, self._base.parent_run, None
         if number is not None:
             not_flags = {*self._flags.overrides, "-m", "--multirun"}
@@ -281,6 +295,7 @@ class _Command:
             config=config,
             raw=raw,
             overrides=overrides,
+            search_path=self._search_path,
             arguments=tuple(arguments),
             call=self._call,
             fork_server=self._fork_server,
@@ -310,6 +325,40 @@ class UserConfigFirst(SearchPathPlugin):
         folder = user_config_dir(Path.cwd())
         if folder is not None:
             search_path.prepend(provider="user", path=f"file://{folder}", anchor="main")
+
+
+def _search_path(entries: Sequence[str] | None, *, must_exist: bool = True) -> tuple[str, ...]:
+    """Return the places of `hydra.searchpath` with absolute paths.
+
+    Raises ConfigError for one that isn't there, unless they are those of a saved run. Hydra only warns.
+    """
+    places = []
+    for entry in entries or ():
+        scheme, _, path = entry.rpartition("://")
+        if scheme in ("", "file"):
+            folder = Path(path).absolute()
+            if must_exist and not folder.is_dir():
+                raise ConfigError(f"hydra.searchpath has {entry}: there is no folder {folder}.")
+            places.append(f"file://{folder}")
+            continue
+        sources = SourcesRegistry.instance()
+        is_there = scheme in sources.types and sources.resolve(scheme)("searchpath", entry).available()
+        if must_exist and not is_there:
+            raise ConfigError(f"hydra.searchpath has {entry}, which isn't there.")
+        places.append(entry)
+    return tuple(places)
+
+
+def _changed(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """Return a configuration with an override applied, as Hydra does. Raises ConfigError for a key that isn't there."""
+    config = OmegaConf.create(dict(raw))
+    OmegaConf.set_struct(config, True)
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides([override]), config)
+    except HydraException as error:
+        raise ConfigError(f"{override}: {' '.join(str(error).split())}") from error
+    changed: Any = OmegaConf.to_container(config, resolve=True)
+    return changed  # type: ignore[no-any-return]
 
 
 def _grid(overrides: Sequence[str], settings: DictConfig) -> Iterator[list[str]]:

@@ -61,6 +61,12 @@ def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[
     return {file.name: text for file, text in texts.items()}
 
 
+def search_path_override(places: Sequence[str]) -> str:
+    """Return the override that makes Hydra look for options in these places, too."""
+    quoted = [place.replace("\\", "\\\\").replace("'", "\\'") for place in places]
+    return "hydra.searchpath=[" + ",".join(f"'{place}'" for place in quoted) + "]"
+
+
 def run_of(path: str | Path, *, key: str = "resume") -> RunDir:
     """Return the run that `path`, given as `key`, is or lies in. Raises ConfigError with a suggestion otherwise."""
     given = Path(path).expanduser().absolute()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ class Request:
     raw: Mapping[str, Any]
     # Typed overrides without `resume`; those of a resumed run come first.
     overrides: tuple[str, ...]
+    # The absolute places of `hydra.searchpath`, which are saved with the overrides.
+    search_path: tuple[str, ...] = field(default=(), kw_only=True)
     # `python -m framework ARGUMENTS` starts this run again; in a sweep, only this job.
     arguments: tuple[str, ...] = ()
     # Set if Python code made the request: a failure is returned, not printed.

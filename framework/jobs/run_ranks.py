@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from framework.config.saved import run_of, save_config
+from framework.config.saved import key_of, run_of, save_config, search_path_override
 from framework.config.schema import Config
 from framework.config.secrets import Secrets, masked_arguments
 from framework.config.topology import Topology
@@ -253,7 +253,11 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
             for file in run_dir.path.glob("failure*.json"):  # of the previous start; its logs stay
                 file.unlink()
         objects = _save_objects(request, run_dir)
-        texts = save_config(run_dir, raw={**request.raw, **objects.keys}, overrides=request.overrides)
+        overrides = list(request.overrides)
+        if request.search_path:
+            overrides = [text for text in overrides if key_of(text) != "hydra.searchpath"]
+            overrides.append(search_path_override(request.search_path))
+        texts = save_config(run_dir, raw={**request.raw, **objects.keys}, overrides=overrides)
         files = {name: FileFacts.of(text.encode()) for name, text in texts.items()} | objects.facts
         facts["files"] = {name: asdict(each) for name, each in files.items()}
         facts["config"] = texts[run_dir.config_file.name]  # what an edited file is compared with

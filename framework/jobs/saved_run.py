@@ -30,6 +30,7 @@ from framework.config.saved import (
     newest_unfinished,
     objects_of,
     resume_argument,
+    search_path_override,
     value_of,
 )
 from framework.config.secrets import masked_override, missing_secrets
@@ -45,6 +46,7 @@ _CHECKPOINT = "checkpoint.path"
 _KEYS = (_RESUME, _RERUN, _CHECKPOINT)
 _TRUST = "trust"
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
+Change = Callable[[Mapping[str, Any], str], dict[str, Any]]
 
 
 def saved_run(typed: Sequence[str]) -> SavedRun | None:
@@ -158,6 +160,15 @@ class BaseConfig:
     # (`data.datasets.root` follows `data.root`).
     without_typed: Mapping[str, Any] | None
     typed: tuple[str, ...]
+    # The saved configuration with what is typed, if the run's own configuration files aren't there to compose.
+    changed: Mapping[str, Any] | None = None
+
+    @property
+    def overrides(self) -> tuple[str, ...] | None:
+        """What was typed for the run, then and now, if it isn't composed; else None: the composition has it."""
+        if self.found is None or self.changed is None:
+            return None
+        return tuple(merge_overrides(self.found.overrides, [text for text in self.typed if not names_a_run(text)]))
 
     def configuration(self, composed: Mapping[str, Any]) -> dict[str, Any]:
         """Return the composed configuration, or the saved one with what is typed applied to it.
@@ -167,12 +178,17 @@ class BaseConfig:
         found, typed = self.found, self.typed
         if composed.get(_TRUST) and not any(key_of(text) == _TRUST for text in typed):
             raise ConfigError("trust=true is set in a file. Type it on the command line, for one run: trust=true")
-        if found is None or self.without_typed is None:
+        if found is None:
             return {**_unsaved(composed), _TRUST: False}
         if found.key != _RERUN and "init_from" in map(key_of, typed):
             raise ConfigError(f"{found.key} can't go with init_from: each names initial weights. Leave one out.")
         own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
-        raw = apply_typed(found.raw, before=self.without_typed, after=composed, typed=own) | {_TRUST: False}
+        if self.changed is not None:
+            raw = dict(self.changed)
+        else:
+            assert self.without_typed is not None
+            raw = apply_typed(found.raw, before=self.without_typed, after=composed, typed=own)
+        raw[_TRUST] = False
         if masked := missing_secrets(raw):
             raise ConfigError(
                 f"{', '.join(masked)}: this copy of {found.run_dir.path} lacks the passwords and tokens of the run, "
@@ -198,10 +214,13 @@ class BaseConfig:
         return run_dir if is_run(run_dir) else None
 
 
-def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[BaseConfig, list[str]]:
+def find_base(typed: Sequence[str], *, compose: Compose, change: Change, swept: bool) -> tuple[BaseConfig, list[str]]:
     """Return what a command's configurations are based on, and the overrides to compose.
 
-    compose: returns the configuration of overrides. swept: they are for the jobs of a sweep.
+    If the files of which a saved run was composed aren't there, its config.yaml alone is used.
+
+    compose: returns the configuration of overrides. change: applies overrides to a configuration. swept: they are for
+        the jobs of a sweep.
     """
     if swept and _typed_path(typed, _RESUME) is not None:
         raise ConfigError("resume can't go with a sweep: all jobs would write to one directory. Leave -m out.")
@@ -214,15 +233,70 @@ def find_base(typed: Sequence[str], *, compose: Compose, swept: bool) -> tuple[B
     if not is_trusted and not _was_allowed_before(typed, compose=compose):
         outputs = own_outputs(typed, compose=compose, recipe=found.raw.get("recipe"))
         check_trust(found, outputs=outputs, asked_by="type trust=true")
-    started_with = found.overrides
+    started_with = _present(found.overrides)
     try:
         base = BaseConfig(found, without_typed=compose(started_with), typed=tuple(typed))
     except ConfigError as error:
+        if not swept:
+            return _saved_alone(found, typed, compose=compose, change=change, missing=error)
         raise ConfigError(
             f"{error}\n{found.run_dir.path} was started with: {' '.join(map(masked_override, started_with))}\n"
             "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its absolute path."
         ) from error
     return base, merge_overrides(started_with, [text for text in typed if not names_a_run(text)])
+
+
+def _present(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides without the folders of `hydra.searchpath` that are gone, of which Hydra would warn."""
+    present = []
+    for text in overrides:
+        if key_of(text) == "hydra.searchpath":
+            folders = [
+                place
+                for place in value_of(text)
+                if Path(place.removeprefix("file://")).is_dir() or place.startswith("pkg:")
+            ]
+            text = search_path_override(folders)
+        present.append(text)
+    return present
+
+
+def _saved_alone(
+    found: SavedRun, typed: Sequence[str], *, compose: Compose, change: Change, missing: ConfigError
+) -> tuple[BaseConfig, list[str]]:
+    """Return what `find_base` does for a run whose configuration files aren't there; missing: the error that says so.
+
+    An option of a group, such as `optimizer=adam`, is looked up where it can be found now.
+    """
+    bare = ["recipe=blank", *(text for text in typed if key_of(text).startswith("hydra"))]
+    own = [text for text in typed if not names_a_run(text) and not key_of(text).startswith(("hydra", "recipe"))]
+    changed = dict(found.raw)
+    places = [text for text in _present(found.overrides) if key_of(text) == "hydra.searchpath"]
+    for text in own:
+        key = key_of(text)
+        value = text.partition("=")[2]
+        is_option = "." not in key and isinstance(changed.get(key), Mapping) and not value.lstrip().startswith("{")
+        if not is_option or text.startswith("~"):
+            changed = change(changed, text)
+            continue
+        try:
+            option = compose([*places, *bare, text])[key]
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}\n{found.run_dir.path} was started with: "
+                f"{' '.join(map(masked_override, found.overrides))}\n"
+                "Go to the folder it was started from, with its conf/, and name the run by its absolute path."
+            ) from error
+        changed[key] = {**changed[key], **option} if text.startswith("+") else option
+    if any("." in key_of(text) for text in own):
+        reason = str(missing).splitlines()[0]
+        print(
+            f"Only config.yaml of {display_path(found.run_dir.path)} is used, since what it was composed of isn't here "
+            f"({reason}). Values that follow from what is typed stay as they were.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return BaseConfig(found, without_typed=None, typed=tuple(typed), changed=changed), bare
 
 
 def _unsaved(composed: Mapping[str, Any]) -> dict[str, Any]:

@@ -343,15 +343,20 @@ def test_what_is_typed_when_resuming_is_applied_and_kept(requests: list[Request]
     assert requests[0].overrides == request.overrides
 
 
-def test_a_run_whose_recipe_is_gone_is_refused(
+def test_a_run_whose_recipe_is_gone_needs_only_its_config(
     requests: list[Request], run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir.overrides_file.write_text("[recipe=mine, seed=3]")
     run_dir.config_file.write_text(run_dir.config_file.read_text().replace("recipe: toy", "recipe: mine"))
-    printed = refused(capsys, f"resume={run_dir.path}", "trainer.max_epochs=9", "trust=true")
-    for fact in ("recipe=mine: recipe has no such option", "recipe=mine seed=3", "the folder it was started from"):
+    assert cli.main([f"resume={run_dir.path}", "trainer.max_epochs=9", "trust=true"]) == 0
+    assert requests[0].raw["trainer"]["max_epochs"] == 9
+    assert requests[0].raw["recipe"] == "mine"
+    assert requests[0].overrides == ("recipe=mine", "seed=3", "trainer.max_epochs=9")
+    assert "Only config.yaml of" in capsys.readouterr().err
+    printed = refused(capsys, f"resume={run_dir.path}", "optimizer=none_such", "trust=true")
+    for fact in ("optimizer=none_such", "recipe=mine seed=3", "the folder it was started from"):
         assert fact in printed
-    assert requests == []
+    assert len(requests) == 1
 
 
 COMPLETE = """

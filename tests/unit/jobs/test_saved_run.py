@@ -68,8 +68,9 @@ def test_the_runs_own_overrides_are_composed_with_the_typed_ones(run_dir: RunDir
     typed = [f"checkpoint.path={run_dir.path}", "trainer.max_epochs=9", "job=eval"]
     expected = ["recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=9", "job=eval"]
     composed = {"path": {"outputs": str(run_dir.path.parent)}}
-    assert find_base(typed, compose=lambda _: composed, swept=True)[1] == expected
-    assert find_base(["recipe=toy"], compose=lambda _: {}, swept=False)[1] == ["recipe=toy"]
+    assert find_base(typed, compose=lambda _: composed, change=lambda raw, _: dict(raw), swept=True)[1] == expected
+    alone = find_base(["recipe=toy"], compose=lambda _: {}, change=lambda raw, _: dict(raw), swept=False)
+    assert alone[1] == ["recipe=toy"]
 
 
 # The configuration
@@ -104,7 +105,7 @@ def test_what_can_not_go_with_a_saved_run_is_refused(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.path=a,b: must be one run directory"):
         saved_run(["checkpoint.path=a,b"])
     with pytest.raises(ConfigError, match="resume can't go with a sweep"):
-        find_base([f"resume={run_dir.path}"], compose=lambda _: {}, swept=True)
+        find_base([f"resume={run_dir.path}"], compose=lambda _: {}, change=lambda raw, _: dict(raw), swept=True)
     unsaved = BaseConfig(None, without_typed=None, typed=())
     assert unsaved.configuration(raw_config()) == raw_config()
     for key in ("resume", "checkpoint.path"):
@@ -154,4 +155,4 @@ def test_only_auto_is_looked_up_and_not_for_a_sweep(tmp_path: Path) -> None:
     assert found(tmp_path, "seed=1", "resume=some/where") == ["seed=1", "resume=some/where"]
     assert found(tmp_path, "seed=1") == ["seed=1"]
     with pytest.raises(ConfigError, match="can't go with a sweep"):
-        find_base(["resume=auto"], compose=lambda _: {}, swept=True)
+        find_base(["resume=auto"], compose=lambda _: {}, change=lambda raw, _: dict(raw), swept=True)
