@@ -325,25 +325,15 @@ class StepReport(NamedTuple):
     epoch_end: bool = False
 
 
-class _EpochAndStep(NamedTuple):
-    epoch: int
-    step: int
-
-
-class EpochReport(_EpochAndStep):
+class EpochReport(NamedTuple):
     """Where training is between two steps. epoch: from 0. step: optimizer steps done.
 
-    resumed: a resumed run continues in the middle of this epoch, which began in an earlier process. It is no element of
-    the tuple: callbacks that unpack a report stay as they are.
+    resumed: a resumed run continues in the middle of this epoch, which began in an earlier process.
     """
 
+    epoch: int
+    step: int
     resumed: bool = False
-
-
-class ResumedEpochReport(EpochReport):
-    """What `on_train_epoch_start` gets when a resumed run continues in the middle of an epoch."""
-
-    resumed: bool = True
 
 
 class EvalReport(NamedTuple):
@@ -491,8 +481,9 @@ class Callback(Protocol):
     def on_train_epoch_start(self, report: EpochReport) -> Stop | Report | None:
         """Called before the first step of an epoch.
 
-        If a resumed run continues in the middle of one, it is called only if it looks at `report.resumed`, which is
-        True then: many callbacks do something here that must not be done twice, such as to reset or halve a value.
+        If a resumed run continues in the middle of one, it is called again, with `report.resumed`: what it set up was
+        lost with the earlier process. What a checkpoint holds (weights, optimizer, the state of task and callbacks) is
+        restored afterwards, so that nothing is done twice; what the hook returns is ignored.
         """
         return None
 

@@ -168,6 +168,26 @@ class TrainState:
                 if name in kept:
                     buffer.copy_(kept[name])
 
+    @contextmanager
+    def restored_afterwards(self) -> Iterator[None]:
+        """Restore weights, optimizers and the states of the task and the callbacks; the rest of the objects may change.
+
+        Generators and which parameters are trained aren't restored here. Needs the memory of a copy of all this.
+        """
+        model = self.bare_model
+        weights = copy.deepcopy(model.state_dict())
+        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        states = [
+            (load, copy.deepcopy(save()))
+            for each in self.observers
+            for save, load in zip(hooks([each], "state_dict"), hooks([each], "load_state_dict"), strict=True)
+        ]
+        yield
+        model.load_state_dict(weights)
+        restore_optimizer(self.optimizer, optimizer)
+        for load, state in states:
+            load(state)
+
     def evaluation_weights(self) -> ExitStack:
         """While entered, the bare model holds the weights to evaluate, equal on all ranks. Every rank must call it."""
         stack = ExitStack()

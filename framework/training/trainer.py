@@ -43,7 +43,6 @@ from framework.training.flops import FlopRate, peak_of_run
 from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
 from framework.training.optimizer import clip_gradients
-from framework.training.resumed_epoch import looks_at_resumed
 from framework.training.step_times import SHARES, Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
@@ -54,7 +53,6 @@ from framework.types import (
     Interval,
     Media,
     Report,
-    ResumedEpochReport,
     StepOutput,
     StepReport,
     Stop,
@@ -169,6 +167,7 @@ class Trainer:
         state, settings, progress = self.state, self.settings, self.progress
         self.start_step = progress.step
         observe_step = self._start_observers()
+        self._repeat_epoch_start()
         state.restore_trainable()  # callbacks may have changed it
         if self.restore_generators is not None:
             self.restore_generators()
@@ -500,6 +499,19 @@ class Trainer:
         self._throughput.leave_out(since=began)
         return statistics
 
+    def _repeat_epoch_start(self) -> None:
+        """Call the hooks of an epoch's start again if it began in an earlier process.
+
+        What they set up in objects is lost with that process. What they changed of the checkpoint's content is in the
+        checkpoint already, and is restored.
+        """
+        if self.progress.samples == 0 or not self._on_epoch_start:
+            return
+        report = EpochReport(self.progress.epoch, self.progress.step, resumed=True)
+        with self.state.restored_afterwards():
+            for observe in self._on_epoch_start:
+                observe(report)
+
     def _call(
         self, observers: Iterable[Callable[[EpochReport], Stop | Report | None]], *, epoch: int, part: str = "train"
     ) -> None:
@@ -536,11 +548,6 @@ class Trainer:
 
     def _windows(self) -> Iterator[Window]:
         """Yield this rank's windows from `progress` on, epoch after epoch."""
-        if self.progress.samples > 0 and not self._done():
-            resumed = ResumedEpochReport(self.progress.epoch, self.progress.step)
-            for observe in self._on_epoch_start:
-                if looks_at_resumed(observe):
-                    self._handle(observe(resumed))
         while not self._done():
             if self.progress.samples == 0:
                 self._call(self._on_epoch_start, epoch=self.progress.epoch)

@@ -212,16 +212,16 @@ from framework import Stop
 class Every:
     def __init__(self, stop=None, stop_before=None): self.lines, self.stop, self.stop_before = [], stop, stop_before
     def on_train_epoch_start(self, report):
-        self.lines.append(["epoch start", *report])
+        self.lines.append(["epoch start", report.epoch, report.step])
         return Stop("enough") if report.epoch == self.stop_before else None
     def on_before_optimizer_step(self, optimizer):
         gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
         self.lines.append(["before step", str(sum(float(each.square().sum()) for each in gradients) ** 0.5)])
     def on_train_step_end(self, report): self.lines.append(["step", report.step])
-    def on_validation_start(self, report): self.lines.append(["validation start", *report])
+    def on_validation_start(self, report): self.lines.append(["validation start", report.epoch, report.step])
     def on_validation_end(self, report): self.lines.append(["validation end", report.epoch, report.step])
     def on_train_epoch_end(self, report):
-        self.lines.append(["epoch end", *report])
+        self.lines.append(["epoch end", report.epoch, report.step])
         return Stop("enough") if report.epoch == self.stop else None
     def on_fit_end(self): Path("every").write_text(repr(self.lines))
     def state_dict(self): return {"lines": self.lines}
@@ -266,45 +266,62 @@ def test_hooks_are_called_in_order_and_a_resumed_run_repeats_none(train, tmp_pat
         assert [line for line in hooked(tmp_path) if line != ["resumed"]] == lines
 
 
-RESUMED = """
-from pathlib import Path
+EPOCH_START = """
+import torch
 
 class Stage:
     '''Sets what the epoch needs, in the model, which no checkpoint keeps.'''
     def on_fit_start(self, info): self.model = info.model
     def on_train_epoch_start(self, report):
-        epoch, step = report
-        if step == 0 or not self.again(report): self.model.stage = epoch
-    def again(self, report):
-        if report.resumed:
-            Path("resumed").open("a").write(f"{report.epoch} {report.step} ")
-            self.model.stage = report.epoch
-        return report.resumed
+        self.model.stage = report.epoch
+        with open("starts", "a") as file: file.write(f"{report.epoch} {report.step} {report.resumed} ")
     def on_train_step_end(self, report):
-        with Path("stages").open("a") as file: file.write(f"{self.model.stage} ")
+        with open("stages", "a") as file: file.write(f"{self.model.stage} ")
 
-class Halve:
-    '''Changes what the checkpoint keeps, as callbacks did before there was `resumed`.'''
-    def on_fit_start(self, info): self.optimizer = info.optimizer
-    def on_train_epoch_start(self, report): self.optimizer.param_groups[0]["lr"] *= 0.5
+class Changes:
+    '''Changes what a checkpoint holds.'''
+    count = 0
+    def on_fit_start(self, info): self.model, self.optimizer = info.model, info.optimizer
+    def on_train_epoch_start(self, report):
+        self.count += 1
+        for group in self.optimizer.param_groups: group["lr"] *= 0.5
+        self.optimizer.state.clear()
+        with torch.no_grad():
+            for parameter in self.model.parameters(): parameter.mul_(0.9).add_(0.1 / self.count)
+    def state_dict(self): return {"count": self.count}
+    def load_state_dict(self, state): self.count = state["count"]
 """
 
 
-def test_a_callback_that_looks_at_resumed_is_called_within_an_epoch(train, tmp_path):
-    """No other one is: it might do something twice."""
-    (tmp_path / "again.py").write_text(RESUMED)
-    callbacks = ("+callbacks.stage._target_=again.Stage", "+callbacks.halve._target_=again.Halve")
-    given = [each for each in HOOKED if "every" not in each or "log_every" in each]
-    whole = train(*given, *callbacks)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer=adamw",),
+        pytest.param(("topology.procs_per_node=2", "data.global_batch_size=20"), marks=pytest.mark.multiproc),
+        pytest.param(
+            ("topology.procs_per_node=2", "strategy=fsdp", "data.global_batch_size=20"), marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=["one process", "two processes", "sharded"],
+)
+def test_the_start_of_an_epoch_is_repeated_by_a_resume_within_it(train, tmp_path, overrides):
+    """What the hook sets up is there again; what the checkpoint holds isn't changed twice."""
+    (tmp_path / "own.py").write_text(EPOCH_START)
+    callbacks = ("+callbacks.stage._target_=own.Stage", "+callbacks.changes._target_=own.Changes")
+    given = [each for each in HOOKED if "every." not in each]
+    is_alone = overrides[0].startswith("optimizer")
+    whole = train(*given, *overrides, *callbacks)
     stages = (tmp_path / "stages").read_text()
-    assert stages == "0 0 0 1 1 1 "
-    for stop, resumed in ((2, "0 2 "), (3, ""), (5, "1 5 ")):
+    if is_alone:
+        assert stages == "0 0 0 1 1 1 "
+    for stop, repeated in ((2, "0 2 True 1 3 False "), (3, "1 3 False "), (5, "1 5 True ")):
         (tmp_path / "stages").unlink()
-        (tmp_path / "resumed").write_text("")
-        part = train(*given, *callbacks, f"trainer.max_steps={stop}")
+        part = train(*given, *overrides, *callbacks, f"trainer.max_steps={stop}")
+        (tmp_path / "starts").unlink()
         run_dir = train(f"resume={part}", "trainer.max_steps=6")
-        assert (tmp_path / "stages").read_text() == stages
-        assert (tmp_path / "resumed").read_text() == resumed
+        if is_alone:
+            assert (tmp_path / "starts").read_text() == repeated
+            assert (tmp_path / "stages").read_text() == stages
         results.assert_same(results.weights(run_dir), results.weights(whole))
 
 
