@@ -67,7 +67,8 @@ class Datasets:
     are a dict by name.
 
     collate_fn: makes a batch of a list of samples, in place of torch's `default_collate`; a dict for each part.
-    sampler: the order of the train part. batch_size, eval_batch_size: if `data` says `auto`.
+    sampler: the order of the train part. batch_size, eval_batch_size: if `data` says `auto`. drop_last: if `data` says
+        `null`.
     """
 
     train: AnyDataset
@@ -78,6 +79,7 @@ class Datasets:
     sampler: Sampler | None = None
     batch_size: int | None = None
     eval_batch_size: int | None = None
+    drop_last: bool | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Return train, val and test."""
@@ -232,7 +234,7 @@ class StatefulMetric(Protocol):
         ...
 
     def compute(self) -> float | Tensor | Mapping[str, Any]:
-        """Return one number, or numbers by name."""
+        """Return one number; or, by name, numbers and vectors, which are logged as tables."""
         ...
 
 
@@ -307,6 +309,24 @@ class DataShare(NamedTuple):
     rank: int
     world_size: int
     micro_batches: int = 1
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What a task's `training_step(model, batch, info)` learns of its micro-batch, if it has a parameter `info`.
+
+    More may be added.
+    """
+
+    # Optimizer steps done before this one.
+    step: int
+    # From 0.
+    epoch: int
+    # Samples of the global batch, over all ranks and micro-batches.
+    global_count: int
+    # This rank has no samples for the micro-batch and got another batch in their place, whose loss has weight 0. A task
+    # that exchanges between ranks must take part, and leave its samples out of what it sends.
+    is_stand_in: bool
 
 
 class StepReport(NamedTuple):
@@ -392,6 +412,8 @@ class FitInfo:
 @runtime_checkable
 class Task(Protocol):
     """Defines what a step computes. Both methods get the model as wrapped by the strategy and a batch on its device.
+
+    `training_step`, or the step of a Phase, may have a third parameter `info`: it gets a StepInfo.
 
     A task may be an `nn.Module`, or have modules as attributes, such as a loss with weights: they are moved to the
     device (the replica's first one) and converted to the type of `trainer.precision=bf16-true` or `64-true`, and none

@@ -9,10 +9,11 @@ from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
-from framework.distributed.metric_sync import is_torchmetric, sync_through
+from framework.distributed.metric_sync import is_torchmetric, sync_through, why_not_merged
 from framework.errors import TargetError
 from framework.types import Batch, Interval
 
@@ -193,6 +194,9 @@ class Log:
         return {"reduction": reduction, "value": number * weight, "weight": weight}
 
     def _metric_entry(self, name: str, metric: Any) -> _Entry:
+        reason = why_not_merged(metric) if self._context.world_size > 1 else None
+        if reason is not None:
+            raise self._refused(name, f"{reason}, so its value on several processes wouldn't be that of one.")
         if id(metric) not in self._paths:
             raise self._refused(name, f"the {type(metric).__name__} is no attribute of the module. Make it one.")
         return {"reduction": _METRIC, "path": self._paths[id(metric)]}
@@ -247,7 +251,6 @@ def _copied(state: Mapping[str, Any], device: torch.device | None = None) -> dic
     """Return the state of a metric as tensors of its own: on the CPU for a checkpoint, else on `device`."""
     place = torch.device("cpu") if device is None else device
 
-    def copied(value: Any) -> Any:
-        return [copied(each) for each in value] if isinstance(value, list) else value.detach().to(place, copy=True)
-
-    return {name: copied(value) for name, value in state.items()}
+    # A list may hold what isn't a tensor: encoded masks, texts.
+    copies: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().to(place, copy=True), dict(state))
+    return copies

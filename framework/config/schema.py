@@ -88,6 +88,8 @@ class DataConfig:
     eval_batch_size: int | Literal["auto"] | None = bounded(at_least=1)
     loader: LoaderKind = "auto"  # resident: kept in memory as tensors; auto: what are tensors already
     num_workers: int | None = auto(at_least=0)  # DataLoader processes per rank and part; auto: 8, or the cores left
+    # Drop an incomplete global batch at an epoch's end; null: as a DataLoader given as the train part, else false.
+    drop_last: bool | None = None
     stream: Literal["shared", "join", "stop"] = "shared"  # how processes share a part that is an IterableDataset
     shuffle: bool
     root: str | None  # folder of the data set's files; null if it has none

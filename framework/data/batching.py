@@ -20,6 +20,8 @@ class BatchPlan:
     # Forward passes of each rank.
     micro_batches: int
     world_size: int
+    # An incomplete global batch at the end of an epoch is dropped.
+    drop_last: bool = False
 
     @property
     def largest_share(self) -> int:
@@ -28,7 +30,13 @@ class BatchPlan:
 
 
 def plan_batches(
-    *, batch_size: int, global_batch_size: int | None, world_size: int, accumulate: int, cuts: int = 1
+    *,
+    batch_size: int,
+    global_batch_size: int | None,
+    world_size: int,
+    accumulate: int,
+    cuts: int = 1,
+    drop_last: bool = False,
 ) -> BatchPlan:
     """Decide how many samples one optimizer step takes: `global_batch_size`, else `batch_size` per forward pass.
 
@@ -36,7 +44,7 @@ def plan_batches(
     Raises ConfigError if a full global batch has fewer samples than the ranks have micro-batches.
     """
     if global_batch_size is None:
-        return BatchPlan(batch_size * world_size * accumulate, accumulate * cuts, world_size)
+        return BatchPlan(batch_size * world_size * accumulate, accumulate * cuts, world_size, drop_last)
     passes = world_size * accumulate * cuts
     if global_batch_size < passes:
         raise ConfigError(
@@ -45,7 +53,7 @@ def plan_batches(
             f"Use data.global_batch_size={passes} or more, or fewer processes, trainer.accumulate_grad_batches or "
             "strategy.num_microbatches."
         )
-    return BatchPlan(global_batch_size, accumulate * cuts, world_size)
+    return BatchPlan(global_batch_size, accumulate * cuts, world_size, drop_last)
 
 
 def share(count: int, *, rank: int, world_size: int) -> range:
@@ -69,6 +77,8 @@ def micro_batches(plan: BatchPlan, *, global_count: int, rank: int) -> list[rang
     return [mine[each.start : each.stop] for each in ranges]
 
 
-def count_windows(num_samples: int, *, global_batch_size: int) -> int:
-    """Return the optimizer steps that `num_samples` take; the last, short global batch is kept."""
+def count_windows(num_samples: int, *, global_batch_size: int, drop_last: bool = False) -> int:
+    """Return the optimizer steps that `num_samples` take; the last, short global batch is kept, or dropped."""
+    if drop_last:
+        return num_samples // global_batch_size
     return -(-num_samples // global_batch_size)

@@ -25,8 +25,9 @@ from framework.types import Datasets, Sampler
 def take_loaders_apart(datasets: Datasets) -> Datasets:
     """Return the datasets with each DataLoader replaced by its dataset, and with its collate function.
 
-    The train part's sampler and batch size are taken too, of an evaluation part the batch size. Order and seed are the
-    framework's, and so are workers and pinned memory (`data.num_workers`). Raises DataError for what can't be taken.
+    The train part's sampler, batch size and `drop_last` are taken too, of an evaluation part the batch size. Order and
+    seed are the framework's, and so are workers and pinned memory (`data.num_workers`). Raises DataError for what can't
+    be taken.
     """
     if not any(isinstance(part, DataLoader) for part in datasets.parts.values()):
         return datasets
@@ -60,6 +61,7 @@ def take_loaders_apart(datasets: Datasets) -> Datasets:
         sampler=sampler,
         batch_size=sizes.get("train") or datasets.batch_size,
         eval_batch_size=max(evaluated) if evaluated else datasets.eval_batch_size,
+        drop_last=datasets.train.drop_last if isinstance(datasets.train, DataLoader) else datasets.drop_last,
     )
 
 
@@ -72,8 +74,6 @@ def _check(loader: DataLoader[Any], part: str) -> None:
         refused.append((what, "Give batch_size, and a sampler that orders samples (framework.samplers)"))
     elif type(loader.batch_sampler) not in (BatchSampler, type(None)):
         refused.append((f"batch_sampler={type(loader.batch_sampler).__name__}", "Use one of framework.samplers"))
-    if part == "train" and loader.drop_last:
-        refused.append(("drop_last=True", "Leave it out: the last, short batch counts with its own weight"))
     if loader.worker_init_fn is not None:
         why = "Leave it out: samples are drawn from generators that are seeded for each of them"
         refused.append((f"worker_init_fn={getattr(loader.worker_init_fn, '__name__', 'a function')}", why))

@@ -209,7 +209,13 @@ class MapLoader:
     def _set_plan(self, plan: BatchPlan, limit: int | None) -> None:
         self._plan, self._limit = plan, limit
         self.global_batch_size = plan.global_batch_size
-        steps = count_windows(self.size, global_batch_size=plan.global_batch_size)
+        steps = count_windows(self.size, global_batch_size=plan.global_batch_size, drop_last=plan.drop_last)
+        if steps == 0:
+            raise DataError(
+                f"data.drop_last=true leaves nothing of the {self._split} part: it has {self.size} samples, and a "
+                f"global batch takes {plan.global_batch_size}.\nUse a smaller data.batch_size (or "
+                "data.global_batch_size), or data.drop_last=false."
+            )
         self.steps_per_epoch = steps if limit is None else min(steps, limit)
 
     def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> MapLoader:
@@ -220,6 +226,11 @@ class MapLoader:
         other = copy.copy(self)
         other._set_plan(plan, limit)
         return other
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How a global batch is split."""
+        return self._plan
 
     @property
     def whole(self) -> Batch | None:

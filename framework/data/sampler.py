@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from framework.data.batching import BatchPlan, micro_batches
+from framework.data.batching import BatchPlan, count_windows, micro_batches
 from framework.data.keyed_random import KeyedRandom
 from framework.distributed.seed import mix
 from framework.errors import DataError
@@ -78,6 +78,16 @@ def epoch_positions(order: GlobalOrder, plan: BatchPlan, *, start: int, limit: i
             f"Training can't continue at sample {start} of an epoch of {end} samples.\n"
             "The dataset or trainer.limit_train_batches is smaller than when the checkpoint was made: set them back."
         )
+    if plan.drop_last:
+        end -= end % plan.global_batch_size
+        left = count_windows(max(0, end - start), global_batch_size=plan.global_batch_size, drop_last=True)
+        if left == 0:
+            raise DataError(
+                f"Training can't continue at sample {start} of an epoch of {end} samples: fewer are left than a global "
+                f"batch of {plan.global_batch_size}, and data.drop_last=true drops them.\n"
+                "Resume with the global batch size of before, or with data.drop_last=false."
+            )
+        end = start + left * plan.global_batch_size
     return slice(start, end)
 
 

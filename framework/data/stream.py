@@ -246,7 +246,8 @@ def _no_samples(split: str, *, epoch: int) -> DataError:
     return DataError(
         f"The {split} stream gives no sample in epoch {epoch}. Look at the keywords of data.datasets; iter() of the "
         "dataset must restart in every epoch.\n"
-        "With data.stream=stop every process needs one: use data.stream=join, or fewer processes."
+        "With data.stream=stop every process needs one: use data.stream=join, or fewer processes. With "
+        "data.drop_last=true there must be a whole global batch."
     )
 
 
@@ -319,6 +320,11 @@ class StreamLoader:
         limited = None if plan.limit is None else count_windows(plan.limit, global_batch_size=self.global_batch_size)
         self.steps_per_epoch = limited
         """At most; None if unknown."""
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How a global batch is split."""
+        return self._plan.batches
 
     def observe_waiting(self, waiting: Waiting) -> None:
         """Report to `waiting` when this rank waits for others."""
@@ -430,7 +436,8 @@ class StreamLoader:
         rows = [_RankReport(*row) for row in reports()]
         counts = self._counts(rows, epoch=epoch)
         total = sum(counts.values())
-        is_over = total == 0 or (self._stops_first and min(counts.values()) == 0)
+        is_short = self._plan.batches.drop_last and total < self.global_batch_size
+        is_over = total == 0 or is_short or (self._stops_first and min(counts.values()) == 0)
         if not is_over and not all(row.has_batch for row in rows):
             source = next(rank for rank, row in enumerate(rows) if row.size)
             batch = self._exchange.broadcast(self._batch, source=source)

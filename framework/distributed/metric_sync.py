@@ -1,13 +1,30 @@
-"""Merge torchmetrics over ranks by their own rules, through our collectives."""
+"""Merge torchmetrics over ranks by their own rules, through one gather of whole states.
+
+The only module that uses private parts of torchmetrics: `_sync_dist`, which its `compute` calls, and `_reductions`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
+
+_REFUSED = {
+    "BootStrapper": "draws samples",
+    "InceptionScore": "draws samples",
+    "KernelInceptionDistance": "draws samples",
+    "PerceptualPathLength": "draws samples",
+    "Running": "depends on the order of batches",
+    "MetricTracker": "keeps one metric after another, and is never reset",
+}
+"""Classes whose value on several processes isn't that of one, and why."""
 
 
 def is_torchmetric(metric: object) -> bool:
@@ -15,16 +32,49 @@ def is_torchmetric(metric: object) -> bool:
     return hasattr(metric, "metric_state") and hasattr(metric, "dist_sync_fn")
 
 
+def why_not_merged(metric: object) -> str | None:
+    """Return why a metric of torchmetrics has another value on several processes; None if it has the same."""
+    parts = list(metric.modules()) if isinstance(metric, torch.nn.Module) else [metric]
+    for part in parts:
+        for kind in type(part).__mro__:
+            if kind.__name__ in _REFUSED and kind.__module__.startswith("torchmetrics."):
+                return f"{type(part).__name__} {_REFUSED[kind.__name__]}"
+    return None
+
+
 def sync_through(metric: Any, context: Context) -> None:
     """Let `metric.compute()` merge the states of all ranks; from then on, every rank must call it.
 
-    Ranks without data are left out: an empty state may have another dtype, which torchmetrics can't join.
+    A wrapper's inner metrics are merged when it computes them.
     """
+    for part in filter(is_torchmetric, metric.modules()):
+        part._sync_dist = partial(_merge_ranks, part, context)
+        part.distributed_available_fn = partial(bool, context.world_size > 1)
 
-    def gathered(tensor: Tensor, group: Any) -> list[Tensor]:  # noqa: ARG001  torchmetrics' `group`, of which there is one
-        of_ranks = gather_to_all((metric.update_count > 0, tensor.detach().cpu()), context)
-        tensors = [each.to(tensor.device) for had_data, each in of_ranks if had_data]
-        return tensors or [tensor]
 
-    metric.dist_sync_fn = gathered
-    metric.distributed_available_fn = lambda: context.world_size > 1
+def _merge_ranks(metric: Any, context: Context, *_: Any, **__: Any) -> None:
+    """Replace the metric's state by that of all ranks, which torchmetrics undoes after it has computed.
+
+    Ranks without data are left out: an empty state may have another type or shape.
+    """
+    own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), dict(metric.metric_state))
+    of_ranks = gather_to_all((metric.update_count > 0, own), context)
+    states = [state for had_data, state in of_ranks if had_data]
+    for name, reduction in metric._reductions.items() if states else ():
+        merged = _merged([state[name] for state in states], reduction)
+        setattr(metric, name, tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), merged))
+
+
+def _merged(values: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
+    """Return one state of all ranks: lists are joined in the order of ranks, tensors reduced by the metric's rule."""
+    concatenates = getattr(reduction, "__name__", "") == "dim_zero_cat"
+    if any(isinstance(value, list) for value in values):
+        # A list may have been concatenated to a tensor already.
+        whole = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        return whole if reduction is None or concatenates else reduction(whole)
+    if len(values) == 1:
+        return values[0]
+    if concatenates:
+        return torch.cat(values)
+    stacked = torch.stack(values)
+    return stacked if reduction is None else reduction(stacked)

@@ -60,18 +60,21 @@ def apply_overfit_batches(datasets: Datasets, settings: TrainerConfig, plan: Bat
         return datasets
     assert not isinstance(datasets.train, IterableDataset), "check_streams refuses this"
     size = len(datasets.train)
-    windows = apply_limit(count_windows(size, global_batch_size=plan.global_batch_size), settings.overfit_batches)
+    number = count_windows(size, global_batch_size=plan.global_batch_size, drop_last=plan.drop_last)
+    windows = apply_limit(number, settings.overfit_batches)
     few, collate_fn = first_samples(datasets.train, windows * plan.global_batch_size), datasets.collate_fn_of("train")
     return Datasets(train=few, val=few, test=None, collate_fn=collate_fn)
 
 
 def with_batch_sizes(config: Config, datasets: Datasets) -> Config:
-    """Return the configuration with the batch sizes of DataLoaders in place of `auto`."""
+    """Return the configuration with the batch sizes and `drop_last` of DataLoaders in place of `auto` and `null`."""
     data = config.data
     if data.batch_size == "auto" and datasets.batch_size is not None:
         data = replace(data, batch_size=datasets.batch_size)
     if data.eval_batch_size == "auto" and datasets.eval_batch_size is not None:
         data = replace(data, eval_batch_size=datasets.eval_batch_size)
+    if data.drop_last is None and datasets.drop_last is not None:
+        data = replace(data, drop_last=datasets.drop_last)
     return config if data is config.data else replace(config, data=data)
 
 
@@ -96,7 +99,8 @@ def steps_per_epoch(settings: TrainerConfig, plan: BatchPlan, *, size: int | Non
     limit, accumulated = settings.limit_train_batches, settings.accumulate_grad_batches
     if size is None:
         return None if limit is None else math.ceil(int(limit) / accumulated)
-    batches = count_windows(size, global_batch_size=plan.global_batch_size) * accumulated
+    steps = count_windows(size, global_batch_size=plan.global_batch_size, drop_last=plan.drop_last)
+    batches = steps * accumulated
     return math.ceil(apply_limit(batches, limit) / accumulated)
 
 
@@ -112,19 +116,18 @@ class Start(NamedTuple):
 FROM_SCRATCH = Start()
 
 
-def start_of(
-    progress: Mapping[str, int], *, size: int | None, steps_per_epoch: int | None, global_batch_size: int
-) -> Start:
+def start_of(progress: Mapping[str, int], *, size: int | None, steps_per_epoch: int | None, plan: BatchPlan) -> Start:
     """Return where a run starts that resumes with another global batch, maybe in the middle of an epoch.
 
     progress: `epoch`, `step`, and `samples` taken of that epoch. size: samples of an epoch; None for a stream.
     """
     steps_left = None
     if progress["samples"] and steps_per_epoch is not None:
-        end = steps_per_epoch * global_batch_size
+        end = steps_per_epoch * plan.global_batch_size
         if size is not None:
             end = min(size, end)
-        steps_left = count_windows(max(0, end - progress["samples"]), global_batch_size=global_batch_size)
+        left = max(0, end - progress["samples"])
+        steps_left = count_windows(left, global_batch_size=plan.global_batch_size, drop_last=plan.drop_last)
     return Start(progress["epoch"], progress["step"], steps_left)
 
 

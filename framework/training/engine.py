@@ -192,7 +192,7 @@ def build_trainer(
             resumed,
             size=train_loader.size,
             steps_per_epoch=steps,
-            global_batch_size=train_loader.global_batch_size,
+            plan=rank.plan,
         )
     total = data_settings.total_steps(rank.requested.trainer, steps_per_epoch=steps, start=start)
     optimizer = build.build_optimizer(param_groups, model, may_fuse=may_fuse, total_steps=total)

@@ -113,7 +113,7 @@ def _evaluate_set(
     captures_graphs: bool,
 ) -> Evaluation:
     """Return metrics over all ranks' batches of one set."""
-    stateful = StatefulMetrics(task)
+    stateful = StatefulMetrics(task, context)
     media: dict[str, Media] = {}
     meter = _run_batches(
         model,

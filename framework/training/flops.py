@@ -42,7 +42,7 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 _FORMATS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-_Step = Callable[[nn.Module, Batch], StepOutput]
+_Step = Callable[..., StepOutput]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -64,9 +64,9 @@ class FlopRate:
     def recorded(self, step: _Step) -> _Step:
         """Return a task's step that keeps what the model is called with in its first micro-batch, for `count`."""
 
-        def run(model: nn.Module, batch: Batch) -> StepOutput:
+        def run(model: nn.Module, batch: Batch, **named: Any) -> StepOutput:
             if self._calls:
-                return step(model, batch)
+                return step(model, batch, **named)
             # In place of a hook, after which a compiled model would be compiled once more.
             compiled = model._compiled_call_impl
             call = compiled or model._call_impl
@@ -77,7 +77,7 @@ class FlopRate:
 
             model._compiled_call_impl = record
             try:
-                output = step(model, batch)
+                output = step(model, batch, **named)
             finally:
                 model._compiled_call_impl = compiled
             self._num_samples = output.num_samples

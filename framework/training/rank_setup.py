@@ -144,6 +144,7 @@ def plan_steps(config: Config, context: Context, strategy: Strategy) -> BatchPla
         world_size=share.world_size,
         accumulate=config.trainer.accumulate_grad_batches,
         cuts=share.micro_batches,
+        drop_last=bool(data.drop_last),
     )
 
 

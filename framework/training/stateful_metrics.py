@@ -12,21 +12,32 @@ from torch.utils._pytree import tree_map_only
 from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
-from framework.distributed.metric_sync import is_torchmetric, sync_through
+from framework.distributed.metric_sync import is_torchmetric, sync_through, why_not_merged
 from framework.errors import TargetError
 from framework.tasks.supervised import describe
-from framework.types import Media
+from framework.types import Media, Table
 
 
 @final
 class StatefulMetrics:
-    """Those of the task's `metrics` that have `update`: StatefulMetrics of its own or of torchmetrics. Resets them."""
+    """Those of the task's `metrics` that have `update`: StatefulMetrics of its own or of torchmetrics. Resets them.
 
-    def __init__(self, task: Any) -> None:
+    Raises TargetError for one of torchmetrics that would have another value on several processes.
+    """
+
+    def __init__(self, task: Any, context: Context) -> None:
         given = getattr(task, "metrics", None)
         self._task = type(task).__name__
         self._metrics: dict[str, Any] = dict(_single(given)) if isinstance(given, Mapping) else {}
-        for metric in self._metrics.values():
+        self._tables: dict[str, Media] = {}
+        for name, metric in self._metrics.items():
+            reason = why_not_merged(metric) if context.world_size > 1 else None
+            if reason is not None:
+                raise TargetError(
+                    f"The metric {name!r} of {self._task}: {reason}, so its value on {context.world_size} processes "
+                    "wouldn't be that of one.\nLeave it out, or evaluate in one process: job=eval with "
+                    "topology.procs_per_node=1."
+                )
             metric.reset()
 
     def update(self, updates: Mapping[str, tuple[Any, ...]]) -> None:
@@ -60,7 +71,11 @@ class StatefulMetrics:
             computed = metric.compute()
             named = computed if isinstance(computed, Mapping) else {"": computed}
             for key, value in named.items():
-                values[f"{name}/{key}".rstrip("/")] = self._number(value, metric=f"{name}/{key}".rstrip("/"))
+                whole_name = f"{name}/{key}".rstrip("/")
+                if isinstance(computed, Mapping) and is_vector(value):
+                    self._tables[whole_name] = Table(["place", str(key)], list(enumerate(value.tolist())))
+                else:
+                    values[whole_name] = self._number(value, metric=whole_name)
         return values
 
     def texts(self) -> dict[str, str]:
@@ -69,8 +84,8 @@ class StatefulMetrics:
         return {name: text for name, text in texts.items() if text}
 
     def media(self) -> dict[str, Media]:
-        """Return the media of the metrics that have any. Call it after `compute`."""
-        found: dict[str, Media] = {}
+        """Return the media of the metrics that have any, and tables of vectors beside numbers. After `compute`."""
+        found: dict[str, Media] = dict(self._tables)
         for name, metric in self._metrics.items():
             shown = metric.media() if hasattr(metric, "media") else {}
             named = shown if isinstance(shown, Mapping) else {"": shown}
@@ -82,8 +97,13 @@ class StatefulMetrics:
             return float(value)
         raise TargetError(
             f"The metric {metric!r} of {self._task} computes {describe(value)}. It must be one number, or a dict of "
-            "numbers by name: average it over classes, for instance."
+            "numbers and vectors by name: average it over classes, for instance."
         )
+
+
+def is_vector(value: Any) -> bool:
+    """Return True for a tensor of several numbers, or of none, in a row."""
+    return isinstance(value, Tensor) and value.ndim == 1 and value.numel() != 1
 
 
 def _single(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

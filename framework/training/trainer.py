@@ -14,11 +14,14 @@ ranks (except through the strategy) or format text. It marks its phases for the 
 
 from __future__ import annotations
 
+import copy
 import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
+from inspect import signature
 from typing import Any, final
 
 from torch import Tensor
@@ -53,9 +56,11 @@ from framework.types import (
     Interval,
     Media,
     Report,
+    StepInfo,
     StepOutput,
     StepReport,
     Stop,
+    Task,
     Window,
     hooks,
 )
@@ -121,6 +126,8 @@ class Trainer:
         # A model that is spread over ranks isn't copied, and phases differ from step to step.
         is_spread = self._runs_windows or state.strategy.forward_communicates
         self._flops_are_wanted = counts_flops and not is_spread and state.phases is None
+        # The phases whose step takes a StepInfo; None is that of a task without phases.
+        self._informed = {name for name, step in _steps_of(state).items() if "info" in signature(step).parameters}
         self._num_shares = state.strategy.data_share(context).world_size
         # A strategy that runs windows gives each output to one rank.
         self._counts = self._runs_windows or state.speaks_for_share
@@ -155,7 +162,7 @@ class Trainer:
             asdict(self.progress),
             size=loader.size,
             steps_per_epoch=loader.steps_per_epoch,
-            global_batch_size=loader.global_batch_size,
+            plan=loader.plan,
         )
 
     @refused_broadcasting()
@@ -219,7 +226,12 @@ class Trainer:
             self._update_trainable()
         if self._runs_windows:  # the strategy runs forward and backward itself
             loss = state.strategy.run_window(
-                state.model, window, task=state.task, precision=state.precision, add=self._add_output, mark=mark
+                state.model,
+                window,
+                task=self._task_of(window),
+                precision=state.precision,
+                add=self._add_output,
+                mark=mark,
             )
             if self._weights.are_summed(None):
                 self._weights.begin_sum(None)
@@ -230,7 +242,7 @@ class Trainer:
         phases = _ONE_LOSS if state.phases is None else state.phases.due(self.progress.step)
         micro_batches = window.micro_batches if len(phases) == 1 else list(window.micro_batches)
         for phase in phases:
-            step = state.task.training_step if phase is None else phase.step
+            step: Callable[..., StepOutput] = state.task.training_step if phase is None else phase.step
             if self._counts_flops and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
                 step, self._counts_flops = self._flops.recorded(step), False
             for position, micro in enumerate(micro_batches, start=1):
@@ -239,15 +251,19 @@ class Trainer:
                 is_last = position == window.num_micro_batches
                 isolated = NO_CONTEXT if micro.num_samples else state.without_side_effects()
                 with isolated, state.strategy.accumulate(state.model, synchronise=is_last):
+                    name = None if phase is None else phase.name
                     with state.precision.autocast():
-                        output = step(state.model, state.precision.convert_batch(micro.batch))
+                        batch = state.precision.convert_batch(micro.batch)
+                        if name in self._informed:
+                            output = step(state.model, batch, info=self._info(window, micro.num_samples))
+                        else:
+                            output = step(state.model, batch)
                     if self.progress.step == self.start_step:
                         check_output(output, state.task, "training_step" if phase is None else f"phases: {phase.name}")
                     if output.media is not None and position == 1:
                         self._keep_media(output.media, phase=phase)
                     if self._overwrites_outputs:
                         output = copied(output)
-                    name = None if phase is None else phase.name
                     if self._weights.are_used(output, micro.num_samples, name):
                         is_only = window.num_micro_batches == 1
                         loss = self._weights.weighted(
@@ -267,6 +283,22 @@ class Trainer:
             self._update(window.global_count, phase)
         state.strategy.after_update(state.model)
         return output.loss.detach()
+
+    def _info(self, window: Window, num_samples: int) -> StepInfo:
+        progress = self.progress
+        return StepInfo(progress.step, progress.epoch, window.global_count, is_stand_in=num_samples == 0)
+
+    def _task_of(self, window: Window) -> Task:
+        """Return the task for a strategy that runs windows itself; if it takes a StepInfo, one that has got it.
+
+        Such a strategy goes backward from samples only, never from a stand-in.
+        """
+        task: Any = self.state.task
+        if self._informed:
+            step = task.training_step
+            task = copy.copy(task)
+            task.training_step = partial(step, info=self._info(window, window.global_count))
+        return task  # type: ignore[no-any-return]
 
     def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
         """Return the loss to go backward from, for a strategy that runs windows itself."""
@@ -625,3 +657,11 @@ class Trainer:
         """Make what is logged so far survive a kill."""
         for flush in hooks(self.state.loggers.values(), "flush"):
             flush()
+
+
+def _steps_of(state: TrainState) -> dict[str | None, Callable[..., StepOutput]]:
+    """Return the task's training step, or those of its phases by their names."""
+    phases: Sequence[TaskPhase] | None = getattr(state.task, "phases", None)
+    if state.phases is None or phases is None:
+        return {None: state.task.training_step}
+    return {phase.name: phase.step for phase in phases}

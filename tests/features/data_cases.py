@@ -129,11 +129,14 @@ def loader(kind: str) -> Datasets:
         "subset": {"sampler": SubsetRandomSampler(range(5, 15))},
         "drawn": {"sampler": RandomSampler(data, replacement=True, num_samples=8)},
         "distributed": {"sampler": DistributedSampler(data, num_replicas=2, rank=0)},
-        "dropping": {"drop_last": True, "worker_init_fn": print},
+        "initialised": {"worker_init_fn": print},
+        "dropping": {"drop_last": True, "shuffle": True},
         "batches": {"batch_sampler": Batches(RandomSampler(data), 4, drop_last=False)},
     }
     chosen = options[kind]
     sizes: dict[str, Any] = {} if "batch_sampler" in chosen else {"batch_size": 4}
+    if kind == "dropping":
+        data = Subset(data, range(27))
     val = DataLoader(Subset(data, range(9)), batch_size=3, collate_fn=pad)
     return Datasets(DataLoader(data, collate_fn=pad, **sizes, **chosen), val)
 

@@ -141,6 +141,30 @@ def test_a_loader_gives_its_data_its_collate_function_its_order_and_its_batch_si
         assert len(samples) == 8
 
 
+@pytest.mark.multiproc
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_incomplete_global_batch_is_dropped(taken, streams):
+    data = {"collate_fn": PAD, "drop_last": True, "global_batch_size": 12}
+    if streams:
+        data = {
+            "datasets": {"_target_": f"{CASES}.huggingface", "streams": True},
+            "shuffle": False,
+            "drop_last": True,
+            "global_batch_size": 12,
+        }
+    one = taken(data)
+    assert [len(step) for step, _ in one] == [12] * (SIZE // 12) * 2
+    split = taken(data, "trainer.accumulate_grad_batches=2", ranks=2)
+    assert sorted(each for step, _ in split for each in step) == sorted(each for step, _ in one for each in step)
+    assert taken(data, resumed_at=2) == one
+
+
+def test_a_loader_says_that_an_incomplete_batch_is_dropped(taken):
+    data = {"datasets": {"_target_": f"{CASES}.loader", "kind": "dropping"}, "global_batch_size": None}
+    assert [len(step) for step, _ in taken(data, "trainer.max_epochs=1")] == [4] * 6
+    assert len(taken(data, "trainer.max_epochs=1", "data.drop_last=false")) == 7
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.multiproc)])
 def test_data_sets_of_hugging_face(taken, streams, ranks):
@@ -157,7 +181,8 @@ def loader(kind):
     ("data", "said"),
     [
         (loader("distributed"), r"The train part is a DataLoader.*sampler=DistributedSampler: .*leave"),
-        (loader("dropping"), r"drop_last=True: Leave it out.*worker_init_fn=print"),
+        (loader("initialised"), r"worker_init_fn=print: Leave it out"),
+        ({"drop_last": True, "global_batch_size": SIZE + 1}, r"data\.drop_last=true leaves nothing of the train part"),
         (loader("batches"), r"batch_sampler=Batches: Give batch_size, and a sampler"),
         (sampler("WeightedRandomSampler", weights=[1.0, 2.0]), r"2 weights for 40 samples"),
         (sampler("WeightedRandomSampler", weights=[-1.0] * SIZE), r"not negative"),
