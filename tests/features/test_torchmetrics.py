@@ -29,7 +29,6 @@ class Metrics:
             "spearman": pair.SpearmanCorrCoef(),
             "pearson": pair.PearsonCorrCoef(),
             "nrmse": pair.NormalizedRootMeanSquaredError(),
-            "r2": pair.R2Score(),
             "smallest": torchmetrics.aggregation.MinMetric(),
             "auroc": torchmetrics.classification.MulticlassAUROC(CLASSES),
             "classes": torchmetrics.wrappers.ClasswiseWrapper(
@@ -47,7 +46,7 @@ class Metrics:
         classes = torch.randint(CLASSES, (SAMPLES,), generator=generator)
         relevant = torch.randint(2, (SAMPLES,), generator=generator)
         queries = torch.randint(3, (SAMPLES,), generator=generator)
-        named = dict.fromkeys(("spearman", "pearson", "nrmse", "r2", "range", "ratio"), (given, true))
+        named = dict.fromkeys(("spearman", "pearson", "nrmse", "range", "ratio"), (given, true))
         return named | {
             "map": (given, relevant, queries),
             "smallest": (given,),
