@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from framework import Datasets, StepOutput
+from framework.distributed.context import make_context
 from framework.training import rank_setup
 from tests.helpers import results
 
@@ -103,12 +104,11 @@ def notes_device():
     raise RuntimeError("that is all")
 
 
-CALLS = []
+CALLS: list[str] = []
 
 
 def test_the_device_is_chosen_before_the_users_code_is_built(train, monkeypatch):
     """Otherwise that would open a context on GPU 0 in every rank. In this process, with a stand-in for a GPU."""
-    make_context = rank_setup.make_context
 
     def on_gpu(topology, **place):
         return replace(make_context(topology, **place), devices=(torch.device("cuda", 0),))

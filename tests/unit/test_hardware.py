@@ -126,8 +126,14 @@ def test_a_driver_that_nvml_cannot_reach_is_an_error_and_not_no_gpu(nvml, monkey
 
 
 def test_the_driver_is_asked_once(nvml, monkeypatch):
-    fake, asked = nvml(FOUR), []
-    monkeypatch.setattr(fake, "nvmlDeviceGetCount", lambda: asked.append(1) or 4)
+    fake = nvml(FOUR)
+    asked = []
+
+    def count() -> int:
+        asked.append(1)
+        return 4
+
+    monkeypatch.setattr(fake, "nvmlDeviceGetCount", count)
     assert [hardware.count_gpus(), hardware.resolve_gpus(None), len(hardware.visible_gpus())] == [4, 4, 4]
     assert len(asked) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")

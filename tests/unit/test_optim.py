@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 from framework.config.schema import SchedulerConfig
 from framework.errors import ConfigError
@@ -61,20 +61,6 @@ def test_cosine_warms_up_falls_and_stays(total, share, least):
 def test_cosine_refuses_numbers_out_of_range(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         cosine(sgd(), 5, **wrong)
-
-
-def test_another_learning_rate_keeps_what_a_plateau_made_of_the_one_before_and_0_cannot_be_scaled():
-    plateau = sgd(0.1)  # which knows no base of its own
-    plateau.param_groups[0]["lr"] /= 10  # it has moved
-    settings = SchedulerConfig(schedule=None, interval="epoch", monitor="val/loss")
-    schedule = Schedule(ReduceLROnPlateau(plateau), settings)
-    schedule.set_learning_rate(plateau.param_groups[0], 0, 1.0, before=0.1)
-    assert plateau.param_groups[0]["lr"] == pytest.approx(0.1)
-    for before in (None, 0.0):
-        optimizer = sgd(0.0)
-        schedule = by_step(cosine(optimizer, 10))
-        schedule.set_learning_rate(optimizer.param_groups[0], 0, 1.0, before=before)
-        assert rates(schedule, optimizer, 6)[::5] == pytest.approx([1.0, 0.5])
 
 
 # The step
