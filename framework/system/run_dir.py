@@ -176,7 +176,8 @@ def check_no_way_out(run_dir: RunDir) -> None:
     for folder, folders, files in os.walk(root):  # doesn't follow symlinks
         for name in (*folders, *files):
             place = Path(folder, name)
-            if place.is_symlink() and not place.resolve().is_relative_to(root):
+            # Unlike `Path.resolve` before Python 3.13, this raises nothing for a loop of symlinks.
+            if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(root):
                 raise RequestError(
                     f"{place} is a symlink to {place.readlink()}, outside of the run, and might be written to.\n"
                     "Remove it, or put what it points to in its place."
@@ -228,15 +229,34 @@ def is_locked(run_dir: RunDir) -> bool:
 
 
 def check_regular_files(run_dir: RunDir) -> None:
-    """Raise RequestError for a FIFO, socket or device in a run directory: a resumed run may wait for it without end."""
+    """Raise RequestError for what a resumed run can't read or write, or would wait for without end.
+
+    That is a FIFO, socket or device, a loop of symlinks, a file in place of a folder, and a folder in place of a log.
+    """
+    for place in (run_dir.checkpoints, run_dir.media, run_dir.tensorboard, run_dir.logs):
+        if os.path.lexists(place) and not place.is_dir():
+            raise RequestError(f"{place} isn't a folder. Remove it to resume the run.")
     folders = [run_dir.path]
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(Path(entry))
+                elif _is_loop(Path(entry)):
+                    raise RequestError(f"{entry.path} is a symlink that leads back to itself. Remove it.")
                 elif Path(entry).exists() and not entry.is_file() and not entry.is_dir():
                     raise RequestError(f"{entry.path} isn't a regular file. Remove it to resume the run.")
+    for log in run_dir.logs.glob("rank_*.log"):
+        if log.is_dir():
+            raise RequestError(f"{log} is a folder. Remove it to resume the run.")
+
+
+def _is_loop(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _holder(run_dir: RunDir) -> str:

@@ -29,9 +29,10 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _MODEL_TOKEN = re.compile(
-    r"(bos|eos|unk|sep|pad|cls|mask|start|end|special|image|audio|video)_?token|token_(id|type)s?$"
+    r"(bos|eos|unk|sep|pad|cls|class|dist|mask|masked|register|start|end|special|image|audio|video)_?token"
+    r"|token_(type_)?ids?$|token_(type|mixer|mixing|embed|drop|merg|pool|prun|shift|reduc|classif|loss|dim|size|length)"
 )
-"""Names with `token` that hold no secret: those of language models. (`tokens` is none anyway.)"""
+"""Names with `token` that hold no secret: those of language and vision models. (`tokens` is none anyway.)"""
 
 _ADDRESS_SECRETS = (
     # scheme://user:SECRET@host. It may hold an @, and a slash unless what is before that is a port.
@@ -41,10 +42,10 @@ _ADDRESS_SECRETS = (
     ),
     # https://SECRET@host, of the length of a token.
     re.compile(r"\bhttps?://(?P<secret>[^\s/?#:@\"'<>]{16,})(?=@)", re.IGNORECASE),
-    # ?token=SECRET, if the name is one of a secret.
-    re.compile(r"[?&;](?P<name>[\w.-]+)=(?P<secret>[^\s&;#\"'<>]+)"),
+    # ?token=SECRET or #token=SECRET, if the name is one of a secret.
+    re.compile(r"[?&;#](?P<name>[\w.-]+)=(?P<secret>[^\s&;#\"'<>]+)"),
 )
-_SIGNATURES = ("sig", "signature", "x-amz-signature")
+_SIGNATURES = ("sig", "signature", "x-amz-signature", "x-goog-signature")
 
 
 def printable(text: str, *, multiline: bool = False) -> str:

@@ -161,6 +161,32 @@ def test_nothing_waits_for_a_fifo_or_a_device(
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/last", "metrics.jsonl", "logs", "logs/rank_0.log"])
+def test_a_loop_of_symlinks_is_refused(train, run, capfd, place):
+    path = run / place
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+    train(f"resume={run}", "trainer.max_steps=25", status=2)
+    printed = capfd.readouterr().err
+    assert str(path) in printed
+    assert "Traceback" not in printed
+
+
+def test_files_and_folders_in_place_of_each_other_are_refused(train, run, capfd):
+    log = run / "logs" / "rank_0.log"
+    log.unlink()
+    log.mkdir()
+    train(f"resume={run}", "trainer.max_steps=25", status=2)
+    assert f"{log} is a folder" in capfd.readouterr().err
+    log.rmdir()
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_text("step_00000020")
+    train(f"resume={run}", "trainer.max_steps=25", status=2)
+    assert f"{run / 'checkpoints'} isn't a folder" in capfd.readouterr().err
+
+
 # The objects of a run that Python started
 
 PROGRAM = """

@@ -44,6 +44,8 @@ ADDRESSES = {
     "https://host/?token=SECRET&x=1": "https://host/?token=***&x=1",
     "https://host/?apiKey=SECRET;x=1": "https://host/?apiKey=***;x=1",
     "s3://bucket/x?X-Amz-Signature=SECRET": "s3://bucket/x?X-Amz-Signature=***",
+    "gs://bucket/x?X-Goog-Signature=SECRET": "gs://bucket/x?X-Goog-Signature=***",
+    "https://host/#access_token=SECRET": "https://host/#access_token=***",
     "failed: ftp://a:SECRET@b (and ftp://c:SECRET@d)": "failed: ftp://a:***@b (and ftp://c:***@d)",
 }
 WITHOUT_SECRETS = (
@@ -67,7 +69,8 @@ def test_other_addresses_stay(text: str) -> None:
 
 def test_names_of_secrets() -> None:
     secret = "password db_password passwd PWD api_key apiKey x-api-key token hf_token accessToken client_secret"
-    other = "tokenizer num_tokens max_new_tokens pad_token eos_token token_id tokens_per_second key monkey tokenize"
+    other = "tokenizer num_tokens max_new_tokens pad_token eos_token token_id tokens_per_second key monkey tokenize "
+    other += "token_mixer token_embedding token_type_ids token_dropout class_token register_token mask_token_rate"
     assert [name for name in secret.split() if not is_secret_name(name)] == []
     assert [name for name in other.split() if is_secret_name(name)] == []
 
