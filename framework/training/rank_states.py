@@ -28,6 +28,7 @@ Fingerprints = Mapping[str, Mapping[str, str]]
 
 _WORDS = 1 << 20  # 64-bit words that are hashed at once: 8 MB
 _PRIME = 0x100000001B3
+_FACTOR = 0x1CE4E5B9BF58476D
 
 
 def fingerprints(objects: Mapping[str, Any], states: Mapping[str, Any], *, replicas_differ: bool) -> Fingerprints:
@@ -139,9 +140,21 @@ def _hash_of_bits(tensor: Tensor) -> str:
         padded[: raw.numel()] = raw
         raw = padded
     words = raw.view(torch.int64)
-    # Odd factors: a single changed word always changes its product. Overflows wrap around.
+    # A factor for each place, so that the order counts. Overflows wrap around.
     factors = 2 * torch.arange(min(words.numel(), _WORDS), device=words.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_WORDS):
-        total = total * _PRIME + (chunk * factors[: chunk.numel()]).sum()
+        # Mixed before they are summed: of plain products, those of small numbers add up to the same sum for other
+        # numbers (3·1 + 0·3 = 0·1 + 1·3), and those of two opposite numbers in float64 cancel out.
+        mixed = _mixed(_mixed(chunk + _PRIME) * factors[: chunk.numel()])
+        total = total * _PRIME + mixed.sum()
     return str(total.item())
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Return other words, in which each bit depends on many; different words stay different."""
+    for shift in (32, 29):
+        # Shifted with zeros: `>>` fills with the sign.
+        shifted = (words >> shift) & ((1 << (64 - shift)) - 1)
+        words = (words ^ shifted) * _FACTOR
+    return words

@@ -141,6 +141,10 @@ def test_state_of_each_rank_with_other_strategies(train, capfd, strategy):
         (torch.zeros(3), torch.zeros(3, dtype=torch.int32), False),
         (["ab", "c"], ["a", "bc"], False),
         (torch.zeros(0), torch.zeros(0), True),
+        # Simple sums of products are the same.
+        (torch.tensor([3, 0]), torch.tensor([0, 1]), False),
+        (torch.tensor([1.5, -2.0]).double(), torch.tensor([-1.5, 2.0]).double(), False),
+        (torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, -2.0, 3.0, -4.0]), False),
         (None, None, True),
     ],
 )
