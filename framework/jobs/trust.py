@@ -78,12 +78,15 @@ def why_foreign(found: SavedRun, *, outputs: Sequence[Path]) -> str | None:
     places = [found.run_dir.path] if is_run(found.run_dir.path) else []
     if found.checkpoint is not None:
         places.append(found.checkpoint)
+    # Those of a rerun, or of a copy that lacks them, are in another run.
+    objects = [Path(file) for file in objects_of(found.run_dir, found.raw)]
     tops = [folder.resolve() for folder in outputs]
-    for place in places:
+    for place in (*places, *objects):
         if not any(place.resolve().is_relative_to(top) for top in tops):
+            what = display_path(place) if place in objects else "it"
             folders = " or ".join(map(display_path, outputs))
-            return f"it isn't below {folders}, the path.outputs of this command"
-    for place in (*places, *map(Path, objects_of(found.run_dir, found.raw))):
+            return f"{what} isn't below {folders}, the path.outputs of this command"
+    for place in (*places, *objects):
         if reason := why_not_owned(place):
             return reason
     return None

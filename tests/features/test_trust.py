@@ -245,6 +245,21 @@ def test_the_models_and_jobs_of_a_loaded_run_ask_unless_it_is_trusted(shared_run
     assert (tmp_path / "ran").exists()
 
 
+def test_objects_that_lie_elsewhere_are_asked_for(command, own, tmp_path):
+    elsewhere = tmp_path / "elsewhere" / "objects_0.pkl"
+    elsewhere.parent.mkdir()
+    elsewhere.write_bytes(pickle.dumps({"bad": Marks()}))
+    config = yaml.safe_load((own / "config.yaml").read_text())
+    (own / "run.json").unlink()
+    (own / "config.yaml").write_text(yaml.safe_dump({**config, "objects": [str(elsewhere)]}))
+    status, printed = command(f"rerun={own}")
+    assert status == 2
+    assert "elsewhere/objects_0.pkl isn't below outputs" in printed
+    assert not (tmp_path / "ran").exists()
+    command(f"rerun={own}", "trust=true")
+    assert (tmp_path / "ran").exists()
+
+
 def test_the_answer_must_be_typed_as_true_or_false(command, own):
     status, printed = command(f"resume={own}", "trust=maybe")
     assert status == 2
