@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -25,7 +25,7 @@ class IgnoredTargets:
     index: targets of this value are ignored. class_weights: returns the weights of classes, None without any.
     takes_scores: it is cross entropy, of scores before softmax.
     takes_probabilities: floating-point targets are probabilities of classes, of which none is ignored.
-    is_guess: nothing says that the loss ignores anything, but -100 can't be a class of a sample.
+    is_guess: nothing says that the loss ignores anything, but -100 can't be a class.
     """
 
     index: float
@@ -41,7 +41,7 @@ class IgnoredTargets:
         """
         if self.takes_probabilities and target.is_floating_point():
             return None
-        if self.is_guess and not _is_class_of_samples(output, target):
+        if self.is_guess and not _are_classes(output, target):
             return None
         counted = target != self.index
         weights = self.class_weights()
@@ -95,6 +95,15 @@ def _of_module(loss: Any) -> IgnoredTargets:
     return IgnoredTargets(loss.ignore_index, lambda: loss.weight, takes_scores=isinstance(loss, nn.CrossEntropyLoss))
 
 
-def _is_class_of_samples(output: Any, target: Tensor) -> bool:
-    """Return True if each sample has one class, of which the output has a row of scores."""
-    return target.ndim == 1 and isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] > 1
+def _are_classes(output: Any, target: Tensor) -> bool:
+    """Return True if each element of the target is a class, of which the output has a row of scores.
+
+    The rows may be those of samples, tokens or pixels, flattened or not; an output of several parts may have them in
+    any of these.
+    """
+    if isinstance(output, Tensor):
+        numbers = (output.shape[1], output.shape[-1]) if output.ndim > 1 else ()
+        return any(number > 1 and output.numel() == target.numel() * number for number in numbers)
+    if isinstance(output, Mapping):
+        return any(_are_classes(part, target) for part in output.values())
+    return isinstance(output, (list, tuple)) and any(_are_classes(part, target) for part in output)

@@ -53,9 +53,9 @@ class Supervised:
     loss: a module or function that returns the mean over the batch's samples as a scalar, as torch's do by default.
         Targets that the loss ignores have no weight: cross entropy and `nll_loss`, as module, function or partial, and
         modules that hold one of them, are weighted by what torch takes their mean over. A loss of one's own that has an
-        attribute `ignore_index` is taken to be a mean over the other targets. Without one, classes of samples that are
-        -100 are taken to be ignored; `ignore_index = None` says that they aren't. The tensors of a module move to the
-        output's device and take the type of `trainer.precision=bf16-true` or `64-true`.
+        attribute `ignore_index` is taken to be a mean over the other targets. Without one, classes that are -100 (of
+        samples, tokens or pixels) are taken to be ignored; `ignore_index = None` says that they aren't. The tensors of
+        a module move to the output's device and take the type of `trainer.precision=bf16-true` or `64-true`.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
         Those with `update(output, target)`, StatefulMetrics and torchmetrics, are computed in validation only. If
         `update` has a parameter `input`, it gets the input, too.

@@ -63,6 +63,11 @@ def logged(scores: Tensor, target: Tensor) -> Tensor:
 
 logged.ignore_index = -7  # type: ignore[attr-defined]
 
+
+def flattened(scores: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(scores.transpose(1, -1).flatten(0, -2), target.flatten())
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "module": nn.CrossEntropyLoss,
     "class weights": lambda: nn.CrossEntropyLoss(weight=CLASS_WEIGHTS.clone()),
@@ -71,6 +76,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "function": lambda: functional.cross_entropy,
     "partial": lambda: partial(functional.cross_entropy, ignore_index=-7, weight=CLASS_WEIGHTS + 1),
     "own function": lambda: plain,
+    "own function, flattened": lambda: flattened,
     "own attribute": lambda: logged,
     "own module": lambda: Own(-7),
     "module around one": Holds,
@@ -163,7 +169,9 @@ def test_an_ignored_target_has_no_weight(name: str, own_state: None, rank_pool: 
         assert_same(rank, whole)
 
 
-@pytest.mark.parametrize("name", ["module", "function", "own module", "smoothing"])
+@pytest.mark.parametrize(
+    "name", ["module", "function", "own function", "own function, flattened", "own module", "smoothing"]
+)
 def test_an_ignored_element_of_a_sample_has_no_weight(name: str, own_state: None, rank_pool: RankPool) -> None:
     whole = trained(cpu_context(), name, images=True)
     assert_same(trained(cpu_context(), name, images=True, accumulate=8), whole)
@@ -194,6 +202,31 @@ def test_without_ignored_targets_nothing_is_weighted(own_state: None) -> None:
     assert task.training_step(model(), batch).weight is None
     task.observe_samples([x, classes])
     assert task.training_step(model(), [x, classes]).weight == int((classes >= 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "weight"),
+    [
+        (torch.zeros(2, 3, 5), [[1, -100, 2], [-100, -100, 0]], 3),
+        (torch.zeros(6, 5), [[1, -100, 2], [-100, -100, 0]], 3),
+        (torch.zeros(3, 5), [[1], [-100], [0]], 2),
+        ({"logits": torch.zeros(3, 5), "hidden": torch.zeros(3, 7)}, [1, -100, 0], 2),
+        ((torch.zeros(()), torch.zeros(3, 5)), [1, -100, 0], 2),
+        # Numbers, of which -100 is one as any other.
+        (torch.zeros(3, 1), [1, -100, 0], None),
+        (torch.zeros(3), [1, -100, 0], None),
+        (torch.zeros(2, 3), [[1, -100, 2], [-100, -100, 0]], None),
+        (torch.zeros(3, 2), [[1.0, -100.0], [0.0, 0.0], [0.0, 0.0]], None),
+    ],
+)
+def test_a_loss_of_ones_own_ignores_classes_of_minus_100(output: Any, target: Any, weight: int | None) -> None:
+    class Gives(nn.Module):
+        def forward(self, _: Tensor) -> Any:
+            return output
+
+    task = Supervised(lambda *_: torch.zeros(()))
+    step = task.training_step(Gives(), [torch.zeros(2), torch.tensor(target)])
+    assert step.weight == weight
 
 
 def test_local_sgd_refuses_what_it_cannot_weight(rank_pool: RankPool) -> None:
