@@ -244,13 +244,14 @@ class Phase(NamedTuple):
     In each training step the phases that are due run one after another on the same global batch. A task with the
     attribute `phases`, a sequence of these, needs no `training_step`.
 
-    name: of its metrics in the logs, `train/NAME/loss`. step: a method of the task, as `training_step`; it calls the
-    model once. optimizer: the name of the one to step, in the section `optimizer`; gradients of other parameters are
-    dropped. every: due in steps `every`, 2 * `every`, …; offset: that many steps earlier.
+    name: of its metrics in the logs, `train/NAME/loss`. step: a method of the task, as `training_step`, also in that it
+    may take `info`; it calls the model once. optimizer: the name of the one to step, in the section `optimizer`;
+    gradients of other parameters are dropped. every: due in steps `every`, 2 * `every`, …; offset: that many steps
+    earlier.
     """
 
     name: str
-    step: Callable[[nn.Module, Batch], StepOutput]
+    step: Callable[..., StepOutput]
     optimizer: str
     every: int = 1
     offset: int = 0

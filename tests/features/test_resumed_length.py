@@ -127,7 +127,7 @@ def test_total_steps_are_those_the_loader_yields(
 ) -> None:
     plan = BatchPlan(batch, 1, world_size=1)
     per_epoch = made(size, plan, epoch=0, samples=0, limit=limit)
-    start = start_of(progress, size=size, steps_per_epoch=per_epoch, global_batch_size=batch)
+    start = start_of(progress, size=size, steps_per_epoch=per_epoch, plan=plan)
     settings: Any = TrainerConfig.__new__(TrainerConfig)
     object.__setattr__(settings, "max_epochs", epochs)
     object.__setattr__(settings, "max_steps", None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from torchmetrics.retrieval import RetrievalMAP
 
 from framework.distributed.context import Context
 from framework.errors import TargetError
@@ -25,7 +26,7 @@ class Metrics:
     def __init__(self) -> None:
         pair = torchmetrics.regression
         self.metrics: dict[str, Any] = {
-            "map": torchmetrics.retrieval.RetrievalMAP(),
+            "map": RetrievalMAP(),
             "spearman": pair.SpearmanCorrCoef(),
             "pearson": pair.PearsonCorrCoef(),
             "nrmse": pair.NormalizedRootMeanSquaredError(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_a_global_batch_size_wins_and_needs_a_sample_for_every_forward():
     counts = [[micro.num_samples for micro in window.micro_batches] for window in step]
     assert counts == [[5, 4, 4], [5, 4, 4], [4, 4, 4], [4, 4, 4]]
     for world_size, accumulate, cuts in ((4, 1, 1), (1, 4, 1), (2, 1, 2)):
-        ranks = {"world_size": world_size, "accumulate": accumulate, "cuts": cuts}
+        ranks: dict[str, Any] = {"world_size": world_size, "accumulate": accumulate, "cuts": cuts}
         with pytest.raises(ConfigError, match=r"global_batch_size=3 .* 4 forward passes(.|\n)*global_batch_size=4"):
             plan_batches(batch_size=1, global_batch_size=3, **ranks)
         assert plan_batches(batch_size=1, global_batch_size=4, **ranks).global_batch_size == 4
