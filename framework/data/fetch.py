@@ -99,12 +99,10 @@ class BatchDataset(Dataset[Batch]):
             draws = batch_draws(position_B, seed=self._seed, epoch=key.epoch)
             return self._rows.pack(self._rows.transformed(self._rows.gather(index_B), draws))
         batch = self._load(key)
-        if not self._has_loaded:
-            self._has_loaded = True
-            # The first sample may have made a generator, which wasn't seeded when it was drawn from.
-            if self._random.find():
-                batch = self._load(key)
-        return batch
+        is_new = self._random.find_new() if self._has_loaded else self._random.find()
+        self._has_loaded = True
+        # The first sample, or the collate function, may have made a generator, which wasn't seeded before it was used.
+        return self._load(key) if is_new else batch
 
     def _check(self, indices: list[int]) -> CheckedSamples:
         """Load samples twice, and make a batch of them twice. Changes neither the dataset nor generators."""
@@ -120,8 +118,14 @@ class BatchDataset(Dataset[Batch]):
         with self._random.preserved():
             samples = []
             for position, index in enumerate(key.indices, start=key.position):
-                self._random.seed(mix(self._seed, "sample", key.epoch, position))
-                samples.append(load_sample(self._dataset, index, split=self._split))
+                sample_seed = mix(self._seed, "sample", key.epoch, position)
+                self._random.seed(sample_seed)
+                sample = load_sample(self._dataset, index, split=self._split)
+                if self._random.find_new():
+                    # It may have been drawn from a generator that wasn't seeded.
+                    self._random.seed(sample_seed)
+                    sample = load_sample(self._dataset, index, split=self._split)
+                samples.append(sample)
             name = f"Samples {key.indices} of the {self._split} dataset"
             if self._collate_fn is None:
                 return collate(samples, name=name)

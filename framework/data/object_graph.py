@@ -22,7 +22,7 @@ from types import (
     ModuleType,
     NoneType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -67,27 +67,63 @@ _WITHOUT_USER_CODE = {
 """Packages whose methods draw from no generator of their module. Looking for one would cost 25 ms for `datasets`."""
 
 
+_CONTAINERS = (dict, list, tuple)
+
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 
-def reachable(*roots: Any) -> list[Any]:
-    """Return what the roots hold, and themselves, each once and the nearest first.
+class Reached(NamedTuple):
+    """Objects, and where each was found first."""
 
-    The order is the same in every process. Of large containers only the first elements are looked at.
+    objects: list[Any]
+    # The number of the holder among the objects, -1 for none, and the name that the object has there.
+    origins: list[tuple[int, object]]
+
+    def path(self, number: int) -> str:
+        """Return the names that lead from a root to object `number`. What else a holder gets doesn't change them."""
+        names = []
+        while number >= 0:
+            number, name = self.origins[number]
+            names.append(repr(name))
+        return " ".join(reversed(names))
+
+
+def reachable(*roots: Any) -> list[Any]:
+    """Return what the roots hold, and themselves, each once and the nearest first, in every process the same."""
+    return search(*roots).objects
+
+
+def search(*roots: Any) -> Reached:
+    """Look for what the roots hold, see `reachable`.
+
+    Of large containers only the first elements are looked at, and containers in containers, which hold data such as
+    annotations, come after everything else.
     """
-    found: list[Any] = []
+    found = Reached([], [])
     seen: set[int] = set()
-    waiting = deque(roots)
-    while waiting and len(found) < _MOST_OBJECTS:
-        each = waiting.popleft()
-        if id(each) in seen or issubclass(type(each), _LEAVES):
+    waiting: deque[tuple[Any, tuple[int, object]]] = deque((root, (-1, number)) for number, root in enumerate(roots))
+    nested: deque[tuple[Any, tuple[int, object]]] = deque()
+    while (waiting or nested) and len(found.objects) < _MOST_OBJECTS:
+        each, origin = waiting.popleft() if waiting else nested.popleft()
+        if id(each) in seen or is_leaf(each):
             continue
         # Kept, so that no other object gets its id.
-        found.append(each)
+        found.objects.append(each)
+        found.origins.append(origin)
         seen.add(id(each))
-        if not is_generator(each):
-            waiting.extend(_parts(each))
+        if is_generator(each):
+            continue
+        number = len(found.objects) - 1
+        is_container = type(each) in _CONTAINERS
+        for name, part in _parts(each):
+            is_nested = is_container and type(part) in _CONTAINERS
+            (nested if is_nested else waiting).append((part, (number, name)))
     return found
+
+
+def is_leaf(each: Any) -> bool:
+    """Return True for a value that holds nothing of interest, such as a number or a tensor."""
+    return issubclass(type(each), _LEAVES)
 
 
 def is_generator(each: Any) -> bool:
@@ -129,8 +165,8 @@ def unchanged(*roots: Any) -> Iterator[None]:
                 each[:] = elements
 
 
-def _parts(each: Any) -> Iterator[Any]:
-    """Yield what an object refers to directly."""
+def _parts(each: Any) -> Iterator[tuple[object, Any]]:
+    """Yield what an object refers to directly, each with a name."""
     kind = type(each)
     if issubclass(kind, type):
         yield from _parts_of_class(each)
@@ -141,42 +177,46 @@ def _parts(each: Any) -> Iterator[Any]:
     if issubclass(kind, FunctionType):
         yield from _parts_of_function(each)
     elif issubclass(kind, MethodType):
-        yield from (each.__self__, each.__func__)
+        yield "__self__", each.__self__
+        yield "__func__", each.__func__
     elif issubclass(kind, BuiltinFunctionType):
         # Also a bound method of a class in C, such as `random.Random(0).random`.
-        yield each.__self__
+        yield "__self__", each.__self__
     elif issubclass(kind, functools.partial):
-        yield from (each.func, each.args, each.keywords)
+        yield "func", each.func
+        yield "args", each.args
+        yield "keywords", each.keywords
     elif issubclass(kind, (staticmethod, classmethod)):
-        yield each.__func__
+        yield "__func__", each.__func__
     elif issubclass(kind, property):
-        yield each.fget
+        yield "fget", each.fget
     elif issubclass(kind, dict):
-        yield from islice(dict.values(each), _MOST_ELEMENTS)
+        for number, (key, value) in enumerate(islice(dict.items(each), _MOST_ELEMENTS)):
+            yield ("key", key if isinstance(key, (str, int)) else number), value
     elif issubclass(kind, (list, tuple, deque)):
-        yield from islice(each, _MOST_ELEMENTS)
-    yield from islice(attributes(each).values(), _MOST_ELEMENTS)
+        yield from enumerate(islice(each, _MOST_ELEMENTS))
+    yield from islice(attributes(each).items(), _MOST_ELEMENTS)
     yield from _slots(each)
-    yield kind
+    yield "__class__", kind
 
 
-def _parts_of_class(kind: type) -> Iterator[Any]:
+def _parts_of_class(kind: type) -> Iterator[tuple[object, Any]]:
     """Yield the attributes and methods of a class, and its bases."""
     if kind.__module__.partition(".")[0] not in _WITHOUT_USER_CODE:
-        yield from islice(vars(kind).values(), _MOST_ELEMENTS)
-        yield from kind.__bases__
+        yield from islice(vars(kind).items(), _MOST_ELEMENTS)
+        yield from enumerate(kind.__bases__)
 
 
-def _parts_of_function(function: FunctionType) -> Iterator[Any]:
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[object, Any]]:
     """Yield what a function holds, and of its module the generators and functions that it names."""
-    yield from function.__closure__ or ()
-    yield function.__defaults__
-    yield function.__kwdefaults__
+    yield from enumerate(function.__closure__ or ())
+    yield "__defaults__", function.__defaults__
+    yield "__kwdefaults__", function.__kwdefaults__
     for name in names_in(function.__code__):
         value = function.__globals__.get(name)
         is_neighbour = isinstance(value, FunctionType) and value.__module__ == function.__module__
         if is_neighbour or is_generator(value):
-            yield value
+            yield name, value
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -187,15 +227,15 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
-def _content(cell: CellType) -> Iterable[Any]:
+def _content(cell: CellType) -> Iterable[tuple[object, Any]]:
     try:
-        return (cell.cell_contents,)
+        return (("cell_contents", cell.cell_contents),)
     except ValueError:  # nothing was assigned yet
         return ()
 
 
-def _slots(each: Any) -> Iterator[Any]:
-    """Yield the values of the attributes in `__slots__`."""
+def _slots(each: Any) -> Iterator[tuple[object, Any]]:
+    """Yield the attributes in `__slots__`."""
     for kind in type(each).__mro__:
         if kind.__module__.partition(".")[0] in _WITHOUT_USER_CODE:
             continue
@@ -203,6 +243,6 @@ def _slots(each: Any) -> Iterator[Any]:
         for member in members.values():
             if isinstance(member, MemberDescriptorType):
                 try:
-                    yield member.__get__(each)
+                    yield member.__name__, member.__get__(each)
                 except AttributeError:  # not set
                     continue

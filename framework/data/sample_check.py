@@ -121,8 +121,13 @@ def _load(
         for index in indices:
             random.seed(mix(seed, "check", index))
             before = random.fingerprint()
-            samples.append(dataset[index])
+            sample = dataset[index]
             draws = draws or random.fingerprint() != before
+            if random.find_new():
+                draws = True
+                random.seed(mix(seed, "check", index))
+                sample = dataset[index]
+            samples.append(sample)
             # Now: a collate function may change samples in place.
             leaves.append(_leaves(samples[-1]))
         if collate_fn is None:

@@ -41,6 +41,29 @@ class Samples(Dataset):
         return self.transform(torch.full((4,), float(index)))
 
 
+class LateAugment:
+    '''Is applied sometimes. Makes its generator then, and another one each time.'''
+    generator = None
+
+    def __call__(self, x):
+        if random.random() < 0.8:
+            return x
+        self.generator = random.Random(self.generator.random() if self.generator else None)
+        return x + self.generator.random()
+
+
+class LateSamples(Samples):
+    def __init__(self):
+        # Data that is larger than what is searched for generators comes before the transform.
+        self.annotations = [{"boxes": [[number] for _ in range(25)]} for number in range(1000)]
+        self.transforms = [Augment(), LateAugment()]
+
+    def transform(self, x):
+        for each in self.transforms:
+            x = each(x)
+        return x
+
+
 class Stream(IterableDataset):
     def __init__(self, part=None):
         self.transform = Augment()
@@ -67,6 +90,10 @@ class Noise:
 
 def data():
     return Datasets(Samples(), Samples(), collate_fn=Noise())
+
+
+def late():
+    return Datasets(LateSamples(), LateSamples(), collate_fn=Noise())
 
 
 def stream():
@@ -192,6 +219,16 @@ def test_random_data_depend_on_neither_workers_nor_resumes(drawn):
     assert not set(other_seed[0]) & set(wanted[0])
     _, ranks = drawn(*data, "data.num_workers=1", ranks=2)
     assert not set(ranks[0]) & set(ranks[1])
+
+
+@pytest.mark.multiproc
+def test_generators_that_are_made_late_or_lie_beside_much_data(drawn):
+    data = ("data.datasets._target_=own.late", "checkpoint.monitor=null")
+    run, wanted = drawn(*data, "data.num_workers=0")
+    assert len(set(wanted[0])) == 12
+    assert "can't be repeated" not in results.log(run)
+    for workers, stops in ((2, None), (1, 8)):
+        assert drawn(*data, f"data.num_workers={workers}", stops=stops)[1] == wanted
 
 
 @pytest.mark.multiproc
