@@ -118,9 +118,9 @@ def _fingerprint(value: Any) -> str:
         parts = sorted(map(_fingerprint, value))
     elif isinstance(value, (list, tuple)):
         parts = [_fingerprint(each) for each in value]
-    elif isinstance(value, (int, float, complex, str, bytes)):
+    elif isinstance(value, (int, float, complex, str, bytes, bytearray, torch.dtype)):
         parts = [repr(value)]
-    else:  # None, or what a checkpoint can't hold, which is refused when it is written
+    else:  # None, a device, which each rank has its own, or what a checkpoint can't hold, which is refused
         parts = []
     for part in parts:
         digest.update(f"{len(part)}:{part}".encode())

@@ -146,6 +146,8 @@ def test_state_of_each_rank_with_other_strategies(train, capfd, strategy):
         (torch.tensor([1.5, -2.0]).double(), torch.tensor([-1.5, 2.0]).double(), False),
         (torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, -2.0, 3.0, -4.0]), False),
         (None, None, True),
+        (bytearray(b"a"), bytearray(b"b"), False),
+        (torch.float32, torch.float64, False),
     ],
 )
 def test_fingerprints_tell_values_apart(one: Any, other: Any, is_equal: bool) -> None:
