@@ -1,6 +1,7 @@
 """Merge torchmetrics over ranks by their own rules, through one gather of whole states.
 
-The only module that uses private parts of torchmetrics: `_sync_dist`, which its `compute` calls, and `_reductions`.
+The only module that uses private parts of torchmetrics: `_sync_dist`, which its `compute` calls, `_to_sync` and
+`_reductions`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ def why_not_merged(metric: object) -> str | None:
 def sync_through(metric: Any, context: Context) -> None:
     """Let `metric.compute()` merge the states of all ranks; from then on, every rank must call it.
 
-    A wrapper's inner metrics are merged when it computes them.
+    A wrapper's inner metrics are merged when it computes them. `dist_sync_on_step` and `sync_on_compute` of a metric
+    have no effect: ranks may have different numbers of batches, and a value of one rank is nobody's.
     """
     for part in filter(is_torchmetric, metric.modules()):
+        part.dist_sync_on_step = False
+        part.sync_on_compute = part._to_sync = True
         part._sync_dist = partial(_merge_ranks, part, context)
         part.distributed_available_fn = partial(bool, context.world_size > 1)
 

@@ -11,6 +11,7 @@ import torchmetrics
 from torchmetrics.retrieval import RetrievalMAP
 
 from framework.distributed.context import Context
+from framework.distributed.metric_sync import sync_through
 from framework.errors import TargetError
 from framework.training.stateful_metrics import StatefulMetrics
 from tests.helpers.contexts import cpu_context
@@ -36,6 +37,7 @@ class Metrics:
                 torchmetrics.classification.MulticlassRecall(CLASSES, average=None)
             ),
             "range": torchmetrics.wrappers.MinMaxMetric(pair.KendallRankCorrCoef()),
+            "unsynced": torchmetrics.classification.MulticlassRecall(CLASSES, sync_on_compute=False),
             "ratio": pair.MeanSquaredError() + pair.SpearmanCorrCoef(),
         }
 
@@ -53,6 +55,7 @@ class Metrics:
             "smallest": (given,),
             "auroc": (scores, classes),
             "classes": (scores, classes),
+            "unsynced": (scores, classes),
         }
 
 
@@ -87,6 +90,19 @@ def test_values_are_those_of_one_process(rank_pool: RankPool, ranks: int) -> Non
     whole = values(cpu_context(), [list(range(BATCHES))])
     for found in rank_pool.run(values, SHARES[ranks], ranks=ranks):
         assert found == pytest.approx(whole, abs=1e-6)
+
+
+def called_in_steps(context: Context) -> float:
+    metric = torchmetrics.MeanMetric(dist_sync_on_step=True, sync_on_compute=False)
+    sync_through(metric, context)
+    for value in range(2 * context.rank + 1):
+        assert float(metric(float(value))) == value
+    return float(metric.compute())
+
+
+def test_ranks_may_call_a_metric_in_different_numbers_of_steps(rank_pool: RankPool) -> None:
+    """Whatever `dist_sync_on_step` says, which would wait for the others in each step."""
+    assert rank_pool.run(called_in_steps) == [0.75, 0.75]
 
 
 def refused(context: Context) -> list[str]:
