@@ -222,6 +222,7 @@ def test_random_data_depend_on_neither_workers_nor_resumes(drawn):
 
 
 @pytest.mark.multiproc
+@pytest.mark.exhaustive
 def test_generators_that_are_made_late_or_lie_beside_much_data(drawn):
     data = ("data.datasets._target_=own.late", "checkpoint.monitor=null")
     run, wanted = drawn(*data, "data.num_workers=0")
