@@ -89,7 +89,7 @@ def test_one_target_for_all_is_no_mistake(train):
         functional.poisson_nll_loss,
         functional.soft_margin_loss,
     ],
-    ids=str,
+    ids=lambda loss: getattr(loss, "__name__", str(loss)),
 )
 def test_supervised_refuses_every_loss_that_broadcasts(loss):
     batch = [torch.ones(4, 3), torch.ones(4)]
