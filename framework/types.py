@@ -195,11 +195,11 @@ class StepOutput(NamedTuple):
 
     loss: scalar, the *mean* over the batch's samples, with its graph in training.
     num_samples: how many samples the mean is over: the weight of this loss in gradients and in logged and evaluated
-        means. 0: it is of none, as if a collate function has dropped all, and doesn't count.
+        means. 0: it has no samples, as when a collate function has dropped all, and the loss doesn't count.
     metrics: name → (sum over samples, count), the same names for every batch; tensors may stay on the device.
     weight: what the mean is over, if not samples: the number of tokens that count, or the sum of sample weights; one
         element, for every batch or for none. Gradients and logged losses are then of the mean over the global batch.
-        It takes the place of `num_samples`, which must not be 0 where the weight isn't.
+        It replaces `num_samples` as the weight. `num_samples` may be 0 only if it is 0, too.
     updates: in evaluations: name → arguments of `update` of that object in the task's attribute `metrics`, a
         StatefulMetric or one of torchmetrics.
     media: a function that returns name → Media, logged as `train/NAME` and `val/NAME`. Called on rank 0 only, for the
@@ -234,7 +234,7 @@ class StatefulMetric(Protocol):
         ...
 
     def compute(self) -> float | Tensor | Mapping[str, Any]:
-        """Return one number; or, by name, numbers and vectors, which are logged as tables."""
+        """Return one number, or a mapping of names to numbers and vectors; vectors are logged as tables."""
         ...
 
 
@@ -244,10 +244,10 @@ class Phase(NamedTuple):
     In each training step the phases that are due run one after another on the same global batch. A task with the
     attribute `phases`, a sequence of these, needs no `training_step`.
 
-    name: of its metrics in the logs, `train/NAME/loss`. step: a method of the task, as `training_step`, also in that it
-    may take `info`; it calls the model once. optimizer: the name of the one to step, in the section `optimizer`;
-    gradients of other parameters are dropped. every: due in steps `every`, 2 * `every`, …; offset: that many steps
-    earlier.
+    name: of its metrics in the logs, `train/NAME/loss`. step: a method of the task with the arguments of
+    `training_step`, `info` included; it calls the model once. optimizer: the name of the one to step, in the section
+    `optimizer`; gradients of other parameters are dropped. every: due in steps `every`, 2 * `every`, …; offset: that
+    many steps earlier.
     """
 
     name: str
@@ -314,19 +314,19 @@ class DataShare(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What a task's `training_step(model, batch, info)` learns of its micro-batch, if it has a parameter `info`.
+    """What a task's `training_step(model, batch, info)` gets about its micro-batch, if it has a parameter `info`.
 
-    More may be added.
+    Later versions may add attributes.
     """
 
     # Optimizer steps done before this one.
     step: int
-    # From 0.
+    # Counted from 0.
     epoch: int
     # Samples of the global batch, over all ranks and micro-batches.
     global_count: int
     # This rank has no samples for the micro-batch and got another batch in their place, whose loss has weight 0. A task
-    # that exchanges between ranks must take part, and leave its samples out of what it sends.
+    # that exchanges samples between ranks must still take part, but send none of these.
     is_stand_in: bool
 
 
@@ -393,10 +393,10 @@ class FitInfo:
     Model and optimizer may be read, kept and given hooks; changing them changes the training. With a stream the number
     of steps may be unknown.
 
-    total_steps: steps done before this start, and those left. steps_left_in_epoch: of the epoch that a resumed run is
-        in the middle of; None at an epoch's beginning.
-    batchnorm_statistics: returns the buffers by name that the model's BatchNorm layers would have with the weights to
-        evaluate: the mean over the batches of the last epoch, as `torch.optim.swa_utils.update_bn` computes it. Takes a
+    total_steps: steps done before this start, plus those left. steps_left_in_epoch: of the epoch that a resumed run
+        continues; None if training starts at an epoch's beginning.
+    batchnorm_statistics: returns the buffers of the model's BatchNorm layers, by name, for the weights to evaluate:
+        means over the batches of the last epoch, as `torch.optim.swa_utils.update_bn` computes them. Takes a forward
         pass over the training data. Every rank must call it, after the last step of an epoch and before the next.
     """
 
@@ -420,8 +420,8 @@ class Task(Protocol):
     device (the replica's first one) and converted to the type of `trainer.precision=bf16-true` or `64-true`, and none
     of their parameters may require gradients. Tensors that aren't in a module stay where they are. If the task has
     `state_dict` and `load_state_dict`, as every `nn.Module`, checkpoints keep its state, which must be the same on all
-    ranks. A task with `state_is_per_rank = True` may have another on each, and then resumes on as many. `Supervised`
-    has none: its loss is as configured.
+    ranks. With `state_is_per_rank = True`, each rank has its own, and the run resumes on as many ranks. `Supervised`
+    has no state: its loss is as configured.
     """
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput: ...
@@ -435,16 +435,16 @@ class TaskHooks(Protocol):
         """Called before the first validation batches are tried, which is before `on_fit_start`, if they are."""
 
     def observe_samples(self, batch: Batch) -> None:
-        """Called before training with all samples as one batch, if they are kept in memory as they are.
+        """Called before training with all samples as one batch, if they are kept in memory and have no transform.
 
-        There may be rows that aren't trained on.
+        The batch may have rows that aren't trained on.
         """
 
     def on_evaluations_start(self, model: nn.Module, prefixes: Sequence[str]) -> None:
-        """Called before the first of all sets of a part that are evaluated together; see `on_evaluation_start`."""
+        """Called before the sets of a part are evaluated, one after another; see `on_evaluation_start`."""
 
     def on_evaluations_end(self) -> None:
-        """Called after the last of them, still in evaluation mode."""
+        """Called after the last of these sets, still in evaluation mode."""
 
     def logged_evaluations(self) -> Mapping[str, float]:
         """Return metrics of these sets that the task reduces itself over ranks, such as `NAME/acc` and `mean_acc`."""
@@ -494,8 +494,8 @@ class Callback(Protocol):
     after the next log, validation or epoch, when the ranks agree (doing so in every step would cost a collective). One
     that returns `Report` has its values logged, by whichever loggers there are.
     State that a resumed run needs goes through `state_dict` and `load_state_dict` (plain types and tensors only). It
-    must be the same on all ranks, unless the class has `state_is_per_rank = True`: then each rank's is saved, and the
-    run resumes on as many; or `state_is_rank_zero = True`: then rank 0's counts for all.
+    must be the same on all ranks, unless the class has `state_is_per_rank = True` (each rank's state is saved, and the
+    run resumes on as many ranks) or `state_is_rank_zero = True` (all ranks get rank 0's).
     """
 
     def on_fit_start(self, info: FitInfo) -> None:
@@ -504,9 +504,9 @@ class Callback(Protocol):
     def on_train_epoch_start(self, report: EpochReport) -> Stop | Report | None:
         """Called before the first step of an epoch.
 
-        If a resumed run continues in the middle of one, it is called again, with `report.resumed`: what it set up was
+        If a run resumes in the middle of one, it is called again, with `report.resumed`, since what it had set up was
         lost with the earlier process. What a checkpoint holds (weights, optimizer, the state of task and callbacks) is
-        restored afterwards, so that nothing is done twice; what the hook returns is ignored.
+        restored afterwards, so that no change is made twice; the return value is then ignored.
         """
         return None
 

@@ -36,7 +36,7 @@ def datamodule(module: Any, *, run_config: Config | None = None, run_context: Co
     another, with the same global seed in every process and run. Several validation or test loaders are sets, by their
     names or numbers. Raises DataError for a hook without a counterpart.
 
-    run_config, run_context: given by the framework; `self.trainer` of the module is made of them.
+    run_config, run_context: passed by the framework, to make the module's `self.trainer`.
     """
     if refused := [hook for hook in _HOOKS if _overrides(module, hook)]:
         raise DataError(
@@ -76,9 +76,9 @@ def _overrides(module: Any, name: str) -> bool:
 
 @contextmanager
 def _prepared_alone(module: Any) -> Iterator[None]:
-    """Let one process of this user and machine at a time prepare these data.
+    """Let only one process of this user on this machine prepare this data at a time.
 
-    Raises DataError if another one holds the lock for too long, or there is no place for it.
+    Raises DataError if another one holds the lock for too long, or if there is no folder for it.
     """
     name = type(module).__name__
     file = _lock_folder() / f"{_data_id(module)}.lock"
@@ -101,7 +101,7 @@ def _prepared_alone(module: Any) -> Iterator[None]:
 
 
 def _data_id(module: Any) -> str:
-    """Return a name for a data set: the data module's class and what says where its data are, on this machine."""
+    """Return a name for a data set on this machine: the data module's class and the locations in its settings."""
     settings = {**dict(getattr(module, "hparams", {})), **vars(module)}
     places = sorted(
         f"{name}={Path(value).expanduser().absolute()}"

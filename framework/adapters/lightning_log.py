@@ -153,7 +153,7 @@ class Log:
         return self._told_from_steps(values) if interval == "epoch" else values
 
     def _told_from_steps(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return an epoch's values; those whose names steps log, too, with the suffix that Lightning has for them."""
+        """Return an epoch's values, with Lightning's suffix `_epoch` for names that steps log, too."""
         renamed = {}
         for name, value in values.items():
             is_of_steps = name in self._step_names or _LOGGED_BY_THE_FRAMEWORK.fullmatch(name) is not None

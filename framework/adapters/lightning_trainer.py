@@ -19,7 +19,7 @@ _KEPT_AS = "_lightning_trainer"  # an attribute of the context
 
 
 class TrainerAttributeError(ConfigError, AttributeError):
-    """Raised for what `self.trainer` doesn't have. `hasattr` is False then, as for any object."""
+    """Raised for an attribute that `self.trainer` doesn't have. `hasattr` is False then."""
 
 
 @final
@@ -81,7 +81,7 @@ class TrainerView:
 
     @property
     def model(self) -> Any:
-        """The module: not what a strategy wraps it in."""
+        """The module itself, without the strategy's wrapper."""
         return self._module()
 
     @property

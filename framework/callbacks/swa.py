@@ -22,7 +22,7 @@ _STRATEGIES = ("cos", "linear")
 class StochasticWeightAveraging:
     """Average the weights after each epoch from `swa_epoch_start` on, all with equal weight (`torch.optim.swa_utils`).
 
-    The average is evaluated and saved in the place of the weights. After each update its BatchNorm statistics are
+    The average is evaluated and saved in place of the weights. After each update its BatchNorm statistics are
     computed by a pass over the training data, as `torch.optim.swa_utils.update_bn` does: about a third of an epoch's
     time, and nothing for models without BatchNorm. Every rank keeps one copy of the model in float32 or wider. Before
     the first update the model is evaluated and saved as it is.
@@ -31,7 +31,7 @@ class StochasticWeightAveraging:
     Args:
         swa_lrs: The learning rate from `swa_epoch_start` on, or one for each parameter group, in place of the
             schedule's; None keeps the schedule's.
-        swa_epoch_start: An epoch, counted from 0, or a share of all epochs below 1.
+        swa_epoch_start: An epoch (an int, counted from 0), or a share of all epochs (a float below 1).
         annealing_epochs: Epochs in which the rate moves from what it was to `swa_lrs`, once per epoch; 0: at once.
         annealing_strategy: `cos` or `linear`.
     """
@@ -77,7 +77,7 @@ class StochasticWeightAveraging:
         self._info = info
         self._start_epoch = self._first_epoch(info)
         update_averages: Any = get_swa_multi_avg_fn()
-        # The buffers are the model's own, except for BatchNorm's.
+        # Buffers are averaged as well; BatchNorm's statistics are computed after each update.
         self._average = WeightAverage(info.model, update_averages=update_averages, use_buffers=True)
         groups = len(info.optimizer.param_groups)
         if len(self._swa_lrs) not in (0, 1, groups):
@@ -89,12 +89,13 @@ class StochasticWeightAveraging:
             self._average.load_state_dict(self._loaded)
             self._epoch = self._loaded["epoch"]
             self._start_lrs = self._loaded["start_lrs"]
-            if self._average.num_averaged or self._start_lrs is not None:  # what has begun goes on
+            # Once averaging or annealing has begun, its first epoch stays, even if the run has another length now.
+            if self._average.num_averaged or self._start_lrs is not None:
                 self._start_epoch = self._loaded["start_epoch"]
         self._loaded = None
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Set the learning rate: here, since a schedule may set it after every step."""
+        """Set the learning rate before each step, since a schedule may set it after each step."""
         if not self._swa_lrs or self._epoch < self._start_epoch:
             return
         groups = self._info.optimizer.param_groups

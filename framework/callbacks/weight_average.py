@@ -22,7 +22,7 @@ class WeightAverage:
     Averages are float32, or wider if the weights are: in bfloat16 an average would never move, since the change of one
     step is lost in rounding. Before the first update the model is evaluated as it is.
 
-    use_buffers: average floating-point buffers too (BatchNorm's statistics), and copy the others; False: leave them.
+    use_buffers: average floating-point buffers too (BatchNorm's statistics); False: use the model's own buffers.
     """
 
     # Not `AveragedModel`: its `update_parameters` copies a count to the GPU, and waits for that, in every step.

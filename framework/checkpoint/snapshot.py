@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _PINNED = frozenset({"cuda", "xpu"})  # devices that copy to pinned memory without the host waiting
-_LEAST_REGISTERED_BYTES = 2**20  # registering takes a system call; what smaller buffers waste doesn't count
+_LEAST_REGISTERED_BYTES = 2**20  # registering takes a system call; smaller buffers waste little
 
 
 @final
@@ -81,11 +81,11 @@ class Snapshots:
 
 
 def _new_buffer(size_bytes: int, device: torch.device | None) -> Tensor:
-    """Return memory of the host, page-locked for a device; None: not."""
+    """Return host memory, pinned for the device; not pinned if that is None."""
     if device is None or device.type != "cuda" or size_bytes < _LEAST_REGISTERED_BYTES:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device is not None)
-    # Torch's allocator would round the size up to a power of two. Shared memory has pages of its own, which a fork
-    # leaves where they are.
+    # Torch's allocator would round the size up to a power of two. Shared memory starts at a page of its own, and a fork
+    # doesn't move its pages.
     buffer = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), size_bytes, 0)))

@@ -275,7 +275,7 @@ def load_written_config(run_dir: RunDir) -> dict[str, Any]:
 def _load_unchanged(run_dir: RunDir, *, typed: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the configuration that the run wrote, and what was typed for it.
 
-    Raises RequestError if a file was changed since; of an edited `config.yaml`, unless each key that differs is typed.
+    Raises RequestError if a file was changed since, except for a `config.yaml` whose changed keys are all typed.
     """
     written = load_written_config(run_dir)
     if run_dir.recorded_facts(run_dir.config_file.name) is not None:
@@ -295,7 +295,7 @@ def _load_overrides(run_dir: RunDir) -> list[str]:
 
 
 def _is_unchanged(run_dir: RunDir, file: Path) -> bool:
-    """Return True unless a file, which can be read, isn't what the run wrote."""
+    """Return True if a readable file is what the run wrote, or if that wasn't recorded."""
     facts = run_dir.recorded_facts(file.name)
     return facts is None or FileFacts.of(read_bytes(file)) == facts
 

@@ -62,7 +62,7 @@ Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
 """Lightning's names."""
 
 MatmulPrecision = Literal["highest", "high", "medium"]
-"""Of `torch.set_float32_matmul_precision`: float32, TF32, or bfloat16 inside of float32 products."""
+"""Argument of `torch.set_float32_matmul_precision`: compute float32 products in float32, TF32 or bfloat16."""
 
 Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
@@ -150,7 +150,7 @@ class TrainerConfig:
     overfit_batches: int | float | None = bounded(above=0)  # train and validate on the same few batches, in order
     deterministic: bool
     benchmark: bool | None  # cudnn.benchmark; null: off in deterministic mode, else on
-    matmul_precision: MatmulPrecision | None = None  # null: as torch has it, which is highest
+    matmul_precision: MatmulPrecision | None = None  # null: as torch or the user's code sets it
     num_threads: int | None = auto(at_least=1)  # intra-op threads of a process; auto: its share of the cores
     cpu_affinity: bool = False  # pin each process to its share of the cores
     channels_last: bool = False  # store images and convolution weights as NHWC

@@ -20,7 +20,7 @@ _IN_BRACES = re.compile(r"(?P<name>[\w.-]+)\s*:\s*(?P<value>'[^']*'|\"[^\"]*\"|[
 _NO_SECRET = ("", "none", "null", "true", "false", "???")
 _MASKED_IN_ADDRESS = (f":{MASK}@", f"//{MASK}@", f"={MASK}")
 _MIN_REPEATED = 6
-"""Characters of a secret that is masked wherever else it occurs, as after an interpolation."""
+"""Characters of the shortest secret that is masked wherever else it occurs, as after an interpolation."""
 
 
 class Secrets:
@@ -34,7 +34,7 @@ class Secrets:
                 found.add(str(value))
             elif isinstance(value, str):
                 found.update(secrets_in(value))
-        # A plain word may stand for something else elsewhere; the longest first, since one may contain another.
+        # Without a digit, it may be a plain word elsewhere. The longest first, since one may contain another.
         repeated = [text for text in found if len(text) >= _MIN_REPEATED and re.search(r"\d", text)]
         self._repeated = sorted(repeated, key=len, reverse=True)
 
@@ -74,7 +74,7 @@ def restored_config(config: Mapping[str, Any], entries: Any, *, file: str) -> di
     """Return a masked configuration with the values of `entries`, the content of the run's secrets.yaml.
 
     A value that isn't masked any more was edited, and stays. Raises ConfigError for entries that would change anything
-    else than masked values.
+    other than masked values.
     """
     changed: dict[str, Any] = _copied(config)
     for entry in entries if isinstance(entries, list) else ():

@@ -1,4 +1,4 @@
-"""What a batch is made of: tensors in lists, tuples, mappings, dataclasses and attrs classes, at any depth."""
+"""Walk and copy batches: tensors in lists, tuples, mappings, dataclasses and attrs classes, at any depth."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _WITHOUT_TENSORS = (str, bytes, int, float, type, FunctionType, ModuleType)
 
 
 def with_parts(batch: Batch, change: Callable[[Any], Any]) -> Batch:
-    """Return a copy of a collection or record with each of its parts changed; anything else as it is.
+    """Return a copy of a collection or record with `change` applied to each part; return anything else unchanged.
 
     The copy is of the same type, except that mappings other than dicts and UserDicts become dicts. Records are
     dataclasses and attrs classes, frozen ones too: all their attributes are parts. They are copied without `__init__`.
-    A record without a part that changes is returned itself.
+    If no part of a record changes, the record itself is returned.
     """
     if isinstance(batch, Mapping):
         return _mapping_with_parts(batch, change)
@@ -39,7 +39,7 @@ def with_parts(batch: Batch, change: Callable[[Any], Any]) -> Batch:
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Return a copy of the batch in which the tensors in collections and records are changed; see `with_parts`."""
+    """Return a copy of the batch with `change` applied to each tensor in collections and records; see `with_parts`."""
     if isinstance(batch, Tensor):
         return change(batch)
     return with_parts(batch, lambda part: map_tensors(part, change))
@@ -48,7 +48,7 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 def held_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that a value holds, in the attributes of any object too.
 
-    For one that is made of others, such as a sparse tensor, these are yielded.
+    For a tensor that is composed of others, such as a sparse one, its components are yielded.
     """
     for part in _walk(value, set()):
         if isinstance(part, Tensor):
@@ -56,9 +56,9 @@ def held_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def record_stream(batch: Batch, stream: torch.Stream, device: torch.device) -> None:
-    """Keep the memory on `device` that a batch holds from being used again before `stream` has done its present work.
+    """Keep the batch's memory on `device` from being reused before `stream` has finished its current work.
 
-    Objects may have a `record_stream` of their own, for memory that isn't seen from Python.
+    An object's own `record_stream` is called too, for memory that isn't visible from Python.
     """
     for part in _walk(batch, set()):
         if isinstance(part, Tensor):
@@ -70,7 +70,7 @@ def record_stream(batch: Batch, stream: torch.Stream, device: torch.device) -> N
 
 
 def _walk(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the value and what it holds: in collections, and in attributes. Tensors aren't looked into."""
+    """Yield the value and what it holds: in collections, and in attributes. Doesn't descend into tensors."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -125,7 +125,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _dense_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield what a tensor is made of."""
+    """Yield the tensor, or the dense tensors that it is composed of."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

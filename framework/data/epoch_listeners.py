@@ -14,14 +14,14 @@ class EpochListeners:
     """The objects with `set_epoch` among the roots and what they hold: a Subset's dataset, a Compose's transforms.
 
     Args:
-        besides: What these hold is left out.
-        seeds_own: Seed generators of the roots' own before `set_epoch`, besides the global ones.
+        besides: Objects to leave out, with all that they hold.
+        seeds_own: Before `set_epoch`, also seed the generators that the roots hold, not only the global ones.
     """
 
     def __init__(self, *roots: Any, seed: int, besides: tuple[Any, ...] = (), seeds_own: bool = True) -> None:
         left_out = {id(each) for each in reachable(*besides)}
         found = [each for each in reachable(*roots) if id(each) not in left_out and _listens(each)]
-        # What is held first, so that one that passes a number of its own on has the last word.
+        # Inner objects first: an outer one whose `set_epoch` passes another number on to them then overrides it.
         self._listeners = found[::-1]
         self._random_roots = roots if seeds_own else ()
         self._seed = seed
@@ -31,9 +31,9 @@ class EpochListeners:
         return bool(self._listeners)
 
     def tell(self, epoch: int, *, again: bool = False) -> bool:
-        """Call `set_epoch(epoch)` of each, and return True, if the epoch is a new one or `again` is set.
+        """Call `set_epoch(epoch)` of each listener and return True if the epoch is new or `again` is set.
 
-        What it draws depends on seed and epoch.
+        Random numbers that `set_epoch` draws depend on seed and epoch alone.
         """
         if not self._listeners or (epoch == self._epoch and not again):
             return False
@@ -41,13 +41,13 @@ class EpochListeners:
         own = KeyedRandom(*self._random_roots)
         with preserved_generators():
             for number, listener in enumerate(self._listeners):
-                # Generators of the roots' own aren't restored: `set_epoch` may seed one, to draw from it later.
+                # The roots' own generators aren't restored: `set_epoch` may seed one, to draw from it later.
                 own.seed(mix(self._seed, "set_epoch", epoch, number))
                 listener.set_epoch(epoch)
         return True
 
 
 def _listens(each: Any) -> bool:
-    """Return True if the object has the method itself, and doesn't pass it on by `__getattr__`."""
+    """Return True if the object or its class defines the method; one forwarded by `__getattr__` doesn't count."""
     own = attributes(each).get("set_epoch") or getattr(type(each), "set_epoch", None)
     return callable(own) and not isinstance(each, type)

@@ -1,8 +1,8 @@
 """Load batches on the CPU with torch's DataLoader, in this process or by worker processes.
 
-Random transforms draw from generators seeded per sample, by (seed, epoch, position in the epoch's order). So what they
-draw depends on neither ranks nor workers, and a sample that comes twice in an epoch is drawn twice. A collate function
-draws by (seed, epoch, position of its first sample).
+Random transforms draw from generators seeded per sample, by (seed, epoch, position in the epoch's order). So their
+numbers depend on neither ranks nor workers, and a sample that comes twice in an epoch is augmented twice. A collate
+function draws by (seed, epoch, position of its first sample).
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from framework.distributed.seed import mix
 from framework.errors import FrameworkError, RunError
 from framework.types import Batch, Collate, MapDataset
 
-_EXIT_S = 1.0  # for a worker that closes its connection to end
+_EXIT_S = 1.0  # to wait for the exit of a worker that has closed its connection
 _START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 
 
 class BatchRequest(NamedTuple):
-    """A batch to load, of samples that follow each other in the epoch's order."""
+    """A batch to load: consecutive samples in the epoch's order."""
 
-    # Of the dataset, int64.
+    # Indices into the dataset, int64.
     indices: Tensor
-    # Of the first sample in the order of the epoch.
+    # Position of the first sample in the epoch's order.
     position: int
-    # By which samples draw.
+    # The epoch that seeds the random numbers of samples.
     epoch: int
-    # Which `set_epoch` of the dataset is given.
+    # The epoch that `set_epoch` of the dataset gets.
     dataset_epoch: int
 
 
 class BatchKey(NamedTuple):
-    """A BatchRequest in plain numbers: a tensor would reach a worker through shared memory, and a thread for it."""
+    """A BatchRequest in plain numbers: sending a tensor to a worker would take shared memory and a thread."""
 
     indices: list[int]
     position: int
@@ -82,14 +82,14 @@ class BatchDataset(Dataset[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the dataset and what it holds, and of the collate function, if the epoch is a new one.
 
-        Each process has objects of its own. Raises RunError if one raises.
+        Each process has its own copies of them. Raises RunError if one of them raises.
         """
         if tell_epoch(self._listeners, epoch, split=self._split):
             self._random.find()
             self._has_loaded = False
 
     def __getitem__(self, key: BatchKey | CheckKey) -> Batch | CheckedSamples:
-        """Return the batch of a key. Raises RunError that names the sample that fails."""
+        """Return the batch for a key. Raises RunError, which names the sample that failed."""
         if isinstance(key, CheckKey):
             return self._check(key.indices)
         self.set_epoch(key.dataset_epoch)
@@ -101,7 +101,7 @@ class BatchDataset(Dataset[Batch]):
         batch = self._load(key)
         is_new = self._random.find_new() if self._has_loaded else self._random.find()
         self._has_loaded = True
-        # The first sample, or the collate function, may have made a generator, which wasn't seeded before it was used.
+        # The first sample, or the collate function, may have created a generator and used it unseeded.
         return self._load(key) if is_new else batch
 
     def _check(self, indices: list[int]) -> CheckedSamples:
@@ -111,7 +111,7 @@ class BatchDataset(Dataset[Batch]):
         checked = check_samples(
             self._dataset, indices, collate_fn=self._collate_fn, random=self._random, seed=self._seed
         )
-        # What is known of samples that change from epoch to epoch doesn't tell if the data has changed.
+        # If samples change from epoch to epoch, a sketch of them can't tell if the data has changed.
         return replace(checked, sketch=None) if self._listeners else checked
 
     def _load(self, key: BatchKey) -> Batch:
@@ -122,7 +122,7 @@ class BatchDataset(Dataset[Batch]):
                 self._random.seed(sample_seed)
                 sample = load_sample(self._dataset, index, split=self._split)
                 if self._random.find_new():
-                    # It may have been drawn from a generator that wasn't seeded.
+                    # It may have drawn from the new generator before that was seeded, so load it again.
                     self._random.seed(sample_seed)
                     sample = load_sample(self._dataset, index, split=self._split)
                 samples.append(sample)
@@ -206,8 +206,8 @@ class ItemLoader:
     def items(self, keys: Iterable[Any]) -> Iterator[Any]:
         """Yield `dataset[key]` for each key, in order. A new call discards what an earlier one has not consumed.
 
-        Without workers each is loaded when it is taken. Raises RunError for what a worker can't load or send, and
-        torch's RuntimeError if a worker has died.
+        Without workers, each item is loaded when it is taken. Raises RunError if a worker can't load or send an item,
+        and torch's RuntimeError if a worker has died.
         """
         if self._loader is None:
             raise RuntimeError("This loader was closed.")
@@ -232,7 +232,7 @@ class ItemLoader:
         try:
             return item.unpacked(self._name)
         except (EOFError, OSError) as error:
-            # A worker serves the shared memory of what it has sent until it is fetched.
+            # Shared memory is fetched from the worker that has sent it, which may have died meanwhile.
             for worker in self._workers():
                 worker.join(_EXIT_S)
                 status = worker.exitcode
@@ -263,10 +263,10 @@ class _Keys:
 
 @final
 class _InWorker(Dataset[Any]):
-    """Loads items in a worker. Whatever happens there, what it returns can be sent.
+    """Loads items in a worker, and returns a pickled item or an error, which can always be sent.
 
-    By itself torch's worker pickles in a thread: the rank would wait for ever for what can't be pickled. It sends an
-    exception as its class and text, which has the same fault, and whatever isn't an Exception ends it without a word.
+    torch's own worker pickles in a thread, so the rank would wait forever for an item that can't be pickled. It sends
+    an exception itself, which may fail in the same way, and it exits silently on anything that isn't an Exception.
     """
 
     def __init__(self, dataset: Dataset[Any], name: str) -> None:
@@ -281,7 +281,7 @@ class _InWorker(Dataset[Any]):
         try:
             return _FromWorker(self._pickled(item))
         except Exception:
-            # Once is enough: an attempt that fails may leave shared memory open.
+            # Don't try it again for later items: an attempt that fails may leave shared memory open.
             self._pickled = _pickled_by_value
         try:
             return _FromWorker(self._pickled(item))
@@ -291,20 +291,20 @@ class _InWorker(Dataset[Any]):
                 "A batch may hold all that pickle and cloudpickle take, so no open files, locks or generators. "
                 "data.num_workers=0 loads in the rank's own process, without sending."
             )
-            # With files or memory there is advice, which the report adds to errors that aren't ours.
+            # The report adds advice about files and memory, but only to errors that aren't the framework's.
             kind = RuntimeError if isinstance(error, (OSError, RuntimeError)) else RunError
             return _FromWorker(failure=(kind, text))
 
 
 @final
 class _FromWorker:
-    """An item that a worker has pickled, or the class and the text of what is to be raised in its place."""
+    """A pickled item from a worker, or the class and the text of the error to raise instead."""
 
     def __init__(self, data: bytes = b"", *, failure: tuple[type[Exception], str] | None = None) -> None:
         self._data, self._failure = data, failure
 
     def unpacked(self, name: str) -> Any:
-        """Return the item. Raises what the worker couldn't."""
+        """Return the item, or raise the worker's error."""
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)
@@ -331,7 +331,7 @@ def _pickled(item: Any) -> bytes:
 
 
 def _pickled_by_value(item: Any) -> bytes:
-    """Return the item pickled with the classes that no module has: those of a script or notebook."""
+    """Return the item pickled by value, with classes that can't be imported: those of a script or notebook."""
     import cloudpickle
 
     reducers = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)  # type: ignore[attr-defined]
@@ -353,7 +353,7 @@ def _failure(error: BaseException, name: str) -> tuple[type[Exception], str]:
 
 
 def _described(error: BaseException) -> str:
-    """Return the class and the text of an error. Its text comes from code that may raise, too."""
+    """Return the class and the text of an error. Its `__str__` may raise, too."""
     try:
         text = str(error)
     except Exception:

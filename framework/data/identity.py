@@ -1,4 +1,4 @@
-"""What a checkpoint knows of the train data, and if a run that resumes in the middle of an epoch has the same.
+"""Identify the train data in checkpoints, and refuse to resume in the middle of an epoch with other data.
 
 With other data, or another order of it, some samples of the epoch would be trained on twice and others never.
 """
@@ -23,15 +23,15 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """The train part of a run."""
+    """What identifies the train part of a run."""
 
-    # Samples of the dataset; None: a stream.
+    # The number of samples; None for a stream.
     size: int | None
     # A checksum of the order of the epoch; None: not known yet.
     order: int | None = None
-    # The samples that `sketch` is of; none: rows of tensors.
+    # Indices of the samples in `sketch`; empty for rows of tensors.
     indices: Sequence[int] = ()
-    # None: they are random, or change from epoch to epoch.
+    # None if the samples are random, or change from epoch to epoch.
     sketch: Sketch | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class DataIdentity:
 
 
 def common_identity(identities: Sequence[DataIdentity]) -> DataIdentity:
-    """Return what the ranks know alike; processors of different kinds may compute samples differently."""
+    """Return the identity without its sketch if the ranks differ: other processors may compute other samples."""
     first = identities[0]
     return first if all(each == first for each in identities) else replace(first, indices=(), sketch=None)
 
@@ -55,7 +55,7 @@ def checksum_of(order: Tensor) -> int:
 
 
 def check_size(saved: DataIdentity, *, size: int | None) -> None:
-    """Raise CheckpointError if the train data has another size, or is a stream now or was one."""
+    """Raise CheckpointError if the train data has another size, or if one of the two is a stream."""
     if size == saved.size:
         return
     now, then = ("a stream" if number is None else f"{number} samples" for number in (size, saved.size))
@@ -75,7 +75,7 @@ def check_order(saved: DataIdentity, order: Tensor) -> None:
 
 
 def check_content(saved: DataIdentity, now: DataIdentity) -> None:
-    """Raise CheckpointError if the samples aren't those of the checkpoint, as far as both are known."""
+    """Raise CheckpointError if the sketches of the same samples differ; check nothing if one is missing."""
     is_known = saved.sketch is not None and now.sketch is not None and list(saved.indices) == list(now.indices)
     if not is_known or saved.sketch.is_near(now.sketch):  # type: ignore[union-attr, arg-type]
         return

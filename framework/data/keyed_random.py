@@ -1,4 +1,4 @@
-"""Random numbers of samples and collate functions that depend on a key, such as (seed, epoch, position), alone.
+"""Make the random numbers of samples and collate functions depend on a key alone: (seed, epoch, position).
 
 A dataset draws from the generators of Python, NumPy and torch, and from generators of its own: in its attributes, or in
 those of its transforms or collate function. All of them are seeded by the key before a sample is loaded.
@@ -24,7 +24,7 @@ _MOST_WATCHED = 64
 """Objects whose attributes are looked at after each sample."""
 _MOST_VALUES = 100
 _MOST_SEARCHES = 16
-"""For generators in new objects, at 20 ms at most; a new generator that is an attribute itself is always noticed."""
+"""Of new objects, at most 20 ms each. A new generator that is itself an attribute is always noticed."""
 
 
 @final
@@ -34,16 +34,16 @@ class KeyedRandom:
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
         self._own: list[Any] = []
-        # Where each was found: others that are made later don't change what it draws.
+        # The path to each, by which it is seeded: generators that are created later don't change its numbers.
         self._names: list[str] = []
         self._watched: list[_Attributes] = []
         self._searches_left = _MOST_SEARCHES
         self.find()
 
     def find(self) -> bool:
-        """Look for generators of the roots' own; return True if there are other ones than before.
+        """Search the roots for generators; return True if they aren't those of the last search.
 
-        A dataset may make one when it loads its first sample, or a new one in every epoch.
+        A dataset may create one when it loads its first sample, or a new one in every epoch.
         """
         reached = search(*self._roots)
         numbers = [number for number, each in enumerate(reached.objects) if is_generator(each)]
@@ -55,9 +55,9 @@ class KeyedRandom:
         return is_changed
 
     def find_new(self) -> bool:
-        """Look for generators again if the attributes of the nearest objects hold other objects than at the last look.
+        """Search again if an attribute of a watched object has a new value; return True if there are new generators.
 
-        Return True if there are other ones. It takes about a microsecond for a dataset with ten attributes.
+        Takes about a microsecond for a dataset with ten attributes.
         """
         objects = [value for each in self._watched for value in each.new_objects()]
         if not objects:
@@ -66,7 +66,7 @@ class KeyedRandom:
             return self.find()
         if self._searches_left == 0:
             return False
-        # Attributes that get a new object for each sample would be searched for each.
+        # Otherwise an attribute that gets a new object with every sample would cost a search per sample.
         self._searches_left -= 1
         return self.find()
 
@@ -83,7 +83,7 @@ class KeyedRandom:
                     _restore(generator, state)
 
     def fingerprint(self) -> tuple[object, ...]:
-        """Return a value that any draw changes."""
+        """Return a value that changes with every draw."""
         return (*fingerprint(()), *(pickle.dumps(_state(generator)) for generator in self._own))
 
     def seed(self, key: int) -> None:
@@ -102,8 +102,8 @@ class _Attributes:
         self._ids = {name: id(value) for name, value in values.items()}
 
     def new_objects(self) -> list[Any]:
-        """Return the objects that weren't here at first; numbers, text and tensors aren't looked at."""
-        # A copy, since a thread of the dataset's may add some.
+        """Return the values that were added or replaced; numbers, text and tensors are ignored."""
+        # A copy, since a thread of the dataset may add attributes meanwhile.
         items = list(self._values.items())
         return [value for name, value in items if self._ids.get(name) != id(value) and not is_leaf(value)]
 

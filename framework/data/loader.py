@@ -76,7 +76,7 @@ class LoadedBatches(ItemLoader):
     ) -> None:
         batches = BatchDataset(dataset, split=split, seed=seed, collate_fn=collate_fn)
         super().__init__(batches, name=f"{split} dataset", num_workers=num_workers, pin_memory=pins_memory(device))
-        # Of this process; workers have copies of their own.
+        # The dataset of this process; workers have their own copies.
         self._batches = batches
         self._device = device
         self.num_workers = num_workers
@@ -87,7 +87,7 @@ class LoadedBatches(ItemLoader):
         return prefetch(self.items(keys), self._device)
 
     def check(self, indices: list[int]) -> CheckedSamples:
-        """Load samples twice, in a worker if there are any: what is opened here might not survive the fork."""
+        """Load samples twice, in a worker if there are any: files opened here might not survive the fork."""
         checked: CheckedSamples
         (checked,) = self.items([CheckKey(indices)])
         return checked
@@ -190,19 +190,19 @@ class MapLoader:
         self._order = GlobalOrder(self.size, seed, shuffle, sampler=sampler, num_samples=len(dataset))
         self._rank = rank
         self.collates = options.collate_fn is not None
-        """A collate function of the user's makes the batches: it may leave out samples."""
+        """True if a collate function of the user's makes the batches: it may drop samples."""
         self._split = split
         self._sampler_listeners = EpochListeners(sampler, seed=seed, besides=(dataset, options.collate_fn))
         self.dataset_epoch: int | None = None
-        """Which `set_epoch` of the dataset is given, in an evaluation; None: the epoch that is loaded."""
+        """The epoch that `set_epoch` of the dataset gets in an evaluation; None: the epoch that is loaded."""
         self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
         self._dataset = dataset
         rows = as_tensor_samples(dataset)
         self._identity = DataIdentity(len(dataset), sketch=None if rows is None else sketch_rows(rows))
-        # Of the checkpoint that is resumed, until it is compared.
+        # The identity in the checkpoint that is resumed, until it is compared.
         self._saved: DataIdentity | None = None
         self._is_checked = False
-        # Of the epoch that was begun last.
+        # The order of the epoch that was begun last.
         self._whole_order: Tensor | None = None
         self._set_plan(plan, limit)
 
@@ -234,7 +234,7 @@ class MapLoader:
 
     @property
     def whole(self) -> Batch | None:
-        """A batch of all samples, and maybe of more; None unless they are kept in memory as training gets them."""
+        """All rows in memory as a batch, maybe more than are trained on; None unless resident and untransformed."""
         if not isinstance(self._source, ResidentBatches) or self._source.samples.transform is not None:
             return None
         samples = self._source.samples
@@ -282,7 +282,7 @@ class MapLoader:
             yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
 
     def _check(self, indices: Tensor) -> None:
-        """Load some of these samples twice. Warn of a difference; raise CheckpointError for other data than saved."""
+        """Load some samples twice and warn if they differ. Raise CheckpointError if the data isn't the checkpoint's."""
         saved, self._saved = self._saved, None
         if saved is not None and self._whole_order is not None:
             check_order(saved, self._whole_order)
@@ -362,7 +362,7 @@ class EvalLoader:
         self.turns = turns
 
     def set_epoch(self, epoch: int) -> None:
-        """Set what `set_epoch` of a map-style dataset is given: the epoch of the weights that are evaluated.
+        """Set the epoch that `set_epoch` of a map-style dataset gets: that of the weights that are evaluated.
 
         Parts of the data often share a dataset, as those of `random_split` do. For a stream an evaluation is epoch 0.
         """
@@ -386,7 +386,7 @@ class EvalLoader:
 
 
 def _class_name(dataset: Any) -> str:
-    """Return the name of the class, of a Subset or ConcatDataset with those of its parts."""
+    """Return the name of the class; for a Subset or ConcatDataset, with those of its parts."""
     parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", [])
     names = dict.fromkeys(_class_name(part) for part in parts)
     return f"{type(dataset).__name__} of {' and '.join(names)}" if names else type(dataset).__name__

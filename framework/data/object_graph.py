@@ -1,7 +1,7 @@
-"""What a dataset, its transforms and its collate function hold, such as random generators of their own.
+"""Find what a dataset, its transforms and its collate function hold, such as random generators.
 
-Objects are reached through attributes, elements of containers, closures, `functools.partial` and bound methods. No code
-of theirs is run: properties and `__getattr__` aren't called.
+Objects are reached through attributes, elements of containers, closures, `functools.partial` and bound methods. None of
+their code is run: properties and `__getattr__` aren't called.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 _MOST_OBJECTS = 20_000
-"""Looked at: about 20 ms. A dataset may hold a list of millions of file names."""
+"""The limit of a search, which takes about 20 ms: a dataset may hold a list of millions of file names."""
 _MOST_ELEMENTS = 1_000
-"""Of each container."""
+"""The elements of each container that are visited."""
 
 _LEAVES = (
     NoneType,
@@ -64,7 +64,7 @@ _WITHOUT_USER_CODE = {
     "transformers",
     "typing",
 }
-"""Packages whose methods draw from no generator of their module. Looking for one would cost 25 ms for `datasets`."""
+"""Packages without generators in their modules. Searching `datasets` for one would take 25 ms."""
 
 
 _CONTAINERS = (dict, list, tuple)
@@ -80,7 +80,7 @@ class Reached(NamedTuple):
     origins: list[tuple[int, object]]
 
     def path(self, number: int) -> str:
-        """Return the names that lead from a root to object `number`. What else a holder gets doesn't change them."""
+        """Return the names that lead from a root to object `number`. New attributes don't change them."""
         names = []
         while number >= 0:
             number, name = self.origins[number]
@@ -89,15 +89,15 @@ class Reached(NamedTuple):
 
 
 def reachable(*roots: Any) -> list[Any]:
-    """Return what the roots hold, and themselves, each once and the nearest first, in every process the same."""
+    """Return the roots and all that they hold, each once, nearest first, in the same order in every process."""
     return search(*roots).objects
 
 
 def search(*roots: Any) -> Reached:
-    """Look for what the roots hold, see `reachable`.
+    """Find all that the roots hold; see `reachable`.
 
-    Of large containers only the first elements are looked at, and containers in containers, which hold data such as
-    annotations, come after everything else.
+    Only the first elements of a large container are visited. Containers in containers, which hold data such as
+    annotations, come last.
     """
     found = Reached([], [])
     seen: set[int] = set()
@@ -107,7 +107,7 @@ def search(*roots: Any) -> Reached:
         each, origin = waiting.popleft() if waiting else nested.popleft()
         if id(each) in seen or is_leaf(each):
             continue
-        # Kept, so that no other object gets its id.
+        # This reference keeps other objects from getting its id.
         found.objects.append(each)
         found.origins.append(origin)
         seen.add(id(each))
@@ -143,9 +143,9 @@ def attributes(each: Any) -> dict[str, Any]:
 
 @contextmanager
 def unchanged(*roots: Any) -> Iterator[None]:
-    """Restore the attributes, lists and dicts of what the roots hold: counters, and files that were opened.
+    """Restore the attributes, lists and dicts of all that the roots hold, such as counters and opened files.
 
-    What is changed in place otherwise, such as an array, stays changed.
+    Other changes in place, as to an array, remain.
     """
     objects = reachable(*roots)
     holders = [attributes(each) for each in objects]
@@ -208,7 +208,7 @@ def _parts_of_class(kind: type) -> Iterator[tuple[object, Any]]:
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[object, Any]]:
-    """Yield what a function holds, and of its module the generators and functions that it names."""
+    """Yield what a function holds, and the generators and functions of its module that it uses."""
     yield from enumerate(function.__closure__ or ())
     yield "__defaults__", function.__defaults__
     yield "__kwdefaults__", function.__kwdefaults__

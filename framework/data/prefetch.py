@@ -22,7 +22,7 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def pinned(batch: Batch) -> Batch:
-    """Return the batch in page-locked memory; what can't be put there is returned as it is."""
+    """Return the batch in pinned memory; what can't be pinned is returned unchanged."""
     if isinstance(batch, Tensor):
         # A subclass would become a plain tensor.
         is_plain = type(batch) is Tensor and batch.layout is torch.strided
@@ -35,9 +35,9 @@ def pinned(batch: Batch) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move tensors, and objects with a method `to` by that, in collections, dataclasses and attrs classes at any depth.
+    """Move the tensors, and the objects with a method `to`, in collections and records at any depth to the device.
 
-    Anything else stays as it is. For devices that gain from it, copies go through pinned memory and don't wait.
+    Anything else stays as it is. Where the device supports it, copies go through pinned memory and are asynchronous.
     """
     if isinstance(batch, Tensor):
         return pinned(batch).to(device, non_blocking=True) if pins_memory(device) else batch.to(device)
@@ -52,11 +52,11 @@ def _object_to(batch: Any, device: torch.device) -> Any:
     try:
         moved = batch.to(device, **options)
     except Exception:
-        # The `to` of a quantity or a time is another one: it takes a unit or a zone.
+        # `to` may have another meaning: that of a quantity takes a unit, that of a time a zone.
         if next(held_tensors(batch), None) is None:
             return batch
         raise
-    # One that moves in place may return nothing.
+    # A `to` that moves in place may return None.
     return batch if moved is None else moved
 
 

@@ -51,7 +51,7 @@ def _positions(request: BatchRequest) -> Tensor:
 class ResidentBatches:
     """Batches of `samples` on a device, which may be another than theirs; `seed` is for random transforms.
 
-    listeners: to `set_epoch` of the dataset that the samples are of.
+    listeners: call `set_epoch` of the samples' dataset and its transform.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ def decode(dataset: MapDataset, *, split: str, limit_bytes: int | None) -> Tenso
         if fingerprint(()) != before:
             raise _refused("it draws random numbers", split=split)
         draws_own = random.fingerprint() != before_own
-    # It was loaded twice, to find what else it may depend on.
+    # The first sample was loaded twice, to detect other sources of randomness.
     if any(not torch.equal(own[:1].nan_to_num(), leaf.nan_to_num()) for own, leaf in zip(tensors, first, strict=True)):
         raise _refused("its first sample isn't the same whenever it is loaded", split=split)
     if draws_own:

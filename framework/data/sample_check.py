@@ -1,7 +1,7 @@
-"""Samples that are loaded twice under one key: whatever differs then isn't repeated by a resumed run either.
+"""Load samples twice with the same key: whatever differs would not be reproduced by a resumed run either.
 
-The same samples tell a resumed run if the data is still what it was. Of floats and bytes (the pixels of an image) only
-sums are compared then, since libraries and processors decode and compute them a little differently.
+The same samples tell a resumed run if the data has changed. For that, floats and bytes (the pixels of an image) are
+compared by their sums only, since libraries and processors decode and compute them slightly differently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from framework.types import Collate, MapDataset
 
 NUM_SAMPLES = 4
 _NUM_ROWS = 64
-"""Of tensors, by which a resumed run sees if they are what they were."""
+"""The rows of tensors that a resumed run compares."""
 _DEEPEST = 8
 _TOLERANCE = 1e-3
 _MOST_SUMS = 1024
@@ -45,11 +45,11 @@ class CheckKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Sketch:
-    """What is known of some samples, in plain types."""
+    """A summary of some samples, in plain types."""
 
-    # Of all that must be the same everywhere: structure, shapes, integers and strings.
+    # A checksum of what must be the same everywhere: structure, shapes, integers and strings.
     checksum: int
-    # Of the absolute values of each tensor of floats or bytes.
+    # The sums of absolute values of each tensor of floats or bytes.
     sums: list[float]
 
     def is_near(self, other: Sketch) -> bool:
@@ -63,7 +63,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class CheckedSamples:
-    """What loading samples twice has shown."""
+    """The result of loading samples twice."""
 
     # What differs, for a message; None: nothing.
     difference: str | None = None
@@ -85,7 +85,7 @@ def check_samples(
     try:
         with unchanged(dataset, collate_fn):
             first = load()
-            # Samples that made a generator weren't drawn from a seeded one.
+            # If loading created a generator, samples may have drawn from it before it was seeded.
             first = load() if random.find() else first
             second = load()
     except Exception as error:  # of the user's code; if the sample is needed, loading it says more
@@ -105,7 +105,7 @@ def check_samples(
 
 class _Loaded(NamedTuple):
     samples: list[list[Leaf]]
-    # Of a collate function of the user's.
+    # The leaves of the batch that a collate function of the user's made.
     batch: list[Leaf]
     # The samples draw random numbers.
     draws: bool
@@ -128,7 +128,7 @@ def _load(
                 random.seed(mix(seed, "check", index))
                 sample = dataset[index]
             samples.append(sample)
-            # Now: a collate function may change samples in place.
+            # Before collating: a collate function may change samples in place.
             leaves.append(_leaves(samples[-1]))
         if collate_fn is None:
             return _Loaded(leaves, [], draws)
@@ -137,7 +137,7 @@ def _load(
 
 
 def check_rows(samples: TensorSamples, indices: Sequence[int], *, seed: int, device: torch.device) -> CheckedSamples:
-    """Transform samples twice with the same draws on `device`; see `sketch_rows` for what they are made of."""
+    """Transform samples twice with the same draws on `device`. The rows themselves are compared by `sketch_rows`."""
     if samples.transform is None:
         return CheckedSamples()
     states = generator_states([device])
@@ -207,21 +207,21 @@ class Leaf(NamedTuple):
     """A value in a sample."""
 
     path: str
-    # Of its bytes or text.
+    # A checksum of its bytes or text.
     exact: int
-    # Of what must be the same on every machine.
+    # A checksum of what must be the same on every machine.
     checksum: int
-    # Of the absolute values of floats or bytes.
+    # The sum of the absolute values of floats or bytes.
     sum: float | None
 
 
 def _leaves(sample: Any) -> list[Leaf]:
-    """Return what is in a sample; of a very large one the first values."""
+    """Return the values in a sample; only the first ones of a very large sample."""
     return list(islice(_walk(sample), _MOST_LEAVES))
 
 
 def _walk(sample: Any, path: str = "", depth: int = 0) -> Iterator[Leaf]:
-    """Yield the values in tensors, arrays, images, containers and objects. Of what is unknown only the class counts."""
+    """Yield the values in tensors, arrays, images, containers and objects. Of unknown values, only the class counts."""
     if isinstance(sample, numpy.ndarray) and sample.dtype.kind in "fciub":
         sample = torch.from_numpy(numpy.ascontiguousarray(sample).copy())
     if isinstance(sample, Tensor):

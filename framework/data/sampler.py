@@ -43,7 +43,7 @@ class GlobalOrder:
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
         if self.sampler is None:
             return torch.randperm(self.size, generator=generator)
-        # A sampler may draw from other generators, too: every rank must get the same order.
+        # A sampler may also draw from other generators, and every rank must get the same order.
         own = KeyedRandom(self.sampler)
         with own.preserved():
             own.seed(mix(self.seed, "sampler", epoch))
@@ -95,7 +95,7 @@ class WindowIndices(NamedTuple):
     """One rank's part of one global batch, as indices of the dataset; see `framework.types.Window`."""
 
     micro_batches: tuple[MicroIndices, ...]
-    # Of the first sample of each micro-batch in the order of the epoch.
+    # The position of each micro-batch's first sample in the epoch's order.
     positions: tuple[int, ...]
     global_count: int
     epoch_end: bool

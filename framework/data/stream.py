@@ -178,7 +178,7 @@ class StreamReader(Dataset["_WindowSamples | None"]):
         with preserved_generators():
             while len(taken) < number and not self._has_ended:
                 if self._iterator is None:
-                    # Once an epoch: what is drawn for a sample may be kept in a buffer. A state, if it is loaded, wins.
+                    # Once per epoch, since a shuffle buffer may keep what was drawn. A loaded state replaces this.
                     self._dataset_random.find()
                     self._dataset_random.seed(self._key("own generators", 0))
                 seed_generators(self._key("stream", self._position))
@@ -308,7 +308,7 @@ class StreamLoader:
         self._loads_state = has_state(dataset)
         self._plan, self._exchange = plan, exchange
         self.collates = plan.collate_fn is not None
-        """A collate function of the user's makes the batches: it may leave out samples."""
+        """True if a collate function of the user's makes the batches: it may drop samples."""
         self._stops_first, self._check_state = stops_first, check_state
         self._device = device
         self._side_stream = SideStream(device) if pins_memory(device) else None
@@ -404,7 +404,7 @@ class StreamLoader:
 
     @property
     def identity(self) -> DataIdentity:
-        """That it is a stream is all that is known."""
+        """All that is known is that it is a stream."""
         return DataIdentity(None)
 
     def load_identity(self, saved: DataIdentity, *, samples: int) -> None:

@@ -25,7 +25,7 @@ _REFUSED = {
     "Running": "depends on the order of batches",
     "MetricTracker": "keeps one metric after another, and is never reset",
 }
-"""Classes whose value on several processes isn't that of one, and why."""
+"""Classes whose value depends on the number of processes, and why."""
 
 
 def is_torchmetric(metric: object) -> bool:
@@ -57,7 +57,7 @@ def sync_through(metric: Any, context: Context) -> None:
 
 
 def _merge_ranks(metric: Any, context: Context, *_: Any, **__: Any) -> None:
-    """Replace the metric's state by that of all ranks, which torchmetrics undoes after it has computed.
+    """Replace the metric's state by that of all ranks; torchmetrics restores its own after `compute`.
 
     Ranks without data are left out: an empty state may have another type or shape.
     """

@@ -1,4 +1,4 @@
-"""Which saved runs are the user's own, and what of another run would run code. No torch here.
+"""Decide which saved runs are the user's own, and list what in another run would run code. No torch here.
 
 Building a run's model imports and calls what its configuration names, and loads its pickles. A run is yours if it lies
 below `path.outputs` of the command and, on a local disk, its files belong to you and nobody else can write them.

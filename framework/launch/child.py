@@ -23,7 +23,7 @@ from framework.system.orphans import ENDS_WITH_OTHERS
 from framework.system.parent_death import die_with_parent
 
 Message = dict[str, Any]
-LEAVE_S = 10.0  # for a process to leave after its work
+LEAVE_S = 10.0  # for a process to exit after its work
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def log_to(path: Path, *, terminal: bool) -> None:
 def _copy_descriptor_2(path: Path) -> TextIO:
     """Send what compiled code writes to descriptor 2 to the log, too; return a stream that writes to the terminal only.
 
-    Another process copies, since this one may be aborted right after it has written why. It ends when nobody has the
-    descriptor any more, and no signal that stops a run ends it before.
+    A process of its own (`tee`) copies, since this one may be aborted right after it has written why. It ends when no
+    process holds the descriptor any more, and ignores the signals that stop a run.
     """
     sys.stderr.flush()
     terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")

@@ -71,14 +71,14 @@ class ForkServer:
         self._send({"op": "load", "names": list(names)})
 
     def fork(self) -> RunServer:
-        """Have a server for one run forked, with all that is loaded by now."""
+        """Fork a server for one run, with all modules that are loaded by now."""
         ours, theirs = Pipe()
         with theirs:
             self._send({"op": "fork", "command": os.getpid()}, fds=[theirs.fileno()])
         return RunServer(ours, defaults=self._defaults)
 
     def close(self) -> None:
-        """End the server and wait for it; servers that were forked from it go on. May be called twice."""
+        """End the server and wait for it; servers that were forked from it keep running. May be called twice."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -94,10 +94,10 @@ class ForkServer:
 
 @final
 class RunServer:
-    """A fork server for the ranks of one run, whose orphans it adopts: what the ranks have forked ends with the run.
+    """A fork server for the ranks of one run. It adopts the ranks' orphans, so these end with the run.
 
-    Call `end` and wait for its answer, then `close`. Without `end` the server ends all by itself once the connection is
-    closed, also by the end of this process.
+    Call `end`, wait for its answer, then call `close`. If the connection is closed without `end`, or this process dies,
+    the server ends all of its descendants by itself.
     """
 
     def __init__(self, connection: Connection, *, defaults: Mapping[str, str]) -> None:
@@ -127,7 +127,7 @@ class RunServer:
         self._send({"op": "kill", "key": key})
 
     def end(self) -> None:
-        """Have all children killed and what they left ended. The answer comes last: {"left": [process, …]}."""
+        """Request the end of all children and their orphans. The last event answers: {"left": [process, …]}."""
         self._send({"op": "end"})
 
     def next_event(self) -> Message:
@@ -149,7 +149,7 @@ class RunServer:
         return []
 
     def close(self) -> None:
-        """Leave the server, which ends all that it has started. May be called twice."""
+        """Close the connection; the server then ends all that it has started. May be called twice."""
         self._connection.close()
 
     def _send(self, message: Message, *, fds: Sequence[int] = ()) -> None:
@@ -261,7 +261,7 @@ class ForkServerProcess:
         {"op": "end"}: of a run's server: end all below this process, send {"left": [...]}, and leave
 
     It reports the end of every child it has spawned: {"key", "pid", "status", "time"}. The status is an exit status, or
-    minus a signal number. Others are orphans that it has adopted.
+    minus a signal number. Other children are orphans that it has adopted.
 
     Args:
         command: a pidfd of the command, for a run's server; None: it dies with its parent anyway.
@@ -379,7 +379,7 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def serve_run(fd: int, *, command_pid: int) -> NoReturn:
-    """Serve one run in a fork of the server; end with all that is left of it, whatever becomes of the command."""
+    """Serve one run in a fork of the server; if the command ends first, end all that is left of the run."""
     adopt_orphans()
     server_pid = os.getpid()
     command = None

@@ -109,9 +109,9 @@ class MonitorLink:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what leaves the block before anything around it is closed.
+        """Record an exception that leaves the block, before anything around it is closed.
 
-        Closing takes time, in which a library may abort the process: NCCL's watchdog does 0.1 s after a GPU's error.
+        A library may abort the process while it closes: NCCL's watchdog does so 0.1 s after a GPU error.
         """
         try:
             yield

@@ -71,7 +71,7 @@ def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd
 
 
 def _leave_copy(error: BaseException) -> NoReturn:
-    """End a process that the user's code forked and that an error leaves: what is open is the rank's to close."""
+    """End a copy of the rank, forked by the user's code, that raised an error: only the rank may close resources."""
     status = 1
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -105,7 +105,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
-# What torch's threads print before they abort the process: an error of the GPU, or else what NCCL's watchdog met.
+# What torch's threads print before they abort the process: a GPU error, or else the error of NCCL's watchdog.
 _ABORTED = (
     re.compile(r"(?:CUDA|HIP) error: .*"),
     re.compile(r"watchdog thread terminated with exception: (.*)"),
@@ -131,7 +131,7 @@ def failure_facts(
     Args:
         record: what it raised, as `RankStatus.record_failure` was given it.
         end: how its process ended: status (None: unknown), time, early.
-        stacks: that were written when compiled code crashed, or where a rank that raised hangs since.
+        stacks: written when compiled code crashed, or of a rank that raised and has hung since.
         log: the end of what it printed, compiled code too.
     """
     if record is not None:
@@ -193,7 +193,7 @@ _BY_MESSAGE = {
     "process), or give the container more /dev/shm.",
     r"device-side assert": "A GPU kernel got an invalid value, usually an index or a class label out of range. Set "
     "CUDA_LAUNCH_BLOCKING=1 in the environment to see in which line.",
-    # What a kernel before it has done, in the words of the call that met it.
+    # Errors of an earlier kernel, as worded by the call that noticed them.
     r"(CUBLAS|CUDNN|CUSPARSE|CUFFT)_(STATUS_)?(EXECUTION_FAILED|EXEC_FAILED|INTERNAL_ERROR|NOT_INITIALIZED)"
     r"|(CUDA|HIP) error: (an illegal memory access|unspecified launch failure|misaligned address)": "A GPU kernel "
     "failed, often an earlier one: the error is seen when the next call looks. Set CUDA_LAUNCH_BLOCKING=1 in the "

@@ -64,7 +64,7 @@ class RankState:
     phase: int  # a Phase
     step: int
     collectives: int
-    still_s: float  # since any of phase, step, collectives, done and the ticks within a phase has changed
+    still_s: float  # since phase, step, collectives, done or the ticks within a phase last changed
     silent_s: float  # since the last heartbeat
     done: bool = False  # its work is done, it only has to leave
 
@@ -130,7 +130,7 @@ def waited_for(states: Sequence[RankState], *, elsewhere: Progress | None = None
 
 
 def stuck_for(states: Sequence[RankState]) -> float:
-    """Return for how many seconds none of the ranks has made progress, though nobody may wait for them; 0 if any has.
+    """Return for how many seconds no rank has made progress, even if none waits for another; 0 if one has.
 
     Unknown, so 0, while a rank starts or is in a user's function (job=package.module.function), which shows no
     progress. Stopped ranks don't count.
@@ -399,7 +399,7 @@ class NodeMonitor:
         return {number: status.stacks(before[number]) or status.stacks() for number, status in statuses.items()}
 
     def _worker_stacks(self, state: RankState) -> dict[int, str]:
-        """Return the stacks of a rank's loader workers, by pid. As they are forked, they write to the rank's memory."""
+        """Return the stacks of a rank's loader workers, by pid. Being forked, they write them to the rank's page."""
         process = self._ranks[state.rank].process
         status = self._ranks[state.rank].status
         found: dict[int, str] = {}

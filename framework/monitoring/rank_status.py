@@ -212,9 +212,9 @@ class RankStatus:
 
 @final
 class _OfACopy:
-    """In place of the page in a process that a rank has forked: whoever uses it there goes on as if it were the rank.
+    """Replaces the page in a process that a rank has forked. It is used only if the copy returns to the framework.
 
-    Two processes would write the same logs and checkpoints, so it ends. The rank itself pays nothing for this.
+    The copy would write the same logs and checkpoints as the rank, so it is ended. This costs the rank nothing.
     """
 
     def __getattr__(self, _name: str) -> NoReturn:

@@ -152,7 +152,7 @@ def _hung(ranks: Sequence[_Rank], failures: Sequence[RankFailure]) -> list[RankF
 
 
 def _fallback_suspect(ranks: Sequence[_Rank], late: Sequence[Mapping[str, Any]]) -> RankFailure:
-    """Return the rank that nobody waited for and that makes no progress; if all have, the one waited for longest."""
+    """Return the rank that makes no progress though nobody waits for it; else the one that was waited for longest."""
     working = [rank for rank in ranks if rank.alive and not rank.done]
     was_late = max(late, key=lambda each: float(each["seconds"]), default=None)
     if was_late is None or stuck_for(working) > _WAITED_SHARE * min(rank.timeout_s for rank in ranks):
@@ -211,7 +211,7 @@ def report_failure(
 
 
 def _masked(value: Any) -> Any:
-    """Return a report without the passwords in its messages, such as that of an address that didn't answer."""
+    """Return a report without the passwords in its messages, such as in the address of a server that didn't answer."""
     if isinstance(value, Mapping):
         return {name: _masked(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

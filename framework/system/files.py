@@ -35,7 +35,7 @@ def open_regular(path: Path, *, max_bytes: int | None = None) -> BinaryIO:
     `max_bytes`.
     """
     _check_regular(path, path.stat(), max_bytes=max_bytes)  # opening a device may already do something
-    # Another process may have put something else there since.
+    # Check again: another process may have put something else there since.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
     try:
@@ -83,9 +83,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def check_nesting(content: Any) -> None:
-    """Raise ValueError for mappings and lists that are nested so deeply, or grow so large, that code fails on them.
+    """Raise ValueError for mappings and lists that are nested too deeply, or are too large, to be processed.
 
-    YAML's aliases make a large value, or an endless one, of a small text.
+    With YAML's aliases, a small text can stand for a huge or infinite value.
     """
     level = [content]
     for _ in range(_MAX_DEPTH):
@@ -121,7 +121,7 @@ class FileFacts:
 
 
 def file_damage(path: Path, facts: FileFacts, *, thorough: bool = True) -> str | None:
-    """Return what is wrong with one file, to follow its name. facts: of when it was written."""
+    """Return what is wrong with a file, as a phrase to follow its name. facts: recorded when it was written."""
     try:
         size_bytes = path.stat().st_size
         if size_bytes != facts.size_bytes:

@@ -31,7 +31,7 @@ class Gpu:
 def visible_gpus() -> list[Gpu]:
     """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; none without a driver.
 
-    The driver is asked once. Raises TopologyError if it is there and can't be asked: training on the CPU instead would
+    The driver is queried once. Raises TopologyError if it is installed but can't be queried: training on the CPU would
     hide that.
     """
     return list(_ask_driver(importlib.import_module("pynvml"), os.environ.get("CUDA_VISIBLE_DEVICES")))

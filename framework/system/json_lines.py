@@ -1,4 +1,4 @@
-"""Read files of JSON rows, one a line, of which any line may be damaged. No torch."""
+"""Read files with a JSON row on each line, any of which may be damaged. No torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_lines(path: Path, *, check: Check | None = None, having: str | None = N
 
 
 def _next_line(file: BinaryIO) -> bytes:
-    """Return the next line. Of one that is longer than any row, only the end is kept, which is no row either."""
+    """Return the next line; of an overlong line only the end, which doesn't parse as a row."""
     text = file.readline(_MAX_LINE_BYTES)
     while len(text) == _MAX_LINE_BYTES and not text.endswith(b"\n"):
         text = file.readline(_MAX_LINE_BYTES) or b"\n"

@@ -1,4 +1,4 @@
-"""What the processes below this one leave behind, whoever forked it and in whatever session it is."""
+"""End the processes that descendants of this process leave behind, in whatever session they are."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _GRACE_S = 0.5  # for those that are about to end by themselves, such as Python's resource tracker
-_TERMINATE_S = 10.0  # from SIGTERM to SIGKILL: W&B's service uploads in them
+_TERMINATE_S = 10.0  # from SIGTERM to SIGKILL: W&B's service uploads meanwhile
 _KILL_S = 10.0  # only a process in an uninterruptible system call, or another user's, outlives SIGKILL for so long
 _POLL_S = 0.02
 _MAX_CHARS = 80  # of a command
 ENDS_WITH_OTHERS = "FRAMEWORK_ENDS_WITH_OTHERS"
-"""In the environment of a process of ours that ends once those that hold its pipe have ended."""
+"""Environment variable of a helper process of the framework, which ends by itself once its pipe is closed."""
 ENDS_WITHIN_S = _GRACE_S + _TERMINATE_S + _KILL_S + 5.0
-"""By then `end_descendants` has returned."""
+"""The longest time that `end_descendants` takes."""
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent ends. Not inherited by fork(); Linux only."""
+    """Become the parent of every descendant whose own parent ends. Not inherited by fork(); Linux only."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -37,7 +37,7 @@ def adopt_orphans() -> None:
 
 
 def end_descendants() -> list[str]:
-    """End and reap every process below this one, by SIGTERM and ten seconds later by SIGKILL; return what they were.
+    """End and reap all descendants, by SIGTERM and ten seconds later by SIGKILL; return descriptions of them.
 
     Processes that end by themselves within half a second aren't named. If there are none, this costs a system call.
     """

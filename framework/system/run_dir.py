@@ -28,7 +28,7 @@ _KINDS: Mapping[str, type] = {
     "files": dict,
     "config": str,
 }
-"""What is read from `run.json` to resume a run, if it is there."""
+"""The types of the optional entries of `run.json` that a resumed run reads."""
 _updating = threading.Lock()  # trackers note their ids from threads
 
 
@@ -168,7 +168,7 @@ def create_run_dir(parent: Path, *, name: str | None = None) -> RunDir:
 
 
 def check_no_way_out(run_dir: RunDir) -> None:
-    """Raise RequestError if a symlink in a run directory leads out of it: what is added to the run would go there.
+    """Raise RequestError if a symlink in a run directory leads out of it: the run might write to its target.
 
     Symlinks to checkpoints, and those that W&B makes in its folder, are never written to.
     """
@@ -274,7 +274,7 @@ def new_name() -> str:
 def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None:
     """Write a small file so that a reader sees the old or the new content, never a part, also after a power cut.
 
-    A symlink of that name is replaced; nothing is written to what it points to. is_private: only for the owner.
+    A symlink at `path` is replaced, not followed. is_private: only the owner can read the file (mode 0600).
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

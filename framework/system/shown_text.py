@@ -32,7 +32,7 @@ _MODEL_TOKEN = re.compile(
     r"(bos|eos|unk|sep|pad|cls|class|dist|mask|masked|register|start|end|special|image|audio|video)_?token"
     r"|token_(type_)?ids?$|token_(type|mixer|mixing|embed|drop|merg|pool|prun|shift|reduc|classif|loss|dim|size|length)"
 )
-"""Names with `token` that hold no secret: those of language and vision models. (`tokens` is none anyway.)"""
+"""Names with `token` that hold no secret: those of language and vision models. (`tokens` doesn't match anyway.)"""
 
 _ADDRESS_SECRETS = (
     # scheme://user:SECRET@host. It may hold an @, and a slash unless what is before that is a port.

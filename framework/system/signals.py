@@ -43,7 +43,7 @@ def catching_signals(
     Ignored signals (`nohup` ignores SIGHUP) stay ignored.
 
     Args:
-        observed: Are collected, and still do what they did.
+        observed: Signals that are collected, and handled as before as well.
     """
     if threading.current_thread() is not threading.main_thread():
         wanted = ()

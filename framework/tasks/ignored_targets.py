@@ -1,4 +1,4 @@
-"""Which targets a loss over classes leaves out of its mean, and what the others weigh in it."""
+"""Find which targets a loss over classes ignores, and the weights of the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 IGNORE_INDEX = -100
-"""torch's default of `ignore_index`, which nobody's classes have."""
+"""torch's default `ignore_index`, which is never a class."""
 
 _MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
@@ -20,7 +20,7 @@ _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 @final
 @dataclass(frozen=True)
 class IgnoredTargets:
-    """What is known of a loss.
+    """The targets that a loss ignores.
 
     index: targets of this value are ignored. class_weights: returns the weights of classes, None without any.
     takes_scores: it is cross entropy, of scores before softmax.
@@ -35,7 +35,7 @@ class IgnoredTargets:
     is_guess: bool = False
 
     def weight(self, output: Any, target: Tensor) -> float | Tensor | None:
-        """Return what the loss is a mean over: a number on the CPU, else a tensor; None for samples.
+        """Return the weight of the loss: a number on the CPU, else a tensor; None if it is a mean over samples.
 
         Costs two kernels: a few microseconds on a CPU.
         """
@@ -53,17 +53,17 @@ class IgnoredTargets:
         return total.item() if total.device.type == "cpu" else total
 
     def leaves_out(self, target: Tensor) -> bool:
-        """Return True if the mean over these targets isn't one over samples; waits for the device."""
+        """Return True if the loss of these targets isn't a mean over samples; waits for the device."""
         if self.class_weights() is not None:
             return True
         return bool((target == self.index).any())
 
 
 def ignored_by(loss: Any) -> IgnoredTargets | None:
-    """Return what is known of a loss; None if it ignores nothing.
+    """Return the targets that a loss ignores; None if it ignores none.
 
-    Cross entropy and `nll_loss` of torch: as module or function, by a partial, or held by a module of a user's. Others
-    by their attribute, or keyword of a partial, `ignore_index`.
+    Recognises torch's cross entropy and `nll_loss`, as module, function or partial, or held by a module of the user's,
+    and other losses by `ignore_index`, as an attribute or a keyword of a partial.
     """
     keywords: dict[str, Any] = {}
     if isinstance(loss, partial):
@@ -96,10 +96,10 @@ def _of_module(loss: Any) -> IgnoredTargets:
 
 
 def _are_classes(output: Any, target: Tensor) -> bool:
-    """Return True if each element of the target is a class, of which the output has a row of scores.
+    """Return True if the output has a row of scores for each element of the target.
 
-    The rows may be those of samples, tokens or pixels, flattened or not; an output of several parts may have them in
-    any of these.
+    The rows may be those of samples, tokens or pixels, flattened or not. Of an output with several parts, any part may
+    have them.
     """
     if isinstance(output, Tensor):
         numbers = (output.shape[1], output.shape[-1]) if output.ndim > 1 else ()

@@ -17,7 +17,7 @@ from framework.tasks.ignored_targets import ignored_by
 from framework.tasks.metrics import MeanAbsoluteError, Metric
 from framework.types import Batch, StatefulMetric, StepOutput
 
-# They broadcast: the first four warn, the others don't.
+# These losses broadcast: the first four with a warning, the others silently.
 _ELEMENTWISE = (
     nn.MSELoss,
     nn.L1Loss,
@@ -51,10 +51,10 @@ class Supervised:
     than it begins on. The input may be anything the model takes as its one argument.
 
     loss: a module or function that returns the mean over the batch's samples as a scalar, as torch's do by default.
-        Targets that the loss ignores have no weight: cross entropy and `nll_loss`, as module, function or partial, and
-        modules that hold one of them, are weighted by what torch takes their mean over. A loss of one's own that has an
-        attribute `ignore_index` is taken to be a mean over the other targets. Without one, classes that are -100 (of
-        samples, tokens or pixels) are taken to be ignored; `ignore_index = None` says that they aren't. The tensors of
+        Ignored targets have no weight. Cross entropy and `nll_loss`, as module, function or partial, and modules that
+        hold one of them, are weighted by the targets, or class weights, that torch averages over. Your own loss is
+        assumed to be a mean over the targets other than its attribute `ignore_index`; without this attribute, over the
+        classes (of samples, tokens or pixels) other than -100. Set `ignore_index = None` if it ignores none. Tensors of
         a module move to the output's device and take the type of `trainer.precision=bf16-true` or `64-true`.
     metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
         Those with `update(output, target)`, StatefulMetrics and torchmetrics, are computed in validation only. If
@@ -86,7 +86,7 @@ class Supervised:
         self._ignored = ignored_by(self.loss)
         if self._ignored is not None:
             for metric in self.metrics.values():
-                # Those of a MetricCollection, too.
+                # A MetricCollection has several metrics.
                 for own in metric.values() if hasattr(metric, "compute_groups") else (metric,):
                     is_of_numbers = isinstance(own, MeanAbsoluteError) and self._ignored.is_guess
                     if getattr(own, "ignore_index", ...) is None and not is_of_numbers:
@@ -111,7 +111,7 @@ class Supervised:
         return self._step(model, batch, metrics=self._sums, updates=self._stateful)
 
     def observe_samples(self, batch: Batch) -> None:
-        """Look if the loss ignores any of the training samples: without, steps cost nothing more."""
+        """Note if the loss ignores any of the training targets; if not, steps don't compute weights."""
         _, target = split_batch(batch)
         self._training_weighs = self._ignored is not None and self._ignored.leaves_out(target)
 

@@ -64,8 +64,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         keywords = dict(zip(kwargs, values[len(args) :], strict=True))
         return own(*values[: len(args)], **keywords)
 
-    # Everything is positional: torch saves the generators of the devices of positional arguments only, and sees only of
-    # these if they were changed before the backward.
+    # Pass everything by position: only for positional arguments does torch save the generators of their devices and
+    # detect changes before the backward.
     return checkpoint(
         forward,
         _of_devices(module),
@@ -78,7 +78,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_devices(module: nn.Module) -> list[nn.Parameter]:
-    """Return a parameter on each of the module's accelerators, which may draw whatever the module is called with."""
+    """Return one parameter on each of the module's accelerators, so that torch saves the generators of all."""
     on_devices = {each.device: each for each in module.parameters() if each.device.type != "cpu"}
     return list(on_devices.values())
 

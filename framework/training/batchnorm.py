@@ -1,4 +1,4 @@
-"""BatchNorm's statistics for averaged weights, which no forward pass of the training has seen."""
+"""Compute BatchNorm statistics for averaged weights, which no forward pass of the training has used."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def batchnorm_statistics(state: TrainState) -> dict[str, Tensor]:
 
 @final
 class _Sums:
-    """The statistics of a layer's batches, summed up in float32 or wider: bfloat16 would lose the later ones."""
+    """The statistics of a layer's batches, summed in float32 or wider: bfloat16 would lose the later ones."""
 
     def __init__(self, layer: Any) -> None:
         dtype = torch.promote_types(layer.running_mean.dtype, torch.float32)
@@ -85,7 +85,7 @@ def _forward_epoch(state: TrainState) -> None:
     steps = [state.task.training_step] if state.phases is None else [phase.step for phase in state.phases.all]
     for window in state.train_loader.epoch(state.progress.last_epoch):
         for micro in window.micro_batches:
-            # A stand-in only goes along where layers exchange statistics in the forward.
+            # Stand-ins are needed only if layers exchange statistics in the forward.
             if not micro.num_samples and not state.strategy.mixes_samples:
                 continue
             for step in steps:

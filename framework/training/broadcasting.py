@@ -1,4 +1,4 @@
-"""Losses of outputs and targets of different shapes: torch broadcasts, warns, and trains on wrong pairs."""
+"""Refuse outputs and targets of different shapes, which torch's losses broadcast with no more than a warning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from framework.errors import DataError
 
-# By mse_loss, l1_loss, smooth_l1_loss and huber_loss of torch.nn.functional. One target for all makes no wrong pair.
+# Of mse_loss, l1_loss, smooth_l1_loss and huber_loss in torch.nn.functional. A single target for all is allowed.
 _WARNING = r"Using a target size \(torch\.Size\(\[(?!(1(, 1)*)?\]\))"
 _TORCH = Path(torch.__file__).parent
 
@@ -22,7 +22,7 @@ _TORCH = Path(torch.__file__).parent
 def refused_broadcasting() -> Iterator[None]:
     """Raise DataError where torch only warns that a loss broadcasts. Costs nothing in a step.
 
-    Enter it once the user's code is imported, which may have changed the filters of warnings.
+    Enter it after the user's code is imported, since that may change the warning filters.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=_WARNING, category=UserWarning)

@@ -71,7 +71,7 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
 def build_datasets(node: Node, **offered: Any) -> Datasets:
     """Return the Datasets, also from a tuple (train, val, test) or shorter, or one dataset; DataLoaders taken apart.
 
-    offered: `run_config` and `run_context`, for a function that takes them. Plain names are left to users' functions.
+    offered: `run_config` and `run_context`, passed to a function that takes them. Plain names are left to the user.
     """
     key = "data.datasets"
     result = _build(key, node, **offered)

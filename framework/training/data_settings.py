@@ -105,11 +105,11 @@ def steps_per_epoch(settings: TrainerConfig, plan: BatchPlan, *, size: int | Non
 
 
 class Start(NamedTuple):
-    """Where a run starts: at 0, or where the checkpoint is that it resumes from."""
+    """Where a run starts: at 0, or at the checkpoint that it resumes from."""
 
     epoch: int = 0
     step: int = 0
-    # Steps of the epoch that are left, in the middle of one; None at its beginning, or if unknown.
+    # Steps left in the epoch, if the run starts in the middle of one; None at its beginning, or if unknown.
     steps_left: int | None = None
 
 
@@ -117,7 +117,7 @@ FROM_SCRATCH = Start()
 
 
 def start_of(progress: Mapping[str, int], *, size: int | None, steps_per_epoch: int | None, plan: BatchPlan) -> Start:
-    """Return where a run starts that resumes with another global batch, maybe in the middle of an epoch.
+    """Return where a resumed run starts, maybe in the middle of an epoch and with another global batch.
 
     progress: `epoch`, `step`, and `samples` taken of that epoch. size: samples of an epoch; None for a stream.
     """
@@ -132,7 +132,7 @@ def start_of(progress: Mapping[str, int], *, size: int | None, steps_per_epoch: 
 
 
 def step_of_epoch_end(epoch: int, *, steps_per_epoch: int, start: Start) -> int:
-    """Return the steps done at the end of `epoch`, which isn't before the one that the run starts in."""
+    """Return the steps done at the end of `epoch`, which mustn't be before the one that the run starts in."""
     first = steps_per_epoch if start.steps_left is None else start.steps_left
     return start.step + first + (epoch - start.epoch) * steps_per_epoch
 
@@ -140,8 +140,8 @@ def step_of_epoch_end(epoch: int, *, steps_per_epoch: int, start: Start) -> int:
 def total_steps(settings: TrainerConfig, *, steps_per_epoch: int | None, start: Start = FROM_SCRATCH) -> int | None:
     """Return the optimizer steps of the whole run; None if only a callback will end it.
 
-    If the steps of an epoch are unknown, it is `max_steps`, or None. In a resumed run, it is the steps done, and those
-    that are left with this run's steps of an epoch.
+    If the steps of an epoch are unknown, it is `max_steps`, or None. In a resumed run, it is the steps done plus
+    those left, counted with this run's steps per epoch.
     """
     epochs = settings.max_epochs
     known = [] if settings.max_steps is None else [settings.max_steps]

@@ -49,7 +49,7 @@ def evaluate(
 
     model: the unwrapped module; unless its forward has collectives, ranks may have different numbers of batches.
     with_media: also return media, of this rank's first batch and of the metrics. Ranks may differ.
-    counts: what this rank computes counts; False if another one gets the same batches, and counts.
+    counts: include this rank's results; False if another rank gets the same batches and counts them.
     captures_graphs: the model is compiled in one of CUDA_GRAPH_MODES.
     """
     whole = Evaluation({}, [], {}, {})

@@ -112,7 +112,7 @@ def peak_of_run(context: Context, precision: Precision) -> float | None:
     """Return the peak FLOP/s of all GPUs of the run; None on the CPU and for unknown GPUs."""
     if context.device.type != "cuda":
         return None
-    # The older functions raise if this setting was changed by itself; it follows theirs.
+    # The older getters raise if this newer setting was changed directly; it reflects both.
     allows_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     own = peak_of_gpu(torch.cuda.get_device_name(context.device), precision, allows_tf32=allows_tf32)
     return None if own is None else own * context.topology.nnodes * context.topology.gpus_per_node

@@ -1,11 +1,11 @@
-"""What each micro-batch weighs in the gradients: what its loss is a mean over, of all of the global batch.
+"""Weight the gradients of each micro-batch by what its loss is a mean over, relative to the whole global batch.
 
-A task says it by `StepOutput.num_samples`, or by `weight` if the mean isn't over samples. Nearly always that is the
-number of samples that the loader gave, and the trainer's factor is right. Otherwise each mean loss is multiplied by its
-weight, so that gradients add up to that of the sum; the weights of all ranks are summed while the backward runs, and
-afterwards the gradients are divided by the sum.
+A task returns this weight as `StepOutput.num_samples`, or as `weight` if the mean isn't over samples. Nearly always it
+is the number of samples that the loader gave, and the trainer's factor is right. Otherwise each mean loss is multiplied
+by its weight, so that the gradients add up to that of the sum; the weights of all ranks are summed while the backward
+runs, and afterwards the gradients are divided by this sum.
 
-The sum over ranks is one collective of one number in each step. So the ranks decide in the first step if they need it:
+The sum over ranks is one collective of one number per step. So the ranks decide in the first step if they need it:
 if the task gives weights, if there is a collate function, which may drop samples, or if a number of samples differs.
 """
 
@@ -29,7 +29,7 @@ from framework.types import StepOutput, Task
 
 @final
 class LossWeights:
-    """The weights of one optimizer step after another. Every rank makes one.
+    """The weights of the micro-batches in each optimizer step. Every rank makes one.
 
     may_drop: the number of samples of a batch may differ from what the loader counted, in any step.
     counts: this rank's weights are summed; False if another rank trains on the same samples and counts them.
@@ -56,8 +56,8 @@ class LossWeights:
     def are_used(self, output: StepOutput, num_samples: int, phase: str | None) -> bool:
         """Return True if the loss must go through `weighted`. num_samples: of the micro-batch; 0: a stand-in.
 
-        Raises TargetError if the task doesn't always or never give a weight, or gives another number of samples than
-        the loader for the first time where the ranks don't expect it.
+        Raises TargetError if the task gives a weight for some batches only, or if its number of samples first differs
+        from the loader's after the ranks have decided not to sum.
         """
         weighs = output.weight is not None
         if self._weighs.setdefault(phase, weighs) is not weighs:
@@ -68,7 +68,7 @@ class LossWeights:
         if self._steps_alone:
             return weighs or (num_samples > 0 and output.num_samples != num_samples)
         if self._is_alone:
-            # What went before in this step is noted, too: a later micro-batch may differ.
+            # Note micro-batches that agree with the loader, too: a later one of this step may not.
             self._loaded += num_samples
             if weighs or (num_samples and output.num_samples != num_samples):
                 return True
@@ -115,7 +115,7 @@ class LossWeights:
         return _scaled(_counted(loss, weight), weight * scale)
 
     def begin_sum(self, phase: str | None) -> None:
-        """Start to sum the weights over ranks, if they are to be. Every rank must call it, once in a step.
+        """Start to sum the weights over ranks, if that is needed. Every rank must call it, once per step.
 
         The first call for a phase waits for all ranks, which decide if they sum in each step.
         """
@@ -210,7 +210,7 @@ class LossWeights:
 
 
 def weight_of(output: StepOutput, *, task: str = "The task") -> float | Tensor:
-    """Return what the output's mean is over: a number; or a tensor without dimensions, if it is on an accelerator.
+    """Return the weight of the output's mean loss: a number, or a 0-d tensor if it is on an accelerator.
 
     Raises TargetError if its `num_samples` and `weight` contradict each other, or are negative.
     """
@@ -234,7 +234,7 @@ def weight_of(output: StepOutput, *, task: str = "The task") -> float | Tensor:
 
 
 def _counted(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """Return the loss; 0 if nothing counts in it, since the mean over nothing is NaN."""
+    """Return the loss, or 0 if its weight is 0, since the mean over nothing is NaN."""
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss, torch.zeros_like(loss))
     if weight > 0:

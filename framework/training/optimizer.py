@@ -40,7 +40,7 @@ class Schedule:
     total_steps: the scheduler's length, counted in `settings.interval`; None if it has none.
     run_steps: the run's length, counted in the same way; None if unknown.
     own: the scheduler's own frequency and strictness, if it came with them.
-    rebuild: makes the scheduler once more, for `change_settings`.
+    rebuild: builds the scheduler again, for `change_settings`.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Schedule:
                 self._check_effect(name, change, before, now, number=number, key=key)
 
     def _replay(self, changes: Mapping[int, Mapping[str, Change]], which: Literal["before", "now"]) -> _Replay:
-        """Return the schedule at its first step, had the settings been `before`, or as they are `now`."""
+        """Return the schedule at its first step, with the settings as they were `before` or are `now`."""
         assert self._rebuild is not None
         groups = [dict(group) for group in self._rebuild.groups]
         for number, group_changes in changes.items():
@@ -264,7 +264,7 @@ class Change(NamedTuple):
     now: Any
 
     def scaled(self, present: Any) -> Any:
-        """Return the new value, times what something else, such as a callback, has changed it by."""
+        """Return the new value, times the factor that something else, such as a callback, had applied to the old."""
         if not self.before or present is None or present == self.before:
             return self.now
         return present * (self.now / self.before)
@@ -272,7 +272,7 @@ class Change(NamedTuple):
 
 @final
 class Rebuild(NamedTuple):
-    """Makes the scheduler once more, for an optimizer whose groups are as they were before it was made."""
+    """Builds the scheduler again, for an optimizer with the groups from before the first one was built."""
 
     make: Callable[[Optimizer], Any]
     groups: Sequence[Mapping[str, Any]]
@@ -288,7 +288,7 @@ class Rebuild(NamedTuple):
 
 
 class _Replay:
-    """A scheduler of its own, from the first step on, on an optimizer that trains nothing."""
+    """A second scheduler that starts from the first step, on an optimizer that trains nothing."""
 
     def __init__(self, rebuild: Rebuild, groups: Sequence[Mapping[str, Any]]) -> None:
         own = [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
@@ -304,7 +304,7 @@ class _Replay:
                 self._reduce()
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses the steps of the optimizer
+            warnings.simplefilter("ignore")  # torch warns that the optimizer makes no steps
             for _ in range(number):
                 self.scheduler.step()
 
@@ -316,10 +316,10 @@ class _Replay:
 
 
 def _position(state: Mapping[str, Any]) -> int | None:
-    """Return how often a scheduler with this state has moved; None if it doesn't say."""
+    """Return how many steps a scheduler with this state has made; None if it doesn't say."""
     if "last_epoch" in state:
         return int(state["last_epoch"])
-    inside = state.get("_schedulers")  # a ChainedScheduler moves all together
+    inside = state.get("_schedulers")  # a ChainedScheduler steps all together
     return _position(inside[0]) if inside else None
 
 

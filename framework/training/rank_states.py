@@ -1,7 +1,7 @@
-"""The state of tasks and callbacks in a checkpoint: the same on all ranks, or saved for each if it says so.
+"""Save the state of tasks and callbacks: one for all ranks, or one for each rank if the class says so.
 
 An object with `state_is_per_rank = True` may have another state on each rank, such as the hidden state of truncated
-backpropagation. Of one with `state_is_rank_zero = True`, rank 0's counts for all, such as a clock's.
+backpropagation. With `state_is_rank_zero = True`, as for a clock, all ranks get rank 0's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FACTOR = 0x1CE4E5B9BF58476D
 
 
 def fingerprints(objects: Mapping[str, Any], states: Mapping[str, Any], *, replicas_differ: bool) -> Fingerprints:
-    """Return hashes of the states that all ranks must have, or that are saved for each.
+    """Return hashes of the states that must be the same on all ranks, or are saved for each.
 
     objects: task and callbacks by name. replicas_differ: each rank's state is saved anyway.
     """
@@ -72,7 +72,7 @@ def states_of_ranks(
 def own_state(name: str, state: Any, training: Mapping[str, Any], context: Context) -> Any:
     """Return the state of an object on this rank. state: rank 0's.
 
-    Raises CheckpointError if each rank has its own and their number was another.
+    Raises CheckpointError if each rank has its own and the number of ranks has changed.
     """
     others = training.get(RANK_STATES, [])
     if not others or name not in others[0]:
@@ -120,7 +120,7 @@ def _fingerprint(value: Any) -> str:
         parts = [_fingerprint(each) for each in value]
     elif isinstance(value, (int, float, complex, str, bytes, bytearray, torch.dtype)):
         parts = [repr(value)]
-    else:  # None, a device, which each rank has its own, or what a checkpoint can't hold, which is refused
+    else:  # None; a device, of which each rank has its own; or a type that checkpoints refuse
         parts = []
     for part in parts:
         digest.update(f"{len(part)}:{part}".encode())
@@ -140,19 +140,19 @@ def _hash_of_bits(tensor: Tensor) -> str:
         padded[: raw.numel()] = raw
         raw = padded
     words = raw.view(torch.int64)
-    # A factor for each place, so that the order counts. Overflows wrap around.
+    # A factor for each position makes the hash depend on the order. Overflows wrap around.
     factors = 2 * torch.arange(min(words.numel(), _WORDS), device=words.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_WORDS):
-        # Mixed before they are summed: of plain products, those of small numbers add up to the same sum for other
-        # numbers (3·1 + 0·3 = 0·1 + 1·3), and those of two opposite numbers in float64 cancel out.
+        # Mixed before they are summed: sums of plain products are the same for different small numbers
+        # (3·1 + 0·3 = 0·1 + 1·3), and the products of two opposite float64 numbers cancel out.
         mixed = _mixed(_mixed(chunk + _PRIME) * factors[: chunk.numel()])
         total = total * _PRIME + mixed.sum()
     return str(total.item())
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Return other words, in which each bit depends on many; different words stay different."""
+    """Scramble each word, so that each bit depends on many others; different words stay different."""
     for shift in (32, 29):
         # Shifted with zeros: `>>` fills with the sign.
         shifted = (words >> shift) & ((1 << (64 - shift)) - 1)

@@ -20,7 +20,7 @@ from framework.types import Media, Table
 
 @final
 class StatefulMetrics:
-    """Those of the task's `metrics` that have `update`: StatefulMetrics of its own or of torchmetrics. Resets them.
+    """The task's stateful metrics (StatefulMetric or torchmetrics), which are reset first.
 
     Raises TargetError for one of torchmetrics that would have another value on several processes.
     """

@@ -102,9 +102,9 @@ class TrainState:
 
     @cached_property
     def speaks_for_share(self) -> bool:
-        """True on one of the ranks that get the same samples: what these compute is counted once.
+        """True on exactly one of the ranks that get the same samples: only its results are counted.
 
-        Every rank must ask for it at the same point, the first time.
+        The first access is a collective, which every rank must make at the same point.
         """
         context = self.context
         share = self.strategy.data_share(context)
@@ -313,7 +313,7 @@ class TrainState:
         return [*swaps, self.strategy.evaluation_weights] if self.strategy.replicas_differ else swaps
 
     def _named_observers(self) -> dict[str, Any]:
-        """Return the task and the callbacks by the names that messages have."""
+        """Return the task and the callbacks by their names in messages."""
         return {"task": self.task, **{f"callbacks.{name}": callback for name, callback in self.callbacks.items()}}
 
     def _callback_hooks(self, name: str) -> list[tuple[str, Callable[..., Any]]]:

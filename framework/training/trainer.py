@@ -289,9 +289,9 @@ class Trainer:
         return StepInfo(progress.step, progress.epoch, window.global_count, is_stand_in=num_samples == 0)
 
     def _task_of(self, window: Window) -> Task:
-        """Return the task for a strategy that runs windows itself; if it takes a StepInfo, one that has got it.
+        """Return the task for a strategy that runs windows itself: a copy with the StepInfo bound if it takes one.
 
-        Such a strategy goes backward from samples only, never from a stand-in.
+        Such a strategy runs the backward for samples only, never for a stand-in.
         """
         task: Any = self.state.task
         if self._informed:
