@@ -68,7 +68,7 @@ def epoch_indices(
 
 
 def epoch_positions(order: GlobalOrder, plan: BatchPlan, *, start: int, limit: int | None) -> slice:
-    """Return which part of its order an epoch consumes from its sample `start` on.
+    """Return the slice of its order that an epoch consumes from its sample `start` on.
 
     limit: global batches of the epoch at most. Raises DataError if `start` isn't inside the epoch.
     """

@@ -270,7 +270,7 @@ def record_start(run_dir: RunDir, request: Request, topology: Topology) -> None:
 
 
 def _command(request: Request) -> str:
-    """Return what was typed, without its secrets. Of a call from Python it is the script, or what runs a notebook."""
+    """Return the command line, secrets masked. For a call from Python, it is that of the script or notebook kernel."""
     arguments = sys.argv if request.call else ["-m", "framework", *request.arguments]
     return shlex.join(["python", *masked_arguments(arguments)])
 

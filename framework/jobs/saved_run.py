@@ -50,7 +50,7 @@ Change = Callable[[Mapping[str, Any], str], dict[str, Any]]
 
 
 def saved_run(typed: Sequence[str]) -> SavedRun | None:
-    """Return the run that is named, if any. Runs no code of it.
+    """Return the run that is named, if any. Runs none of its code.
 
     Raises ConfigError if it isn't a run or another recipe is typed, CheckpointError for an unusable checkpoint.
     """
@@ -82,7 +82,7 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
 
 
 def own_outputs(typed: Sequence[str], *, compose: Compose, recipe: Any = None) -> list[Path]:
-    """Return `path.outputs` of the command: what is typed, and what the user's own files set, but nothing of the run.
+    """Return `path.outputs` of the command, as typed or as the user's own files set it, never as the run sets it.
 
     recipe: the run's; the user's own file of that name may set it.
     """
@@ -160,12 +160,12 @@ class BaseConfig:
     # (`data.datasets.root` follows `data.root`).
     without_typed: Mapping[str, Any] | None
     typed: tuple[str, ...]
-    # The saved configuration with what is typed, if the run's own configuration files aren't there to compose.
+    # The saved configuration with the typed overrides, if the files that it was composed of are gone.
     changed: Mapping[str, Any] | None = None
 
     @property
     def overrides(self) -> tuple[str, ...] | None:
-        """What was typed for the run, then and now, if it isn't composed; else None: the composition has it."""
+        """All overrides of the run, old and new, if it can't be composed; else None, as the composition has them."""
         if self.found is None or self.changed is None:
             return None
         return tuple(merge_overrides(self.found.overrides, [text for text in self.typed if not names_a_run(text)]))

@@ -84,7 +84,7 @@ def interrupted_message(config: Config, run_dir: RunDir) -> str:
 
 
 def resume_arguments(run_dir: RunDir) -> str:
-    """Return what resumes a run: with the `path.outputs` that was typed, since it is the user's only below that."""
+    """Return the arguments that resume a run, with the typed `path.outputs`: only below it is the run the user's."""
     typed = (read_object(run_dir.run_file) or {}).get("overrides", [])
     outputs = [shlex.quote(text) for text in typed if key_of(text) in ("path", "path.outputs")]
     return " ".join([resume_argument(display_path(run_dir.path)), *outputs])

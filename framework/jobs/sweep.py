@@ -82,7 +82,7 @@ def sweeper_direction(sweeper: Mapping[str, Any], *, typed: Sequence[str], mode:
         name = str(values[0]).lower()
         if name == by_mode[mode]:
             continue
-        # What is better by default is min, with every sweeper, so only max in a file can't be a default.
+        # Every sweeper minimizes by default, so a `min` in a file may be this default; `max` was set by the user.
         is_typed = any(text.lstrip("+").startswith(f"hydra.sweeper.{key}=") for text in typed)
         if is_typed or mode == "min":
             raise ConfigError(

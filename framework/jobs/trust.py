@@ -78,7 +78,7 @@ def why_foreign(found: SavedRun, *, outputs: Sequence[Path]) -> str | None:
     places = [found.run_dir.path] if is_run(found.run_dir.path) else []
     if found.checkpoint is not None:
         places.append(found.checkpoint)
-    # Those of a rerun, or of a copy that lacks them, are in another run.
+    # The objects of a rerun, or of a copy without them, are in another run.
     objects = [Path(file) for file in objects_of(found.run_dir, found.raw)]
     tops = [folder.resolve() for folder in outputs]
     for place in (*places, *objects):
@@ -114,7 +114,7 @@ def why_not_owned(place: Path, *, checks_writers: bool = True) -> str | None:
 
 
 def _files(place: Path) -> Iterator[Path]:
-    """Yield a file, or a folder and all that is below it. What symlinks lead to isn't searched."""
+    """Yield a file, or a folder and all that is below it. Symlinks to folders aren't followed."""
     yield place
     for folder, folders, files in os.walk(place):
         # W&B's folder has links to its logs, which may be another user's. Nothing in it is used.

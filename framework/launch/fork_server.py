@@ -139,7 +139,7 @@ class RunServer:
             raise _lost("process that forks the ranks") from error
 
     def await_end(self) -> list[str]:
-        """Call `end`, drop other events, and return what was left."""
+        """Call `end`, drop other events, and return descriptions of what the children left behind."""
         self.end()
         deadline = time.monotonic() + ENDS_WITHIN_S
         while select.select([self], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -322,7 +322,7 @@ class ForkServerProcess:
         return None
 
     def end_all(self) -> list[str]:
-        """Kill the children and end what they left; return what that was."""
+        """Kill the children and end the processes that they left behind; return descriptions of these."""
         for pid in self._keys:
             os.kill(pid, signal.SIGKILL)
         return end_descendants()

@@ -202,7 +202,7 @@ class Tracker(ABC):
         return JsonLines(self._folder / _JOURNAL, last_step=last_step, check=self._fault)
 
     def _fault(self, row: Row) -> str | None:
-        """Return what is wrong with a row of the journal: the tracker's library would fail on it."""
+        """Return what is wrong with a row of the journal, on which the tracker's library would fail; else None."""
         content = _CONTENT.get(str(row.get("kind")))
         if content is None:
             return "its kind is damaged"

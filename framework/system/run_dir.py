@@ -92,7 +92,7 @@ class RunDir:
             write_object(self.run_file, {**known, **facts})
 
     def recorded_facts(self, name: str) -> FileFacts | None:
-        """Return what `run.json` says of a file of the run; None if that isn't known, as of runs of earlier versions.
+        """Return the size and checksum of a file of the run in `run.json`; None if earlier versions didn't record them.
 
         Raises RequestError if `run.json` is damaged.
         """

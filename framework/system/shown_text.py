@@ -35,7 +35,7 @@ _MODEL_TOKEN = re.compile(
 """Names with `token` that hold no secret: those of language and vision models. (`tokens` doesn't match anyway.)"""
 
 _ADDRESS_SECRETS = (
-    # scheme://user:SECRET@host. It may hold an @, and a slash unless what is before that is a port.
+    # scheme://user:SECRET@host. The secret may contain an @, and a slash unless a port precedes it.
     re.compile(
         r"\b[a-z][a-z0-9+.-]*://[^\s/?#:@\"'<>]*:(?P<secret>[^\s/?#\"'<>]+(?=@)|(?!\d+[/?#])[^\s@\"'<>]+(?=@))",
         re.IGNORECASE,

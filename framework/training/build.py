@@ -69,9 +69,9 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
 
 
 def build_datasets(node: Node, **offered: Any) -> Datasets:
-    """Return the Datasets, also from a tuple (train, val, test) or shorter, or one dataset; DataLoaders taken apart.
+    """Return the Datasets, also from one dataset or a tuple of up to three (train, val, test); takes DataLoaders apart.
 
-    offered: `run_config` and `run_context`, passed to a function that takes them. Plain names are left to the user.
+    offered: `run_config` and `run_context`, passed to a function that takes them. Other names are the user's.
     """
     key = "data.datasets"
     result = _build(key, node, **offered)

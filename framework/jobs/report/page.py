@@ -104,7 +104,7 @@ def _policy(*, style: str, script: str) -> str:
 
 
 def _finalized(value: Any) -> Any:
-    """Return what is filled in, before it is escaped."""
+    """Return a value of the template as text that is safe to show; escaping comes afterwards."""
     return value if isinstance(value, Markup) else shown(str(value))
 
 
@@ -404,7 +404,7 @@ def _medium(file: Path, name: str, run_dir: RunDir) -> _Medium:
 
 
 def _picture(content: bytes, name: str) -> _Medium:
-    """Raises ValueError, OSError or SyntaxError for what is no PNG file, or one that is too large for a browser."""
+    """Raises ValueError, OSError or SyntaxError if it isn't a PNG file, or is too large for a browser."""
     if len(content) < _PNG_HEADER.size:
         raise ValueError("it is no PNG file")
     *_, width, height = _PNG_HEADER.unpack_from(content)
