@@ -96,9 +96,12 @@ def own_outputs(typed: Sequence[str], *, compose: Compose, recipe: Any = None) -
 
 
 def _is_trusted(typed: Sequence[str]) -> bool:
-    value = value_of(given[-1]) if (given := [text for text in typed if key_of(text) == _TRUST]) else False
+    answers = [text for text in typed if key_of(text) == _TRUST]
+    if not answers:
+        return False
+    value = value_of(answers[-1])
     if not isinstance(value, bool):
-        raise ConfigError(f"{given[-1]}: must be true or false.")
+        raise ConfigError(f"{answers[-1]}: must be true or false.")
     return value
 
 

@@ -47,7 +47,10 @@ def end_descendants() -> list[str]:
     began_s = time.monotonic()
     while _reap() and time.monotonic() < began_s + _GRACE_S + _TERMINATE_S + _KILL_S:
         passed_s = time.monotonic() - began_s
-        for process in psutil.Process().children(recursive=True) if passed_s > _GRACE_S else ():
+        descendants: list[psutil.Process] = []
+        if passed_s > _GRACE_S:
+            descendants = psutil.Process().children(recursive=True)
+        for process in descendants:
             with suppress(psutil.Error):  # it has ended meanwhile, or is another user's
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue

@@ -133,8 +133,9 @@ class LossWeights:
         device = self._context.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         total = torch.full((), number if self._counts else 0.0, dtype=dtype, device=device)
-        for weight in tensors if self._counts else ():
-            total += weight.to(device)
+        if self._counts:
+            for weight in tensors:
+                total += weight.to(device)
         self._total = total
         self._exchange = dist.all_reduce(total, async_op=True)
 

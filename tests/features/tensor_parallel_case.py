@@ -46,8 +46,10 @@ class TensorParallel(Strategy):
     @contextmanager
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> Iterator[None]:
         yield
+        if not synchronise:
+            return
         copies = self.groups[0]
-        for parameter in model.parameters() if synchronise else ():
+        for parameter in model.parameters():
             assert parameter.grad is not None
             gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             dist.all_reduce(gradient.div_(copies.size()), group=copies)
