@@ -226,12 +226,13 @@ def test_a_node_that_does_not_come_is_named(
 
 
 @exhaustive
-@pytest.mark.parametrize(("node", "what"), [(0, "rank"), (1, "rank"), (1, "fork server")])
+@pytest.mark.parametrize(("node", "what"), [(0, "rank"), (1, "rank"), (1, "run server")])
 def test_no_process_is_left_on_any_node_whichever_is_killed(tmp_path: Path, port: int, node: int, what: str) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=0.05))
     with two_nodes(tmp_path, port, *ENDLESS, "backend.timeout=10s") as nodes:
         wait_until(lambda: has_checkpoint(tmp_path, *nodes))
         (server,) = psutil.Process(nodes[node].process.pid).children()
-        (rank,) = server.children()
-        (rank if what == "rank" else server).kill()
+        (run_server,) = server.children()
+        (rank,) = run_server.children()
+        (rank if what == "rank" else run_server).kill()
         assert_ends(nodes, 1)

@@ -165,6 +165,6 @@ def test_another_global_batch_is_a_warning(train: Train, tmp_path: Path) -> None
     by_rank = ("data.global_batch_size=null", "data.batch_size=4", "topology.procs_per_node=3")
     killed = train("recipe=exact", *by_rank, status=KILLED)
     train(f"resume={killed}", "topology.procs_per_node=2")
-    assert "a global batch has 8 samples now, and had 12" in results.log(killed)
+    assert "A global batch has 8 samples now, and had 12" in results.log(killed)
     later = [indices for step, indices in exact.taken(killed).items() if step > exact.STEPS_PER_EPOCH]
     assert sorted(chain.from_iterable(later)) == sorted([*range(exact.SIZE)] * 2)

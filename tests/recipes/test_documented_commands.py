@@ -17,6 +17,7 @@ import pytest
 from framework import cli
 from framework.launch.fork_server import ForkServer
 from tests.helpers.documents import ONLY_ANSWERS, Command, commands, covering, documents, write_shown_files
+from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc
 
@@ -87,7 +88,7 @@ def run_of(answer: Answer, folder: Path, tmp_path: Path) -> Callable[[str], Path
 def test_a_documented_command_runs(command: Command, answer: Answer, request: pytest.FixtureRequest) -> None:
     if "export.format=onnx" in command.arguments and not importlib.util.find_spec("onnxscript"):
         pytest.skip("onnxscript isn't installed")
-    typed = _short(command, request)
+    typed = trusting(_short(command, request))
     capture = request.config.pluginmanager.getplugin("capturemanager")
     capture.read_global_capture()
     status = answer(*typed)
