@@ -53,6 +53,10 @@ class LossWeights:
         self._exchange: dist.Work | None = None
         self._difference: Tensor | None = None  # from what the loader counted, on a device, where ranks step alone
 
+    def leave_out_exchange(self) -> None:
+        """Weight losses by what this rank has, for steps in which ranks exchange nothing."""
+        self._is_alone = True
+
     def are_used(self, output: StepOutput, num_samples: int, phase: str | None) -> bool:
         """Return True if the loss must go through `weighted`. num_samples: of the micro-batch; 0: a stand-in.
 

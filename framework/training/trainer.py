@@ -136,6 +136,10 @@ class Trainer:
         )
         self._counts_flops = False
 
+    def leave_out_exchange(self) -> None:
+        """Weight losses by what this rank has: for trials of single ranks, whose strategy exchanges nothing either."""
+        self._weights.leave_out_exchange()
+
     @refused_broadcasting()
     def sanity_check(self) -> list[str]:
         """Run the first validation batches to find errors in them before training; return the metrics' names.

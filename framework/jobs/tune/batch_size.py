@@ -272,6 +272,7 @@ class Trials:
         self._steps, margin = rank.config.tune.steps_per_trial, rank.config.tune.margin
         self.tried: dict[int, dict[str, Any]] = {}  # as tune.json has them, by samples
         self._trainer = build_trainer(replace(rank, strategy=Strategy()), loader, {})
+        self._trainer.leave_out_exchange()
         for param_group in self._trainer.state.optimizer.param_groups:
             param_group["lr"] = 0.0
         self._exchange = rank.exchange  # over the CPU
