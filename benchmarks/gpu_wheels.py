@@ -151,7 +151,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--wheels", type=Path, default=Path("wheels"), help="a folder, which is made anew")
+    parser.add_argument("--wheels", type=Path, default=Path("wheels"), help="the folder to create or replace")
     parser.add_argument("--python-version", default="3.12", help="of the other machine")
     parser.add_argument("--have", type=Path, default=None, help="a file with the output of that machine's pip list")
     return parser.parse_args()

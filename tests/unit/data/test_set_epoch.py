@@ -28,7 +28,7 @@ NAMES = ["in process", "one worker", "two workers"]
 
 
 class Noting:
-    """Notes the epochs that it is told."""
+    """Record the epochs passed to set_epoch."""
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
