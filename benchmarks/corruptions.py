@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from framework import cli
+from framework.command import compose
 from framework.launch.fork_server import PRELOAD, ForkServer
 
 LIMIT_S = 60
@@ -156,7 +156,7 @@ def resume(run: Path, *, server: ForkServer, right: Any) -> str:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), deadline():
-            status = cli.main([f"resume={run}", "trainer.max_steps=16", "trainer.gpus=0"], fork_server=server)
+            status = compose.main([f"resume={run}", "trainer.max_steps=16", "trainer.gpus=0"], fork_server=server)
     except TimeoutError:
         return "HANG"
     except Exception as error:
@@ -197,7 +197,7 @@ def fuzz(folder: Path, *, runs: int, seed: int, server: ForkServer) -> list[str]
     whole = original.with_name("whole")
     shutil.copytree(original, whole, symlinks=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        assert cli.main([f"resume={whole}", "trainer.max_steps=16", "trainer.gpus=0"], fork_server=server) == 0
+        assert compose.main([f"resume={whole}", "trainer.max_steps=16", "trainer.gpus=0"], fork_server=server) == 0
     right = weights(whole)
     draw = random.Random(seed)
     copy = original.with_name("copy")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
-    from framework.types import EvalReport, FitInfo, StepReport, Stop
+    from framework.types import EvalInfo, FitInfo, StepInfo, Stop
 
 FOLDER = "BENCHMARK_REPORTS"
 GO_ON = "go_on"  # a file in that folder: whoever holds still may go on
@@ -87,7 +87,7 @@ class Clock:
         self._tick = self._stopwatch.tick
         self._ends_run = seconds > 0
 
-    def on_train_step_end(self, report: StepReport) -> Stop | None:
+    def on_train_step_end(self, report: StepInfo) -> Stop | None:
         if report.step == 1 and report.loss.is_cuda:
             from torch import cuda
 
@@ -104,7 +104,7 @@ class Clock:
 class FirstStep:
     """Reports when the first step of a run of ours was done."""
 
-    def on_train_step_end(self, now: StepReport) -> None:
+    def on_train_step_end(self, now: StepInfo) -> None:
         if now.step == 1:
             report(first_step=time.time())
 
@@ -116,7 +116,7 @@ class Hold:
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def on_train_step_end(self, now: StepReport) -> None:
+    def on_train_step_end(self, now: StepInfo) -> None:
         if now.step == self._step:
             hold()
 
@@ -132,11 +132,11 @@ class Curve:
     def on_fit_start(self, _: FitInfo) -> None:
         self._since = time.perf_counter()
 
-    def on_train_step_end(self, _: StepReport) -> None:
+    def on_train_step_end(self, _: StepInfo) -> None:
         now = time.perf_counter()
         self._seconds, self._since = self._seconds + now - self._since, now
 
-    def on_validation_end(self, now: EvalReport) -> None:
+    def on_validation_end(self, now: EvalInfo) -> None:
         self._curve.append((self._seconds, now.metrics["val/accuracy"]))
         self._since = time.perf_counter()
 
@@ -159,11 +159,11 @@ class Milestones:
     def on_fit_start(self, _: FitInfo) -> None:
         self._since = time.perf_counter()
 
-    def on_train_step_end(self, _: StepReport) -> None:
+    def on_train_step_end(self, _: StepInfo) -> None:
         now = time.perf_counter()
         self._seconds, self._since = self._seconds + now - self._since, now
 
-    def on_validation_end(self, now: EvalReport) -> Stop | None:
+    def on_validation_end(self, now: EvalInfo) -> Stop | None:
         from framework.types import Stop
 
         for accuracy in self._accuracies:

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-from framework import cli
-from framework.launch import in_place
-from framework.monitoring.rank_status import Phase, RankStatus
+from framework.command import compose
+from framework.launch import in_process
+from framework.monitoring.rank_status import RankPhase, RankStatus
 
 CALLS = 1_000_000
 REPEATS = 7
@@ -48,12 +48,12 @@ def call_ns(statement: str, **names: Any) -> float:
 
 def step_us(kind: type[Any]) -> float:
     """A step of recipe=toy, from the run's own clock around training."""
-    vars(in_place)["RankStatus"] = kind
-    arguments = ["recipe=toy", "launcher=in_place", "trainer.gpus=0", "trainer.num_threads=1", "logger=none"]
+    vars(in_process)["RankStatus"] = kind
+    arguments = ["recipe=toy", "launcher=in_process", "trainer.gpus=0", "trainer.num_threads=1", "logger=none"]
     more = ["trainer.max_epochs=20", "trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null"]
     more += ["checkpoint.every_n_epochs=null", "trainer.limit_test_batches=0", "trainer.log_every_n_steps=100"]
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as silence, redirect_stdout(silence):
-        if cli.main([*arguments, *more, f"path.outputs={folder}"]) != 0:
+        if compose.main([*arguments, *more, f"path.outputs={folder}"]) != 0:
             sys.exit("the run failed")
         (file,) = Path(folder).glob("toy/*/run.json")
         results = json.loads(file.read_text())["results"]
@@ -63,7 +63,7 @@ def step_us(kind: type[Any]) -> float:
 def main(runs: int) -> None:
     rank_status = RankStatus()
     costs = {
-        "set_phase": call_ns("rank_status.set_phase(Phase.DATA)", rank_status=rank_status, Phase=Phase),
+        "set_phase": call_ns("rank_status.set_phase(RankPhase.DATA)", rank_status=rank_status, RankPhase=RankPhase),
         "finish_step": call_ns("rank_status.finish_step(1234)", rank_status=rank_status),
         "stop_signal": call_ns("rank_status.stop_signal", rank_status=rank_status),
     }

@@ -5,36 +5,31 @@ These are the public names, for recipes and for a user's own code. Importing the
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from framework.errors import ConfigError, DataError, FrameworkError, RequestError, RunError
+from framework.media import Artifact, Figure, Histogram, Image, Media, Table, Text
 from framework.types import (
-    Artifact,
     Batch,
+    BatchInfo,
     Callback,
     Datasets,
-    EpochReport,
-    EvalReport,
-    Figure,
+    EpochInfo,
+    EvalInfo,
     FitInfo,
-    Histogram,
-    Image,
+    Log,
     Logger,
     MapDataset,
-    Media,
     Phase,
-    Report,
     Sampler,
     StatefulMetric,
     StepInfo,
     StepOutput,
-    StepReport,
     Stop,
     SumCount,
-    Table,
     Task,
-    Text,
 )
 
 if TYPE_CHECKING:
@@ -48,22 +43,23 @@ if TYPE_CHECKING:
 __all__ = [
     "Artifact",
     "Batch",
+    "BatchInfo",
     "Callback",
     "ConfigError",
     "DataError",
     "Datasets",
-    "EpochReport",
-    "EvalReport",
+    "EpochInfo",
+    "EvalInfo",
     "Figure",
     "FitInfo",
     "FrameworkError",
     "Histogram",
     "Image",
+    "Log",
     "Logger",
     "MapDataset",
     "Media",
     "Phase",
-    "Report",
     "RequestError",
     "Run",
     "RunError",
@@ -72,7 +68,6 @@ __all__ = [
     "StatefulMetric",
     "StepInfo",
     "StepOutput",
-    "StepReport",
     "Stop",
     "Strategy",
     "SumCount",
@@ -96,6 +91,9 @@ _IMPORTED_LATE = {
 }
 """Public names that need torch or Hydra, and their modules."""
 
+_RENAMED = {"EpochReport": "EpochInfo", "EvalReport": "EvalInfo", "Report": "Log", "StepReport": "StepInfo"}
+"""Earlier public names, which keep working."""
+
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch or Hydra when it is first used."""
@@ -103,6 +101,9 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_IMPORTED_LATE[name]), name)
     if name in ("samplers", "transforms"):
         return import_module(f"framework.data.{name}")
+    if name in _RENAMED:
+        warnings.warn(f"framework.{name} is now framework.{_RENAMED[name]}.", FutureWarning, stacklevel=2)
+        return globals()[_RENAMED[name]]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -13,11 +13,11 @@ from framework.system.shown_text import shown
 
 if TYPE_CHECKING:
     from framework.launch.fork_server import ForkServer
-    from framework.launch.handshake import AdoptedRanks
+    from framework.launch.handshake import ExternalRanks
 
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
-_WITHOUT_RANKS = {"launcher=in_place", "job=runs", "job=compare", "job=report"}
+_WITHOUT_RANKS = {"launcher=in_process", "launcher=in_place", "job=runs", "job=compare", "job=report"}
 _ONLY_ANSWER = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 
 
@@ -47,7 +47,7 @@ def _command() -> int:
 
     arguments = sys.argv[1:] = without_secret(sys.argv[1:], os.environ)
     try:
-        status = _adopted(arguments)
+        status = _external(arguments)
         if status is not None:
             return status
         if not _starts_ranks(arguments):
@@ -61,14 +61,14 @@ def _command() -> int:
 
 
 def _answer(
-    arguments: list[str], *, fork_server: ForkServer | None = None, adopted_ranks: AdoptedRanks | None = None
+    arguments: list[str], *, fork_server: ForkServer | None = None, external_ranks: ExternalRanks | None = None
 ) -> int:
-    from framework.cli import main as cli_main  # imports Hydra, while the fork server imports torch
+    from framework.command.compose import main as cli_main  # imports Hydra, while the fork server imports torch
 
-    return cli_main(arguments, fork_server=fork_server, adopted_ranks=adopted_ranks)
+    return cli_main(arguments, fork_server=fork_server, external_ranks=external_ranks)
 
 
-def _adopted(arguments: list[str]) -> int | None:
+def _external(arguments: list[str]) -> int | None:
     """Run this process's part if torchrun, srun or Kubernetes started it as a rank, else return None."""
     from framework.launch.environment import ReportedByRankZeroError, chooses_own_ranks, detect, typed_value
 
@@ -82,10 +82,12 @@ def _adopted(arguments: list[str]) -> int | None:
         return error.exit_status
     if cluster is None:
         return None
-    from framework.launch.adopted import run_adopted
+    from framework.launch.external import run_external
 
-    return run_adopted(
-        cluster, arguments, command=lambda adopted_ranks: _answer(adopted_ranks.arguments, adopted_ranks=adopted_ranks)
+    return run_external(
+        cluster,
+        arguments,
+        command=lambda external_ranks: _answer(external_ranks.arguments, external_ranks=external_ranks),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from framework.errors import DataError
+from framework.media import Image, Media, Table
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
@@ -101,93 +101,6 @@ class Datasets:
         """Return the collate function of one of the `parts`; None for torch's own."""
         given = self.collate_fn
         return (given.get(part) or given.get(part.partition("/")[0])) if isinstance(given, Mapping) else given
-
-
-@dataclass(frozen=True, eq=False)
-class Image:
-    """An image to log. A list of them is logged under one name.
-
-    pixels: a tensor or array of shape (H, W) or (C, H, W), C 1 (grey), 3 (RGB) or 4 (RGBA): integers from 0 to 255, or
-        floats from 0 to 1; other values are clipped. It may be on any device.
-
-    Raises DataError for another shape.
-    """
-
-    pixels: Any
-    caption: str = ""
-
-    def __post_init__(self) -> None:
-        shape = tuple(getattr(self.pixels, "shape", ()))
-        object.__setattr__(self, "caption", str(self.caption))
-        if 0 not in shape and (len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3, 4))):
-            return
-        hint = ""
-        if len(shape) == 3 and shape[2] in (1, 3, 4):
-            hint = " Put the channels first: permute(2, 0, 1)."
-        elif len(shape) == 4:
-            hint = " For a batch give a list: [framework.Image(each) for each in batch]."
-        given = f"pixels of shape {shape}" if shape else f"pixels that are a {type(self.pixels).__name__}"
-        raise DataError(
-            f"framework.Image got {given}. It takes a tensor or array of shape (H, W) or (C, H, W) with C 1, 3 or 4."
-            f"{hint}"
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Figure:
-    """A `matplotlib.figure.Figure` to log. It is closed once it is logged."""
-
-    figure: Any
-
-
-@dataclass(frozen=True, eq=False)
-class Histogram:
-    """The distribution of numbers to log. values: a tensor or array of any shape, on any device; NaN is left out."""
-
-    values: Any
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """A table to log: rows with a value for each column. Raises DataError for a row of another length.
-
-    Strings and numbers, also of NumPy and torch, are kept; None is an empty cell; others are written as `str` does.
-    """
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-    def __post_init__(self) -> None:
-        for number, row in enumerate(self.rows):
-            if len(row) != len(self.columns):
-                raise DataError(
-                    f"framework.Table got {len(self.columns)} columns ({', '.join(self.columns)}), and row {number} "
-                    f"has {len(row)} values. Give one for each column."
-                )
-        object.__setattr__(self, "rows", [[_plain_cell(value) for value in row] for row in self.rows])
-
-
-def _plain_cell(value: Any) -> str | float | None:
-    value = value.item() if getattr(value, "shape", None) == () else value  # a scalar of torch or NumPy
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
-
-
-@dataclass(frozen=True, eq=False)
-class Text:
-    """Text to log, plain or Markdown."""
-
-    text: str
-
-
-@dataclass(frozen=True, eq=False)
-class Artifact:
-    """A file or folder to keep with the run. It must not change until the run ends."""
-
-    path: str | Path
-
-
-Media = Image | Sequence[Image] | Figure | Histogram | Table | Text | Artifact
-"""What can be logged beside numbers."""
 
 
 class StepOutput(NamedTuple):
@@ -313,7 +226,7 @@ class DataShare(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepInfo:
+class BatchInfo:
     """What a task's `training_step(model, batch, info)` gets about its micro-batch, if it has a parameter `info`.
 
     Later versions may add attributes.
@@ -330,7 +243,7 @@ class StepInfo:
     is_stand_in: bool
 
 
-class StepReport(NamedTuple):
+class StepInfo(NamedTuple):
     """What observers learn after an optimizer step. Tensors stay on the device: reading one waits for it.
 
     step: optimizer steps done, this one included. epoch: of this step, from 0.
@@ -346,7 +259,7 @@ class StepReport(NamedTuple):
     epoch_end: bool = False
 
 
-class EpochReport(NamedTuple):
+class EpochInfo(NamedTuple):
     """Where training is between two steps. epoch: from 0. step: optimizer steps done.
 
     resumed: a resumed run continues in the middle of this epoch, which began in an earlier process.
@@ -357,7 +270,7 @@ class EpochReport(NamedTuple):
     resumed: bool = False
 
 
-class EvalReport(NamedTuple):
+class EvalInfo(NamedTuple):
     """Metrics of a whole part (`val` or `test`), the same on every rank. Names begin with the part: `val/loss`."""
 
     part: str
@@ -373,7 +286,7 @@ class Stop(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class Log:
     """Values to log, returned by a callback's hook. `stop` ends training, too.
 
     values: name → a number or Media, of which rank 0's is logged at once; or a pair (sum, count), logged as the mean
@@ -414,7 +327,7 @@ class FitInfo:
 class Task(Protocol):
     """Defines what a step computes. Both methods get the model as wrapped by the strategy and a batch on its device.
 
-    `training_step`, or the step of a Phase, may have a third parameter `info`: it gets a StepInfo.
+    `training_step`, or the step of a Phase, may have a third parameter `info`: it gets a BatchInfo.
 
     A task may be an `nn.Module`, or have modules as attributes, such as a loss with weights: they are moved to the
     device (the replica's first one) and converted to the type of `trainer.precision=bf16-true` or `64-true`, and none
@@ -469,7 +382,7 @@ class TaskHooks(Protocol):
 
 
 class NumberFormats(Protocol):
-    """Computes in the formats of `trainer.precision`: `framework.training.precision.PrecisionPlugin`."""
+    """Computes in the formats of `trainer.precision`: `framework.optim.precision.PrecisionPlugin`."""
 
     def autocast(self) -> AbstractContextManager[Any]: ...
     def convert_batch(self, batch: Batch) -> Batch: ...
@@ -492,7 +405,7 @@ class Callback(Protocol):
 
     Hooks are bound once before the first step. A hook that returns `Stop` ends training: at once with one rank, else
     after the next log, validation or epoch, when the ranks agree (doing so in every step would cost a collective). One
-    that returns `Report` has its values logged, by whichever loggers there are.
+    that returns `Log` has its values logged, by whichever loggers there are.
     State that a resumed run needs goes through `state_dict` and `load_state_dict` (plain types and tensors only). It
     must be the same on all ranks, unless the class has `state_is_per_rank = True` (each rank's state is saved, and the
     run resumes on as many ranks) or `state_is_rank_zero = True` (all ranks get rank 0's).
@@ -501,7 +414,7 @@ class Callback(Protocol):
     def on_fit_start(self, info: FitInfo) -> None:
         return None
 
-    def on_train_epoch_start(self, report: EpochReport) -> Stop | Report | None:
+    def on_train_epoch_start(self, report: EpochInfo) -> Stop | Log | None:
         """Called before the first step of an epoch.
 
         If a run resumes in the middle of one, it is called again, with `report.resumed`, since what it had set up was
@@ -514,18 +427,18 @@ class Callback(Protocol):
         """Called with the gradients averaged over ranks and unscaled, before they are clipped."""
         return
 
-    def on_train_step_end(self, report: StepReport) -> Stop | Report | None:
+    def on_train_step_end(self, report: StepInfo) -> Stop | Log | None:
         return None
 
-    def on_train_epoch_end(self, report: EpochReport) -> Stop | Report | None:
+    def on_train_epoch_end(self, report: EpochInfo) -> Stop | Log | None:
         """Called after the last step of epoch `report.epoch` and its validation, before its checkpoint."""
         return None
 
-    def on_validation_start(self, report: EpochReport) -> Stop | Report | None:
+    def on_validation_start(self, report: EpochInfo) -> Stop | Log | None:
         """Called before a validation, with the weights that are trained."""
         return None
 
-    def on_validation_end(self, report: EvalReport) -> Stop | Report | None:
+    def on_validation_end(self, report: EvalInfo) -> Stop | Log | None:
         return None
 
     def on_fit_end(self) -> None:
@@ -556,7 +469,7 @@ class Logger(Protocol):
     """
 
     def fit_start(self, info: FitInfo) -> None: ...
-    def step(self, report: StepReport) -> None: ...
+    def step(self, report: StepInfo) -> None: ...
     def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None: ...
     def text(self, tag: str, text: str, *, step: int) -> None: ...
     def images(self, tag: str, images: Sequence[Image], *, step: int) -> None: ...

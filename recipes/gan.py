@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from framework import Datasets, EvalReport, FitInfo, Image, Phase, Report, StepOutput, TensorSamples
+from framework import Datasets, EvalInfo, FitInfo, Image, Log, Phase, StepOutput, TensorSamples
 
 SIZE, NOISE = 8, 16
 
@@ -80,14 +80,14 @@ class Grid:
         self.model = info.model
 
     @torch.no_grad()
-    def on_validation_end(self, report: EvalReport) -> Report:
+    def on_validation_end(self, report: EvalInfo) -> Log:
         from torchvision.utils import make_grid
 
         generator = torch.Generator().manual_seed(0)
         noise = 2 * torch.rand(self.rows**2, NOISE, generator=generator) - 1
         device = next(self.model.parameters()).device
         images = self.model("images", noise.to(device)).view(-1, 1, SIZE, SIZE)  # on all ranks, as fsdp needs
-        return Report({"samples": Image(make_grid(images / 2 + 0.5, nrow=self.rows, padding=1))})
+        return Log({"samples": Image(make_grid(images / 2 + 0.5, nrow=self.rows, padding=1))})
 
 
 def with_noise(batch: list[Tensor], draws: Any) -> list[Tensor]:

@@ -120,13 +120,13 @@ def train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     For what a run computes and leaves. How the command itself begins and ends is tested with `run_framework`.
     """
-    from framework import cli
+    from framework.command import compose
 
     def run(*overrides: str, status: int = 0) -> Path:
         monkeypatch.chdir(tmp_path)
         before = run_dirs(tmp_path)
         records = {file: file.read_text() for folder in before for file in folder.glob("*.json")}
-        assert cli.main(["trainer.gpus=0", *trusting(overrides)], fork_server=fork_server) == status
+        assert compose.main(["trainer.gpus=0", *trusting(overrides)], fork_server=fork_server) == status
         named = {text.removeprefix("resume=") for text in overrides if text.startswith("resume=")}
         resumed = before if "auto" in named else set(map(Path, named))
         if status == EXIT_WRONG_REQUEST:
@@ -145,7 +145,7 @@ def train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="session")
 def shared_run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The directory of a run with these overrides, made once for all tests that ask for it: copy it to change it."""
-    from framework import cli
+    from framework.command import compose
 
     made: dict[tuple[str, ...], Path] = {}
 
@@ -154,7 +154,7 @@ def shared_run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
             folder = tmp_path_factory.mktemp("shared")
             with guards.no_leaks(owns_state=True), pytest.MonkeyPatch.context() as patch:
                 patch.chdir(folder)
-                assert cli.main(["trainer.gpus=0", *overrides], fork_server=fork_server) == status
+                assert compose.main(["trainer.gpus=0", *overrides], fork_server=fork_server) == status
             (made[overrides],) = run_dirs(folder)
         return made[overrides]
 

@@ -92,7 +92,7 @@ LAUNCH = [
         file="framework/launch/stopping.py",
         old="if is_watched or number != signal.SIGINT]",
         new="if is_watched and number != signal.SIGINT]",
-        what="With launcher=in_place SIGTERM ends training at once instead of saving and stopping with status 75.",
+        what="With launcher=in_process SIGTERM ends training at once instead of saving and stopping with status 75.",
     ),
     Mutation(
         name="second-sigterm-ends-at-once",
@@ -223,7 +223,7 @@ TRAINER = [
     Mutation(
         name="the-last-matching-group-wins",
         caught_by="tests/features/test_optimizers.py::test_groups_train_as_in_a_plain_loop",
-        file="framework/training/param_groups.py",
+        file="framework/optim/param_groups.py",
         old="places[name] = (number, next(own, _REST))",
         new="places[name] = (number, max(own, default=_REST))",
         what="A parameter that matches several groups gets the settings of the wrong one.",
@@ -266,7 +266,7 @@ DATA = [
     Mutation(
         name="every-epoch-in-the-same-order",
         caught_by="tests/unit/data/test_sampler.py::test_an_order_is_a_permutation_that_seed_and_epoch_decide",
-        file="framework/data/sampler.py",
+        file="framework/data/order.py",
         old='mix(self.seed, "order", epoch)',
         new='mix(self.seed, "order")',
         what="Shuffling gives the same order in every epoch.",
@@ -274,7 +274,7 @@ DATA = [
     Mutation(
         name="every-epoch-with-the-same-augmentation",
         caught_by="tests/unit/data/test_loaders.py::test_random_transforms_depend_on_seed_epoch_and_position_alone",
-        file="framework/data/fetch.py",
+        file="framework/data/workers.py",
         old='mix(self._seed, "sample", key.epoch, position)',
         new='mix(self._seed, "sample", position)',
         what="Random transforms of a dataset do the same to a sample in every epoch.",
@@ -282,7 +282,7 @@ DATA = [
     Mutation(
         name="resumed-epoch-begins-again",
         caught_by="tests/unit/data/test_sampler.py::test_every_sample_is_taken_once_from_any_cursor",
-        file="framework/data/sampler.py",
+        file="framework/data/order.py",
         old="    return slice(start, end)\n",
         new="    return slice(0, end)\n",
         what="A run resumed in the middle of an epoch trains on the first samples of that epoch again.",
@@ -397,7 +397,7 @@ STRATEGIES = [
     Mutation(
         name="ranks-draw-the-same-numbers",
         caught_by="tests/features/test_repeatability.py::test_every_rank_has_the_switches_and_draws_numbers_of_its_own",
-        file="framework/training/engine.py",
+        file="framework/engine/train.py",
         old="    seed_everything(config.seed, rank=rank.seeded_as)\n",
         new="    seed_everything(config.seed, rank=0)\n",
         what="All ranks draw the same dropout masks.",
@@ -456,7 +456,7 @@ CHECKPOINT = [
     Mutation(
         name="all-ranks-resume-the-first-ones-generators",
         caught_by="tests/parity/test_exact_resume.py::test_a_killed_run_resumes_exactly",
-        file="framework/training/resume.py",
+        file="framework/engine/restore.py",
         old="restore_generator_states(saved[context.rank], devices=context.devices)",
         new="restore_generator_states(saved[0], devices=context.devices)",
         what="After a resume rank 1 and later draw other numbers than without the interruption, so it isn't exact.",
@@ -480,7 +480,7 @@ CHECKPOINT = [
     Mutation(
         name="resume-trains-on-from-the-average",
         caught_by="tests/features/test_callbacks.py::test_a_resumed_average_is_exact",
-        file="framework/training/resume.py",
+        file="framework/engine/restore.py",
         old='load_weights(model, training.get("model", checkpoint["model"]), source=source)',
         new='load_weights(model, checkpoint["model"], source=source)',
         what="A resumed run with the ema callback trains on from the averaged weights instead of the trained ones.",
@@ -614,7 +614,7 @@ JOBS = [
     Mutation(
         name="sweep-fails-only-if-all-jobs-do",
         caught_by="tests/unit/jobs/test_sweep.py::test_what_a_job_raises_is_shown_and_the_others_run",
-        file="framework/jobs/sweep.py",
+        file="framework/command/sweep.py",
         old="        return EXIT_RUN_FAILED if self._failed else 0\n",
         new="        return EXIT_RUN_FAILED if len(self._failed) == len(ended) else 0\n",
         what="A sweep exits with status 0 though one of its jobs has failed.",
@@ -622,7 +622,7 @@ JOBS = [
     Mutation(
         name="last-weights-are-tested",
         caught_by="tests/features/test_checkpoints.py::test_last_and_best_are_relative_links_and_the_best_is_what_is_tested",
-        file="framework/training/engine.py",
+        file="framework/engine/train.py",
         old="    if is_ranked and broadcast_object(",
         new="    if not is_ranked and broadcast_object(",
         what="The test at the end, and its column in the summary, are of the last weights instead of the best.",

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from benchmarks.marks import report
 from framework.data.batching import plan_batches
-from framework.data.sampler import GlobalOrder, epoch_indices, windows
+from framework.data.order import GlobalOrder, epoch_indices, windows
 
 
 def deal(asked: argparse.Namespace, *, epoch: int, samples: int) -> int:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from framework.api.nodes import KEY, Nodes, is_maker, override_value, unused_name
+from framework.command.request import JobResult, PythonCall
 from framework.config.parse import known_keys
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError, RequestError, RunError
-from framework.jobs.request import JobResult, PythonCall
 from framework.launch.environment import detect
 from framework.launch.fork_server import PRELOAD, ForkServer
 from framework.monitoring.report import FailureReport, render
@@ -54,9 +54,9 @@ def execute(overrides: Sequence[str], nodes: Nodes, *, name: str | None = None) 
     """
     _check_caller()
     with _fork_server() as server:  # it imports torch while this process pickles and composes
-        from framework import cli
+        from framework.command import compose
 
-        result = cli.run_call(overrides, PythonCall(nodes.pickled(), name), fork_server=server)
+        result = compose.run_call(overrides, PythonCall(nodes.pickled(), name), fork_server=server)
     if result.failure is not None:
         assert result.run_dir is not None, "ranks have a run directory"
         raise RunFailedError(render(result.failure), report=result.failure, directory=result.run_dir.path)
@@ -208,7 +208,7 @@ def _datasets(value: Any) -> Any:
     """Return the data as `Datasets`, with DataLoaders taken apart; a function or node that makes it, as it is."""
     if is_maker(value) or (isinstance(value, Mapping) and "_target_" in value):
         return value
-    from framework.data.from_loader import take_loaders_apart
+    from framework.data.from_loader import unpack_dataloaders
 
     if isinstance(value, (list, tuple)):
         if not 1 <= len(value) <= 3:
@@ -220,7 +220,7 @@ def _datasets(value: Any) -> Any:
         value = Datasets(**value)
     elif not isinstance(value, Datasets):
         value = Datasets(value)
-    return take_loaders_apart(value)
+    return unpack_dataloaders(value)
 
 
 def _keys(

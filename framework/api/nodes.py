@@ -24,7 +24,7 @@ from typing import Any, final
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from framework.config import objects
-from framework.config.objects import Given
+from framework.config.objects import ObjectFactory
 from framework.errors import ConfigError
 
 OBJECTS = objects.__name__
@@ -109,7 +109,7 @@ class Nodes:
         arguments = constructor_arguments(value)
         if arguments is not None:
             return self._call(partial(kind, **arguments), key=key)
-        return {"_target_": self._add(Given(_on_cpu(value)), name=key.replace(".", "_"))}
+        return {"_target_": self._add(ObjectFactory(_on_cpu(value)), name=key.replace(".", "_"))}
 
     def _add(self, value: Any, *, name: str) -> str:
         """Keep the object under its name, or the next unused one, and return the dotted name."""
@@ -231,7 +231,7 @@ def _check_pickles(name: str, value: Any) -> None:
     try:
         _pickled(value)
     except Exception as error:
-        kind = value.value if isinstance(value, Given) else value
+        kind = value.value if isinstance(value, ObjectFactory) else value
         raise ConfigError(
             f"{name}: an object of {type(kind).__name__} can't be handed to the processes: {error}.\n"
             f"Pass a function that makes it, which each process calls: def make(): return {type(kind).__name__}(...)"

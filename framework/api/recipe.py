@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from framework.api.nodes import BLANK, OBJECTS, importable_name, is_maker
 from framework.config.assets import config_dir, user_config_dir
-from framework.config.objects import Given, load_objects
+from framework.config.objects import ObjectFactory, load_objects
 from framework.config.parse import raise_mistakes, walk
 from framework.config.saved import load_yaml, objects_of
 from framework.config.targets import import_target
@@ -87,7 +87,7 @@ def _unnamed(content: Mapping[str, Any], files: Sequence[str]) -> Iterator[str]:
             continue
         found = import_target(target)
         place = key.removesuffix("._target_")
-        if not isinstance(found, Given):
+        if not isinstance(found, ObjectFactory):
             name = getattr(found, "__qualname__", target)
             yield f"{place}: {name} is defined in a script or notebook. Move it to a module, and import it from there."
             continue

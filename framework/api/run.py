@@ -11,11 +11,11 @@ from framework.api.call import execute, section_overrides
 from framework.api.nodes import Nodes, is_maker, override_value
 from framework.api.recipe import write_recipe
 from framework.checkpoint.layout import BEST, LAST
+from framework.command.trust import check_trust
 from framework.config.parse import parse
 from framework.config.saved import SavedRun, is_run, load_config, load_run, load_yaml, objects_of
 from framework.errors import ConfigError
-from framework.jobs.run_records import RunRecord, read_rows, read_run
-from framework.jobs.trust import check_trust
+from framework.runs.record import RunRecord, read_rows, read_run
 from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -179,11 +179,11 @@ class Run:
         """Raise ConfigError for a run that isn't known to be the user's, unless `trust` was given."""
         if self._trust:
             return
-        from framework import cli
+        from framework.command import compose
 
         raw, overrides = load_run(self._run_dir)
         found = SavedRun(what, run_dir=self._run_dir, raw=raw, overrides=tuple(map(str, overrides)), checkpoint=None)
-        outputs = cli.default_outputs(recipe=raw.get("recipe"))
+        outputs = compose.default_outputs(recipe=raw.get("recipe"))
         check_trust(found, outputs=outputs, asked_by="load it with framework.load(path, trust=True)")
 
     def _model(self, which: str) -> nn.Module:
@@ -207,7 +207,7 @@ class Run:
 
 def _as_test(data: Any) -> Any:
     """Return one Dataset or DataLoader as the test part."""
-    from framework.data.from_loader import take_loaders_apart
+    from framework.data.from_loader import unpack_dataloaders
     from framework.types import Datasets
 
-    return take_loaders_apart(Datasets(data.dataset if hasattr(data, "dataset") else data, test=data))
+    return unpack_dataloaders(Datasets(data.dataset if hasattr(data, "dataset") else data, test=data))

@@ -8,7 +8,7 @@ from typing import Any, final, get_args
 
 from framework.config.schema import Mode
 from framework.errors import ConfigError
-from framework.types import EvalReport, Stop
+from framework.types import EvalInfo, Stop
 
 
 @final
@@ -38,7 +38,7 @@ class EarlyStopping:
         self._wait_count = 0
         self._best_score = math.inf if self.mode == "min" else -math.inf
 
-    def on_validation_end(self, report: EvalReport) -> Stop | None:
+    def on_validation_end(self, report: EvalInfo) -> Stop | None:
         reason = self._reason_to_stop(report.metrics[self.monitor])
         return None if reason is None else Stop(f"EarlyStopping: {reason} (step {report.step})")
 

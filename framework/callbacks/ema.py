@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from framework.callbacks.weight_average import WeightAverage
 from framework.errors import ConfigError
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 
 
 @final
@@ -49,7 +49,7 @@ class EMAWeightAveraging:
             self._average.load_state_dict(self._loaded)
         self._loaded = None
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         index = report.step - 1
         if index < (self.update_starting_at_step or 0) or index % self.update_every_n_steps:
             return

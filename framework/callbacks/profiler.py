@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from framework.distributed.context import Context
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 
 _log = logging.getLogger("framework")
 
@@ -63,7 +63,7 @@ class TorchProfiler:
         self._profile.start()
         self._is_on = True
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         if self._is_on:
             self._profile.step()
             if report.step == self._last_step:

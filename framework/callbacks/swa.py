@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from framework.callbacks.weight_average import WeightAverage
 from framework.errors import ConfigError
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 
 _STRATEGIES = ("cos", "linear")
 
@@ -110,7 +110,7 @@ class StochasticWeightAveraging:
         for group, swa_lr, start_lr in zip(groups, swa_lrs, self._start_lrs, strict=True):
             group["lr"] = swa_lr * share + start_lr * (1 - share)
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         self._epoch = report.epoch + int(report.epoch_end)
         if report.epoch_end and report.epoch >= self._start_epoch:
             self._average.update()

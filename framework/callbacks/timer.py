@@ -7,7 +7,7 @@ from time import monotonic
 from typing import Any, final
 
 from framework.errors import ConfigError
-from framework.types import FitInfo, StepReport, Stop
+from framework.types import FitInfo, StepInfo, Stop
 
 
 @final
@@ -30,7 +30,7 @@ class Timer:
     def on_fit_start(self, info: FitInfo) -> None:
         self._started_s = monotonic()
 
-    def on_train_step_end(self, report: StepReport) -> Stop | None:
+    def on_train_step_end(self, report: StepInfo) -> Stop | None:
         if self._used_s() < self._duration_s:
             return None
         duration = timedelta(seconds=self._duration_s)

@@ -8,7 +8,7 @@ from torch import nn
 
 from framework.errors import ConfigError
 from framework.strategies.parameters import chosen
-from framework.types import EpochReport, FitInfo, StepReport
+from framework.types import EpochInfo, FitInfo, StepInfo
 
 
 @final
@@ -32,11 +32,11 @@ class Unfreeze:
     def on_fit_start(self, info: FitInfo) -> None:
         self._parameters = chosen(info.model, self._params, key="Unfreeze: params")
 
-    def on_train_epoch_start(self, report: EpochReport) -> None:
+    def on_train_epoch_start(self, report: EpochInfo) -> None:
         if report.epoch == self._at_epoch:
             self._unfreeze()
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         if report.step == self._at_step:
             self._unfreeze()
 

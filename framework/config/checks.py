@@ -64,7 +64,7 @@ def _processes(config: Config) -> Iterator[str]:
     nodes, rank = topology.nnodes, topology.node_rank
     if rank >= nodes:
         yield f"topology.node_rank={rank} is out of range: it must be less than topology.nnodes={nodes}."
-    if nodes > 1 and launcher in ("in_place", "local"):
+    if nodes > 1 and launcher in ("in_process", "local"):
         yield f"launcher={launcher} is for one machine; topology.nnodes={nodes} needs launcher=elastic. Change one."
     host, _, port = (topology.rdzv_endpoint or "HOST:1").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -18,7 +18,7 @@ _loaded: dict[str, Any] = {}
 
 
 @final
-class Given:
+class ObjectFactory:
     """Stands for an object where a configuration names a callable: calling it returns the object."""
 
     def __init__(self, value: Any) -> None:

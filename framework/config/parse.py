@@ -14,6 +14,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from framework.config.renamed import with_present_names
 from framework.config.schema import Config, Duration, FunctionName, Node, Texts
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
@@ -34,6 +35,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
 
     Raises ConfigError naming every unknown or missing key and every value of a wrong type or out of range.
     """
+    raw = with_present_names(raw)
     reader = _Reader(raw)
     config = reader.read_section(Config, raw, path="")
     raise_mistakes(reader.mistakes)
@@ -54,7 +56,7 @@ def known_keys(raw: Mapping[str, Any] | None = None) -> list[str]:
     return list(_keys(Config, raw, path=""))
 
 
-def spelled_out(override: str) -> str:
+def normalize_override(override: str) -> str:
     """Return an override as Hydra takes it.
 
     `preflight=true` is `preflight.enabled=true`, so that its place among the section's other keys doesn't matter, and

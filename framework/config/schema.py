@@ -1,7 +1,7 @@
 """Every key the framework reads: its type, range and meaning, as frozen dataclasses.
 
 Hydra composes the YAML in `conf/`, and `framework.config.parse` turns it into these; nothing else reads a `DictConfig`.
-A user's own part (`_target_` and keywords) is a `Node`; only `framework.training.build` instantiates it.
+A user's own part (`_target_` and keywords) is a `Node`; only `framework.engine.build` instantiates it.
 
 Types that the parser knows: `bool int float str`, `X | None`, `Literal`, `Duration`, `Texts`, `Node`,
 `dict[str, Node]`, `dict[str, str]`, dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A
@@ -185,7 +185,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
-    name: Literal["auto", "adopted", "elastic", "in_place", "local"]  # auto, or a module of framework.launch
+    name: Literal["auto", "external", "elastic", "in_process", "local"]  # auto, or a module of framework.launch
     max_restarts: int = bounded(at_least=0)  # of the whole run after failures; launcher=elastic only
     late_after: Duration  # how long ranks wait for another one before it is reported as late
 

@@ -22,7 +22,7 @@ from framework.errors import DataError
 from framework.types import Datasets, Sampler
 
 
-def take_loaders_apart(datasets: Datasets) -> Datasets:
+def unpack_dataloaders(datasets: Datasets) -> Datasets:
     """Return the datasets with each DataLoader replaced by its dataset, and with its collate function.
 
     The train part's sampler, batch size and `drop_last` are taken too, of an evaluation part the batch size. Order and

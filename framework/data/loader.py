@@ -16,18 +16,18 @@ from torch.utils.data import Subset
 from framework.config.schema import LoaderKind
 from framework.data.batching import BatchPlan, count_windows
 from framework.data.epoch_listeners import EpochListeners
-from framework.data.fetch import BatchDataset, BatchKey, BatchRequest, ItemLoader, tell_epoch
 from framework.data.identity import DataIdentity, check_content, check_order, check_size, checksum_of
+from framework.data.order import GlobalOrder, epoch_positions, windows
 from framework.data.prefetch import pins_memory, prefetch
 from framework.data.resident import ResidentBatches, decode
 from framework.data.sample_check import NUM_SAMPLES, CheckedSamples, CheckKey, sketch_rows
-from framework.data.sampler import GlobalOrder, epoch_positions, windows
 from framework.data.stream import StreamLoader
 from framework.data.tensor_samples import as_tensor_samples
+from framework.data.workers import BatchDataset, BatchKey, BatchRequest, ItemLoader, tell_epoch
 from framework.errors import DataError
-from framework.monitoring.rank_log import warn
 from framework.system.formatting import format_bytes
 from framework.system.hardware import available_memory, threads_per_process
+from framework.system.rank_log import warn
 from framework.types import Batch, Collate, MapDataset, MicroBatch, Sampler, Window
 
 MAX_WORKERS = 8

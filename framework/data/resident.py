@@ -19,11 +19,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from framework.data.batching import BatchPlan, micro_batches
 from framework.data.epoch_listeners import EpochListeners
-from framework.data.fetch import BatchRequest, batch_draws, collate, load_sample, tell_epoch
 from framework.data.keyed_random import KeyedRandom
 from framework.data.prefetch import prefetch, to_device
 from framework.data.sample_check import CheckedSamples, check_rows
 from framework.data.tensor_samples import TensorSamples, row_bytes
+from framework.data.workers import BatchRequest, batch_draws, collate, load_sample, tell_epoch
 from framework.distributed.seed import fingerprint
 from framework.errors import DataError
 from framework.system.formatting import format_bytes

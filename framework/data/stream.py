@@ -28,10 +28,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from framework.data.batching import BatchPlan, count_windows, micro_batches, share
 from framework.data.epoch_listeners import EpochListeners
-from framework.data.fetch import ItemLoader, collate, failed_sample, tell_epoch
 from framework.data.identity import DataIdentity, check_size
 from framework.data.keyed_random import KeyedRandom
 from framework.data.prefetch import SideStream, pins_memory, prefetch
+from framework.data.workers import ItemLoader, collate, failed_sample, tell_epoch
 from framework.distributed.collectives import SideChannel, Table
 from framework.distributed.seed import mix, preserved_generators, seed_generators
 from framework.errors import CheckpointError, DataError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import get_args
 
@@ -36,6 +37,15 @@ class Context:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def description(self) -> str:
+        """The rank's place in the run and its devices, for logs."""
+        devices = ", ".join(str(device) for device in self.devices)
+        return (
+            f"rank {self.rank}, local rank {self.local_rank}, world size {self.world_size}, backend {self.backend}, "
+            f"node {self.node_rank} ({socket.gethostname()}), devices {devices}"
+        )
 
     def wait_for_devices(self) -> None:
         """Wait until they have finished all queued work; a CPU queues none."""

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from framework.config.schema import BackendConfig
 from framework.distributed.context import Context
+from framework.distributed.store import COUNTED_GROUP
 from framework.errors import RunError
-from framework.monitoring.rank_log import warn
-from framework.monitoring.rank_status import COUNTED_GROUP
+from framework.system.rank_log import warn
 
 # Groups with peers, kept to the end of the process. Torch joins a group's threads when its last owner is deleted: that
 # may be DDP's C++ part, which holds the interpreter's lock while a thread waits for it to free a tensor.

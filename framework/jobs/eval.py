@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from framework.jobs.launcher_choice import checked_topology as check
-from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import run
-from framework.jobs.summary import evaluation_summary
+from framework.command.launcher import checked_topology as check
+from framework.command.messages import evaluation_summary
+from framework.command.request import JobResult, Request
+from framework.command.run_ranks import run
 
 __all__ = ["check", "main"]
 

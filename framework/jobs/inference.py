@@ -20,16 +20,16 @@ from framework.config.targets import check_node, import_target, takes
 from framework.data.loader import EvalLoader
 from framework.distributed.collectives import barrier, gather_to_first
 from framework.distributed.process_group import process_group
+from framework.engine import build
+from framework.engine.limits import streams_of
+from framework.engine.setup import RankSetup, build_data, load_model, make_eval_loaders, setup_rank
 from framework.errors import ConfigError, DataError, TargetError
 from framework.launch.plan import MonitorLink, RankArguments
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
+from framework.optim.precision import PrecisionPlugin
 from framework.system.files import atomic_output
-from framework.training import build
 from framework.training.broadcasting import refused_broadcasting
-from framework.training.data_settings import streams_of
 from framework.training.evaluation import evaluate
-from framework.training.precision import PrecisionPlugin
-from framework.training.rank_setup import RankSetup, build_data, load_model, make_eval_loaders, setup_rank
 from framework.types import Task
 
 Columns = dict[str, Tensor]
@@ -38,19 +38,19 @@ Columns = dict[str, Tensor]
 
 def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """Evaluate the weights of `checkpoint.path` on `eval.part`; rank 0 writes the metrics to `run.json`."""
-    with setup_rank(arguments, link) as rank:
-        part = rank.config.eval.part
-        with _ready(rank, arguments, part=part) as (model, task, loaders, precision), refused_broadcasting():
-            found = evaluate(model, loaders, task=task, precision=precision, context=rank.context)
-        if rank.context.is_main:
-            rank.run_dir.update_run({"results": {"metrics": found.metrics, "texts": found.texts}})
+    with setup_rank(arguments, link) as setup:
+        part = setup.config.eval.part
+        with _ready(setup, arguments, part=part) as (model, task, loaders, precision), refused_broadcasting():
+            found = evaluate(model, loaders, task=task, precision=precision, context=setup.context)
+        if setup.context.is_main:
+            setup.run_dir.update_run({"results": {"metrics": found.metrics, "texts": found.texts}})
 
 
 def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """Write the model's predictions for `predict.part` to `predict.output`, in the order of the dataset."""
-    with setup_rank(arguments, link) as rank:
-        part = rank.config.predict.part
-        with _ready(rank, arguments, part=part) as (model, task, loaders, precision):
+    with setup_rank(arguments, link) as setup:
+        part = setup.config.predict.part
+        with _ready(setup, arguments, part=part) as (model, task, loaders, precision):
             if not callable(getattr(task, "predict_step", None)):
                 raise ConfigError(
                     f"job=predict needs a task with predict_step(model, batch); {type(task).__name__} has none.\n"
@@ -63,11 +63,11 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
                 )
             (loader,) = loaders.values()
             own = joined(list(_predictions(model, loader, task=task, precision=precision)))
-            shares = gather_to_first(own, rank.context)
-            if rank.context.is_main:
-                output = Path(rank.config.predict.output).expanduser()
+            shares = gather_to_first(own, setup.context)
+            if setup.context.is_main:
+                output = Path(setup.config.predict.output).expanduser()
                 count = write_predictions(shares, output, turns=loader.turns)
-                rank.run_dir.update_run({"results": {"samples": count}})
+                setup.run_dir.update_run({"results": {"samples": count}})
 
 
 def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
@@ -75,9 +75,9 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
 
     It also gets `config`, `run_dir` and `context`, those that its signature has. The model is in evaluation mode.
     """
-    with setup_rank(arguments, link) as rank:
-        config = rank.config
-        offered = {"config": config, "run_dir": rank.run_dir, "context": rank.context}
+    with setup_rank(arguments, link) as setup:
+        config = setup.config
+        offered = {"config": config, "run_dir": setup.run_dir, "context": setup.context}
         node = {"_target_": config.job, **config.args}
         try:
             function = import_target(config.job)
@@ -86,29 +86,31 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
         if mistakes := list(check_node(node, "args", positional=1, supplied=offered)):
             raise TargetError("\n".join(mistakes))
         keywords = {name: value for name, value in offered.items() if name not in config.args and takes(node, name)}
-        rank.link.rank_status.set_phase(Phase.MEETING)
-        with process_group(rank.context, config.backend, rendezvous=arguments.rendezvous), link.recording():
-            model, _, _, _ = _trained_model(rank)
+        setup.link.rank_status.set_phase(RankPhase.MEETING)
+        with process_group(setup.context, config.backend, rendezvous=arguments.rendezvous), link.recording():
+            model, _, _, _ = _trained_model(setup)
             model.eval()
-            rank.link.rank_status.set_phase(Phase.FUNCTION)
+            setup.link.rank_status.set_phase(RankPhase.FUNCTION)
             function(model, **keywords, **config.args)
-            rank.link.rank_status.set_phase(Phase.CLOSING)
-            barrier(rank.context)
+            setup.link.rank_status.set_phase(RankPhase.CLOSING)
+            barrier(setup.context)
 
 
-def _trained_model(rank: RankSetup) -> tuple[nn.Module, Task, PrecisionPlugin, int]:
+def _trained_model(setup: RankSetup) -> tuple[nn.Module, Task, PrecisionPlugin, int]:
     """Return the model with the weights of `checkpoint.path`, the task, the precision and the epoch of the weights.
 
     Every rank must call it, inside the process group.
     """
-    rank.link.rank_status.set_phase(Phase.BUILDING)
-    config, settings = rank.config, rank.config.trainer
-    precision = PrecisionPlugin(settings.precision, device=rank.context.device, channels_last=settings.channels_last)
-    model = build.build_model(config.model, context=rank.context)
-    task = build.build_task(config.task, model=model, config=config, context=rank.context)  # which may add to the model
+    setup.link.rank_status.set_phase(RankPhase.BUILDING)
+    config, settings = setup.config, setup.config.trainer
+    precision = PrecisionPlugin(settings.precision, device=setup.context.device, channels_last=settings.channels_last)
+    model = build.build_model(config.model, context=setup.context)
+    task = build.build_task(
+        config.task, model=model, config=config, context=setup.context
+    )  # which may add to the model
     model, task = precision.convert_model(model), precision.convert_task(task)
-    manifest = read_manifest(load_model(rank, model, Path(str(config.checkpoint.path))))
-    rank.link.rank_status.set_phase(Phase.EVALUATE)
+    manifest = read_manifest(load_model(setup, model, Path(str(config.checkpoint.path))))
+    setup.link.rank_status.set_phase(RankPhase.EVALUATE)
     return model, task, precision, manifest.epoch
 
 
@@ -123,29 +125,29 @@ def _predictions(model: nn.Module, loader: EvalLoader, *, task: Any, precision: 
 
 @contextmanager
 def _ready(
-    rank: RankSetup, arguments: RankArguments, *, part: Part
+    setup: RankSetup, arguments: RankArguments, *, part: Part
 ) -> Iterator[tuple[nn.Module, Any, dict[str, EvalLoader], PrecisionPlugin]]:
     """Yield the model with its weights, the task, this rank's loaders and the precision, inside the process group."""
-    datasets, rank = build_data(rank)
-    loaders = make_eval_loaders(rank, datasets, part=part)
+    datasets, setup = build_data(setup)
+    loaders = make_eval_loaders(setup, datasets, part=part)
     if not loaders:
         raise DataError(
             f"data.datasets gives no {part} part, or trainer.limit_{part}_batches=0 leaves nothing of it. "
             f"There is: {', '.join(datasets.parts)}."
         )
-    rank.link.rank_status.set_phase(Phase.MEETING)
+    setup.link.rank_status.set_phase(RankPhase.MEETING)
     with ExitStack() as stack:
-        stack.enter_context(process_group(rank.context, rank.config.backend, rendezvous=arguments.rendezvous))
+        stack.enter_context(process_group(setup.context, setup.config.backend, rendezvous=arguments.rendezvous))
         for loader in loaders.values():
             stack.enter_context(closing(loader))
         if streams_of(datasets):
-            rank.exchange.open()
-        stack.enter_context(rank.link.recording())
-        model, task, precision, epoch = _trained_model(rank)
+            setup.exchange.open()
+        stack.enter_context(setup.link.recording())
+        model, task, precision, epoch = _trained_model(setup)
         for loader in loaders.values():
             loader.set_epoch(epoch)
         yield model, task, loaders, precision
-        rank.link.rank_status.set_phase(Phase.CLOSING)
+        setup.link.rank_status.set_phase(RankPhase.CLOSING)
 
 
 # The file of predictions

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from framework.command.launcher import checked_topology
+from framework.command.messages import prediction_summary
+from framework.command.request import JobResult, Request
+from framework.command.run_ranks import run
 from framework.config.topology import Topology
-from framework.jobs.launcher_choice import checked_topology
-from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import run
-from framework.jobs.summary import prediction_summary
 from framework.system.files import checked_output
 
 

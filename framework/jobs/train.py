@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from framework.jobs.launcher_choice import checked_topology as check
-from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import run
-from framework.jobs.summary import training_summary
+from framework.command.launcher import checked_topology as check
+from framework.command.messages import training_summary
+from framework.command.request import JobResult, Request
+from framework.command.run_ranks import run
 from framework.launch.plan import MonitorLink, RankArguments
 
 __all__ = ["check", "main", "train_rank"]
@@ -19,7 +19,7 @@ def main(request: Request) -> JobResult:
 
 def train_rank(arguments: RankArguments, link: MonitorLink) -> int | None:
     """Train on one rank; with `preflight=true` check devices and links first. Return the rank's exit status."""
+    from framework.engine.train import run_rank
     from framework.jobs.preflight.rank import before_training
-    from framework.training.engine import run_rank
 
     return run_rank(arguments, link, before_training=before_training)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, final
 
 from framework.system.orphans import ENDS_WITH_OTHERS
-from framework.system.parent_death import die_with_parent
+from framework.system.signals import die_with_parent
 
 Message = dict[str, Any]
 LEAVE_S = 10.0  # for a process to exit after its work

@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, final
 
+from framework.distributed.store import StoreGoneError, call_in_thread, call_with_deadline
 from framework.errors import EXIT_RUN_FAILED, FrameworkError, LaunchError
 from framework.launch.child import silence_compiled_code
 from framework.launch.handshake import Fingerprint, Handshake, RunSpec, fingerprint
 from framework.launch.local import NodeRun, node_run
 from framework.launch.local import launch as launch  # for one node, with restarts; several nodes use joined_nodes
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
-from framework.launch.store import StoreGoneError, call_in_thread, call_with_deadline
 from framework.monitoring.report import FailureReport
 
 T = TypeVar("T")

@@ -12,11 +12,8 @@ import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
+from framework.distributed.store import LOOPBACK, SECRET
 from framework.errors import TopologyError
-
-LOOPBACK = "127.0.0.1"
-SECRET = "FRAMEWORK_RDZV_SECRET"
-"""The variable with the secret of a run on several nodes."""
 
 _SECRET_KEY = "topology.rdzv_secret"
 _RESERVED_STEPS = 0xFFFFFFF0  # step numbers from here on are SLURM's: batch script, interactive shell, ...
@@ -66,7 +63,7 @@ class ClusterEnvironment:
 def chooses_own_ranks(arguments: Sequence[str]) -> bool:
     """Return True if another launcher is typed: then every process starts a run of its own, whatever started it."""
     launcher = typed_value(arguments, "launcher.name") or typed_value(arguments, "launcher")
-    return launcher not in (None, "auto", "adopted")
+    return launcher not in (None, "auto", "external", "adopted")
 
 
 def typed_value(arguments: Sequence[str], key: str) -> str | None:

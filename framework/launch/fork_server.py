@@ -27,14 +27,13 @@ from framework.errors import FrameworkError, LaunchError, RunError
 from framework.launch.child import Child, Message, run_child
 from framework.system.hardware import openmp_environment
 from framework.system.orphans import ENDS_WITHIN_S, adopt_orphans, end_descendants, left_behind
-from framework.system.parent_death import die_with_parent
-from framework.system.signals import STOP_SIGNALS, catching_signals
+from framework.system.signals import STOP_SIGNALS, catching_signals, die_with_parent
 
 # What ranks need, the heaviest first.
 PRELOAD = (
     "torch",
     "torch.distributed",
-    "framework.training.engine",
+    "framework.engine.train",
     "framework.jobs.preflight.rank",
     "rich.progress",
     "numpy.random",

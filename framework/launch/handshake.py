@@ -33,10 +33,9 @@ from typing import TYPE_CHECKING, Any, final
 from framework.config.assets import config_dir, user_config_dir
 from framework.config.saved import resume_argument
 from framework.config.topology import Topology
-from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError, TopologyError
-from framework.launch.environment import SECRET, ClusterEnvironment
-from framework.launch.store import (
+from framework.distributed.store import (
     PROBE_S,
+    SECRET,
     STORE_TIMEOUT_S,
     RunStore,
     StoreGoneError,
@@ -47,6 +46,8 @@ from framework.launch.store import (
     host_store,
     listen,
 )
+from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError, TopologyError
+from framework.launch.environment import ClusterEnvironment
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import list_ranks
 from framework.system.files import read_text
@@ -389,7 +390,7 @@ def _hashes(folder: Path, pattern: str) -> Iterable[tuple[str, str]]:
 
 
 @final
-class AdoptedRanks:
+class ExternalRanks:
     """This rank's connection to the others. arguments: of the command, what rank 0 composes."""
 
     def __init__(self, cluster: ClusterEnvironment, arguments: Sequence[str]) -> None:

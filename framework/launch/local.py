@@ -19,14 +19,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
 
+from framework.distributed.store import LOOPBACK, RunStore, listen
 from framework.errors import EXIT_STOPPED, LaunchError
 from framework.launch.child import LEAVE_S, Child, Message
-from framework.launch.environment import LOOPBACK
 from framework.launch.fork_server import ForkServer, RunServer, running_fork_server
-from framework.launch.interfaces import network_environment
-from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, rank_environment
+from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, network_environment, rank_environment
 from framework.launch.stopping import shown_signal
-from framework.launch.store import RunStore, listen
 from framework.monitoring.failure import FailureKind
 from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor, RankInfo

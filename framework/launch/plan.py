@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
+import psutil
+
 from framework.config.schema import InitMethod
 from framework.config.topology import Topology
-from framework.launch.handshake import AdoptedRanks, RunSpec
+from framework.distributed.store import LOOPBACK
+from framework.launch.handshake import ExternalRanks, RunSpec
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport
@@ -17,8 +22,8 @@ from framework.system.files import read_text
 from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from framework.distributed.store import RunStore
     from framework.launch.fork_server import ForkServer
-    from framework.launch.store import RunStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +49,11 @@ class LaunchPlan(NodeSetup):
 
     entry: str
     run_dir: RunDir
-    adopted_ranks: AdoptedRanks | None = None  # in rank 0 of ranks that something else has started
+    external_ranks: ExternalRanks | None = None  # in rank 0 of ranks that something else has started
     names: tuple[str, ...] = ()  # of what every rank needs besides the fork server's preload
 
     def spec(self) -> RunSpec:
-        """Return what other nodes, or other adopted ranks, need to run their part."""
+        """Return what other nodes, or other external ranks, need to run their part."""
         secrets = self.run_dir.secrets_file
         return RunSpec(
             entry=self.entry,
@@ -104,7 +109,7 @@ class MonitorLink:
 
     @property
     def is_watched(self) -> bool:
-        """True if a launcher monitors the rank; False with `launcher=in_place`."""
+        """True if a launcher monitors the rank; False with `launcher=in_process`."""
         return self.open_store is not None
 
     @contextmanager
@@ -137,3 +142,35 @@ def rank_environment(topology: Topology, *, rank: int, host: str, port: int, att
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }
+
+
+_LOOPBACK = ("127.", "localhost")
+_ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): only the route is looked up
+
+
+def network_environment(host: str, *, nnodes: int) -> dict[str, str]:
+    """Return GLOO_SOCKET_IFNAME for ranks that meet at `host`, unless the user has set it: loopback on one node.
+
+    Debian gives a machine's own name the address 127.0.1.1, so other nodes would connect to themselves. Empty if the
+    interface isn't found: IPv6 only, or a system other than Linux.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    host = LOOPBACK if nnodes == 1 else host
+    try:
+        address = _own_address(host)
+        if address.startswith(_LOOPBACK) and not host.startswith(_LOOPBACK):
+            address = _own_address(_ELSEWHERE)  # node 0's own name is a loopback address
+    except OSError:  # an unknown name, or no route
+        return {}
+    for interface, addresses in psutil.net_if_addrs().items():
+        if address in [each.address for each in addresses]:
+            return {"GLOO_SOCKET_IFNAME": interface}
+    return {}
+
+
+def _own_address(host: str) -> str:
+    """Return the IPv4 address that this machine would send from. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # a datagram socket only looks up the route
+        return str(probe.getsockname()[0])

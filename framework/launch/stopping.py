@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import final
 
+from framework.distributed.store import RunStore
 from framework.launch.plan import MonitorLink
-from framework.launch.store import RunStore
 from framework.system.signals import STOP_SIGNALS
 
 STEPS_TO_STOP = 2

@@ -16,10 +16,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+from framework.distributed.store import host_store, open_run_store
 from framework.errors import FrameworkError, RunError
 from framework.launch.child import Tee
 from framework.launch.plan import MonitorLink, RankArguments
-from framework.launch.store import host_store, open_run_store
 from framework.monitoring.rank_status import RankStatus, heartbeat
 
 # Modules of the innermost Python frame when torch's collectives and stores raise, in C++ too: a backward pass exchanges

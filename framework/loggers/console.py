@@ -17,7 +17,7 @@ from framework.config.schema import ProgressMode
 from framework.monitoring.slow_ranks import SLOW_SHARE
 from framework.system.formatting import format_bytes, format_rate
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 
 if TYPE_CHECKING:
     from framework.loggers.live_view import LiveView, Row
@@ -47,7 +47,7 @@ class ConsoleLogger:
         self._out: Any = sys.stdout  # a Tee in a rank that was forked: no TextIO for the type checker
         self._view: LiveView | None = None
         self._info: FitInfo
-        self._report: StepReport | None = None
+        self._report: StepInfo | None = None
         self._history: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)  # time and step of each line
         self._training: dict[str, float] = {}  # the last value of each name
         self._evaluated: dict[str, float] = {}  # of the last evaluation, after step `_evaluated_step`
@@ -62,7 +62,7 @@ class ConsoleLogger:
             self._view = start_view(self._progress)
         self._plan_draw()
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepInfo) -> None:
         self._report = report
         if monotonic() >= self._next_draw_s:
             self._draw(report)
@@ -89,7 +89,7 @@ class ConsoleLogger:
         interval_s = _PLAIN_LINE_S if self._view is None else _REDRAW_S
         self._next_draw_s = math.inf if self._progress == "off" else monotonic() + interval_s
 
-    def _draw(self, report: StepReport) -> None:
+    def _draw(self, report: StepInfo) -> None:
         self._history.append((monotonic(), report.step))
         if self._view is None:
             self._print(self._line(report))
@@ -102,7 +102,7 @@ class ConsoleLogger:
             with suppress(OSError):  # a full disk or a broken pipe must not end training
                 print(line, file=sys.stdout if self._view is not None else self._out, flush=True)
 
-    def _line(self, report: StepReport) -> str:
+    def _line(self, report: StepInfo) -> str:
         total, rate, left = self._info.total_steps, self._rate(), self._left(report)
         parts = [f"epoch {self._epoch(report)}", f"step {report.step}" + (f"/{total}" if total else "")]
         if rate:
@@ -113,7 +113,7 @@ class ConsoleLogger:
         parts.append(" ".join(_numbers(shown)))
         return "  ".join(part for part in parts if part)
 
-    def _rows(self, report: StepReport) -> Iterator[Row]:
+    def _rows(self, report: StepInfo) -> Iterator[Row]:
         """Yield what the live view shows; the most important items of a row come first."""
         from framework.loggers.live_view import Row
 
@@ -163,11 +163,11 @@ class ConsoleLogger:
             with suppress(OSError):  # there is none yet
                 yield f"saved step {step_of(self._last_checkpoint.readlink().name)}"
 
-    def _epoch(self, report: StepReport) -> str:
+    def _epoch(self, report: StepInfo) -> str:
         last = "" if self._info.max_epochs is None else f"/{self._info.max_epochs - 1}"  # both are counted from 0
         return f"{report.epoch}{last}"
 
-    def _left(self, report: StepReport) -> str | None:
+    def _left(self, report: StepInfo) -> str | None:
         rate, total = self._rate(), self._info.total_steps
         return str(timedelta(seconds=math.ceil(max(total - report.step, 0) / rate))) if rate and total else None
 

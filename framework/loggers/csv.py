@@ -11,9 +11,9 @@ from typing import Any, final
 
 from framework.config.parse import flatten
 from framework.errors import ConfigError
-from framework.monitoring.rank_log import warn
 from framework.system.files import read_bytes
 from framework.system.json_lines import MAX_FILE_BYTES
+from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir, write_atomically
 from framework.types import FitInfo
 

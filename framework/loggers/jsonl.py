@@ -17,10 +17,11 @@ from typing import Any, final
 
 from framework.errors import ConfigError
 from framework.loggers.media import picture_of
-from framework.monitoring.rank_log import warn
+from framework.media import Image, Table
 from framework.system.json_lines import Check, metrics_fault, read_lines
+from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir, write_atomically
-from framework.types import FitInfo, Image, Table
+from framework.types import FitInfo
 
 _DAMAGED_SHOWN = 5
 _encode = json.JSONEncoder(allow_nan=False).encode  # made once: `json.dumps` makes one at each call

@@ -64,7 +64,7 @@ class LiveView:
             return
         if isinstance(stream, Tee):  # which writes to the log, too
             self._restore.append(partial(setattr, stream, "terminal", stream.terminal))
-            stream.terminal = cast(TextIO, FileProxy(self._console, stream.terminal))
+            stream.terminal = cast("TextIO", FileProxy(self._console, stream.terminal))
         else:
             self._restore.append(partial(setattr, sys, name, stream))
             setattr(sys, name, FileProxy(self._console, stream))

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from framework.errors import TargetError
-from framework.types import Artifact, Figure, Histogram, Image, Logger, Media, Table, Text, hooks
+from framework.media import Artifact, Figure, Histogram, Image, Media, Table, Text
+from framework.types import Logger, hooks
 
 _BINS = 64
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 from framework.config.parse import flatten
 from framework.errors import ConfigError
 from framework.loggers.tracker import Row, Tracker, check_installed
-from framework.monitoring.rank_log import show, warn
+from framework.system.rank_log import show, warn
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import MASK, masked_text
 

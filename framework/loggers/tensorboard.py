@@ -19,9 +19,10 @@ import numpy as np
 
 from framework.errors import ConfigError
 from framework.loggers.media import array_of, markdown, pixels_of
-from framework.monitoring.rank_log import warn
+from framework.media import Image, Table
+from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, Image, StepReport, Table
+from framework.types import FitInfo, StepInfo
 
 _WRITE_EVERY_S = 5
 _HPARAMS = (  # the sections that say what is trained
@@ -73,7 +74,7 @@ class TensorBoardLogger:
         self._names: set[str] = set()  # of all numbers so far
         self._charts: list[str] = []  # those that were written
         self._step = 0  # of the last numbers
-        self.step: Callable[[StepReport], None] | None = None  # called after every step, if there is one
+        self.step: Callable[[StepInfo], None] | None = None  # called after every step, if there is one
         self._writer: Any = None  # a SummaryWriter
         self._pending_texts: list[tuple[str, str, int]] = []
         self._pending_media: list[Callable[[Any], None]] = []  # each writes to a SummaryWriter

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from framework.distributed.seed import generator_states, restore_generator_states
 from framework.distributed.sharded import local_tensor
-from framework.monitoring.rank_log import warn
-from framework.types import FitInfo, StepReport
+from framework.system.rank_log import warn
+from framework.types import FitInfo, StepInfo
 
 Write = Callable[[Any], None]
 """Writes to a SummaryWriter."""
@@ -62,7 +62,7 @@ class Histograms:
         self._step = info.start_step + 1  # the one that comes next
         info.optimizer.register_step_pre_hook(self._before_step)
 
-    def finish_step(self, report: StepReport) -> None:
+    def finish_step(self, report: StepInfo) -> None:
         self._step = report.step + 1
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:

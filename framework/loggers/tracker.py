@@ -18,11 +18,12 @@ from framework.config.saved import load_written_config
 from framework.errors import ConfigError, describe_error
 from framework.loggers.jsonl import JsonLines
 from framework.loggers.media import array_of, counts_of, picture_of
-from framework.monitoring.rank_log import warn
+from framework.media import Image, Table
 from framework.system.files import open_regular
 from framework.system.json_lines import read_lines
+from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, Image, Table
+from framework.types import FitInfo
 
 Row = Mapping[str, Any]
 """A line of the journal: `step`, `kind`, and what the kind has."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, final
 import psutil
 
 from framework.loggers.tracker import Row, Tracker, check_installed
-from framework.monitoring.rank_log import show, warn
+from framework.system.rank_log import show, warn
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import masked_text
 

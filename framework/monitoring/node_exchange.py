@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar, final
 
-from framework.launch.store import RunStore, StoreGoneError, call_with_deadline
+from framework.distributed.store import RunStore, StoreGoneError, call_with_deadline
 from framework.monitoring.node_monitor import NodeMonitor, Progress, max_progress
 
 T = TypeVar("T")

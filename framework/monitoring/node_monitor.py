@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import time
@@ -20,8 +21,8 @@ from typing import Any, TypeVar, final
 import psutil
 
 from framework.monitoring.failure import failure_facts
-from framework.monitoring.oom_killer import count_oom_kills, killed_since
-from framework.monitoring.rank_status import CRASH, STACKS_SIGNAL, Phase, RankStatus, StatusPage, with_workers
+from framework.monitoring.rank_status import CRASH, STACKS_SIGNAL, RankPhase, RankStatus, StatusPage, with_workers
+from framework.system.hardware import control_groups
 
 _STACKS_TIMEOUT_S = 1.5
 _STACKS_POLL_S = 0.02
@@ -61,7 +62,7 @@ class RankState:
     pid: int
     alive: bool
     stopped: bool  # by SIGSTOP or a debugger
-    phase: int  # a Phase
+    phase: int  # a RankPhase
     step: int
     collectives: int
     still_s: float  # since phase, step, collectives, done or the ticks within a phase last changed
@@ -118,7 +119,7 @@ def waited_for(states: Sequence[RankState], *, elsewhere: Progress | None = None
     waits = [
         each.still_s
         for each in states
-        if each not in late and (each.done or (each.alive and (top > 0 or each.phase == Phase.MEETING)))
+        if each not in late and (each.done or (each.alive and (top > 0 or each.phase == RankPhase.MEETING)))
     ]
     if elsewhere is not None and theirs == top > 0:
         waits.append(elsewhere.still_s)
@@ -136,7 +137,7 @@ def stuck_for(states: Sequence[RankState]) -> float:
     progress. Stopped ranks don't count.
     """
     working = [each for each in states if each.alive and not each.done and not each.stopped]
-    if any(each.pid == 0 or each.phase == Phase.FUNCTION for each in working):
+    if any(each.pid == 0 or each.phase == RankPhase.FUNCTION for each in working):
         return 0.0
     return min((each.still_s for each in working), default=0.0)
 
@@ -145,8 +146,8 @@ def _behind(states: Sequence[State], *, elsewhere: int) -> list[State]:
     top = _top(states, elsewhere)
     if top > 0:
         return [each for each in states if each.collectives < top]
-    meeting = any(each.phase == Phase.MEETING for each in states)
-    return [each for each in states if meeting and each.phase < Phase.MEETING]
+    meeting = any(each.phase == RankPhase.MEETING for each in states)
+    return [each for each in states if meeting and each.phase < RankPhase.MEETING]
 
 
 def _top(states: Sequence[RankState], elsewhere: int) -> int:
@@ -263,7 +264,7 @@ class NodeMonitor:
         asked = [state for state in states if state.alive and (records[state.rank] is None or state.rank in hanging)]
         stacks = self._stacks(asked)
         for state in asked:
-            if state.phase in (Phase.DATA, Phase.EVALUATE) and state.rank in hanging:
+            if state.phase in (RankPhase.DATA, RankPhase.EVALUATE) and state.rank in hanging:
                 stacks[state.rank] = with_workers(stacks.get(state.rank, ""), self._worker_stacks(state))
         return {
             "node": self.node,
@@ -293,7 +294,7 @@ class NodeMonitor:
             pid=status.pid,
             alive=alive,
             stopped=alive and (rank.was_continued or process_status in _STOPPED),
-            phase=Phase(status.phase),
+            phase=RankPhase(status.phase),
             step=status.step,
             collectives=status.collectives,
             still_s=now - rank.since_s,
@@ -327,7 +328,12 @@ class NodeMonitor:
                     if state.alive or state.done:
                         yield {"event": "caught_up", **entry}
             elif state.rank in behind and seconds is not None:
-                entry = {"rank": state.rank, "phase": Phase(state.phase).label, "step": state.step, "seconds": seconds}
+                entry = {
+                    "rank": state.rank,
+                    "phase": RankPhase(state.phase).label,
+                    "step": state.step,
+                    "seconds": seconds,
+                }
                 self._late.append(entry)
                 self._late_now[state.rank] = now - seconds, entry
                 yield {"event": "late", **entry, "pid": state.pid}
@@ -348,7 +354,7 @@ class NodeMonitor:
                 "node": self.node,
                 "host": socket.gethostname(),
                 "pid": state.pid or (end or {}).get("pid", 0),  # 0 if it ended before it wrote its pid
-                "phase": Phase(state.phase).label,
+                "phase": RankPhase(state.phase).label,
                 "step": state.step,
             },
             "failure": failure_facts(
@@ -437,3 +443,30 @@ def _signal_main_thread(process: psutil.Process, number: int) -> None:
         libc.tgkill(process.pid, process.pid, number)
     else:
         process.send_signal(number)
+
+
+def count_oom_kills(pid: int, root: Path = Path("/")) -> dict[Path, int]:
+    """Return how many kills the memory control groups of a living process have counted, by file.
+
+    Empty if there is no memory controller. The groups above a process's own count the kills of others, too.
+    """
+    kills: dict[Path, int] = {}
+    for levels, version in control_groups("memory", root=root, pid=pid):
+        name = "memory.events" if version == 2 else "memory.oom_control"
+        own = levels[0] / name
+        file = own if own.exists() else levels[-1] / name
+        kills[file] = _kills_in(file)
+    return kills
+
+
+def killed_since(before: Mapping[Path, int]) -> bool:
+    """Return True if the kernel has killed a process in these groups since `count_oom_kills` returned `before`."""
+    return any(_kills_in(file) > kills for file, kills in before.items())
+
+
+def _kills_in(file: Path) -> int:
+    try:
+        found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0

@@ -23,11 +23,11 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, NoReturn, final
 
+from framework.distributed.store import COUNTED_GROUP
+
 STACKS_SIGNAL: int = signal.SIGRTMIN + 8
 """Makes a rank write the Python stacks of its threads. Libraries and schedulers don't use it."""
 
-COUNTED_GROUP = "counted with the default group"
-"""Description of a process group whose collectives `StatusPage.collectives` counts too."""
 
 CRASH = "Fatal Python error: "
 """How faulthandler begins when a signal ends the process."""
@@ -44,7 +44,7 @@ _MAX_STACK_BYTES = 65_536
 _MAX_CHARS = 20_000  # of each of a record's texts, of which JSON may make twelve times as many bytes
 
 
-class Phase(IntEnum):
+class RankPhase(IntEnum):
     """What a rank is doing, in the order of its life."""
 
     STARTING = 0  # reading the configuration, building the data
@@ -114,7 +114,7 @@ class RankStatus:
 
     # For the rank
 
-    def set_phase(self, phase: Phase) -> None:
+    def set_phase(self, phase: RankPhase) -> None:
         """Set what this rank is doing from now on."""
         self._page.phase = phase
 

@@ -14,7 +14,7 @@ from framework.config.schema import Precision
 from framework.config.topology import check_strategy_fits
 from framework.distributed.context import Context
 from framework.errors import ConfigError
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
 from framework.strategies.parameters import described_change
 from framework.types import DataShare, NumberFormats, StepOutput, Task, Waiting, Window
 
@@ -140,7 +140,7 @@ class Strategy:
         task: Task,
         precision: NumberFormats,
         add: Callable[[StepOutput, int, float], Tensor],
-        mark: Callable[[Phase], None],
+        mark: Callable[[RankPhase], None],
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a step, if overridden, in place of the trainer.
 

@@ -18,7 +18,7 @@ from framework.distributed.process_group import new_subgroup
 from framework.distributed.seed import fingerprint
 from framework.distributed.sharded import StageLayout, set_layout
 from framework.errors import ConfigError, TargetError, TopologyError
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
 from framework.strategies.averaging import MB, average_gradients, begin_all_reduce_mean, broadcast
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import check_dense, check_same_change
@@ -170,13 +170,13 @@ class Pipeline(Strategy):
         task: Task,
         precision: NumberFormats,
         add: Callable[[StepOutput, int, float], Tensor],
-        mark: Callable[[Phase], None],
+        mark: Callable[[RankPhase], None],
     ) -> Tensor:
         """Run forward and backward of all micro-batches; gradients are then the mean over the global batch."""
         device = self._context.device
         micro_batches = [MicroBatch(precision.convert_batch(each), count) for each, count in window.micro_batches]
-        mark(Phase.FORWARD)
-        mark(Phase.BACKWARD)  # in which one rank may wait for another
+        mark(RankPhase.FORWARD)
+        mark(RankPhase.BACKWARD)  # in which one rank may wait for another
         self._share_buffers(model)
         self._sync_training_mode(model)
         # Torch's schedules need a fixed number of micro-batches of one size: so micro-batches are padded with rows, and

@@ -14,7 +14,7 @@ _LARGEST_BYTES = 128 << 20  # larger ones go back each by itself: data sets, cop
 _OLD_VERSIONS_MAX = 32 << 20  # before 2.35 a higher one is refused
 
 
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+def tune_malloc(environ: Mapping[str, str] = os.environ) -> bool:
     """Have malloc keep freed blocks below 128 MiB, up to 1 GiB, instead of returning them; return True if that is set.
 
     A training step allocates the same activations every time, and by default each page of the larger ones is faulted in

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 _DECIMAL = ("", "k", "M", "G", "T", "P")
 _BINARY = ("", "Ki", "Mi", "Gi", "Ti")
@@ -74,3 +76,22 @@ def format_facts(facts: Iterable[tuple[str, str]]) -> str:
 def terminal_width() -> int:
     """Return the columns of the terminal; for a file or pipe, more than any line has."""
     return shutil.get_terminal_size((10_000, 0)).columns
+
+
+def format_metric(value: float | None) -> str:
+    """Return four digits; `–` for None."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Return hours, minutes and seconds, as in `0:01:30` and `49:05:00`; `–` for None."""
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def display_path(path: Path) -> str:
+    """Return the path relative to the working directory if it lies below it, else as it is."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d, cross_entropy
 
 from framework.errors import ConfigError, DataError
-from framework.types import Media, Table
+from framework.media import Media, Table
 
 _LARGEST_IMAGE = 128  # pixels
 _LARGEST_EXPONENT = 700.0  # beyond it a double overflows

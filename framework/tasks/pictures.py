@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image as Pillow
 from PIL import ImageDraw
 
-from framework.types import Image
+from framework.media import Image
 
 _MARGIN = 36  # pixels at the left and the top or bottom, for labels
 _SIDE = 400  # pixels of a chart

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.config.targets import plain_function
+from framework.config.targets import unwrap_partial
 from framework.errors import ConfigError, DataError
 from framework.tasks.ignored_targets import ignored_by
 from framework.tasks.metrics import MeanAbsoluteError, Metric
@@ -81,8 +81,8 @@ class Supervised:
                 f"task.loss: {_name_of(loss)} has reduction={reduction!r}. Use reduction='mean': the framework "
                 "weighs every batch by its samples, and reduces over batches and processes itself."
             )
-        self.loss = plain_function(loss)
-        self.metrics: dict[str, Any] = {name: plain_function(metric) for name, metric in (metrics or {}).items()}
+        self.loss = unwrap_partial(loss)
+        self.metrics: dict[str, Any] = {name: unwrap_partial(metric) for name, metric in (metrics or {}).items()}
         self._ignored = ignored_by(self.loss)
         if self._ignored is not None:
             for metric in self.metrics.values():

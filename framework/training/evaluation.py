@@ -15,11 +15,12 @@ from framework.data.batch_tree import map_tensors
 from framework.distributed.context import Context
 from framework.distributed.sharded import has_output, is_model_sharded
 from framework.errors import TargetError
+from framework.media import Media
+from framework.optim.precision import PrecisionPlugin
 from framework.tasks.supervised import describe
 from framework.training.meter import LOSS, Meter
-from framework.training.precision import PrecisionPlugin
 from framework.training.stateful_metrics import StatefulMetrics
-from framework.types import Media, MicroBatch, StepOutput, Task, hooks
+from framework.types import MicroBatch, StepOutput, Task, hooks
 
 
 class Evaluation(NamedTuple):

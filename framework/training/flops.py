@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
-from framework.monitoring.rank_log import logger
+from framework.system.rank_log import logger
 from framework.training.train_state import TrainState
 from framework.types import Batch, StepOutput
 

@@ -14,8 +14,8 @@ from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.metric_sync import is_torchmetric, sync_through, why_not_merged
 from framework.errors import TargetError
+from framework.media import Media, Table
 from framework.tasks.supervised import describe
-from framework.types import Media, Table
 
 
 @final

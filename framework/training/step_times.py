@@ -18,17 +18,17 @@ from typing import Any, final
 
 import torch
 
-from framework.monitoring.rank_status import Phase, RankStatus
+from framework.monitoring.rank_status import RankPhase, RankStatus
 from framework.monitoring.slow_ranks import Spent
 
-_WAITING, _OUTSIDE = len(Phase), len(Phase) + 1  # beside the phases
-_COMPUTE = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-_COUNTED = (Phase.DATA, *_COMPUTE, Phase.LOGGING, _WAITING)
+_WAITING, _OUTSIDE = len(RankPhase), len(RankPhase) + 1  # beside the phases
+_COMPUTE = (RankPhase.FORWARD, RankPhase.BACKWARD, RankPhase.OPTIMIZER)
+_COUNTED = (RankPhase.DATA, *_COMPUTE, RankPhase.LOGGING, _WAITING)
 SHARES = {
-    "forward": Phase.FORWARD,
-    "backward": Phase.BACKWARD,
-    "optimizer": Phase.OPTIMIZER,
-    "callbacks": Phase.LOGGING,
+    "forward": RankPhase.FORWARD,
+    "backward": RankPhase.BACKWARD,
+    "optimizer": RankPhase.OPTIMIZER,
+    "callbacks": RankPhase.LOGGING,
 }
 """The parts of a step that are logged as the ranks' mean share, beside data and waiting; 0 if unknown."""
 _NOTHING = (0.0,) * (_OUTSIDE + 1)
@@ -86,15 +86,15 @@ class StepTimer:
         self._skips_step = False  # the one after an evaluation or a checkpoint
         self.shares = [0.0] * len(SHARES)  # of the steps that were read last, see SHARES
 
-    def set_phase(self, phase: Phase) -> None:
+    def set_phase(self, phase: RankPhase) -> None:
         """Begin a phase of the step."""
         self._stamp(phase)
         self._rank_status.set_phase(phase)
 
-    def leave_step(self, phase: Phase) -> None:
+    def leave_step(self, phase: RankPhase) -> None:
         """Begin something that isn't part of a step."""
         self._stamp(_OUTSIDE)
-        if phase in (Phase.EVALUATE, Phase.CHECKPOINT):
+        if phase in (RankPhase.EVALUATE, RankPhase.CHECKPOINT):
             self._add_up()
             self._skips_step = True
         self._rank_status.set_phase(phase)
@@ -102,7 +102,7 @@ class StepTimer:
     def finish_step(self, step: int) -> None:
         """Mark optimizer step `step` as done; callbacks come next."""
         self._rank_status.finish_step(step)
-        self.set_phase(Phase.LOGGING)
+        self.set_phase(RankPhase.LOGGING)
         if self._clock.is_sampled:
             # Halfway between two logs, when the GPU's queue is full again. A step ends with the first mark of the next.
             self._takes_stamps = self._every < 4 or (step + 1) % self._every - self._every // 2 in (0, 1)
@@ -134,9 +134,9 @@ class StepTimer:
         spent = Spent(
             steps=self._steps,
             step=sum(seconds[kind] for kind in _COUNTED),
-            data=seconds[Phase.DATA],
+            data=seconds[RankPhase.DATA],
             compute=sum(seconds[kind] for kind in _COMPUTE) if self.knows_waiting else 0.0,
-            callbacks=seconds[Phase.LOGGING],
+            callbacks=seconds[RankPhase.LOGGING],
             waiting=seconds[_WAITING],
         )
         is_complete = self._is_complete
@@ -152,7 +152,7 @@ class StepTimer:
             self._stamps.append(self._clock.now())
 
     def _add_up(self) -> None:
-        kinds, stamps, end_of_step = self._kinds, self._stamps, Phase.LOGGING
+        kinds, stamps, end_of_step = self._kinds, self._stamps, RankPhase.LOGGING
         if self._clock.is_sampled:  # the last step may be incomplete
             while len(kinds) > 1 and kinds[-2] is not end_of_step:
                 del kinds[-1], stamps[-1]

@@ -41,7 +41,7 @@ class StopControl:
         if answer is not None:
             if not isinstance(answer, Stop):
                 raise TargetError(
-                    f"A callback returned {answer!r}. Return framework.Stop(reason) to end, framework.Report(values) "
+                    f"A callback returned {answer!r}. Return framework.Stop(reason) to end, framework.Log(values) "
                     "to log something, else None."
                 )
             self.own_reason = answer.reason

@@ -27,17 +27,16 @@ from framework.distributed.context import Context
 from framework.distributed.seed import generator_states, restore_generator_states
 from framework.distributed.sharded import has_output, is_model_sharded, local_tensor
 from framework.errors import ConfigError, RunError
-from framework.monitoring.rank_log import logger
+from framework.optim.param_groups import Optimizers
+from framework.optim.phases import Phases
+from framework.optim.precision import PrecisionPlugin
+from framework.optim.schedule import Schedule, Schedules, restore_optimizer
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import Trainable, described_change
+from framework.system.rank_log import logger
 from framework.training.evaluation import Evaluation, evaluate, isolated
-from framework.training.meter import Meter
-from framework.training.optimizer import Schedule, Schedules, restore_optimizer
-from framework.training.param_groups import Optimizers
-from framework.training.phases import Phases
-from framework.training.precision import PrecisionPlugin
+from framework.training.meter import Meter, ReportedPairs
 from framework.training.rank_states import RANK_STATES, Fingerprints, fingerprints, own_state, states_of_ranks
-from framework.training.reports import ReportedPairs
 from framework.training.stop_control import StopControl
 from framework.types import Callback, Logger, MicroBatch, Phase, Task, hooks
 

@@ -33,40 +33,40 @@ from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.errors import DiskError
 from framework.launch.plan import MonitorLink
 from framework.loggers.media import log_media
+from framework.media import Media
 from framework.monitoring.device_usage import DeviceUsage
-from framework.monitoring.rank_log import logger, show, warn
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
 from framework.monitoring.slow_ranks import SlowRanks
+from framework.optim.schedule import clip_gradients
 from framework.strategies.base import NO_CONTEXT, Strategy
+from framework.system.rank_log import logger, show, warn
 from framework.training.batchnorm import batchnorm_statistics
 from framework.training.broadcasting import refused_broadcasting
-from framework.training.data_settings import Start, start_of, total_steps
 from framework.training.evaluation import check_output, copied, eager, is_number, media_of
 from framework.training.flops import FlopRate, peak_of_run
+from framework.training.length import Start, start_of, total_steps
 from framework.training.loss_weights import LossWeights
 from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
-from framework.training.optimizer import clip_gradients
 from framework.training.step_times import SHARES, Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
 from framework.types import (
-    EpochReport,
-    EvalReport,
+    BatchInfo,
+    EpochInfo,
+    EvalInfo,
     FitInfo,
     Interval,
-    Media,
-    Report,
+    Log,
+    Phase,
     StepInfo,
     StepOutput,
-    StepReport,
     Stop,
     Task,
     Window,
     hooks,
 )
-from framework.types import Phase as TaskPhase
 
-_ONE_LOSS: tuple[TaskPhase | None, ...] = (None,)
+_ONE_LOSS: tuple[Phase | None, ...] = (None,)
 """What a step of a task without phases runs."""
 
 
@@ -126,7 +126,7 @@ class Trainer:
         # A model that is spread over ranks isn't copied, and phases differ from step to step.
         is_spread = self._runs_windows or state.strategy.forward_communicates
         self._flops_are_wanted = counts_flops and not is_spread and state.phases is None
-        # The phases whose step takes a StepInfo; None is that of a task without phases.
+        # The phases whose step takes a BatchInfo; None is that of a task without phases.
         self._informed = {name for name, step in _steps_of(state).items() if "info" in signature(step).parameters}
         self._num_shares = state.strategy.data_share(context).world_size
         # A strategy that runs windows gives each output to one rank.
@@ -151,7 +151,7 @@ class Trainer:
         is_never_due = settings.val_check_interval is None and settings.check_val_every_n_epoch is None
         if not self.val_loaders or is_never_due or number == 0 or self.progress.step > 0:
             return []
-        self._timer.set_phase(Phase.EVALUATE)
+        self._timer.set_phase(RankPhase.EVALUATE)
         for start in hooks([self.state.task], "on_sanity_check_start"):
             start()
         # Eagerly, since other batch sizes would cause dynamic recompilation.
@@ -185,14 +185,14 @@ class Trainer:
         self._counts_flops = self._flops_are_wanted
         self._throughput.read()
         self._start_timer()
-        self._timer.set_phase(Phase.DATA)
+        self._timer.set_phase(RankPhase.DATA)
         for window in self._windows():
             epoch = progress.epoch
             loss = self.train_step(window)
             self._throughput.samples += window.global_count
             progress.advance(global_count=window.global_count, epoch_end=window.epoch_end)
             self._timer.finish_step(progress.step)
-            report = StepReport(progress.step, epoch, loss, window.global_count, window.indices, window.epoch_end)
+            report = StepInfo(progress.step, epoch, loss, window.global_count, window.indices, window.epoch_end)
             for observe in observe_step:
                 if (answer := observe(report)) is not None:
                     self._handle(answer)
@@ -202,12 +202,12 @@ class Trainer:
                 self.log()
             if window.epoch_end:
                 state.schedule.step_after("epoch")
-                self._timer.leave_step(Phase.LOGGING)
+                self._timer.leave_step(RankPhase.LOGGING)
                 self.stop.agree()
             if self._evaluation_due(epoch_end=window.epoch_end):
                 self.evaluate()
             if window.epoch_end and self._on_epoch_end:
-                self._timer.leave_step(Phase.LOGGING)
+                self._timer.leave_step(RankPhase.LOGGING)
                 self._call(self._on_epoch_end, epoch=epoch)
                 self.stop.agree()
             if window.epoch_end and (values := self._from_task("epoch")):
@@ -216,7 +216,7 @@ class Trainer:
                 self.save()
             if self.stop.request.pending:
                 self._handle_request()
-            self._timer.set_phase(Phase.DATA)
+            self._timer.set_phase(RankPhase.DATA)
         self._finish()
 
     def train_step(self, window: Window) -> Tensor:
@@ -250,7 +250,7 @@ class Trainer:
             if self._counts_flops and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
                 step, self._counts_flops = self._flops.recorded(step), False
             for position, micro in enumerate(micro_batches, start=1):
-                mark(Phase.FORWARD)
+                mark(RankPhase.FORWARD)
                 weight = micro.num_samples * scale
                 is_last = position == window.num_micro_batches
                 isolated = NO_CONTEXT if micro.num_samples else state.without_side_effects()
@@ -277,23 +277,23 @@ class Trainer:
                             self._weights.begin_sum(name)
                     else:  # multiplying by 1.0 would cost two kernels
                         loss = output.loss if weight == 1.0 else output.loss * weight
-                    mark(Phase.BACKWARD)
+                    mark(RankPhase.BACKWARD)
                     state.precision.scaler.scale(loss).backward()
                 if micro.num_samples and output.num_samples and self._counts:
                     state.meter.add(output, step=self.progress.step + 1, phase=name)
-                mark(Phase.DATA)  # of the next micro-batch
+                mark(RankPhase.DATA)  # of the next micro-batch
             if window.first_rank is not None:
                 state.strategy.broadcast_buffers(state.model, source=window.first_rank)
             self._update(window.global_count, phase)
         state.strategy.after_update(state.model)
         return output.loss.detach()
 
-    def _info(self, window: Window, num_samples: int) -> StepInfo:
+    def _info(self, window: Window, num_samples: int) -> BatchInfo:
         progress = self.progress
-        return StepInfo(progress.step, progress.epoch, window.global_count, is_stand_in=num_samples == 0)
+        return BatchInfo(progress.step, progress.epoch, window.global_count, is_stand_in=num_samples == 0)
 
     def _task_of(self, window: Window) -> Task:
-        """Return the task for a strategy that runs windows itself: a copy with the StepInfo bound if it takes one.
+        """Return the task for a strategy that runs windows itself: a copy with the BatchInfo bound if it takes one.
 
         Such a strategy runs the backward for samples only, never for a stand-in.
         """
@@ -316,15 +316,15 @@ class Trainer:
             return self._weights.weighted(output, num_samples=num_samples, scale=scale)
         return output.loss if num_samples * scale == 1.0 else output.loss * (num_samples * scale)
 
-    def _keep_media(self, media: Callable[[], Mapping[str, Media]], *, phase: TaskPhase | None = None) -> None:
+    def _keep_media(self, media: Callable[[], Mapping[str, Media]], *, phase: Phase | None = None) -> None:
         """Keep the media of this step, if the step will be logged and this rank has loggers."""
         if self.state.loggers and (self.progress.step + 1) % self.settings.log_every_n_steps == 0:
             self._media["train" if phase is None else f"train/{phase.name}"] = media
 
-    def _update(self, global_count: int, phase: TaskPhase | None = None) -> None:
+    def _update(self, global_count: int, phase: Phase | None = None) -> None:
         """Clip gradients, step the optimizer (of a phase, its own), drop all gradients, step the schedule."""
         state, settings = self.state, self.settings
-        self._timer.set_phase(Phase.OPTIMIZER)
+        self._timer.set_phase(RankPhase.OPTIMIZER)
         scaler, parameters = state.precision.scaler, state.trainable.parameters
         optimizer, schedule = state.optimizer, state.schedule
         if phase is not None:
@@ -351,7 +351,7 @@ class Trainer:
 
     def _update_trainable(self) -> None:
         """Rebuild what depends on the trained parameters: a model or callback has changed `requires_grad`."""
-        self._timer.leave_step(Phase.BUILDING)
+        self._timer.leave_step(RankPhase.BUILDING)
         self.state.update_trainable()
 
     def log(self) -> None:
@@ -359,7 +359,7 @@ class Trainer:
 
         Every rank must call it; waits for the device. Raises RunError when a loss was NaN or infinite.
         """
-        self._timer.leave_step(Phase.LOGGING)
+        self._timer.leave_step(RankPhase.LOGGING)
         state, meter = self.state, self.state.meter
         if self._flops.has_calls:
             began = time.perf_counter()
@@ -375,7 +375,7 @@ class Trainer:
         times = of_ranks[len(SHARES) + len(memory) :]
         if changes:  # on any rank: all take part, to detect ranks that differ
             self._update_trainable()
-            self._timer.leave_step(Phase.LOGGING)
+            self._timer.leave_step(RankPhase.LOGGING)
         self._save_is_due = saves > 0
         if self.settings.log_rank_losses and LOSS in values:
             self._log_rank_losses(values[LOSS])
@@ -447,7 +447,7 @@ class Trainer:
         if not self.val_loaders:
             return
         state = self.state
-        self._timer.leave_step(Phase.EVALUATE)
+        self._timer.leave_step(RankPhase.EVALUATE)
         self._flush_loggers()
         self.context.wait_for_devices()  # so that queued steps count as training time
         began = time.perf_counter()
@@ -464,7 +464,7 @@ class Trainer:
         self.log_texts(found.texts)
         self.log_media(found.media)
         state.schedule.step_after("validation", state.val_metrics)
-        report = EvalReport("val", self.progress.step, self.progress.last_epoch, state.val_metrics)
+        report = EvalInfo("val", self.progress.step, self.progress.last_epoch, state.val_metrics)
         observers += (ended := hooks(state.observers, "on_validation_end"))
         for observe in ended:
             self._handle(observe(report), part="val")
@@ -482,11 +482,11 @@ class Trainer:
         if self.checkpoints is None:
             return
         state, step, epoch = self.state, self.progress.step, self.progress.last_epoch
-        self._timer.leave_step(Phase.CHECKPOINT)
+        self._timer.leave_step(RankPhase.CHECKPOINT)
         # The checkpoint must fit the parameters that are trained from here on.
         if any_over_ranks(state.trainable.has_changed(), self.context):
             self._update_trainable()
-            self._timer.leave_step(Phase.CHECKPOINT)
+            self._timer.leave_step(RankPhase.CHECKPOINT)
         check_finite(state.trainable.parameters, state.meter, step=step, epoch=epoch, context=self.context)
         began = time.perf_counter()
         self._flush_loggers()
@@ -504,7 +504,7 @@ class Trainer:
         self.state.load_state_dict(training)
         self._saved_step = self.progress.step
 
-    def _start_observers(self) -> list[Callable[[StepReport], Stop | Report | None]]:
+    def _start_observers(self) -> list[Callable[[StepInfo], Stop | Log | None]]:
         """Call the observers' start hooks; return those to call after every step."""
         state = self.state
         steps_per_epoch = self.train_loader.steps_per_epoch
@@ -529,7 +529,7 @@ class Trainer:
 
     def _batchnorm_statistics(self) -> dict[str, Tensor]:
         """Compute BatchNorm's statistics for the weights to evaluate; see `FitInfo`. Not counted as training time."""
-        self._timer.leave_step(Phase.EVALUATE)
+        self._timer.leave_step(RankPhase.EVALUATE)
         began = time.perf_counter()
         statistics = batchnorm_statistics(self.state)
         self._throughput.leave_out(since=began)
@@ -543,20 +543,20 @@ class Trainer:
         """
         if self.progress.samples == 0 or not self._on_epoch_start:
             return
-        report = EpochReport(self.progress.epoch, self.progress.step, resumed=True)
+        report = EpochInfo(self.progress.epoch, self.progress.step, resumed=True)
         with self.state.restored_afterwards():
             for observe in self._on_epoch_start:
                 observe(report)
 
     def _call(
-        self, observers: Iterable[Callable[[EpochReport], Stop | Report | None]], *, epoch: int, part: str = "train"
+        self, observers: Iterable[Callable[[EpochInfo], Stop | Log | None]], *, epoch: int, part: str = "train"
     ) -> None:
         for observe in observers:
-            self._handle(observe(EpochReport(epoch, self.progress.step)), part=part)
+            self._handle(observe(EpochInfo(epoch, self.progress.step)), part=part)
 
-    def _handle(self, answer: Stop | Report | None, *, part: str = "train") -> None:
-        """Log the values of a Report, note a Stop. Pairs (sum, count) wait until the ranks reduce them."""
-        if isinstance(answer, Report):
+    def _handle(self, answer: Stop | Log | None, *, part: str = "train") -> None:
+        """Log the values of a Log, note a Stop. Pairs (sum, count) wait until the ranks reduce them."""
+        if isinstance(answer, Log):
             named: dict[str, Any] = {f"{part}/{name}": value for name, value in answer.values.items()}
             numbers: dict[str, float] = {}
             media: dict[str, Any] = {}
@@ -637,7 +637,7 @@ class Trainer:
         """Wait until the last checkpoint is written; if it failed, try once more. Raises DiskError on all ranks."""
         if self.checkpoints is None:
             return
-        self._timer.leave_step(Phase.CHECKPOINT)
+        self._timer.leave_step(RankPhase.CHECKPOINT)
         for attempt in range(2):
             failures = gather_to_all(self.checkpoints.wait(), self.context)
             failure = next((text for text in failures if text is not None), None)
@@ -665,7 +665,7 @@ class Trainer:
 
 def _steps_of(state: TrainState) -> dict[str | None, Callable[..., StepOutput]]:
     """Return the task's training step, or those of its phases by their names."""
-    phases: Sequence[TaskPhase] | None = getattr(state.task, "phases", None)
+    phases: Sequence[Phase] | None = getattr(state.task, "phases", None)
     if state.phases is None or phases is None:
         return {None: state.task.training_step}
     return {phase.name: phase.step for phase in phases}

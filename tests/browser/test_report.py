@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 from tests.helpers.browser import Page, need_chromium, opened_page
 
 SHOWN_S = 15.0
@@ -37,7 +37,7 @@ def test_a_report_fits_a_phone_and_a_desktop(train, tmp_path: Path) -> None:
     (runs[0] / "media" / "wide_1.csv").write_text(",".join(f"column_{i}" for i in range(60)) + "\n")
     (runs[0] / "media" / "long_1.csv").write_text("x" * 2000 + "\n")
     output = tmp_path / "report.html"
-    assert cli.main(["job=report", "runs=outputs/digits", f"report.output={output}"]) == 0
+    assert compose.main(["job=report", "runs=outputs/digits", f"report.output={output}"]) == 0
     for width in (390, 1280):
         with opened_page(output.as_uri(), program=program, width=width, height=900) as page:
             page.wait_for(IN_SIGHT, timeout=SHOWN_S)

@@ -9,7 +9,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import TensorDataset
 
-from framework import Batch, Datasets, StepInfo, StepOutput
+from framework import Batch, BatchInfo, Datasets, StepOutput
 
 SIZE = 65
 
@@ -23,7 +23,7 @@ def pairs() -> Datasets:
 class Contrastive:
     """Find the second view of each sample among those of the global batch."""
 
-    def training_step(self, model: nn.Module, batch: Batch, info: StepInfo) -> StepOutput:
+    def training_step(self, model: nn.Module, batch: Batch, info: BatchInfo) -> StepOutput:
         one, other = model(torch.cat(list(batch))).chunk(2)
         if info.is_stand_in:
             one, other = one[:0], other[:0]

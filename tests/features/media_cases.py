@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure as MatplotlibFigure
 from torch.nn.functional import mse_loss
 
-from framework import Artifact, Figure, Histogram, Image, Report, StepOutput, Stop, Table, Text
+from framework import Artifact, Figure, Histogram, Image, Log, StepOutput, Stop, Table, Text
 
 
 class Showing:
@@ -52,7 +52,7 @@ class Reporting:
         self.rank, self.stop_after = context.rank, stop_after
 
     def on_train_epoch_start(self, report):
-        return Report({"epoch_start": report.epoch})
+        return Log({"epoch_start": report.epoch})
 
     def on_train_step_end(self, report):
         values: dict[str, Any] = {"step_sum": (report.step * (self.rank + 1), self.rank + 1)}
@@ -60,13 +60,13 @@ class Reporting:
             values["of_one_rank"] = (torch.tensor(4.0), torch.tensor(2))
         if report.step == 3:
             values["third"] = torch.tensor(float(self.rank + 3))
-        return Report(values, stop=Stop("enough") if report.step == self.stop_after else None)
+        return Log(values, stop=Stop("enough") if report.step == self.stop_after else None)
 
     def on_validation_end(self, report):
-        return Report({**everything(report.step), "val_sum": (self.rank, 1)})
+        return Log({**everything(report.step), "val_sum": (self.rank, 1)})
 
     def on_train_epoch_end(self, report):
-        return Report({"epoch_end": report.epoch})
+        return Log({"epoch_end": report.epoch})
 
 
 class Lines:

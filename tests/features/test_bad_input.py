@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 from tests.helpers import disks
 from tests.helpers.trust import trusting
 
@@ -36,7 +36,7 @@ def command(fork_server, tmp_path, monkeypatch, capfd) -> Command:
 
     def run(*overrides: str) -> Answer:
         capfd.readouterr()
-        status = cli.main(["trainer.gpus=0", *trusting(overrides)], fork_server=fork_server)
+        status = compose.main(["trainer.gpus=0", *trusting(overrides)], fork_server=fork_server)
         answer = Answer(status, *capfd.readouterr())
         assert "Traceback" not in answer.out + answer.err
         return answer

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from framework import cli
+from framework.command import compose
 from tests.helpers import results
 from tests.unit.checkpoint.states import flip
 
@@ -155,7 +155,7 @@ def test_nothing_waits_for_a_fifo_or_a_device(
     path.unlink(missing_ok=True)
     make(path)
     monkeypatch.chdir(tmp_path)
-    assert cli.main([f"resume={run}", "trainer.max_steps=25", "trainer.gpus=0"], fork_server=fork_server) == 2
+    assert compose.main([f"resume={run}", "trainer.max_steps=25", "trainer.gpus=0"], fork_server=fork_server) == 2
     printed = capfd.readouterr().err
     assert path.name in printed or "not a run directory" in printed
     assert "Traceback" not in printed
@@ -260,8 +260,8 @@ def test_a_damaged_record_is_left_out_of_lists_with_a_word(train, run, tmp_path,
     whole = train(*STOPPED)
     edit(run / "run.json", '"started": "2', '"started": "x')
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["job=runs"]) == 0
+    assert compose.main(["job=runs"]) == 0
     printed = capfd.readouterr()
     assert whole.name in printed.out
     assert "outputs/toy/copy is left out" in printed.err
-    assert cli.main(["job=runs", f"runs={run}"]) == 2
+    assert compose.main(["job=runs", f"runs={run}"]) == 2

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 import yaml
 
-from framework import cli
+from framework.command import compose
 from tests.features.data_cases import SIZE, Sequences
 from tests.helpers import results
 
@@ -224,7 +224,8 @@ def test_the_plan_counts_what_the_sampler_draws(write, fork_server, tmp_path, mo
     for data, per_epoch in ((DATA["weighted"], 4), (loader("weighted") | {"global_batch_size": None}, 5)):
         write(data)
         assert (
-            cli.main(["job=plan", "recipe=given", "trainer.gpus=0", "plan.format=json"], fork_server=fork_server) == 0
+            compose.main(["job=plan", "recipe=given", "trainer.gpus=0", "plan.format=json"], fork_server=fork_server)
+            == 0
         )
         assert json.loads(capfd.readouterr().out)["steps"]["per_epoch"] == per_epoch
 

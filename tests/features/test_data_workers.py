@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 import framework
 from framework import Datasets, StepOutput
 from framework.api import call
-from framework.data.fetch import _InWorker
+from framework.data.workers import _InWorker
 from framework.errors import RunError
 from framework.launch.fork_server import ForkServer
 

@@ -1,4 +1,4 @@
-"""A breakpoint under `launcher=in_place`: a plain terminal, Python's own Ctrl-C, and a quiet end."""
+"""A breakpoint under `launcher=in_process`: a plain terminal, Python's own Ctrl-C, and a quiet end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def wait_until_asleep(pid: int) -> None:
 @pytest.mark.exhaustive
 def test_a_debugger_gets_a_plain_terminal(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    words = ("recipe=toy", "model._target_=mine.Stopping", "launcher=in_place", "trainer.gpus=0")
+    words = ("recipe=toy", "model._target_=mine.Stopping", "launcher=in_process", "trainer.gpus=0")
     terminal, other_end = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

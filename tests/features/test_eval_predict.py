@@ -15,8 +15,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from framework import cli
 from framework.checkpoint import find
+from framework.command import compose
 from recipes.digits import ConvNet, digits
 from recipes.toy import ToyModel, toy_regression
 from tests.helpers import results
@@ -41,7 +41,7 @@ def command(fork_server, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[in
     def run(*overrides: str) -> tuple[int, str]:
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
-        status = cli.main(["trainer.gpus=0", *trusting(overrides)], fork_server=fork_server)
+        status = compose.main(["trainer.gpus=0", *trusting(overrides)], fork_server=fork_server)
         said = capfd.readouterr().err
         assert "Traceback" not in said
         return status, said

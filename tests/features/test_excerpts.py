@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 from tests.helpers import results
 from tests.helpers.command import run_framework
 from tests.helpers.documents import documents, shown_text
@@ -45,7 +45,7 @@ def typed(fork_server, tmp_path, monkeypatch, capfd) -> Typed:
 
     def run(*arguments: str) -> tuple[int, str]:
         capfd.readouterr()
-        status = cli.main(arguments, fork_server=fork_server)
+        status = compose.main(arguments, fork_server=fork_server)
         return status, "".join(capfd.readouterr())
 
     return run

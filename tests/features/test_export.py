@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from framework import cli
+from framework.command import compose
 from recipes.digits import ConvNet, digits
 from tests.helpers import results
 from tests.helpers.command import started_framework
@@ -40,7 +40,7 @@ def export(fork_server, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int
 
     def run(*overrides: str) -> tuple[int, str, str]:
         capfd.readouterr()
-        status = cli.main(["job=export", *trusting(overrides)], fork_server=fork_server)
+        status = compose.main(["job=export", *trusting(overrides)], fork_server=fork_server)
         out, err = capfd.readouterr()
         assert "Traceback" not in err
         return status, out, err

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from framework import cli
+from framework.command import compose
 from framework.errors import RequestError
 from framework.system.run_dir import RunDir, check_no_way_out
 from tests.features.test_runs import SHORT, Page
@@ -74,7 +74,7 @@ def hostile(copied: Callable[[str], Path]) -> Path:
 
 
 def test_a_page_shows_markup_and_control_characters_as_text(hostile: Path) -> None:
-    assert cli.main(["job=report", f"runs={hostile}"]) == 0
+    assert compose.main(["job=report", f"runs={hostile}"]) == 0
     text = Path("report.html").read_text()
     page = Page(text)
     assert CONTROL.search(text) is None
@@ -96,7 +96,7 @@ def test_the_terminal_gets_no_control_characters(
     hostile: Path, capsys: pytest.CaptureFixture[str], job: str, form: str
 ) -> None:
     capsys.readouterr()
-    assert cli.main([f"job={job}", f"runs={hostile}", f"runs.format={form}"]) == 0
+    assert compose.main([f"job={job}", f"runs={hostile}", f"runs.format={form}"]) == 0
     out = capsys.readouterr().out
     assert CONTROL.search(out) is None
     assert "alert(1)" in out
@@ -106,7 +106,7 @@ def test_the_terminal_gets_no_control_characters(
 
 def test_errors_show_names_of_runs_as_text(copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     copied("run\x1b[31m")
-    assert cli.main(["job=runs", "runs=outputs/toy/run"]) == 2
+    assert compose.main(["job=runs", "runs=outputs/toy/run"]) == 2
     err = capsys.readouterr().err
     assert CONTROL.search(err) is None
     assert r"run\x1b[31m" in err
@@ -126,7 +126,7 @@ def test_only_files_of_the_run_are_in_its_page(copied: Callable[[str], Path], tm
     (run_dir / "failure_x.json").symlink_to(private)
     (run_dir / "eval").mkdir()
     (run_dir / "eval" / "other").symlink_to(copied("b"))
-    assert cli.main(["job=report", f"runs={run_dir}"]) == 0
+    assert compose.main(["job=report", f"runs={run_dir}"]) == 0
     text = Path("report.html").read_text()
     assert "hidden" not in text
     assert "Evaluations" not in text
@@ -136,7 +136,7 @@ def test_only_files_of_the_run_are_in_its_page(copied: Callable[[str], Path], tm
     config = run_dir / "config.yaml"
     config.rename(tmp_path / "config.yaml")
     config.symlink_to(tmp_path / "config.yaml")
-    assert cli.main(["job=report", f"runs={run_dir}", "report.output=other.html"]) == 2
+    assert compose.main(["job=report", f"runs={run_dir}", "report.output=other.html"]) == 2
     assert "config.yaml is a symlink" in capsys.readouterr().err
     assert not Path("other.html").exists()
 
@@ -157,7 +157,7 @@ def test_a_resumed_run_writes_nothing_outside_of_it(
         target.write_text("keep\n")
     before = target.stat()
     place.symlink_to(target)
-    assert cli.main([f"resume={run_dir}", "trainer.max_steps=50"]) == 2
+    assert compose.main([f"resume={run_dir}", "trainer.max_steps=50"]) == 2
     assert f"{place} is a symlink to {target}" in capsys.readouterr().err
     assert target.stat().st_mtime_ns == before.st_mtime_ns
 
@@ -207,9 +207,9 @@ def test_passwords_are_in_no_file_that_others_can_read_and_a_resume_has_them(
     assert Path("seen").read_text() == seen
     again = train(f"rerun={run_dir}", "trainer.max_steps=20")
     assert Path("seen").read_text() == seen
-    assert cli.main(["job=report", f"runs=[{run_dir},{again}]"]) == 0
-    assert cli.main(["job=runs"]) == 0
-    assert cli.main(["job=compare", f"runs=[{run_dir},{again}]"]) == 0
+    assert compose.main(["job=report", f"runs=[{run_dir},{again}]"]) == 0
+    assert compose.main(["job=runs"]) == 0
+    assert compose.main(["job=compare", f"runs=[{run_dir},{again}]"]) == 0
     out, err = capfd.readouterr()
     assert all(secret not in out + err for secret in ("hunter2", "key12345"))
     with_secrets = {
@@ -223,7 +223,7 @@ def test_passwords_are_in_no_file_that_others_can_read_and_a_resume_has_them(
 
     # A copy without the secrets asks for them.
     (run_dir / "secrets.yaml").unlink()
-    assert cli.main([f"resume={run_dir}", "trainer.max_steps=60"]) == 2
+    assert compose.main([f"resume={run_dir}", "trainer.max_steps=60"]) == 2
     assert "logger.own.tracking_uri" in capfd.readouterr().err
     assert train(f"resume={run_dir}", "trainer.max_steps=60", *TYPED[1:]) == run_dir
     assert Path("seen").read_text() == seen
@@ -246,7 +246,7 @@ def test_passwords_that_an_earlier_version_recorded_are_masked(copied: Callable[
         ["job=compare"],
         *(["job=runs", f"runs.format={each}"] for each in FORMATS),
     ):
-        assert cli.main([*arguments, "runs=outputs/toy"]) == 0
+        assert compose.main([*arguments, "runs=outputs/toy"]) == 0
     assert "hunter2" not in capsys.readouterr().out
     assert "hunter2" not in Path("report.html").read_text()
     assert "me:***@host" in Path("report.html").read_text()

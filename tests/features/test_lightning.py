@@ -62,7 +62,7 @@ def run(train, tmp_path):
             "data": {
                 "shuffle": False,
                 "datasets": {
-                    "_target_": "framework.adapters.datamodule",
+                    "_target_": "framework.tasks.lightning.datamodule",
                     "module": {"_target_": f"{CASES}.Data", "kind": kind, "several": several},
                 },
             },
@@ -228,7 +228,7 @@ def habits(train, tmp_path):
             "data": {
                 "shuffle": False,
                 "datasets": {
-                    "_target_": "framework.adapters.datamodule",
+                    "_target_": "framework.tasks.lightning.datamodule",
                     "module": {"_target_": f"{HABITS}.Data", "file": str(file)},
                 },
             },

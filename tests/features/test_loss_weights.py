@@ -11,8 +11,8 @@ import yaml
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from framework import cli
-from framework.data.sampler import GlobalOrder
+from framework.command import compose
+from framework.data.order import GlobalOrder
 from framework.distributed.seed import seed_everything
 from tests.features.weight_cases import BATCH, PADDING, SIZE, SampleWeights, Tagger, sequences
 from tests.helpers import results
@@ -144,7 +144,9 @@ def test_parity_tells_weighted_losses_from_others(write, fork_server, tmp_path, 
         (TASKS["sample weights"] | {"weighs": False}, 1),
     ):
         write(task)
-        assert cli.main([*short, "trainer.precision=32-true"], fork_server=fork_server) == status, capfd.readouterr()
+        assert compose.main([*short, "trainer.precision=32-true"], fork_server=fork_server) == status, (
+            capfd.readouterr()
+        )
 
 
 @pytest.mark.parametrize(

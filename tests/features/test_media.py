@@ -129,7 +129,7 @@ def test_hparams_and_final_metrics_come_once_at_the_end(train, tmp_path):
 
 def test_what_cannot_be_logged_is_refused_with_its_name(train, tmp_path, capsys):
     (tmp_path / "odd.py").write_text(
-        "from framework import Report\nclass Odd:\n    def on_validation_end(self, report): return Report({'x': 'y'})\n"
+        "from framework import Log\nclass Odd:\n    def on_validation_end(self, report): return Log({'x': 'y'})\n"
     )
     train(*SHORT, "+callbacks.odd._target_=odd.Odd", status=2)
     assert "val/x is reported as 'y'. Report a number" in capsys.readouterr().err
@@ -251,9 +251,9 @@ def test_media_of_a_task_that_is_no_dict_is_refused():
 FIGURES = """
 from pathlib import Path
 from matplotlib import pyplot
-from framework import Figure, Report
+from framework import Figure, Log
 class Figures:
-    def on_train_step_end(self, report): return Report({"figure": Figure(pyplot.figure())})
+    def on_train_step_end(self, report): return Log({"figure": Figure(pyplot.figure())})
     def on_fit_end(self): Path("open").write_text(str(pyplot.get_fignums()))
 """
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
 
-from framework import cli
-from framework.data.sampler import GlobalOrder
+from framework.command import compose
+from framework.data.order import GlobalOrder
 from framework.distributed.seed import seed_everything
 from tests.features.optimizer_cases import BATCH, SIZE, Heads, points
 from tests.helpers import results
@@ -29,7 +29,7 @@ GROUPED = {
     "weight_decay": 0.3,
     "groups": [{"params": "ndim<2", "weight_decay": 0}, HEAD],
 }
-COSINE = {"_target_": "framework.training.optimizer.cosine", "total_steps": 30}
+COSINE = {"_target_": "framework.optim.cosine", "total_steps": 30}
 NAMED = {
     "copy": {"_target_": "torch.optim.Adam", "params": "^(body|copy)", "lr": 0.02},
     "guess": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "schedule": COSINE},
@@ -303,7 +303,7 @@ def test_the_plan_lists_groups_with_their_state(write, fork_server, tmp_path, mo
     write(GROUPED, freeze=["^copy"])
     monkeypatch.chdir(tmp_path)
     command = ["job=plan", "recipe=heads", "trainer.gpus=0", "trainer.max_steps=1", "plan.format=json"]
-    assert cli.main(command, fork_server=fork_server) == 0
+    assert compose.main(command, fork_server=fork_server) == 0
     plan = json.loads(capfd.readouterr().out)
     keys = ("name", "tensors", "parameters", "trainable", "state")
     rows = [("", 2, 96, 48, 384), ("0", 5, 32, 26, 208), ("head", 1, 16, 16, 128)]

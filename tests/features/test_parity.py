@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc
@@ -35,7 +35,7 @@ def compared(fork_server, tmp_path, monkeypatch, capfd) -> Compared:
     monkeypatch.chdir(tmp_path)
 
     def run(*overrides: str) -> tuple[int, dict[str, Any], str]:
-        status = cli.main(["job=parity", "trainer.gpus=0", *trusting(overrides)], fork_server=fork_server)
+        status = compose.main(["job=parity", "trainer.gpus=0", *trusting(overrides)], fork_server=fork_server)
         (folder,) = tmp_path.glob("outputs/*/parity/*")
         assert list(folder.rglob("*.pt")) == []
         printed = capfd.readouterr()
@@ -126,7 +126,7 @@ def test_the_first_difference_is_found_with_its_place_and_reason(
         (("-m", "seed=0,1"), "can't go with a sweep"),
         (("parity.processes=1",), "parity.processes=1"),
         (("topology.nnodes=2",), "compares on one machine"),
-        (("launcher=in_place",), "launcher=local"),
+        (("launcher=in_process",), "launcher=local"),
         (("parity.processes=20", "data.batch_size=8"), "data.global_batch_size=8"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -134,6 +134,6 @@ def test_the_first_difference_is_found_with_its_place_and_reason(
 def test_what_cannot_be_compared_is_refused(fork_server, tmp_path, monkeypatch, capfd, arguments, said) -> None:
     monkeypatch.chdir(tmp_path)
     capfd.readouterr()
-    assert cli.main(["job=parity", "recipe=toy", "trainer.gpus=0", *arguments], fork_server=fork_server) == 2
+    assert compose.main(["job=parity", "recipe=toy", "trainer.gpus=0", *arguments], fork_server=fork_server) == 2
     assert said in capfd.readouterr().err
     assert list(tmp_path.rglob("*")) == []

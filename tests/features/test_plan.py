@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 from tests.helpers import results
 from tests.helpers.trust import trusting
 
@@ -30,7 +30,7 @@ def answer(fork_server, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int
     def run(*overrides: str) -> tuple[int, str, str]:
         monkeypatch.chdir(folder)
         capfd.readouterr()
-        status = cli.main(["job=plan", *trusting(overrides)], fork_server=fork_server)
+        status = compose.main(["job=plan", *trusting(overrides)], fork_server=fork_server)
         assert {path.name for path in folder.iterdir()} <= {"mine.py", "__pycache__"}
         return status, *capfd.readouterr()
 

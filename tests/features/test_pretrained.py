@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from framework import cli
+from framework.command import compose
 from tests.helpers import guards, results
 from tests.helpers.trust import trusting
 
@@ -54,7 +54,7 @@ def exported(trained: Path, fork_server, tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("exported") / "gpt2"
     with guards.no_leaks(owns_state=True):
         asked = ("job=export", f"checkpoint.path={trained}", "export.format=pretrained", f"export.output={folder}")
-        assert cli.main(trusting(asked), fork_server=fork_server) == 0
+        assert compose.main(trusting(asked), fork_server=fork_server) == 0
     return folder
 
 
@@ -76,14 +76,15 @@ def test_an_exported_folder_is_read_by_from_pretrained(trained, exported, fork_s
     ):
         run = run or train_toy(fork_server, tmp_path)
         asked = ("job=export", f"checkpoint.path={run}", "export.format=pretrained", f"export.output={output}")
-        assert cli.main(trusting(asked), fork_server=fork_server) == 2
+        assert compose.main(trusting(asked), fork_server=fork_server) == 2
         assert said in capfd.readouterr().err
     assert not (tmp_path / "toy").exists()
 
 
 def train_toy(fork_server, folder: Path) -> Path:
     assert (
-        cli.main(["trainer.gpus=0", "recipe=toy", "logger=none", "trainer.max_steps=1"], fork_server=fork_server) == 0
+        compose.main(["trainer.gpus=0", "recipe=toy", "logger=none", "trainer.max_steps=1"], fork_server=fork_server)
+        == 0
     )
     (run,) = folder.glob("outputs/toy/*")
     return run

@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from framework.training.introduction import module_table
+from framework.engine.overview import module_table
 from tests.helpers import results
 
 SHORT = ("recipe=digits", "trainer.max_steps=4", "trainer.limit_val_batches=0", "checkpoint.monitor=null")

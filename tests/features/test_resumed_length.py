@@ -10,8 +10,8 @@ import pytest
 
 from framework.config.schema import TrainerConfig
 from framework.data.batching import BatchPlan
-from framework.data.sampler import GlobalOrder, epoch_indices, windows
-from framework.training.data_settings import Start, start_of, total_steps
+from framework.data.order import GlobalOrder, epoch_indices, windows
+from framework.training.length import Start, start_of, total_steps
 from tests.helpers import results
 
 TOLD = """

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from framework import Image, Table, cli
-from framework.jobs.run_records import find_runs, read_rows
+from framework import Image, Table
+from framework.command import compose
 from framework.loggers import JsonlLogger
+from framework.runs.record import find_runs, read_rows
 from framework.system.run_dir import RunDir, locked
 from tests.helpers import results
 
@@ -42,7 +43,7 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         if columns is not None:
             monkeypatch.setenv("COLUMNS", str(columns))
         capsys.readouterr()
-        return Answer(cli.main(arguments), *capsys.readouterr())
+        return Answer(compose.main(arguments), *capsys.readouterr())
 
     return run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 from tests.helpers import results
 
 OPTION = "_target_: torch.optim.SGD\nlr: {lr}\nmomentum: 0.0\n"
@@ -77,7 +77,7 @@ def test_a_saved_run_needs_only_its_config(train, places, tmp_path, capsys, how)
     shutil.rmtree(places)
     evaluated = train("job=eval", f"checkpoint.path={run}", "eval.part=val")
     assert results.metrics(evaluated).keys() == {"val/loss"}
-    assert cli.main(["job=export", f"checkpoint.path={run}"]) == 0
+    assert compose.main(["job=export", f"checkpoint.path={run}"]) == 0
     resumed = train(f"resume={run}")
     assert results.results(resumed)["steps"] == 3
     capsys.readouterr()

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from framework import Datasets, StepOutput
 from framework.distributed.context import make_context
-from framework.training import rank_setup
+from framework.engine import setup
 from tests.helpers import results
 
 SHORT = ("logger=jsonl", "trainer.limit_test_batches=0", "trainer.limit_val_batches=1")
@@ -113,12 +113,12 @@ def test_the_device_is_chosen_before_the_users_code_is_built(train, monkeypatch)
     def on_gpu(topology, **place):
         return replace(make_context(topology, **place), devices=(torch.device("cuda", 0),))
 
-    monkeypatch.setattr(rank_setup, "make_context", on_gpu)
+    monkeypatch.setattr(setup, "make_context", on_gpu)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: CALLS.append(str(device)))
     CALLS.clear()
     data = (*NO_KEYWORDS, f"data.datasets._target_={__name__}.notes_device")
     with pytest.raises(RuntimeError, match="that is all"):
-        train("recipe=toy", *data, "launcher=in_place")
+        train("recipe=toy", *data, "launcher=in_process")
     assert CALLS == ["cuda:0", "data"]
 
 

@@ -9,7 +9,7 @@ import torch
 import yaml
 from torch import nn
 
-from framework import Phase, StepInfo, StepOutput
+from framework import BatchInfo, Phase, StepOutput
 from tests.helpers import results
 from tests.unit.small_trainer import make_trainer, settings
 
@@ -38,9 +38,9 @@ def test_a_contrastive_loss_is_that_of_one_process(train, tmp_path):
 
 class Notes:
     def __init__(self) -> None:
-        self.seen: list[StepInfo] = []
+        self.seen: list[BatchInfo] = []
 
-    def training_step(self, model: nn.Module, batch: Any, info: StepInfo) -> StepOutput:
+    def training_step(self, model: nn.Module, batch: Any, info: BatchInfo) -> StepOutput:
         self.seen.append(info)
         return StepOutput(model(batch[0]).square().mean(), len(batch[0]))
 
@@ -51,6 +51,6 @@ class Notes:
 def test_it_tells_step_epoch_and_samples():
     task = Notes()
     make_trainer(settings(accumulate_grad_batches=2), task=task).fit()
-    assert task.seen[0] == StepInfo(step=0, epoch=0, global_count=8, is_stand_in=False)
-    assert task.seen[-1] == StepInfo(step=5, epoch=1, global_count=6, is_stand_in=False)
+    assert task.seen[0] == BatchInfo(step=0, epoch=0, global_count=8, is_stand_in=False)
+    assert task.seen[-1] == BatchInfo(step=5, epoch=1, global_count=6, is_stand_in=False)
     assert Phase("one", task.training_step, "first").name == "one"

@@ -21,7 +21,7 @@ def the_run(folder: Path) -> Path:
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_a_run_in_this_process_stops_after_the_step_and_resumes_exactly(train, tmp_path, shared_run):
-    with paused_training(tmp_path, "launcher=in_place") as started:
+    with paused_training(tmp_path, "launcher=in_process") as started:
         started.process.send_signal(signal.SIGTERM)
         started.wait_for_output("SIGTERM: saving after this step, then stopping.", timeout=60)
         go_on(tmp_path)
@@ -51,7 +51,7 @@ def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path):
         "        if report.step == self.at: os.kill(os.getpid(), signal.SIGTERM)\n"
     )
     stopper = ("+callbacks.stop._target_=stop.Stopper", "+callbacks.stop.at=200,20,200")
-    result = run_framework("-m", *OVERRIDES, "launcher=in_place", *stopper, cwd=tmp_path)
+    result = run_framework("-m", *OVERRIDES, "launcher=in_process", *stopper, cwd=tmp_path)
     assert result.returncode == 130
     lines = result.stdout.splitlines()
     assert "Interrupted in job 1; 1 more were not started." in lines

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from framework import cli
+from framework.command import compose
+from framework.command.sweep import sweeper_direction
 from framework.errors import ConfigError
-from framework.jobs.sweep import sweeper_direction
 from tests.helpers import results
 from tests.helpers.command import run_framework
 
@@ -35,7 +35,7 @@ def sweep(fork_server, tmp_path, monkeypatch, capfd) -> Sweep:
     def run(*overrides: str) -> Answer:
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
-        status = cli.main(["-m", "trainer.gpus=0", *overrides], fork_server=fork_server)
+        status = compose.main(["-m", "trainer.gpus=0", *overrides], fork_server=fork_server)
         return Answer(status, *capfd.readouterr())
 
     return run

@@ -165,11 +165,11 @@ def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(train, trouble, 
 def test_names_that_mlflow_refuses_are_changed(train, tmp_path):
     (tmp_path / "names.py").write_text(
         "import torch\n"
-        "from framework import Image, Report\n"
+        "from framework import Image, Log\n"
         "class Names:\n"
         "    def on_validation_end(self, report):\n"
         "        numbers = {'p/': 1.0, 'a//b': 2.0, '..': 3.0, 'acc@1': 4.0}\n"
-        "        return Report({**numbers, 'x/1': Image(torch.zeros(2, 2)), 'x_1': Image(torch.ones(2, 2))})\n"
+        "        return Log({**numbers, 'x/1': Image(torch.zeros(2, 2)), 'x_1': Image(torch.ones(2, 2))})\n"
     )
     run_dir = train(*SHORT, "trainer.max_epochs=1", "logger=[jsonl,mlflow]", "+callbacks.names._target_=names.Names")
     database, run_id = mlflow_of(run_dir)

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 import framework
-from framework import cli
+from framework.command import compose, trust
 from framework.errors import ConfigError
-from framework.jobs import trust
 from framework.system.run_dir import RunDir
 from tests.helpers import results
 
@@ -33,7 +32,7 @@ def command(fork_server, monkeypatch, tmp_path, capfd) -> Command:
     def run(*overrides: str) -> tuple[int, str]:
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
-        status = cli.main(["trainer.gpus=0", *overrides], fork_server=fork_server)
+        status = compose.main(["trainer.gpus=0", *overrides], fork_server=fork_server)
         return status, capfd.readouterr().err
 
     return run

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 from framework.launch.fork_server import ForkServer
 from tests.helpers import results
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_tuned_is_refused(
     fork_server: ForkServer, tmp_path: Path, monkeypatch, capfd, arguments: tuple[str, ...], parts: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*TUNE, "trainer.gpus=0", *arguments], fork_server=fork_server) == 2
+    assert compose.main([*TUNE, "trainer.gpus=0", *arguments], fork_server=fork_server) == 2
     printed = capfd.readouterr().err
     assert [part for part in parts if part not in printed] == [], printed
     assert list(tmp_path.rglob("*.json")) == []

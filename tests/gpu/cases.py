@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from framework import Datasets, StepOutput
 from framework.strategies.ddp import DDP
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 from recipes.toy import ToyModel
 from recipes.toy_model_parallel import ToyModelParallel
 
@@ -34,7 +34,7 @@ class Quiet:
         self.every, self.first = every, first
         self.guarded = 0
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         may_wait = report.step < self.first or report.step % self.every == 0  # then it is logged
         self.guarded += not may_wait
         if report.loss.is_cuda:
@@ -182,7 +182,7 @@ class Busy:
     def on_fit_start(self, info: FitInfo) -> None:
         self.device = next(info.model.parameters()).device
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         side = 4096 if self.device.type == "cuda" else 64
         square = torch.ones(side, side, device=self.device)
         for _ in range(20):

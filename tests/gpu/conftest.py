@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 from framework.launch.fork_server import ForkServer
 from tests.helpers.requirements import missing
 
@@ -73,6 +73,6 @@ def command(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def run(*overrides: str) -> int:
         monkeypatch.chdir(tmp_path)
-        return cli.main(list(overrides), fork_server=fork_server)
+        return compose.main(list(overrides), fork_server=fork_server)
 
     return run

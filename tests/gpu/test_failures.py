@@ -108,8 +108,8 @@ def test_a_restart_after_a_cuda_error(tmp_path: Path, gpus: int, no_memory_left:
 def test_a_device_side_assert_in_the_commands_own_process(
     tmp_path: Path, gpus: int, no_memory_left: None, strategy: str
 ) -> None:
-    """With `launcher=in_place` there is no monitor: Python's own traceback is all there is, and no run goes on."""
-    place = ("launcher=in_place", f"trainer.gpus={gpus}", f"strategy={strategy}")
+    """With `launcher=in_process` there is no monitor: Python's own traceback is all there is, and no run goes on."""
+    place = ("launcher=in_process", f"trainer.gpus={gpus}", f"strategy={strategy}")
     done = run_framework(*faulty("index"), *place, cwd=tmp_path, timeout=100)
     assert done.returncode != 0
     assert ("device-side assert" if gpus else "IndexError") in done.stdout + done.stderr

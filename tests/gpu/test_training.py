@@ -64,7 +64,7 @@ def write_lightning_recipe(folder: Path, size: int = 200) -> None:
         f"model: {{_target_: {case}.Classifier}}\n"
         "data:\n"
         "  datasets:\n"
-        "    _target_: framework.adapters.datamodule\n"
+        "    _target_: framework.tasks.lightning.datamodule\n"
         f"    module: {{_target_: {case}.Data, size: {size}}}\n"
         "trainer: {max_epochs: 2}\n"
     )
@@ -101,7 +101,7 @@ def test_every_precision_trains_as_the_cpu_does(
 
 
 def test_in_the_commands_own_process(gpus: int, tmp_path: Path) -> None:
-    place = ("launcher=in_place", "trainer.max_steps=10", "trainer.limit_test_batches=0", on(gpus))
+    place = ("launcher=in_process", "trainer.max_steps=10", "trainer.limit_test_batches=0", on(gpus))
     done = run_framework("recipe=toy", *place, cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     (run_dir,) = tmp_path.glob("outputs/toy/*")

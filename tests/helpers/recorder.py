@@ -16,7 +16,7 @@ from framework.distributed.seed import generator_states
 from framework.distributed.sharded import local_tensor
 from framework.loggers.jsonl import JsonLines
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 
 
 @final
@@ -54,7 +54,7 @@ class Recorder:
             info.optimizer.register_step_pre_hook(lambda optimizer, *_: self._note_gradients(optimizer)),
         ]
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         row = {
             "step": report.step,
             "epoch": report.epoch,

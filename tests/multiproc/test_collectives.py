@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 
@@ -67,7 +67,7 @@ def test_every_exchange_gives_what_it_should(train: Train, procs: int, capfd: py
 
 
 def test_one_process_shows_what_needs_no_other(train: Train) -> None:
-    shown = shown_in(train(*SHOWN, "launcher=in_place"))
+    shown = shown_in(train(*SHOWN, "launcher=in_process"))
     assert ("barrier" in shown, "send_recv" in shown) == (True, False)
     assert after(shown, "all_reduce") == [[0, 1, 2, 3]]
 
@@ -77,7 +77,7 @@ def test_nccl_without_gpus_is_refused_before_anything_is_made(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert cli.main([*SHOWN, "collectives.backends=[gloo,nccl]"]) == 2
+    assert compose.main([*SHOWN, "collectives.backends=[gloo,nccl]"]) == 2
     said = capsys.readouterr().err
     assert "collectives.backends names nccl, which needs a GPU for each process, and these processes have none." in said
     assert not list(tmp_path.iterdir())

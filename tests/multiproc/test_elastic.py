@@ -39,14 +39,14 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, fork_server: Any) -> Path:
     """The run directory of a run on two processes in which nothing happens."""
-    from framework import cli
+    from framework.command import compose
     from tests.helpers import guards
 
     folder = tmp_path_factory.mktemp("whole")
     trouble.write_recipe(folder, Deed())
     with guards.no_leaks(owns_state=True), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert cli.main(["recipe=trouble", "topology.procs_per_node=2"], fork_server=fork_server) == 0
+        assert compose.main(["recipe=trouble", "topology.procs_per_node=2"], fork_server=fork_server) == 0
     return trouble.run_dir(folder)
 
 

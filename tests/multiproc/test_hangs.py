@@ -154,4 +154,4 @@ def test_in_the_commands_own_process_nothing_is_bounded(
     monkeypatch.setenv("HANG_IN", "nothing")
     monkeypatch.setenv("HANG_ON", "0")
     monkeypatch.setenv("RANK", "0")
-    train("recipe=hanging", "launcher=in_place", "task._target_=hanging.SlowTask", "backend.timeout=0.1s")
+    train("recipe=hanging", "launcher=in_process", "task._target_=hanging.SlowTask", "backend.timeout=0.1s")

@@ -83,7 +83,7 @@ def test_leaving_early_in_the_commands_own_process_is_a_failure(
     train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "leaver.py").write_text(LEAVER)
-    train("recipe=toy", "launcher=in_place", "+callbacks.leaver._target_=leaver.Leaver", status=1)
+    train("recipe=toy", "launcher=in_process", "+callbacks.leaver._target_=leaver.Leaver", status=1)
     err = capsys.readouterr().err
     assert "SystemExit(0) was raised at " in err
     assert "leaver.py:3" in err

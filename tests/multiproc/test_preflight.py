@@ -61,7 +61,7 @@ def test_three_processes_talk(train: Train, capfd: pytest.CaptureFixture[str]) -
 
 def test_limits_hold_for_one_process_too(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     limits = ("preflight.min_matmul=1e9", "preflight.min_free_disk=1e9")
-    run_dir = train(*PREFLIGHT, "launcher=in_place", *limits, status=1)
+    run_dir = train(*PREFLIGHT, "launcher=in_process", *limits, status=1)
     found = found_in(run_dir)
     assert [(each["check"], each["limit"]) for each in found["failures"]] == [("matmul", 1e9), ("free_disk", 1e9)]
     assert (found["links"], found["checks"]) == ([], [])

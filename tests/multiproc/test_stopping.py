@@ -153,7 +153,7 @@ def test_a_rank_in_the_commands_own_process_handles_signals_itself(
     (tmp_path / "sender.py").write_text(SENDER)
     sender = ("+callbacks.sender._target_=sender.Sender", f"+callbacks.sender.number={int(number)}")
     try:
-        run_dir = train(*OVERRIDES, "launcher=in_place", override, *sender, status=status)
+        run_dir = train(*OVERRIDES, "launcher=in_process", override, *sender, status=status)
     except KeyboardInterrupt:  # would end pytest
         pytest.fail("the command did not handle the signal")
     printed = capfd.readouterr()
@@ -164,7 +164,7 @@ def test_a_rank_in_the_commands_own_process_handles_signals_itself(
         return
     assert printed.err.count(f"{number.name}: saving after this step, then stopping. Ctrl-C ends at once.") == 1
     assert_stopped(run_dir, number.name, step=21)
-    train(f"resume={run_dir}", "launcher=in_place")
+    train(f"resume={run_dir}", "launcher=in_process")
     results.assert_same(results.weights(run_dir), results.weights(whole_run))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.data.sampler import GlobalOrder
+from framework.data.order import GlobalOrder
 from tests.helpers import exact, results
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]

@@ -15,7 +15,7 @@ from framework.distributed.context import Context
 from framework.errors import RunError
 from framework.system.late_dynamo import import_dynamo_late
 from framework.training.trainer import Trainer
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 from tests.helpers import results
 from tests.helpers.rank_pool import RankPool
 from tests.parity import training
@@ -47,7 +47,7 @@ class Changes:
     def on_fit_start(self, info: FitInfo) -> None:
         self.model = info.model
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         if not self.nudges:
             thaw([self.model], report.step)
         elif report.step == 4:

@@ -15,16 +15,16 @@ from torch.utils.data import TensorDataset
 
 from framework.config.schema import ClipAlgorithm, Precision
 from framework.data.batching import micro_batches, plan_batches
-from framework.data.sampler import GlobalOrder
+from framework.data.order import GlobalOrder
 from framework.distributed.context import Context
 from framework.distributed.sharded import full_tensor
+from framework.optim.precision import PrecisionPlugin
 from framework.strategies import DDP, FSDP, AllReduce, Butterfly, LocalSGD, Pipeline
+from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.strategies.base import Strategy
 from framework.system.late_dynamo import import_dynamo_late
-from framework.training.activation_checkpointing import apply_activation_checkpointing
-from framework.training.precision import PrecisionPlugin
 from framework.training.trainer import Trainer
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 from tests.unit.small_trainer import BATCH, Numbers, make_trainer, samples, settings
 
 STEPS, LR, MOMENTUM, DECAY = 20, 0.05, 0.9, 0.01
@@ -137,7 +137,7 @@ class WeightsOfSteps:
     def on_fit_start(self, info: FitInfo) -> None:
         self.model = info.model
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         self.weights.append(weights_of(self.model))
 
 

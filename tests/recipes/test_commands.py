@@ -134,13 +134,13 @@ def test_the_printed_command_resumes_the_run_and_records_its_first_part(train: T
     assert earlier["started"] <= earlier["ended"] <= record["started"]
 
 
-# python -m framework launcher=in_place
+# python -m framework launcher=in_process
 
-IN_PLACE = ("recipe=toy", "launcher=in_place", "trainer.max_epochs=1")
+IN_PROCESS = ("recipe=toy", "launcher=in_process", "trainer.max_epochs=1")
 
 
 def test_in_place_trains_in_the_process_of_the_command(train: Train) -> None:
-    run_dir = train(*IN_PLACE)
+    run_dir = train(*IN_PROCESS)
     assert f"pid {os.getpid()}, rank 0" in results.log(run_dir)
     assert results.pointed(run_dir, "last") == results.results(run_dir)["steps"] == 80
     assert results.run_file(run_dir)["status"] == "finished"

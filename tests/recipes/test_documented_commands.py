@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from framework import cli
+from framework.command import compose
 from framework.launch.fork_server import ForkServer
 from tests.helpers.documents import ONLY_ANSWERS, Command, commands, covering, documents, write_shown_files
 from tests.helpers.trust import trusting
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer(fork_server: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    return lambda *arguments: cli.main(arguments, fork_server=fork_server)
+    return lambda *arguments: compose.main(arguments, fork_server=fork_server)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def run_of(answer: Answer, folder: Path, tmp_path: Path) -> Callable[[str], Path
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("own_state")  # launcher=in_place trains in this process
+@pytest.mark.usefixtures("own_state")  # launcher=in_process trains in this process
 @pytest.mark.parametrize(
     "command",
     chosen(),

@@ -170,7 +170,9 @@ def lightning_weights(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(importlib.util.find_spec("framework.adapters") is None, reason="there is no framework.adapters")
+@pytest.mark.skipif(
+    importlib.util.find_spec("framework.tasks.lightning") is None, reason="there is no framework.tasks.lightning"
+)
 def test_the_lightning_module_as_it_is(folder: Path) -> None:
     assert recipe("handwriting_lightning", folder) == recipe("handwriting", folder)
     expected = {f"net.{name}": value for name, value in weights(folder, "handwriting").items()}

@@ -9,13 +9,13 @@ from typing import Any, get_args
 
 import pytest
 
-from framework import cli
 from framework.checkpoint.writer import write
+from framework.command import compose
+from framework.command.request import JobResult, Request
 from framework.config.parse import known_keys
 from framework.config.saved import save_config
 from framework.config.schema import Job
 from framework.config.targets import check_targets
-from framework.jobs.request import JobResult, Request
 from framework.system.run_dir import create_run_dir
 from tests.helpers.documents import (
     ONLY_ANSWERS,
@@ -73,7 +73,7 @@ def test_the_readme_shows_commands() -> None:
 def test_a_shown_command_composes_and_fits_its_targets(
     command: Command, shown: Path, requests: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = cli.main([*command.concrete, *_stand_ins(command, requests, folder=shown)])
+    status = compose.main([*command.concrete, *_stand_ins(command, requests, folder=shown)])
     assert status == 0, capsys.readouterr().err
     if ONLY_ANSWERS & set(command.arguments):
         assert capsys.readouterr().out.strip()
@@ -90,7 +90,7 @@ def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> li
         return ["runs=outputs"]
     if not any(argument.startswith("checkpoint.path=") for argument in command.placeholders):
         return []
-    assert cli.main([]) == 0
+    assert compose.main([]) == 0
     run_dir = create_run_dir(folder / "outputs" / "stand-in")
     request = requests.pop()
     save_config(run_dir, raw=request.raw, overrides=request.overrides)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import framework
-from framework import Callback, FitInfo, Report, StepReport, cli
+from framework import Callback, FitInfo, Log, StepInfo
+from framework.command import compose
 
 MAX_FRAMES = 4
 START = "run_rank"
@@ -42,8 +43,8 @@ def test_few_frames_lead_to_backward(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.Tensor, "backward", recording)
     monkeypatch.chdir(tmp_path)
-    arguments = ["recipe=toy", "launcher=in_place", "trainer.gpus=0", "trainer.fast_dev_run=2", "logger=none"]
-    assert cli.main(arguments) == 0
+    arguments = ["recipe=toy", "launcher=in_process", "trainer.gpus=0", "trainer.fast_dev_run=2", "logger=none"]
+    assert compose.main(arguments) == 0
     assert len(seen) == 2
     assert all(len(names) <= MAX_FRAMES for names in seen), seen[0]
 
@@ -58,7 +59,7 @@ class Idle(Callback):
 class Silent:
     """Might report something after each step, and doesn't."""
 
-    def on_train_step_end(self, report: StepReport) -> Report | None:
+    def on_train_step_end(self, report: StepInfo) -> Log | None:
         return None
 
 
@@ -75,10 +76,10 @@ def test_hooks_that_nobody_wrote_are_never_called(tmp_path: Path, monkeypatch: p
                 counts[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
 
         short = ("logger=none", "checkpoint=none", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
-        arguments = ["recipe=toy", "launcher=in_place", "trainer.gpus=0", f"trainer.max_steps={steps}", *short]
+        arguments = ["recipe=toy", "launcher=in_process", "trainer.gpus=0", f"trainer.max_steps={steps}", *short]
         sys.setprofile(note)
         try:
-            assert cli.main([*arguments, *overrides]) == 0
+            assert compose.main([*arguments, *overrides]) == 0
         finally:
             sys.setprofile(None)
         return counts

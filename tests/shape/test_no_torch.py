@@ -21,8 +21,8 @@ PARENT_SIDE = sorted(
     name
     for name in modules_in("framework")
     if name == "framework"
-    or name.split(".")[1] in ("cli", "config", "errors", "launch", "system", "types", "__main__")
-    or name.removeprefix("framework.jobs.") in (*get_args(Job), "sweep")
+    or name.split(".")[1] in ("command", "config", "errors", "launch", "media", "runs", "system", "types", "__main__")
+    or name.removeprefix("framework.jobs.") in get_args(Job)
 )
 
 STAND_IN = """

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from framework.errors import DataError
-from framework.types import Datasets, StepReport
+from framework.types import Datasets, StepInfo
 
 
 class Net(nn.Linear):
@@ -82,18 +82,18 @@ class Watcher:
     def __init__(self, patience: int, /) -> None:
         self.patience = patience
 
-    def on_train_step_end(self, report: StepReport) -> None: ...
+    def on_train_step_end(self, report: StepInfo) -> None: ...
 
 
 class Observer:
     def __init__(self, patience: int = 1) -> None:
         self.patience = patience
 
-    def on_train_step_end(self, report: StepReport) -> None: ...
+    def on_train_step_end(self, report: StepInfo) -> None: ...
 
 
 class Misspelt:
-    def on_train_step_ends(self, report: StepReport) -> None: ...
+    def on_train_step_ends(self, report: StepInfo) -> None: ...
 
 
 class FakeLogger:

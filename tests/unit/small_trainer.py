@@ -22,15 +22,15 @@ from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, MapLoader
 from framework.distributed.context import Context
 from framework.launch.plan import MonitorLink
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
+from framework.optim.precision import PrecisionPlugin
+from framework.optim.schedule import Schedule
 from framework.strategies.base import Strategy
-from framework.training.optimizer import Schedule
-from framework.training.precision import PrecisionPlugin
 from framework.training.step_times import Clock
 from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
-from framework.types import DataShare, EvalReport, FitInfo, StepOutput, StepReport, Stop
+from framework.types import DataShare, EvalInfo, FitInfo, StepInfo, StepOutput, Stop
 from tests.helpers import loaders
 from tests.helpers.contexts import CPU, cpu_context
 from tests.unit.config.raw import raw_config
@@ -79,7 +79,7 @@ class Marks:
         self.seen: list[str | int] = []
         self.stop_signal = 0
 
-    def set_phase(self, phase: Phase) -> None:
+    def set_phase(self, phase: RankPhase) -> None:
         self.seen.append(phase.label)
 
     def finish_step(self, step: int) -> None:
@@ -233,11 +233,11 @@ class Recorder:
     def on_fit_start(self, info: FitInfo) -> None:
         self.calls.append(("on_fit_start", info))
 
-    def on_train_step_end(self, report: StepReport) -> Stop | None:
+    def on_train_step_end(self, report: StepInfo) -> Stop | None:
         self.calls.append(("on_train_step_end", report))
         return Stop("seen enough") if self.stop_at.get("step") == report.step else None
 
-    def on_validation_end(self, report: EvalReport) -> Stop | None:
+    def on_validation_end(self, report: EvalInfo) -> Stop | None:
         self.calls.append(("on_validation_end", report))
         return Stop("good enough") if self.stop_at.get("validation") == report.step else None
 

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from framework.system.allocator import keep_freed_memory
+from framework.system.allocator import tune_malloc
 from tests.helpers.command import run_python
 
 # A step's worth of activations, 10 times: 4 pieces of 30 MiB, written to and freed.
 PIECES, PIECE_BYTES = 4, 30 << 20
 CHURN = f"""
 import ctypes, resource, sys
-from framework.system.allocator import keep_freed_memory
+from framework.system.allocator import tune_malloc
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
@@ -27,7 +27,7 @@ def step():
     for each in pieces:
         libc.free(each)
 if sys.argv[1] == "kept":
-    assert keep_freed_memory()
+    assert tune_malloc()
 step(), step()
 before = faults()
 for _ in range(10):
@@ -55,7 +55,7 @@ def test_what_the_user_has_set_is_left(monkeypatch):
             raise AssertionError("the user has set it")
 
     monkeypatch.setattr("ctypes.CDLL", lambda _: Library)
-    assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1000"})
-    assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000"})
+    assert not tune_malloc({"MALLOC_TRIM_THRESHOLD_": "1000"})
+    assert not tune_malloc({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000"})
     monkeypatch.setattr("ctypes.CDLL", lambda _: object())  # another C library
-    assert not keep_freed_memory({})
+    assert not tune_malloc({})

@@ -12,10 +12,7 @@ from framework.config.optimizers import optimizer_configs
 from framework.config.schema import SchedulerConfig
 from framework.config.topology import Topology
 from framework.distributed.context import Context
-from framework.errors import ConfigError, TargetError, TopologyError
-from framework.strategies import DDP, Single
-from framework.system.run_dir import RunDir
-from framework.training.build import (
+from framework.engine.build import (
     build_callbacks,
     build_datasets,
     build_loggers,
@@ -26,7 +23,10 @@ from framework.training.build import (
     build_task,
     check_callbacks_fit,
 )
-from framework.training.param_groups import ParamGroups
+from framework.errors import ConfigError, TargetError, TopologyError
+from framework.optim.param_groups import ParamGroups
+from framework.strategies import DDP, Single
+from framework.system.run_dir import RunDir
 from framework.types import Datasets
 from tests.helpers.contexts import cpu_context
 from tests.unit import fake_targets
@@ -184,9 +184,7 @@ def scheduler(schedule: dict[str, Any] | None, **how: Any) -> SchedulerConfig:
 def test_total_steps_are_filled_in_unless_given():
     for given, expected in (({}, 4), ({"total_steps": 2}, 2)):
         optimizer = built_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
-        schedule = build_scheduler(
-            scheduler(node("framework.training.optimizer.cosine", **given)), optimizer, total_steps=4
-        )
+        schedule = build_scheduler(scheduler(node("framework.optim.cosine", **given)), optimizer, total_steps=4)
         for _ in range(expected):
             assert optimizer.param_groups[0]["lr"] > 1e-6
             optimizer.step()
@@ -197,7 +195,7 @@ def test_total_steps_are_filled_in_unless_given():
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
-        (node("framework.training.optimizer.cosine", total_steps=9), r"scheduler\.schedule\.total_steps is set too"),
+        (node("framework.optim.cosine", total_steps=9), r"scheduler\.schedule\.total_steps is set too"),
         (node("torch.optim.lr_scheduler.StepLR", step_size=1), "StepLR takes no total_steps"),
     ],
 )
@@ -217,7 +215,7 @@ def test_a_scheduler_gets_the_length_of_the_run_only_if_it_takes_one():
     build_scheduler(scheduler(None), optimizer, total_steps=None).step_after("step")
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(ConfigError, match=r"must know when training ends(.|\n)*Set trainer\.max_steps, or"):
-        build_scheduler(scheduler(node("framework.training.optimizer.cosine")), optimizer, total_steps=None)
+        build_scheduler(scheduler(node("framework.optim.cosine")), optimizer, total_steps=None)
     with pytest.raises(TargetError, match=r"scheduler\.schedule: .*LRScheduler"):
         build_scheduler(scheduler(node("torch.nn.Identity")), optimizer, total_steps=1)
 

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR
 
 from framework.config.schema import SchedulerConfig
 from framework.errors import ConfigError
-from framework.training.optimizer import Change, Rebuild, Schedule, cosine
+from framework.optim.schedule import Change, Rebuild, Schedule, cosine
 
 Make = Callable[[Optimizer], Any]
 OLD, NEW, OTHER = 0.1, 0.03, 0.02

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework import cli
+from framework.command import compose
+from framework.command.request import JobResult, Request
 from framework.config.saved import save_config
 from framework.errors import RunError
-from framework.jobs.request import JobResult, Request
 from framework.system.run_dir import RunDir, create_run_dir
 from tests.helpers.source import ROOT
 from tests.unit.config.raw import composed
@@ -31,7 +31,7 @@ import io, json, os, sys, traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 sys.modules.update(dict.fromkeys(("torch", "numpy", "rich")))  # to import them fails
-from framework import cli
+from framework.command import compose
 from framework.system import hardware
 from framework.system.hardware import Gpu
 hardware.visible_gpus = lambda: [Gpu(f"GPU {i}", f"GPU-{i}") for i in range(8)]
@@ -40,7 +40,7 @@ for arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            status = cli.main(arguments)
+            status = compose.main(arguments)
         except BaseException:
             status = -1
             traceback.print_exc()
@@ -126,7 +126,7 @@ RARELY_WRONG: dict[str, list[str]] = {
         "strategy=pipeline needs processes of one device each, and these have 4.\nUse topology.gpus_per_process=1"
     ],
     "recipe=toy strategy=single topology.procs_per_node=2": ["Use strategy=ddp (or auto), or"],
-    "recipe=toy trainer.gpus=0 launcher=adopted": ["this process isn't one of several"],
+    "recipe=toy trainer.gpus=0 launcher=external": ["this process isn't one of several"],
     "recipe=toy trainer.gpus=0 init_from=nowhere": ["There is no nowhere"],
     "recipe=toy trainer.gpus=0 init_from=/": ["init_from also takes a folder with model.safetensors or pytorch_model"],
     "recipe=toy trainer.gpus=0 init_from=/bin/sh": ["a file of weights ends with .safetensors, .pt, .pth, .bin"],
@@ -136,7 +136,7 @@ RARELY_WRONG: dict[str, list[str]] = {
     "-m seed=1,-2": ["seed=-2: must be a whole number at least 0"],
     "-m recipe=toy 'optimizer.lr=range(1,1)'": ["The sweep has no jobs"],
     "-m optimizer=sgd,admm": ["optimizer=admm: optimizer has no such option. Did you mean optimizer=adam?"],
-    "-m recipe=toy launcher=local,in_place topology.procs_per_node=2": ["launcher=in_place runs one process"],
+    "-m recipe=toy launcher=local,in_process topology.procs_per_node=2": ["launcher=in_process runs one process"],
     "-m recipe=toy trainer.gpus=0 init_from=null,nowhere": ["nowhere"],
     "-m resume=a,b": ["must be one run directory"],
 }
@@ -206,7 +206,7 @@ def job_that(act: Callable[[Request], int], monkeypatch: pytest.MonkeyPatch) -> 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What is said about a command that is wrong."""
-    assert cli.main(arguments) == 2
+    assert compose.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "Traceback" not in printed.err
@@ -218,7 +218,7 @@ def test_a_job_is_handed_the_configuration_and_gives_the_status(
 ) -> None:
     fork_server: Any = object()
     typed = ("recipe=toy", "trainer.gpus=0", "+model.extra=1", "preflight.seconds=3", "preflight=true")
-    assert cli.main([*typed, "hydra.verbose=false"], fork_server=fork_server) == 0
+    assert compose.main([*typed, "hydra.verbose=false"], fork_server=fork_server) == 0
     (request,) = requests
     assert (request.config.recipe, request.config.trainer.gpus, request.config.model["extra"]) == ("toy", 0, 1)
     assert (request.config.preflight.enabled, request.config.preflight.seconds) == (True, 3.0)
@@ -234,11 +234,11 @@ def test_a_job_is_handed_the_configuration_and_gives_the_status(
         return found
 
     job_that(end, monkeypatch)
-    assert cli.main([]) == 75
-    assert cli.main([]) == 1
+    assert compose.main([]) == 75
+    assert compose.main([]) == 1
     assert capsys.readouterr().err == "the run failed\n"
     with pytest.raises(ZeroDivisionError, match="unexpected"):
-        cli.main([])
+        compose.main([])
 
 
 TOY = """# @package _global_
@@ -272,7 +272,7 @@ def test_own_options_come_before_the_frameworks(requests: list[Request], own: Ow
     own("recipe/mine.yaml", f"{TOY}  - override /optimizer: adam\nseed: 7\npreflight: {{enabled: true, seconds: 5}}\n")
     settings = "enabled: true\nmonitor: val/loss\nmode: max\nsave_top_k: 2\nevery_n_steps: 5\nevery_n_epochs: null\n"
     own("checkpoint/default.yaml", settings)
-    assert cli.main(["recipe=mine", "preflight=false"]) == 0
+    assert compose.main(["recipe=mine", "preflight=false"]) == 0
     config = requests[0].config
     assert (config.recipe, config.seed, config.optimizer["_target_"]) == ("mine", 7, "torch.optim.Adam")
     assert (config.checkpoint.save_top_k, config.checkpoint.mode) == (2, "max")
@@ -327,7 +327,7 @@ def run_dir(requests: list[Request], tmp_path: Path) -> RunDir:
 
 def test_what_is_typed_when_resuming_is_applied_and_kept(requests: list[Request], run_dir: RunDir) -> None:
     typed = ("trainer.max_epochs=9", "+model.extra=[1]", "~callbacks.ema", "optimizer=adam")
-    assert cli.main([*typed, f"resume={run_dir.path}", "trust=true"]) == 0
+    assert compose.main([*typed, f"resume={run_dir.path}", "trust=true"]) == 0
     request = requests.pop()
     assert request.config.trainer.max_epochs == 9
     assert request.config.model["extra"] == [1]
@@ -338,7 +338,7 @@ def test_what_is_typed_when_resuming_is_applied_and_kept(requests: list[Request]
     assert not {"trainer.max_epochs=4", "optimizer.lr=0.5"} & set(request.overrides)
     save_config(run_dir, raw=request.raw, overrides=request.overrides)
     run_dir.checkpoints.mkdir()
-    assert cli.main([f"resume={run_dir.checkpoints}", "trust=true"]) == 0
+    assert compose.main([f"resume={run_dir.checkpoints}", "trust=true"]) == 0
     assert requests[0].raw == {**request.raw, "resume": str(run_dir.path)}
     assert requests[0].overrides == request.overrides
 
@@ -348,7 +348,7 @@ def test_a_run_whose_recipe_is_gone_needs_only_its_config(
 ) -> None:
     run_dir.overrides_file.write_text("[recipe=mine, seed=3]")
     run_dir.config_file.write_text(run_dir.config_file.read_text().replace("recipe: toy", "recipe: mine"))
-    assert cli.main([f"resume={run_dir.path}", "trainer.max_epochs=9", "trust=true"]) == 0
+    assert compose.main([f"resume={run_dir.path}", "trainer.max_epochs=9", "trust=true"]) == 0
     assert requests[0].raw["trainer"]["max_epochs"] == 9
     assert requests[0].raw["recipe"] == "mine"
     assert requests[0].overrides == ("recipe=mine", "seed=3", "trainer.max_epochs=9")

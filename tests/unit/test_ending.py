@@ -14,11 +14,11 @@ from torch.distributed import FileStore
 
 from framework.checkpoint import find, load
 from framework.distributed.context import Context
+from framework.distributed.store import RunStore
 from framework.errors import RunError
-from framework.launch.store import RunStore
 from framework.strategies import DDP
 from framework.training.trainer import Trainer
-from framework.types import StepReport
+from framework.types import StepInfo
 from tests.helpers.rank_pool import RankPool
 from tests.unit.small_trainer import (
     STEPS_PER_EPOCH,
@@ -45,7 +45,7 @@ class AskAt:
     def __init__(self, marks: Marks, step: int) -> None:
         self.marks, self.step = marks, step
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         if report.step == self.step:
             self.marks.stop_signal = signal.SIGTERM
 

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
+from framework.optim.precision import PrecisionPlugin
 from framework.training.evaluation import evaluate
-from framework.training.precision import PrecisionPlugin
 from framework.types import MicroBatch, StepOutput
 from tests.helpers.contexts import CPU, cpu_context
 from tests.helpers.loaders import eval_loader

@@ -14,14 +14,9 @@ from torch.utils.data import TensorDataset
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.data.batching import plan_batches
+from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches
 from framework.strategies.base import Strategy
-from framework.training.data_settings import (
-    apply_fast_dev_run,
-    apply_limit,
-    apply_overfit_batches,
-    steps_per_epoch,
-    total_steps,
-)
+from framework.training.length import apply_limit, steps_per_epoch, total_steps
 from framework.training.stop_control import steps_to_meeting
 from framework.types import Datasets
 from tests.unit.config.raw import raw_config

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from framework.config.schema import SchedulerConfig
 from framework.errors import ConfigError
-from framework.training.optimizer import (
+from framework.optim.schedule import (
     Schedule,
     cosine,
     restore_optimizer,

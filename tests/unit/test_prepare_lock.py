@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from framework.adapters import datamodule, lightning_data
 from framework.errors import DataError
+from framework.tasks.lightning import data as lightning_data
+from framework.tasks.lightning import datamodule
 
 
 class Data:

@@ -9,7 +9,7 @@ import torch
 
 from framework.config.topology import Topology
 from framework.distributed.context import Context
-from framework.monitoring.rank_log import logger, rank_log
+from framework.system.rank_log import logger, rank_log
 from framework.system.run_dir import RunDir, create_run_dir
 
 
@@ -28,12 +28,12 @@ def context(rank: int) -> Context:
 def test_every_rank_has_a_log_that_says_who_writes_and_keeps_records_of_the_framework(run_dir: RunDir) -> None:
     before = (logger.level, list(logger.handlers))
     for rank in (0, 3, 0):  # a resumed run appends
-        with rank_log(run_dir, context(rank)):
+        with rank_log(run_dir.rank_log(rank), place=context(rank).description):
             logger.warning("saved %s", "é")
             logging.getLogger("framework.some.part").info("from a part")
             logger.debug("not that")
             logging.getLogger("elsewhere").error("nor that")
-    with pytest.raises(ValueError, match="oops"), rank_log(run_dir, context(3)):
+    with pytest.raises(ValueError, match="oops"), rank_log(run_dir.rank_log(3), place="rank 3"):
         raise ValueError("oops")
     assert (logger.level, logger.handlers) == before
     logger.warning("too late")
@@ -47,6 +47,6 @@ def test_every_rank_has_a_log_that_says_who_writes_and_keeps_records_of_the_fram
 
 def test_a_full_disk_is_survived_without_a_word(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir.rank_log(0).symlink_to("/dev/full")
-    with rank_log(run_dir, context(0)):
+    with rank_log(run_dir.rank_log(0), place="rank 0"):
         logger.warning("lost")
     assert capfd.readouterr().err == ""

@@ -19,7 +19,7 @@ from framework.monitoring import rank_status as module
 from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
 from framework.monitoring.rank_status import (
     STACKS_SIGNAL,
-    Phase,
+    RankPhase,
     RankStatus,
     heartbeat,
     main_stack,
@@ -68,9 +68,9 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def test_what_a_rank_says_is_read(rank_status: RankStatus, reader: RankStatus) -> None:
     status = reader.read()
-    assert (status.phase, status.step, status.collectives, status.received_signal) == (Phase.STARTING, 0, 0, 0)
+    assert (status.phase, status.step, status.collectives, status.received_signal) == (RankPhase.STARTING, 0, 0, 0)
     assert (status.pid, status.is_done, reader.failure(), reader.stacks()) == (0, False, None, "")
-    rank_status.set_phase(Phase.BACKWARD)
+    rank_status.set_phase(RankPhase.BACKWARD)
     rank_status.finish_step(12)
     rank_status.beat(34)
     rank_status.set_stoppable(True)
@@ -78,7 +78,7 @@ def test_what_a_rank_says_is_read(rank_status: RankStatus, reader: RankStatus) -
     reader.set_stop_signal(signal.SIGUSR1)
     rank_status.mark_done()
     status = reader.read()
-    assert (Phase(status.phase).label, status.step, status.collectives) == ("backward", 12, 34)
+    assert (RankPhase(status.phase).label, status.step, status.collectives) == ("backward", 12, 34)
     assert (status.is_stoppable, status.received_signal, rank_status.stop_signal) == (
         True,
         signal.SIGTERM,
@@ -88,14 +88,14 @@ def test_what_a_rank_says_is_read(rank_status: RankStatus, reader: RankStatus) -
 
 
 def test_it_survives_sigkill() -> None:
-    code = "rank_status.set_phase(Phase.DATA); rank_status.finish_step(7)\n"
+    code = "rank_status.set_phase(RankPhase.DATA); rank_status.finish_step(7)\n"
     code += "rank_status.record_failure({'exception': 'größer \\ud800'}); time.sleep(300)"
     with program(code) as (process, reader):
         wait_for(reader.failure)
         process.kill()
         process.wait()
         status = reader.read()
-        assert (status.pid, status.phase, status.step) == (process.pid, Phase.DATA, 7)
+        assert (status.pid, status.phase, status.step) == (process.pid, RankPhase.DATA, 7)
         assert reader.failure() == {"exception": "größer \ud800"}
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, MicroIndices, StepReport
+from framework.types import FitInfo, MicroIndices, StepInfo
 from tests.helpers.contexts import cpu_context
 from tests.helpers.recorder import Recorder
 from tests.helpers.records import compare, read_rows
@@ -36,7 +36,7 @@ def record(folder: Path, *, start: int = 0, steps: int = 4, disturb: Any = None)
         optimizer.zero_grad()
         if step > start:
             indices = (MicroIndices(torch.tensor([step, 7]), 2), MicroIndices(torch.tensor([1]), 0))
-            recorder.on_train_step_end(StepReport(step, 0, torch.zeros(()), 2, indices))
+            recorder.on_train_step_end(StepInfo(step, 0, torch.zeros(()), 2, indices))
     recorder.on_fit_end()
     return folder
 

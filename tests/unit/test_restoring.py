@@ -11,10 +11,10 @@ import pytest
 
 from framework.checkpoint.writer import point
 from framework.distributed.context import Context
+from framework.engine import restore as resume_module
+from framework.engine.restore import own_checkpoint, restore
 from framework.errors import CheckpointError, RunError
 from framework.system.run_dir import RunDir
-from framework.training import resume as resume_module
-from framework.training.resume import own_checkpoint, restore
 from tests.unit.checkpoint.states import flip, write_small
 
 

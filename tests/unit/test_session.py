@@ -7,13 +7,13 @@ import os
 import pytest
 
 from framework.config.parse import parse
+from framework.engine.setup import core_sharers
 from framework.system.hardware import Sharers
-from framework.training.rank_setup import core_sharers
 from tests.helpers.contexts import cpu_context
 from tests.unit.config.raw import raw_config
 
 
-@pytest.mark.parametrize(("launcher", "shared"), [("auto", False), ("adopted", False), ("local", True)])
+@pytest.mark.parametrize(("launcher", "shared"), [("auto", False), ("external", False), ("local", True)])
 def test_cores_that_srun_bound_a_rank_to_are_not_divided_again(monkeypatch, launcher, shared):
     """In the second of two tasks of srun's, with eight cores each."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

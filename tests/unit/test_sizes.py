@@ -12,8 +12,8 @@ from torch import nn
 
 from framework.checkpoint.writer import write
 from framework.distributed.seed import generator_states
+from framework.engine.sizes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
 from framework.strategies.base import Strategy
-from framework.training.sizes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
 
 
 def network(device: str = "cpu") -> nn.Sequential:

@@ -31,7 +31,7 @@ from framework.monitoring.slow_ranks import (
 from framework.strategies import DDP, AllReduce
 from framework.strategies.base import Strategy
 from framework.training.step_times import Clock
-from framework.types import StepReport
+from framework.types import StepInfo
 from tests.helpers.rank_pool import RankPool
 from tests.unit.small_trainer import BATCH, Numbers, make_trainer, samples, settings
 
@@ -237,7 +237,7 @@ class Worked:
             self.clock.work("data")
         return self.data[index]
 
-    def on_train_step_end(self, report: StepReport) -> None:
+    def on_train_step_end(self, report: StepInfo) -> None:
         self.clock.work("callbacks")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
 from framework.monitoring.slow_ranks import Spent
 from framework.training.step_times import Clock, StepTimer
 from tests.unit.small_trainer import Marks
@@ -29,7 +29,7 @@ def work(clock: Host, time: int) -> None:
 def step(watch: StepTimer, clock: Host, number: int, *, data: int = 3, waiting: int = 20) -> None:
     """One of 1 + 2 for the forward and backward, 20 of waiting, 4 for the optimizer, 5 for callbacks."""
     work(clock, data)
-    watch.set_phase(Phase.FORWARD)
+    watch.set_phase(RankPhase.FORWARD)
     work(clock, 1)
     watch.begin_waiting()
     work(clock, waiting - 10)
@@ -37,8 +37,8 @@ def step(watch: StepTimer, clock: Host, number: int, *, data: int = 3, waiting: 
     work(clock, 2)
     watch.begin_waiting()
     work(clock, 10)
-    watch.set_phase(Phase.DATA)
-    watch.set_phase(Phase.OPTIMIZER)
+    watch.set_phase(RankPhase.DATA)
+    watch.set_phase(RankPhase.OPTIMIZER)
     work(clock, 4)
     watch.finish_step(number)
     work(clock, 5)
@@ -54,17 +54,17 @@ def made(clock: Host) -> StepTimer:
 def settled(watch: StepTimer, clock: Host) -> StepTimer:
     """With the first log behind it."""
     watch.start()
-    watch.set_phase(Phase.DATA)
+    watch.set_phase(RankPhase.DATA)
     step(watch, clock, 1, data=1000)
     log(watch, clock)
     return watch
 
 
 def log(watch: StepTimer, clock: Host) -> Spent:
-    watch.leave_step(Phase.LOGGING)
+    watch.leave_step(RankPhase.LOGGING)
     spent = watch.read()
     work(clock, 7000)
-    watch.set_phase(Phase.DATA)
+    watch.set_phase(RankPhase.DATA)
     return spent
 
 
@@ -76,7 +76,7 @@ def test_steps_since_the_last_log_are_added_up_by_kind() -> None:
     watch = settled(made(clock), clock)
     for number in (2, 3):
         step(watch, clock, number)
-        watch.set_phase(Phase.DATA)
+        watch.set_phase(RankPhase.DATA)
     step(watch, clock, 4, data=6)
     assert log(watch, clock) == Spent(3, 3 * STEP.step + 1.5, 6.0, 3 * STEP.compute, 3 * STEP.callbacks, 30.0)
     step(watch, clock, 5)
@@ -89,7 +89,7 @@ def test_steps_before_the_first_log_or_with_unknown_waiting_are_left_out() -> No
     watch = made(clock)
     watch.begin_waiting()  # while it is made and restored
     watch.start()
-    watch.set_phase(Phase.DATA)
+    watch.set_phase(RankPhase.DATA)
     step(watch, clock, 1)
     assert log(watch, clock) == Spent()
     step(watch, clock, 2)
@@ -99,21 +99,21 @@ def test_steps_before_the_first_log_or_with_unknown_waiting_are_left_out() -> No
     assert log(watch, clock) == STEP
 
 
-@pytest.mark.parametrize(("phase", "is_logged"), [(Phase.EVALUATE, True), (Phase.CHECKPOINT, False)])
-def test_an_evaluation_or_a_checkpoint_and_the_step_after_it_are_left_out(phase: Phase, is_logged: bool) -> None:
+@pytest.mark.parametrize(("phase", "is_logged"), [(RankPhase.EVALUATE, True), (RankPhase.CHECKPOINT, False)])
+def test_an_evaluation_or_a_checkpoint_and_the_step_after_it_are_left_out(phase: RankPhase, is_logged: bool) -> None:
     clock = Host()
     watch = settled(made(clock), clock)
     step(watch, clock, 2)
     if is_logged:
-        watch.leave_step(Phase.LOGGING)
+        watch.leave_step(RankPhase.LOGGING)
         assert watch.read() == STEP
     watch.leave_step(phase)
     work(clock, 500)
-    watch.leave_step(Phase.CHECKPOINT)  # one may follow the other
+    watch.leave_step(RankPhase.CHECKPOINT)  # one may follow the other
     work(clock, 500)
-    watch.set_phase(Phase.DATA)
+    watch.set_phase(RankPhase.DATA)
     step(watch, clock, 3, data=100)
-    watch.set_phase(Phase.DATA)
+    watch.set_phase(RankPhase.DATA)
     step(watch, clock, 4)
     number = 1 if is_logged else 2
     assert log(watch, clock) == Spent(*(number * each for each in STEP))

@@ -31,7 +31,7 @@ def config(**changes: Any) -> Any:
         "task": node("framework.tasks.Supervised", loss=node("torch.nn.MSELoss"), metrics={}),
         "strategy": node("framework.strategies.auto"),
         "optimizer": node("torch.optim.SGD", lr=0.1),
-        "scheduler": {"schedule": node("framework.training.optimizer.cosine", warmup_steps=2)},
+        "scheduler": {"schedule": node("framework.optim.cosine", warmup_steps=2)},
         "logger": {"one": node("FakeLogger", prefix="x")},
         "callbacks": {"one": node("Observer")},
         "objects": None,
@@ -75,7 +75,7 @@ def test_each_mistake_names_its_key_and_what_is_right(given: Any, supplied: Any,
     ("given", "supplied"),
     [
         (node(f"{LR}.OneCycleLR", max_lr=1, total_steps=5), SCHEDULE),
-        (node("framework.training.optimizer.cosine"), SCHEDULE),
+        (node("framework.optim.cosine"), SCHEDULE),
         (node("Anything", whatever=1), MODEL),
         (node("FakeTask", loss=node("torch.nn.Linear", _partial_=True)), PLAIN),
         (node("FakeTask", loss=node("no.such"), _recursive_=False), PLAIN),
@@ -110,6 +110,6 @@ def test_a_module_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: 
 def test_what_a_target_takes_and_needs_is_known_by_name() -> None:
     assert takes(node("Spread"), "devices")
     assert not takes(node("Anything"), "devices")
-    assert requires(node("framework.training.optimizer.cosine"), "total_steps")
-    assert not requires(node("framework.training.optimizer.cosine", total_steps=3), "total_steps")
+    assert requires(node("framework.optim.cosine"), "total_steps")
+    assert not requires(node("framework.optim.cosine", total_steps=3), "total_steps")
     assert not requires(node(f"{LR}.OneCycleLR"), "total_steps")

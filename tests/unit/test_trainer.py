@@ -16,12 +16,12 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from framework.config.schema import Interval
-from framework.data.sampler import GlobalOrder
+from framework.data.order import GlobalOrder
 from framework.errors import RunError, TargetError
 from framework.training import step_times
 from framework.training import trainer as trainer_module
 from framework.training.trainer import Trainer
-from framework.types import Callback, FitInfo, StepOutput, StepReport
+from framework.types import Callback, FitInfo, StepInfo, StepOutput
 from tests.unit.small_trainer import (
     BATCH,
     SIZE,
@@ -371,7 +371,7 @@ def test_loggers_may_observe_steps_and_a_hook_that_nobody_wrote_is_not_called(mo
         def fit_start(self, info: FitInfo) -> None:
             called.append(info)
 
-        def step(self, report: StepReport) -> None:
+        def step(self, report: StepInfo) -> None:
             called.append(report.step)
 
     only: Any = OnlyAtTheEnd  # what it leaves out is the protocol's, and empty

@@ -21,13 +21,13 @@ from torch import Tensor
 from framework.distributed import collectives
 from framework.distributed.butterfly import butterfly_all_reduce_mean, inner_ranks, rounds
 from framework.distributed.process_group import new_group, process_group, set_timeout
+from framework.engine.setup import RankSetup, setup_rank
 from framework.jobs.collectives.job import PAGE
 from framework.launch.plan import MonitorLink, RankArguments
-from framework.monitoring.rank_log import logger
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
 from framework.system.formatting import format_seconds, format_table
+from framework.system.rank_log import logger
 from framework.system.run_dir import write_atomically
-from framework.training.rank_setup import RankSetup, setup_rank
 
 VARIABLES = ("LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -201,26 +201,26 @@ _OF_ANY = (all_reduce, reduce_scatter, all_gather, butterfly, broadcast, all_to_
 
 def collectives_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """Run every exchange over every backend; rank 0 writes the page. Raises FrameworkError."""
-    with setup_rank(arguments, link) as rank:
-        link.rank_status.set_phase(Phase.MEETING)
-        context, config = rank.context, rank.config
+    with setup_rank(arguments, link) as setup:
+        link.rank_status.set_phase(RankPhase.MEETING)
+        context, config = setup.context, setup.config
         with process_group(context, config.backend, rendezvous=arguments.rendezvous), link.recording():
             set_timeout(config.backend.timeout, context)
-            link.rank_status.set_phase(Phase.COLLECTIVES)
-            comms = [_connect(name, rank) for name in config.collectives.backends or (context.backend,)]
+            link.rank_status.set_phase(RankPhase.COLLECTIVES)
+            comms = [_connect(name, setup) for name in config.collectives.backends or (context.backend,)]
             exchanges = (barrier, *(_OF_TWO if context.world_size > 1 else ()), *_OF_ANY)
-            page = [_who(rank)]
+            page = [_who(setup)]
             for exchange in exchanges:
-                page += [_show(exchange, comm, rank) for comm in comms]
-            link.rank_status.set_phase(Phase.CLOSING)
+                page += [_show(exchange, comm, setup) for comm in comms]
+            link.rank_status.set_phase(RankPhase.CLOSING)
             if context.is_main:
-                write_atomically(rank.run_dir.path / PAGE, "\n\n\n".join(page) + "\n")
+                write_atomically(setup.run_dir.path / PAGE, "\n\n\n".join(page) + "\n")
             collectives.barrier(context)  # no rank leaves while another still needs it
 
 
-def _connect(backend: str, rank: RankSetup) -> Comm:
+def _connect(backend: str, setup: RankSetup) -> Comm:
     """Make the groups of one backend. Every rank must call it."""
-    context, timeout_s = rank.context, rank.config.backend.timeout
+    context, timeout_s = setup.context, setup.config.backend.timeout
     group = new_group(timeout_s, backend=backend, is_monitored=True)
     p2p = new_group(timeout_s, backend=backend)
     device = torch.device("cpu") if backend == dist.Backend.GLOO else context.device
@@ -228,25 +228,25 @@ def _connect(backend: str, rank: RankSetup) -> Comm:
     return Comm(backend, context.rank, context.world_size, group, p2p, device)
 
 
-def _show(exchange: Callable[[Comm], Shown], comm: Comm, rank: RankSetup) -> str:
+def _show(exchange: Callable[[Comm], Shown], comm: Comm, setup: RankSetup) -> str:
     """Run one exchange twice, since the first run opens connections; return what the second showed on every rank.
 
     That is what the exchange does, its code, a table with a row for each rank, and the ranks' notes.
     """
     logger.info("%s over %s", exchange.__name__, comm.backend)
-    for delay_s in (0.0, rank.config.collectives.delay):  # the first run opens connections
+    for delay_s in (0.0, setup.config.collectives.delay):  # the first run opens connections
         comm = replace(comm, delay_s=delay_s, notes=[])
         steps = exchange(comm)
         before = next(steps).to("cpu", copy=True)
         dist.barrier(group=comm.group)
-        rank.context.wait_for_devices()
+        setup.context.wait_for_devices()
         began = time.perf_counter()
         after = next(steps)
-        rank.context.wait_for_devices()
+        setup.context.wait_for_devices()
         seconds = time.perf_counter() - began
     titles = ("rank", "before", "after", comm.backend)
     row = (str(comm.rank), _values(before), _values(after), format_seconds(seconds))
-    shown = collectives.gather_to_all((row, comm.notes), rank.context)
+    shown = collectives.gather_to_all((row, comm.notes), setup.context)
     table = format_table([titles, *(own for own, _ in shown)])
     notes = "\n".join(f"  rank {number}: {'; '.join(own)}" for number, (_, own) in enumerate(shown) if own)
     code = re.split(r"    yield .*\n", inspect.getsource(exchange))[1].rstrip()
@@ -256,11 +256,11 @@ def _show(exchange: Callable[[Comm], Shown], comm: Comm, rank: RankSetup) -> str
 # The page
 
 
-def _who(rank: RankSetup) -> str:
+def _who(setup: RankSetup) -> str:
     """Return a table with a row for each rank: where it is, and its environment variables."""
-    place = [socket.gethostname(), str(os.getpid()), ", ".join(map(str, rank.context.devices))]
-    own = [str(rank.context.rank), *place, *(os.environ.get(name, "–") for name in VARIABLES)]
-    rows = [["rank", "host", "pid", "devices", *VARIABLES], *collectives.gather_to_all(own, rank.context)]
+    place = [socket.gethostname(), str(os.getpid()), ", ".join(map(str, setup.context.devices))]
+    own = [str(setup.context.rank), *place, *(os.environ.get(name, "–") for name in VARIABLES)]
+    rows = [["rank", "host", "pid", "devices", *VARIABLES], *collectives.gather_to_all(own, setup.context)]
     return f"Who each rank is, and what it reads from its environment (–: not set)\n\n{format_table(rows)}"
 
 

@@ -6,14 +6,13 @@ shows them are in `framework/jobs/collectives/demo.py`; it is printed, and writt
 
 from __future__ import annotations
 
+from framework.command.launcher import checked_topology
+from framework.command.request import JobResult, Request
+from framework.command.run_ranks import run
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import ConfigError
-from framework.jobs.launcher_choice import checked_topology
-from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import run
-from framework.jobs.summary import display_path
-from framework.system.formatting import format_facts
+from framework.system.formatting import display_path, format_facts
 from framework.system.run_dir import RunDir
 
 _ENTRY = "framework.jobs.collectives.demo:collectives_rank"

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from framework.checkpoint import read_manifest
+from framework.command.request import JobResult, Request
 from framework.config.schema import ExportFormat
 from framework.config.topology import resolve_topology
 from framework.errors import ConfigError
-from framework.jobs.request import JobResult, Request
-from framework.jobs.summary import display_path
 from framework.launch.fork_server import call_in_child
 from framework.system.files import atomic_output, checked_output
-from framework.system.formatting import format_facts
+from framework.system.formatting import display_path, format_facts
 from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
 

@@ -27,14 +27,14 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.config.topology import Topology
-from framework.data.fetch import BatchDataset, BatchKey
 from framework.data.loader import dataset_size
 from framework.data.stream import first_batch
+from framework.data.workers import BatchDataset, BatchKey
 from framework.distributed.context import Context
+from framework.engine import build
 from framework.errors import ConfigError, FrameworkError, RunError, TargetError, describe_error, raised_at
+from framework.optim.precision import PrecisionPlugin
 from framework.system.versions import installed_versions
-from framework.training import build
-from framework.training.precision import PrecisionPlugin
 from framework.types import Task
 
 Facts = list[tuple[str, str]]

@@ -29,17 +29,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from framework.command.launcher import checked_topology
+from framework.command.messages import training_summary
+from framework.command.request import JobResult, Request
+from framework.command.run_ranks import run
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.data.batching import plan_batches
 from framework.errors import ConfigError, TopologyError
-from framework.jobs.launcher_choice import checked_topology
-from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import run
-from framework.jobs.summary import display_path, training_summary
 from framework.launch.fork_server import call_in_child
-from framework.system.formatting import format_count
+from framework.system.formatting import display_path, format_count
 from framework.system.hardware import count_gpus
 from framework.system.run_dir import new_name, write_object
 
@@ -94,7 +94,7 @@ def check_setup(request: Request) -> tuple[Topology, int, int]:
     Raises FrameworkError for what can't be compared.
     """
     config = request.config
-    if request.adopted_ranks is not None or config.topology.nnodes > 1:
+    if request.external_ranks is not None or config.topology.nnodes > 1:
         raise ConfigError(
             "job=parity compares on one machine, with processes of its own.\n"
             "Run the command once, without torchrun or srun, and with topology.nnodes=1."

@@ -22,7 +22,7 @@ from framework.distributed.context import Context
 from framework.distributed.seed import fingerprint
 from framework.distributed.sharded import full_tensor, local_tensor
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, StepReport, Stop
+from framework.types import FitInfo, StepInfo, Stop
 
 POWERS = (1, 2, 4)  # in `moments`; a normalised tensor has the first moment and the second of any other
 _BUCKETS = 1024
@@ -123,7 +123,7 @@ class Recording:
         for name, module in model.named_modules():
             self._watch(name, module)
 
-    def on_train_step_end(self, report: StepReport) -> Stop | None:
+    def on_train_step_end(self, report: StepInfo) -> Stop | None:
         sizes = [micro.num_samples for micro in report.indices]
         weights = _sketches(self._model.named_parameters())
         step = StepTrace(

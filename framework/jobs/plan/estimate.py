@@ -22,30 +22,28 @@ from framework.config.topology import Topology
 from framework.data.batching import BatchPlan
 from framework.data.loader import dataset_size
 from framework.distributed.context import Context
-from framework.errors import DataError, FrameworkError, TargetError, describe_error, raised_at
-from framework.strategies.base import Strategy
-from framework.strategies.pipeline_stages import split_into_stages
-from framework.system.run_dir import RunDir
-from framework.training import build
-from framework.training.activation_checkpointing import apply_activation_checkpointing
-from framework.training.data_settings import (
+from framework.engine import build
+from framework.engine.limits import (
     apply_fast_dev_run,
     apply_overfit_batches,
     check_metrics,
     check_streams,
     check_validation,
-    schedule_length,
-    steps_per_epoch,
     streams_of,
-    total_steps,
     train_size,
     with_batch_sizes,
 )
-from framework.training.param_groups import ParamGroups
-from framework.training.phases import phases_of
-from framework.training.precision import PrecisionPlugin
-from framework.training.rank_setup import plan_steps, plan_training
-from framework.training.sizes import average_bytes, checkpoint_bytes, tensor_bytes
+from framework.engine.setup import plan_steps, plan_training
+from framework.engine.sizes import average_bytes, checkpoint_bytes, tensor_bytes
+from framework.errors import DataError, FrameworkError, TargetError, describe_error, raised_at
+from framework.optim.param_groups import ParamGroups
+from framework.optim.phases import phases_of
+from framework.optim.precision import PrecisionPlugin
+from framework.strategies.activation_checkpointing import apply_activation_checkpointing
+from framework.strategies.base import Strategy
+from framework.strategies.pipeline_stages import split_into_stages
+from framework.system.run_dir import RunDir
+from framework.training.length import schedule_length, steps_per_epoch, total_steps
 from framework.types import Datasets, hooks
 
 _META = torch.device("meta")

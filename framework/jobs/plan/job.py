@@ -44,9 +44,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from framework.command.launcher import backend_name, checked_topology, chosen_launcher, commands, environment
+from framework.command.request import JobResult, Request
 from framework.config.topology import Topology
-from framework.jobs.launcher_choice import backend_name, checked_topology, chosen_launcher, commands, environment
-from framework.jobs.request import JobResult, Request
 from framework.launch.fork_server import call_in_child
 from framework.system.formatting import format_bytes, format_count, format_table
 

@@ -27,13 +27,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from framework.command.launcher import checked_topology as check
+from framework.command.request import JobResult, Request
+from framework.command.run_ranks import run
 from framework.config.schema import Config
-from framework.jobs.launcher_choice import checked_topology as check
 from framework.jobs.preflight.report import RESULT, render, verdict
-from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import run
-from framework.jobs.summary import display_path
-from framework.system.formatting import format_facts
+from framework.system.formatting import display_path, format_facts
 from framework.system.run_dir import RunDir, read_object
 
 __all__ = ["check", "main"]
@@ -45,7 +44,7 @@ def main(request: Request) -> JobResult:
     found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / RESULT)
     if found is None:
         return done
-    if request.config.topology.node_rank > 0 and request.adopted_ranks is None:
+    if request.config.topology.node_rank > 0 and request.external_ranks is None:
         # The table is on the terminal of node 0.
         print(f"\n{verdict(found)}", flush=True)
     return replace(done, status=0 if found["passed"] else 1)

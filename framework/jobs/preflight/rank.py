@@ -22,14 +22,14 @@ from framework.distributed.butterfly import butterfly_all_reduce_mean
 from framework.distributed.collectives import all_gather_single, barrier, gather_to_all, reduce_scatter_single
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_group, process_group, set_timeout
+from framework.engine.setup import RankSetup, setup_rank
 from framework.errors import PreflightError, RunError, describe_error
 from framework.jobs.preflight.machine import buffer_limit, facts
 from framework.jobs.preflight.report import BETWEEN, RESULT, WITHIN, assess, slowest_lines, verdict
 from framework.launch.plan import MonitorLink, RankArguments
-from framework.monitoring.rank_log import logger
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
+from framework.system.rank_log import logger
 from framework.system.run_dir import write_object
-from framework.training.rank_setup import RankSetup, setup_rank
 
 NUM_BARRIERS = 20
 NUM_TRIPS = 10
@@ -65,42 +65,42 @@ def preflight_rank(arguments: RankArguments, link: MonitorLink) -> None:
 
     If a rank doesn't answer within backend.timeout, the others raise RunError with the name of the check.
     """
-    with setup_rank(arguments, link) as rank:
-        link.rank_status.set_phase(Phase.MEETING)
-        backend = rank.config.backend
-        with process_group(rank.context, backend, rendezvous=arguments.rendezvous), link.recording():
-            set_timeout(backend.timeout, rank.context)
-            result = _run_checks(rank, seconds=rank.config.preflight.seconds or _ALONE_S, timeout_s=backend.timeout)
-            link.rank_status.set_phase(Phase.CLOSING)
-            if rank.context.is_main:
-                rank.run_dir.update_run({"results": {"passed": result["passed"]}})
+    with setup_rank(arguments, link) as setup:
+        link.rank_status.set_phase(RankPhase.MEETING)
+        backend = setup.config.backend
+        with process_group(setup.context, backend, rendezvous=arguments.rendezvous), link.recording():
+            set_timeout(backend.timeout, setup.context)
+            result = _run_checks(setup, seconds=setup.config.preflight.seconds or _ALONE_S, timeout_s=backend.timeout)
+            link.rank_status.set_phase(RankPhase.CLOSING)
+            if setup.context.is_main:
+                setup.run_dir.update_run({"results": {"passed": result["passed"]}})
 
 
-def before_training(rank: RankSetup) -> None:
+def before_training(setup: RankSetup) -> None:
     """If `preflight.enabled`, run the checks in about two seconds and print two lines. Every rank must call it.
 
     Raises PreflightError on every rank if a check failed.
     """
-    settings, backend = rank.config.preflight, rank.config.backend
+    settings, backend = setup.config.preflight, setup.config.backend
     if not settings.enabled:
         return
-    result = _run_checks(rank, seconds=settings.seconds or _BEFORE_TRAINING_S, timeout_s=backend.init_timeout)
-    if rank.context.is_main:
+    result = _run_checks(setup, seconds=settings.seconds or _BEFORE_TRAINING_S, timeout_s=backend.init_timeout)
+    if setup.context.is_main:
         print(verdict(result).partition("\n")[0], flush=True)
         print("; ".join(slowest_lines(result)) or "one device, no link", flush=True)
     if not result["passed"]:
-        where = rank.run_dir.path / RESULT
+        where = setup.run_dir.path / RESULT
         raise PreflightError(f"{verdict(result)}\nNothing was trained. All measurements: {where}")
 
 
-def _run_checks(rank: RankSetup, *, seconds: float, timeout_s: float) -> dict[str, Any]:
+def _run_checks(setup: RankSetup, *, seconds: float, timeout_s: float) -> dict[str, Any]:
     """Check, measure, assess and write. Return the result, the same on every rank."""
-    settings, context = rank.config.preflight, rank.context
-    rank.link.rank_status.set_phase(Phase.PREFLIGHT)
+    settings, context = setup.config.preflight, setup.context
+    setup.link.rank_status.set_phase(RankPhase.PREFLIGHT)
     began, exchanges, links = time.perf_counter(), list[dict[str, Any]](), list[Link]()
     with connect_peers(context, timeout_s=timeout_s) as peers:
         with peers.check("facts"):
-            own = facts(rank.config, context, rank.run_dir)
+            own = facts(setup.config, context, setup.run_dir)
             max_bytes = max(4, int(min(settings.max_bytes, -max_over_ranks(-buffer_limit(context), context))))
         barriers = time_barriers(peers)
         if context.world_size > 1:
@@ -115,7 +115,7 @@ def _run_checks(rank: RankSetup, *, seconds: float, timeout_s: float) -> dict[st
         each |= {"barrier_s": median(wait_s for wait_s, _ in timed), "clock": clock}
     within, between = link_rounds(context.topology.nnodes, context.topology.procs_per_node)
     result: dict[str, Any] = {
-        "recipe": rank.config.recipe,
+        "recipe": setup.config.recipe,
         "backend": context.backend,
         "seconds": seconds,
         "took_s": took_s,
@@ -127,7 +127,7 @@ def _run_checks(rank: RankSetup, *, seconds: float, timeout_s: float) -> dict[st
         "faults": list(chain.from_iterable(faults)),
     }
     result |= assess(result, settings)
-    file = rank.run_dir.path / RESULT
+    file = setup.run_dir.path / RESULT
     if context.is_main:
         write_object(file, result)
     barrier(context)

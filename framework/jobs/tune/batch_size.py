@@ -27,13 +27,13 @@ from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import barrier
+from framework.engine.setup import RankSetup
+from framework.engine.sizes import average_dtype
+from framework.engine.train import build_trainer
 from framework.errors import RunError, describe_error
 from framework.strategies.base import Strategy
 from framework.system.formatting import format_binary_bytes
 from framework.system.hardware import available_memory
-from framework.training.engine import build_trainer
-from framework.training.rank_setup import RankSetup
-from framework.training.sizes import average_dtype
 from framework.training.trainer import Trainer
 
 _RESET_PEAK = "5"  # https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html
@@ -41,23 +41,23 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|(can't allocate|not enough) memory|s
 
 
 def find_batch_size(
-    rank: RankSetup, loader: MapLoader, *, averages: int
+    setup: RankSetup, loader: MapLoader, *, averages: int
 ) -> tuple[BatchPlan, dict[str, Any], dict[str, float]]:
     """Return the plan with the largest batch that fits, its entry in `tune.json`, and the overrides that select it.
 
     Every rank must call it. Raises RunError if one sample doesn't fit, ConfigError if the global batch can't be split
     as finely as needed. averages: how many callbacks keep a copy of the model to evaluate.
     """
-    config, settings = rank.config, rank.config.tune
+    config, settings = setup.config, setup.config.tune
     sizing = BatchSizing(
-        rank.data_share.world_size,
+        setup.data_share.world_size,
         config.trainer.accumulate_grad_batches,
         config.data.global_batch_size,
         samples=loader.size,
     )
-    trials = Trials(rank, loader, sizing, averages=averages)
+    trials = Trials(setup, loader, sizing, averages=averages)
     memory, (most, limited_by) = trials.memory, sizing.most(settings.max_batch_size)
-    if rank.context.is_main:
+    if setup.context.is_main:
         room = "an unknown amount" if memory.room_bytes is None else format_binary_bytes(memory.room_bytes)
         print(f"Batches of 1 to {most:,}: {room} of memory for a process's steps", flush=True)
     # A batch too large for the host would get the process killed: start small and predict.
@@ -266,19 +266,19 @@ class Trials:
 
     memory: HostMemory | DeviceMemory
 
-    def __init__(self, rank: RankSetup, loader: MapLoader, sizing: BatchSizing, *, averages: int) -> None:
+    def __init__(self, setup: RankSetup, loader: MapLoader, sizing: BatchSizing, *, averages: int) -> None:
         """Every rank must make one. averages: see `find_batch_size`."""
-        self._context, self._loader, self._sizing = rank.context, loader, sizing
-        self._steps, margin = rank.config.tune.steps_per_trial, rank.config.tune.margin
+        self._context, self._loader, self._sizing = setup.context, loader, sizing
+        self._steps, margin = setup.config.tune.steps_per_trial, setup.config.tune.margin
         self.tried: dict[int, dict[str, Any]] = {}  # as tune.json has them, by samples
-        self._trainer = build_trainer(replace(rank, strategy=Strategy()), loader, {})
+        self._trainer = build_trainer(replace(setup, strategy=Strategy()), loader, {})
         self._trainer.leave_out_exchange()
         for param_group in self._trainer.state.optimizer.param_groups:
             param_group["lr"] = 0.0
-        self._exchange = rank.exchange  # over the CPU
+        self._exchange = setup.exchange  # over the CPU
         self._exchange.open()
         # Gradients that are exchanged are copied; some strategies keep copies of weights.
-        gradients = int(self._context.world_size > 1) + rank.strategy.weight_copies
+        gradients = int(self._context.world_size > 1) + setup.strategy.weight_copies
         model = self._trainer.state.bare_model
         self._copies = []
         for tensor in (*model.parameters(), *model.buffers()):

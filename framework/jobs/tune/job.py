@@ -24,14 +24,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from framework.command.launcher import checked_topology, commands
+from framework.command.request import JobResult, Request
+from framework.command.run_ranks import run
 from framework.config.saved import key_of, merge_overrides
 from framework.config.schema import Config
 from framework.config.topology import Topology
-from framework.jobs.launcher_choice import checked_topology, commands
-from framework.jobs.request import JobResult, Request
-from framework.jobs.run_ranks import run
-from framework.jobs.summary import display_path
-from framework.system.formatting import format_facts
+from framework.system.formatting import display_path, format_facts
 from framework.system.run_dir import RunDir, read_object
 
 RESULT, PLOT = "tune.json", "learning_rate.svg"  # in the run directory
@@ -96,5 +95,5 @@ def command(request: Request, topology: Topology, found: Mapping[str, Any]) -> s
     special = {key_of(text) for text in request.overrides if text.startswith(("+", "~"))}
     new = [f"{'++' if key in special else ''}{key}={value}" for key, value in found.items()]
     kinds = commands(replace(request, overrides=tuple(merge_overrides(request.overrides, new))), topology)
-    starter = "" if request.adopted_ranks is None else request.adopted_ranks.cluster.starter
+    starter = "" if request.external_ranks is None else request.external_ranks.cluster.starter
     return shlex.join(kinds.get(starter, kinds["framework"]))

@@ -17,17 +17,17 @@ from framework.config.targets import takes
 from framework.data.loader import MapLoader
 from framework.distributed.collectives import barrier
 from framework.distributed.process_group import process_group
+from framework.engine import build
+from framework.engine.limits import streams_of
+from framework.engine.setup import RankSetup, build_data, load_initial_weights, make_train_loader, setup_rank
+from framework.engine.train import build_trainer
 from framework.errors import ConfigError, DataError, RunError, describe_error
 from framework.jobs.tune.batch_size import find_batch_size, full_steps, is_out_of_memory, train_steps
 from framework.jobs.tune.job import PLOT, RESULT
 from framework.jobs.tune.lr_range import assess, plot, range_test
 from framework.launch.plan import MonitorLink, RankArguments
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
 from framework.system.run_dir import write_atomically, write_object
-from framework.training import build
-from framework.training.data_settings import streams_of
-from framework.training.engine import build_trainer
-from framework.training.rank_setup import RankSetup, build_data, load_initial_weights, make_train_loader, setup_rank
 from framework.types import hooks
 
 
@@ -36,22 +36,22 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
 
     Raises FrameworkError, and passes what the user's code raises.
     """
-    with setup_rank(arguments, link) as rank, ExitStack() as stack:
-        rank = replace(rank, config=_tuned_config(rank))
-        config, context = rank.config, rank.context
-        datasets, rank = build_data(rank)
+    with setup_rank(arguments, link) as setup, ExitStack() as stack:
+        setup = replace(setup, config=_tuned_config(setup))
+        config, context = setup.config, setup.context
+        datasets, setup = build_data(setup)
         if "train" in streams_of(datasets):
             raise DataError(
                 "job=tune repeats batches, which a stream (IterableDataset) can't.\n"
                 "Tune with some of its samples in a list, which is a map-style dataset."
             )
-        loader: Any = make_train_loader(rank, datasets)
+        loader: Any = make_train_loader(setup, datasets)
         stack.callback(loader.close)
-        link.rank_status.set_phase(Phase.MEETING)
-        with_cpu = rank.strategy.exchanges_on_cpu
+        link.rank_status.set_phase(RankPhase.MEETING)
+        with_cpu = setup.strategy.exchanges_on_cpu
         stack.enter_context(process_group(context, config.backend, rendezvous=arguments.rendezvous, with_cpu=with_cpu))
         stack.enter_context(link.recording())
-        link.rank_status.set_phase(Phase.BUILDING)
+        link.rank_status.set_phase(RankPhase.BUILDING)
         found: dict[str, Any] = {
             "recipe": config.recipe,
             "processes": context.world_size,
@@ -59,35 +59,35 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
             "lr": None,
             "overrides": {},
         }
-        plan = rank.plan
+        plan = setup.plan
         if config.tune.find_batch_size:
-            callbacks = build.build_callbacks(rank.requested.callbacks, context=context, run_dir=rank.run_dir)
+            callbacks = build.build_callbacks(setup.requested.callbacks, context=context, run_dir=setup.run_dir)
             averages = len(hooks(callbacks.values(), "evaluation_weights"))
-            plan, found["batch_size"], found["overrides"] = find_batch_size(rank, loader, averages=averages)
-            _write(rank, found)
+            plan, found["batch_size"], found["overrides"] = find_batch_size(setup, loader, averages=averages)
+            _write(setup, found)
         gc.collect()  # of the trials' model
-        found["lr"] = _train_together(rank, full_steps(loader, plan), found["batch_size"])
+        found["lr"] = _train_together(setup, full_steps(loader, plan), found["batch_size"])
         if found["lr"] is not None:
             if (suggestion := found["lr"]["suggestion"]) is not None:
                 key = "optimizer.lr" if "lr" in config.optimizer else "++optimizer.lr"
                 found["overrides"][key] = float(f"{suggestion['lr']:.2g}")
-            _write(rank, found)
+            _write(setup, found)
             if context.is_main:
-                _plot(rank, found["lr"])
-        link.rank_status.set_phase(Phase.CLOSING)
+                _plot(setup, found["lr"])
+        link.rank_status.set_phase(RankPhase.CLOSING)
         barrier(context)
 
 
-def _tuned_config(rank: RankSetup) -> Config:
+def _tuned_config(setup: RankSetup) -> Config:
     """Return the configuration without callbacks, loggers, schedule and checkpoints.
 
     Raises ConfigError for what can't be tuned.
     """
-    config = rank.config
-    if config.tune.find_batch_size and rank.strategy.forward_communicates:
+    config = setup.config
+    if config.tune.find_batch_size and setup.strategy.forward_communicates:
         raise ConfigError(
             f"tune.find_batch_size=true tries batches on each process by itself; with strategy="
-            f"{type(rank.strategy).__name__.lower()} no process has the whole model.\n"
+            f"{type(setup.strategy).__name__.lower()} no process has the whole model.\n"
             "Use tune.find_batch_size=false for the learning rate alone, or another strategy."
         )
     if config.tune.find_lr and is_several(config.optimizer):
@@ -110,29 +110,29 @@ def _tuned_config(rank: RankSetup) -> Config:
     )
 
 
-def _write(rank: RankSetup, found: dict[str, Any]) -> None:
+def _write(setup: RankSetup, found: dict[str, Any]) -> None:
     """Write what was found so far, on rank 0."""
-    if rank.context.is_main:
-        write_object(rank.run_dir.path / RESULT, found)
-        rank.run_dir.update_run({"results": {"overrides": found["overrides"]}})
+    if setup.context.is_main:
+        write_object(setup.run_dir.path / RESULT, found)
+        setup.run_dir.update_run({"results": {"overrides": found["overrides"]}})
 
 
-def _train_together(rank: RankSetup, loader: MapLoader, batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _train_together(setup: RankSetup, loader: MapLoader, batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Train with all ranks: the range test, of which tune.json's `lr` is returned, or a few steps without one.
 
     Raises RunError if the batch that was found doesn't fit though each rank by itself had room for it.
     """
-    config, settings, finish_step = rank.config, rank.config.tune, rank.link.rank_status.finish_step
+    config, settings, finish_step = setup.config, setup.config.tune, setup.link.rank_status.finish_step
     samples = loader.global_batch_size
     try:
-        trainer = build_trainer(rank, loader, {})
+        trainer = build_trainer(setup, loader, {})
         if config.init_from is not None:
-            load_initial_weights(rank, trainer.state.bare_model)
+            load_initial_weights(setup, trainer.state.bare_model)
         if not settings.find_lr:
             for step, _ in enumerate(train_steps(trainer, loader, settings.steps_per_trial), start=1):
                 finish_step(step)
             return None
-        if rank.context.is_main:
+        if setup.context.is_main:
             print(
                 f"Learning rates from {settings.min_lr:g} to {settings.max_lr:g}, one for each of "
                 f"{settings.num_training} steps of {samples:,} samples",
@@ -150,9 +150,9 @@ def _train_together(rank: RankSetup, loader: MapLoader, batch: Mapping[str, Any]
         ) from error
 
 
-def _plot(rank: RankSetup, lr: Mapping[str, Any]) -> None:
+def _plot(setup: RankSetup, lr: Mapping[str, Any]) -> None:
     try:
-        title = f"{rank.config.recipe}: {lr['global_batch_size']:,} samples per step"
-        write_atomically(rank.run_dir.path / PLOT, plot(lr, title=title))
+        title = f"{setup.config.recipe}: {lr['global_batch_size']:,} samples per step"
+        write_atomically(setup.run_dir.path / PLOT, plot(lr, title=title))
     except ModuleNotFoundError:
         print(f"No {PLOT}: it needs `pip install framework[plot]`", flush=True)

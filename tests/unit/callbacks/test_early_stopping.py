@@ -8,11 +8,11 @@ import pytest
 
 from framework.callbacks import EarlyStopping
 from framework.errors import ConfigError
-from framework.types import EvalReport
+from framework.types import EvalInfo
 
 
-def report(value: float) -> EvalReport:
-    return EvalReport("val", 1, 0, {"val/loss": value, "val/accuracy": 0.5})
+def report(value: float) -> EvalInfo:
+    return EvalInfo("val", 1, 0, {"val/loss": value, "val/accuracy": 0.5})
 
 
 def stops_at(callback: EarlyStopping, values: Sequence[float]) -> int | None:

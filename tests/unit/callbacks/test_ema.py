@@ -10,7 +10,7 @@ from torch import nn
 
 from framework.callbacks import EMAWeightAveraging
 from framework.errors import ConfigError
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 
 State = dict[str, torch.Tensor]
 OPTIMIZER: Any = None  # nothing here looks at it
@@ -36,7 +36,7 @@ def train(callback: EMAWeightAveraging, model: nn.Module, steps: range) -> None:
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
         model(torch.randn(8, 3, generator=generator))
-        callback.on_train_step_end(StepReport(step, 0, torch.zeros(()), 8))
+        callback.on_train_step_end(StepInfo(step, 0, torch.zeros(()), 8))
 
 
 def copy_of(model: nn.Module) -> State:

@@ -12,11 +12,11 @@ from torch import nn
 from framework.callbacks import Timer, timer
 from framework.checkpoint.writer import check_plain
 from framework.errors import ConfigError
-from framework.types import FitInfo, StepReport, Stop
+from framework.types import FitInfo, StepInfo, Stop
 
 OPTIMIZER: Any = None  # nothing here looks at it
 INFO = FitInfo(nn.Identity(), 0, total_steps=None, steps_per_epoch=10, max_epochs=None, optimizer=OPTIMIZER)
-REPORT = StepReport(7, 0, torch.zeros(()), 1)
+REPORT = StepInfo(7, 0, torch.zeros(()), 1)
 
 
 @pytest.fixture

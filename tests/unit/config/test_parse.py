@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.config import assets
-from framework.config.parse import known_keys, parse, spelled_out
+from framework.config.parse import known_keys, normalize_override, parse
 from framework.config.suggest import nearest, nearest_key
 from framework.errors import ConfigError
 from tests.unit.config.raw import raw_config
@@ -146,16 +146,16 @@ def test_all_mistakes_are_listed() -> None:
 def test_a_section_can_be_typed_as_a_switch() -> None:
     on = parse(raw_config({"preflight": {"enabled": True}})).preflight
     assert (on.enabled, on.max_clock_offset) == (True, 1.0)
-    assert spelled_out("preflight=false") == "preflight.enabled=false"
-    assert spelled_out("+preflight=true,false") == "+preflight.enabled=true,false"
-    assert spelled_out("runs=a/b") == "runs.paths=[a/b]"
-    assert spelled_out("runs=[a,b]") == "runs.paths=[a,b]"
-    assert spelled_out("runs=null") == "runs.paths=null"
-    assert spelled_out("runs.filter=a=1 b>2") == "runs.filter='a=1 b>2'"
+    assert normalize_override("preflight=false") == "preflight.enabled=false"
+    assert normalize_override("+preflight=true,false") == "+preflight.enabled=true,false"
+    assert normalize_override("runs=a/b") == "runs.paths=[a/b]"
+    assert normalize_override("runs=[a,b]") == "runs.paths=[a,b]"
+    assert normalize_override("runs=null") == "runs.paths=null"
+    assert normalize_override("runs.filter=a=1 b>2") == "runs.filter='a=1 b>2'"
     for typed in ("runs={sort: best}", "runs.filter='a=1'", 'runs.filter="a=1"', "runs.filter=null", "runs.sort=-best"):
-        assert spelled_out(typed) == typed
+        assert normalize_override(typed) == typed
     for typed in ("preflight={seconds:1}", "preflight.seconds=1", "trainer=default", "~preflight"):
-        assert spelled_out(typed) == typed
+        assert normalize_override(typed) == typed
 
 
 VALUES = st.recursive(

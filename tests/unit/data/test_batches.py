@@ -21,9 +21,9 @@ from torchvision import tv_tensors
 from transformers import BatchEncoding
 
 from framework.data.batch_tree import held_tensors, record_stream
-from framework.data.fetch import _FromWorker
 from framework.data.prefetch import pinned, to_device
-from framework.training.precision import PrecisionPlugin
+from framework.data.workers import _FromWorker
+from framework.optim.precision import PrecisionPlugin
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

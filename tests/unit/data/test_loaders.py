@@ -22,8 +22,8 @@ from framework import TensorSamples
 from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, MapLoader, dataset_size
 from framework.data.loader import LoaderOptions as Options
+from framework.data.order import GlobalOrder
 from framework.data.prefetch import prefetch, to_device
-from framework.data.sampler import GlobalOrder
 from framework.errors import DataError, RunError
 from tests.helpers.loaders import eval_loader
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.data.batching import BatchPlan, plan_batches, share
-from framework.data.sampler import GlobalOrder, WindowIndices, epoch_indices, windows
+from framework.data.order import GlobalOrder, WindowIndices, epoch_indices, windows
 from framework.data.stream import StreamPlan
 from framework.distributed.seed import mix
 from framework.errors import ConfigError, DataError

@@ -21,9 +21,10 @@ from framework.config.schema import Config, Job
 from framework.data.batching import BatchPlan
 from framework.data.stream import first_batch
 from framework.distributed.context import Context
+from framework.engine.limits import check_streams
 from framework.errors import CheckpointError, ConfigError, DataError, FrameworkError, RunError
 from framework.strategies.base import Strategy
-from framework.training.data_settings import check_streams, steps_per_epoch
+from framework.training.length import steps_per_epoch
 from framework.types import Datasets
 from tests.helpers.rank_pool import RankPool
 from tests.unit.config.raw import raw_config

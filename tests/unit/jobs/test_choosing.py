@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from framework.command.launcher import backend_name, checked_topology, chosen_launcher
+from framework.command.request import Request
 from framework.config.parse import parse
 from framework.config.topology import Topology
 from framework.errors import ConfigError, FrameworkError, TopologyError
-from framework.jobs.launcher_choice import backend_name, checked_topology, chosen_launcher
-from framework.jobs.request import Request
 from framework.launch.environment import detect
-from framework.launch.handshake import AdoptedRanks
+from framework.launch.handshake import ExternalRanks
 from tests.unit.config.raw import raw_config
 
 TORCHRUN = {
@@ -25,23 +25,23 @@ TORCHRUN = {
 NODES = {"topology.nnodes": 2, "topology.rdzv_endpoint": "node0:29400", "trainer.gpus": 0}
 
 
-def request(changes: dict[str, Any], *, adopted_ranks: AdoptedRanks | None = None) -> Request:
+def request(changes: dict[str, Any], *, external_ranks: ExternalRanks | None = None) -> Request:
     raw = raw_config(changes)
-    return Request(parse(raw), raw, overrides=(), adopted_ranks=adopted_ranks)
+    return Request(parse(raw), raw, overrides=(), external_ranks=external_ranks)
 
 
 @pytest.fixture
-def adopted_ranks() -> AdoptedRanks:
+def external_ranks() -> ExternalRanks:
     cluster = detect(TORCHRUN)
     assert cluster is not None
-    return AdoptedRanks(cluster, [])
+    return ExternalRanks(cluster, [])
 
 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
         ({}, "local"),
-        ({"launcher.name": "in_place"}, "in_place"),
+        ({"launcher.name": "in_process"}, "in_process"),
         ({"launcher.max_restarts": 2}, "elastic"),
     ],
 )
@@ -49,14 +49,14 @@ def test_auto_follows_from_what_is_asked_for(changes: dict[str, Any], name: str)
     assert chosen_launcher(request(changes)) == name
 
 
-def test_ranks_that_torchrun_has_started_are_adopted_by_no_other_launcher(adopted_ranks: AdoptedRanks) -> None:
-    assert chosen_launcher(request({"topology.nnodes": 2}, adopted_ranks=adopted_ranks)) == "adopted"
+def test_ranks_that_torchrun_has_started_are_adopted_by_no_other_launcher(external_ranks: ExternalRanks) -> None:
+    assert chosen_launcher(request({"topology.nnodes": 2}, external_ranks=external_ranks)) == "external"
     with pytest.raises(ConfigError, match="launcher=elastic is configured, but torchrun has started"):
-        chosen_launcher(request({"launcher.name": "elastic"}, adopted_ranks=adopted_ranks))
-    planned = checked_topology(request({"trainer.gpus": 2}, adopted_ranks=adopted_ranks), is_planned=True)
+        chosen_launcher(request({"launcher.name": "elastic"}, external_ranks=external_ranks))
+    planned = checked_topology(request({"trainer.gpus": 2}, external_ranks=external_ranks), is_planned=True)
     assert (planned.nnodes, planned.procs_per_node) == (2, 2)
     with pytest.raises(TopologyError, match=r"topology.procs_per_node=8, but torchrun has started"):
-        checked_topology(request({"topology.procs_per_node": 8}, adopted_ranks=adopted_ranks), is_planned=True)
+        checked_topology(request({"topology.procs_per_node": 8}, external_ranks=external_ranks), is_planned=True)
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
@@ -64,8 +64,11 @@ def test_ranks_that_torchrun_has_started_are_adopted_by_no_other_launcher(adopte
     ("changes", "said"),
     [
         ({**NODES, "backend.init_method": "file"}, "init_method=file is for ranks of one machine"),
-        ({"launcher.name": "adopted", "trainer.gpus": 0}, "this process isn't one of several"),
-        ({"launcher.name": "in_place", "trainer.gpus": 0, "topology.procs_per_node": 2}, "in_place runs one process"),
+        ({"launcher.name": "external", "trainer.gpus": 0}, "this process isn't one of several"),
+        (
+            {"launcher.name": "in_process", "trainer.gpus": 0, "topology.procs_per_node": 2},
+            "in_process runs one process",
+        ),
         ({"trainer.gpus": 0, "backend.name": "nccl"}, "backend.name=nccl needs GPUs"),
         (
             {"trainer.gpus": 0, "topology.procs_per_node": 2, "strategy": {"_target_": "framework.strategies.Single"}},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from framework.command.launcher import commands, environment
+from framework.command.request import Request
 from framework.config.parse import parse
 from framework.config.topology import Topology
-from framework.jobs.launcher_choice import commands, environment
-from framework.jobs.request import Request
 from tests.unit.config.raw import raw_config
 
 TWO_NODES = Topology(nnodes=2, procs_per_node=8, gpus_per_node=8, span=1)
@@ -58,5 +58,5 @@ def test_the_environment_of_the_first_and_the_last_rank() -> None:
 
 
 def test_a_run_in_place_sets_no_environment() -> None:
-    found = environment(parse(raw_config({"launcher.name": "in_place"})), Topology(1, 1, 0, 1))
+    found = environment(parse(raw_config({"launcher.name": "in_process"})), Topology(1, 1, 0, 1))
     assert found == {"common": {}, "first_rank": {}, "last_rank": {}}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from framework.command.request import Request
 from framework.config.parse import parse
 from framework.errors import ConfigError
 from framework.jobs.export import job as export
-from framework.jobs.request import Request
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from framework.command.request import Request
 from framework.config.parse import parse
 from framework.errors import ConfigError, TopologyError
 from framework.jobs.parity import job as parity
 from framework.jobs.parity.comparison import CAUSES, render
-from framework.jobs.request import Request
 from framework.launch.environment import detect
-from framework.launch.handshake import AdoptedRanks
+from framework.launch.handshake import ExternalRanks
 from tests.unit.config.raw import raw_config
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -26,7 +26,7 @@ def request(changes: dict[str, Any], **others: Any) -> Request:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of them."""
-    for module in ("framework.jobs.parity.job", "framework.jobs.launcher_choice", "framework.system.hardware"):
+    for module in ("framework.jobs.parity.job", "framework.command.launcher", "framework.system.hardware"):
         monkeypatch.setattr(f"{module}.count_gpus", lambda: 4)
 
 
@@ -73,7 +73,7 @@ def test_too_few_gpus_and_processes_started_by_something_else_are_refused() -> N
     place = detect({**TORCHRUN, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
     assert place is not None
     with pytest.raises(ConfigError, match="without torchrun or srun"):
-        parity.check_setup(request({}, adopted_ranks=AdoptedRanks(place, [])))
+        parity.check_setup(request({}, external_ranks=ExternalRanks(place, [])))
 
 
 def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:

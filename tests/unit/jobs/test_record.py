@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from framework.command import run_ranks as record
+from framework.command.request import Request
+from framework.command.run_ranks import record_end, record_start
 from framework.config.parse import parse
 from framework.config.topology import Topology
-from framework.jobs import run_ranks as record
-from framework.jobs.request import Request
-from framework.jobs.run_ranks import record_end, record_start
 from framework.system.hardware import cpu_count
 from framework.system.run_dir import RunDir, create_run_dir
 from tests.unit.config.raw import raw_config

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.jobs.report.curves import LEFT, MAX_POINTS, RIGHT, Scale, chart, format_tick, thinned, ticks
+from framework.runs.report.curves import LEFT, MAX_POINTS, RIGHT, Scale, chart, format_tick, thinned, ticks
 
 VALUES = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=3 * MAX_POINTS)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from framework.command.base_run import BaseRun, find_auto_run, find_base, names_a_run, saved_run
 from framework.config.saved import SavedRun, save_config
 from framework.errors import CheckpointError, ConfigError
-from framework.jobs.saved_run import BaseConfig, find_auto_run, find_base, names_a_run, saved_run
 from framework.system.run_dir import RunDir, create_run_dir
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
@@ -81,7 +81,7 @@ def configured(
 ) -> dict[str, Any]:
     """What comes of the run and of what is typed, where today's default batch size is 4."""
     name = f"{key}={run_dir.path}"
-    base = BaseConfig(saved_run([name]), without_typed=raw_config(), typed=(name, *typed))
+    base = BaseRun(saved_run([name]), without_typed=raw_config(), typed=(name, *typed))
     return base.configuration(raw_config(composed))
 
 
@@ -106,7 +106,7 @@ def test_what_can_not_go_with_a_saved_run_is_refused(run_dir: RunDir) -> None:
         saved_run(["checkpoint.path=a,b"])
     with pytest.raises(ConfigError, match="resume can't go with a sweep"):
         find_base([f"resume={run_dir.path}"], compose=lambda _: {}, change=lambda raw, _: dict(raw), swept=True)
-    unsaved = BaseConfig(None, without_typed=None, typed=())
+    unsaved = BaseRun(None, without_typed=None, typed=())
     assert unsaved.configuration(raw_config()) == raw_config()
     for key in ("resume", "checkpoint.path"):
         with pytest.raises(ConfigError, match=rf"{key}=somewhere is set in a file\. Type it on the command line"):

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from framework.command.request import JobResult, Request
+from framework.command.sweep import distinguishing, run_sweep
 from framework.config.parse import parse
 from framework.errors import EXIT_STOPPED, ConfigError, RunError
-from framework.jobs.request import JobResult, Request
-from framework.jobs.sweep import distinguishing, run_sweep
 from framework.system.run_dir import create_run_dir
 from tests.unit.config.raw import raw_config
 

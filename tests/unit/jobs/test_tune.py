@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
+from framework.command.request import Request
 from framework.config.parse import parse
 from framework.config.topology import Topology
-from framework.jobs.request import Request
 from framework.jobs.tune.job import command
 from tests.unit.config.raw import raw_config
 
 
 def given_command(typed: list[str], found: dict[str, Any], *, starter: str | None = None) -> str:
-    adopted_ranks: Any = None if starter is None else SimpleNamespace(cluster=SimpleNamespace(starter=starter))
+    external_ranks: Any = None if starter is None else SimpleNamespace(cluster=SimpleNamespace(starter=starter))
     raw = raw_config()
     request = Request(config=parse(raw), raw=raw, overrides=("job=tune", "tune.margin=0.2", *typed))
-    return command(replace(request, adopted_ranks=adopted_ranks), Topology(1, 2, 0, 1), found)
+    return command(replace(request, external_ranks=external_ranks), Topology(1, 2, 0, 1), found)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from framework.monitoring.failure import failure_facts
 from framework.monitoring.node_monitor import RankState
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
 
 LOST_PEER = "RuntimeError: [pair.cc:538] Connection closed by peer [127.0.0.1]:81"
 OF_PEERS = ("RuntimeError: [", "RuntimeError: Application timeout", "torch.distributed.")
@@ -22,7 +22,7 @@ def state(rank: int, **changes: Any) -> RankState:
         "pid": 1000 + rank,
         "alive": True,
         "stopped": False,
-        "phase": Phase.BACKWARD,
+        "phase": RankPhase.BACKWARD,
         "step": 7,
         "collectives": 20,
         "still_s": 0.1,
@@ -60,7 +60,7 @@ def told(at: int | RankState, **changes: Any) -> dict[str, Any]:
         "local_rank": at.rank,
         "pid": at.pid,
         "devices": "CPU",
-        "phase": Phase(at.phase).label,
+        "phase": RankPhase(at.phase).label,
         "step": at.step,
         "log": f"logs/rank_{at.rank}.log",
     }

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from framework.distributed.store import SECRET
 from framework.errors import TopologyError
 from framework.launch.environment import (
-    SECRET,
     ClusterEnvironment,
     ReportedByRankZeroError,
     chooses_own_ranks,
@@ -231,7 +231,7 @@ def test_the_first_host_of_a_list(nodes, first):
 
 
 def test_arguments_are_read_before_they_are_composed():
-    for typed in ("recipe=toy", "launcher=auto", "launcher=adopted"):
+    for typed in ("recipe=toy", "launcher=auto", "launcher=external"):
         assert not chooses_own_ranks([typed])
     assert not chooses_own_ranks(["launcher=local", "launcher=auto"])
     assert chooses_own_ranks(["launcher=local"])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from framework.distributed.store import SECRET
 from framework.errors import ConfigError, RunError
-from framework.launch.environment import SECRET
 from framework.launch.handshake import Fingerprint, Handshake, differences, fingerprint
 
 OURS = {"recipe": "toy", "seed": "1", "conf/a.yaml": "sha256 1", "python": "3.11"}

@@ -23,18 +23,18 @@ from framework.monitoring.node_monitor import (
     ranks_behind,
     waited_for,
 )
-from framework.monitoring.rank_status import Phase, RankStatus
+from framework.monitoring.rank_status import RankPhase, RankStatus
 from tests.unit.launch.statements import state
 
 # Who is waited for
 
 
 def starting(rank: int, **changes: Any) -> RankState:
-    return state(rank, **{"phase": Phase.STARTING, "step": 0, "collectives": 0, **changes})
+    return state(rank, **{"phase": RankPhase.STARTING, "step": 0, "collectives": 0, **changes})
 
 
 def meeting(rank: int, **changes: Any) -> RankState:
-    return starting(rank, **{"phase": Phase.MEETING, **changes})
+    return starting(rank, **{"phase": RankPhase.MEETING, **changes})
 
 
 def less(rank: int, **changes: Any) -> RankState:
@@ -54,7 +54,7 @@ def done(rank: int, **changes: Any) -> RankState:
         ([state(0, still_s=9.0), less(1, still_s=30.0), state(2, still_s=4.0)], None, [1], 4.0),
         ([meeting(0, still_s=6.0), starting(1, pid=0, silent_s=0.0), meeting(2, still_s=5.0)], None, [1], 5.0),
         ([starting(0, still_s=60.0), starting(1, pid=0, still_s=60.0)], None, [], 0.0),
-        *(([meeting(0), starting(1, phase=phase)], None, [], 0.0) for phase in (Phase.BUILDING, Phase.DATA)),
+        *(([meeting(0), starting(1, phase=phase)], None, [], 0.0) for phase in (RankPhase.BUILDING, RankPhase.DATA)),
         # stopped: since then, for the others may be still for reasons of their own
         ([state(0, still_s=9.0), state(1, stopped=True, silent_s=3.0, still_s=9.0)], None, [1], 3.0),
         ([state(0, still_s=2.0), less(1), state(2, stopped=True)], None, [2, 1], 2.0),
@@ -63,7 +63,7 @@ def done(rank: int, **changes: Any) -> RankState:
         ([state(0, still_s=1.0), state(1, silent_s=99.0), less(2)], None, [2], 0.1),
         # ended or done: it isn't waited for, but may wait
         ([state(0), less(1, alive=False), less(2, done=True)], None, [], 0.0),
-        ([done(0, still_s=40.0), done(1, alive=False, still_s=41.0), state(2, phase=Phase.CLOSING)], None, [], 0.0),
+        ([done(0, still_s=40.0), done(1, alive=False, still_s=41.0), state(2, phase=RankPhase.CLOSING)], None, [], 0.0),
         ([done(0, still_s=40.0), state(1, stopped=True, silent_s=60.0)], None, [1], 40.0),
         ([state(0, alive=False, still_s=9.0), less(1)], None, [1], 0.0),
         # other nodes wait too
@@ -93,7 +93,7 @@ def groups(draw: st.DrawFn) -> list[RankState]:
             pid=draw(st.sampled_from([0, 1000 + rank])),
             alive=draw(flag),
             stopped=draw(flag),
-            phase=draw(st.sampled_from(Phase)),
+            phase=draw(st.sampled_from(RankPhase)),
             collectives=draw(st.integers(0, 5)),
             still_s=draw(seconds),
             silent_s=draw(seconds),
@@ -120,7 +120,7 @@ def test_a_rank_that_waits_is_never_blamed_whatever_the_order(ranks: list[RankSt
 @given(st.integers(2, 6), st.data(), st.integers(1, 30), st.floats(0, 100))
 def test_a_rank_that_hangs_is_found(size: int, data: st.DataObject, collectives: int, waited_s: float) -> None:
     hung = data.draw(st.integers(0, size - 1))
-    phase = data.draw(st.sampled_from([phase for phase in Phase if phase > Phase.MEETING]))
+    phase = data.draw(st.sampled_from([phase for phase in RankPhase if phase > RankPhase.MEETING]))
     ranks = [state(rank, collectives=collectives, still_s=waited_s + rank) for rank in range(size)]
     ranks[hung] = replace(ranks[hung], collectives=collectives - 1, phase=phase)
     late, found_s = waited_for(ranks)
@@ -160,7 +160,7 @@ def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
 def test_a_late_rank_is_announced_once_and_again_when_it_has_caught_up(watched: Callable[..., Watched]) -> None:
     at = watched()
     slow, fast = at.ranks
-    slow.set_phase(Phase.DATA)
+    slow.set_phase(RankPhase.DATA)
     for rank in at.ranks:
         rank.finish_step(4)
     slow.beat(9)

@@ -8,8 +8,8 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import ConfigError, TopologyError
-from framework.launch.adopted import adopted_topology
 from framework.launch.environment import ClusterEnvironment
+from framework.launch.external import external_topology
 from tests.unit.config.raw import raw_config
 
 CLUSTER = ClusterEnvironment("srun", rank=0, local_rank=0, nnodes=2, procs_per_node=4, host="a", port=1)
@@ -20,7 +20,7 @@ def config(**keys: object) -> Config:
 
 
 def topology(visible: int, **keys: object) -> Topology:
-    return adopted_topology(config(**keys), CLUSTER, visible_gpus=visible)
+    return external_topology(config(**keys), CLUSTER, visible_gpus=visible)
 
 
 @pytest.mark.parametrize(

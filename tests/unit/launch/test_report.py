@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.monitoring.failure import FailureKind, RankFailure
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
 from framework.monitoring.report import FailureReport, make_report
 from tests.unit.launch.statements import LOST_PEER, TIMED_OUT, end, record, state, statement, told
 
@@ -63,7 +63,7 @@ def test_if_nobody_saw_the_end_the_stack_names_the_signal(words: str, status: in
 
 
 def test_the_report_says_where_the_rank_was() -> None:
-    at = state(5, phase=Phase.CHECKPOINT, step=31, alive=False)
+    at = state(5, phase=RankPhase.CHECKPOINT, step=31, alive=False)
     failed = told(at, exit=end(time=8.0, status=-11), devices="GPU 1", local_rank=1, stacks="Fatal Python error: x")
     report = make_report([statement(told(0)), statement(failed, node=1)], world_size=8, attempt=2)
     assert (report.attempt, report.world_size) == (2, 8)
@@ -132,7 +132,7 @@ def test_a_silent_end_comes_before_the_errors_of_those_it_left_however_they_are_
 def test_the_living_rank_that_others_waited_for_is_first() -> None:
     report = report_of(
         told(state(0, still_s=31.0), record=record(time=5.0, error=TIMED_OUT)),
-        told(state(1, collectives=19, phase=Phase.DATA), stacks="its stacks"),
+        told(state(1, collectives=19, phase=RankPhase.DATA), stacks="its stacks"),
         told(state(2, still_s=30.0), stacks="another's"),
     )
     assert order(report) == [1, 0]
@@ -154,7 +154,7 @@ def test_a_rank_that_failed_of_itself_does_not_hang_while_it_leaves() -> None:
 def test_an_error_that_sounds_like_the_loss_of_a_peer_is_a_ranks_own(error: str) -> None:
     """As are the lines of source code in its traceback."""
     said = record(time=5.0, error=error, traceback=f"    raise {LOST_PEER}\n{error}")
-    hung = told(state(1, collectives=19, phase=Phase.DATA), stacks="asleep")
+    hung = told(state(1, collectives=19, phase=RankPhase.DATA), stacks="asleep")
     report = report_of(told(0, record=said), hung, raised(2, 4.0, LOST_PEER))
     assert order(report) == [0, 2]
     assert (report.first.kind, report.first.lost_peer, report.first.timed_out) == (FailureKind.EXCEPTION, False, False)
@@ -210,7 +210,7 @@ def test_a_rank_that_caught_up_just_as_the_report_was_made_is_named() -> None:
 @given(st.integers(2, 6), st.data())
 def test_whoever_hangs_is_first_whatever_becomes_of_those_that_wait(size: int, data: st.DataObject) -> None:
     hung = data.draw(st.integers(0, size - 1))
-    phase = data.draw(st.sampled_from([phase for phase in Phase if phase > Phase.MEETING]))
+    phase = data.draw(st.sampled_from([phase for phase in RankPhase if phase > RankPhase.MEETING]))
     at = state(hung, collectives=19, phase=phase, stopped=data.draw(st.booleans()))
     ranks = [told(at)]
     for rank in set(range(size)) - {hung}:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from framework.monitoring.failure import FailureKind, RankFailure, advice
-from framework.monitoring.rank_status import Phase
+from framework.monitoring.rank_status import RankPhase
 from framework.monitoring.report import FailureReport, late_line, list_ranks, make_report, render
 from tests.unit.launch.statements import LOST_PEER, TIMED_OUT, end, record, state, statement, told
 
@@ -43,7 +43,7 @@ STACKS = (
 
 
 def test_a_hung_rank_is_shown_with_its_stack_and_what_to_try() -> None:
-    at = state(1, collectives=19, phase=Phase.DATA, still_s=40.0)
+    at = state(1, collectives=19, phase=RankPhase.DATA, still_s=40.0)
     waiting = told(state(0, still_s=30.0), record=record(time=5.0, error=TIMED_OUT))
     text = render(report_of(waiting, told(at, stacks=STACKS), told(state(2, still_s=31.0))))
     assert text.startswith("──── Rank 1 of 3 (pid 1001) hung; the others waited 30 s in backward\n")
@@ -72,7 +72,7 @@ def test_no_line_is_long(status: int | None) -> None:
 
 
 def test_what_became_of_the_others() -> None:
-    at = state(0, step=0, phase=Phase.MEETING)
+    at = state(0, step=0, phase=RankPhase.MEETING)
     report = report_of(
         told(at, record=record(time=1.0)),
         told(1, record=record(time=2.0, error=LOST_PEER)),
@@ -147,7 +147,7 @@ def exception(text: str, **facts: Any) -> RankFailure:
         (exception("RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed."), "data.num_workers=0"),
         (exception(TIMED_OUT, lost_peer=True, timed_out=True), "different collectives"),
         (exception(LOST_PEER, lost_peer=True), "look at the ends of their logs"),
-        *((failure(FailureKind.HUNG, phase=phase.label), "timeout") for phase in Phase),
+        *((failure(FailureKind.HUNG, phase=phase.label), "timeout") for phase in RankPhase),
     ],
 )
 def test_what_to_try_fits_what_happened(first: RankFailure, words: str) -> None:

@@ -7,8 +7,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from framework.launch.environment import SECRET
-from framework.launch.store import RunStore, UnverifiedError, listen
+from framework.distributed.store import SECRET, RunStore, UnverifiedError, listen
 
 
 def test_a_value_is_taken_only_from_who_has_the_secret_and_only_under_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from framework.config.schema import ProgressMode
 from framework.launch.child import Tee
 from framework.loggers import ConsoleLogger, console
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, StepReport
+from framework.types import FitInfo, StepInfo
 
 LOSS = torch.zeros((), device="meta")
 """A loss nobody can read: what looks at its value fails."""
@@ -32,8 +32,8 @@ def info(*, start_step: int = 0, total_steps: int | None = 100, max_epochs: int 
     return FitInfo(nn.Identity(), start_step, total_steps, 10, max_epochs, optimizer)
 
 
-def report(step: int) -> StepReport:
-    return StepReport(step, (step - 1) // 10, LOSS, 8)
+def report(step: int) -> StepInfo:
+    return StepInfo(step, (step - 1) // 10, LOSS, 8)
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from framework.distributed.context import Context
 from framework.distributed.sharded import has_output, is_model_sharded, num_parameters
 from framework.errors import TargetError
+from framework.optim.precision import PrecisionPlugin
 from framework.strategies import Pipeline
 from framework.system.late_dynamo import import_dynamo_late
-from framework.training.precision import PrecisionPlugin
 from framework.types import DataShare, MicroBatch, StepOutput, Window
 from tests.helpers.contexts import CPU, cpu_context
 from tests.helpers.rank_pool import RankPool

@@ -1,0 +1,67 @@
+"""What the command gives a job, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from framework.config.schema import Config
+from framework.launch.fork_server import ForkServer
+from framework.launch.handshake import ExternalRanks
+from framework.monitoring.report import FailureReport
+from framework.system.run_dir import RunDir
+
+
+def job_module(job: str) -> Any:
+    """Return the module of `framework.jobs` for `job`, which may be the dotted name of a user's function."""
+    return import_module(f"framework.jobs.{'function' if '.' in job else job}")
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended."""
+
+    status: int
+    run_dir: RunDir | None = None
+    # The best value of the monitored metric; None if nothing was monitored or no value was reached.
+    score: float | None = None
+    # Why the ranks failed; printed already, unless the job was called from Python.
+    failure: FailureReport | None = None
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """A call of `framework.train`, or of a method of a run, in place of a typed command."""
+
+    # Pickled: the objects by name that the configuration refers to; None if it refers to none.
+    objects: bytes | None
+    # Stands for the recipe's name in paths and titles; None: the recipe's own.
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One composed, parsed and checked configuration, and the means to run it."""
+
+    config: Config
+    # The resolved plain values that `config` was parsed from; written to `config.yaml`.
+    raw: Mapping[str, Any]
+    # Typed overrides without `resume`; those of a resumed run come first.
+    overrides: tuple[str, ...]
+    # The absolute places of `hydra.searchpath`, which are saved with the overrides.
+    search_path: tuple[str, ...] = field(default=(), kw_only=True)
+    # `python -m framework ARGUMENTS` starts this run again; in a sweep, only this job.
+    arguments: tuple[str, ...] = ()
+    # Set if Python code made the request: a failure is returned, not printed.
+    call: PythonCall | None = None
+    # The fork server, if one was started.
+    fork_server: ForkServer | None = None
+    # The directory to make for one of several runs of a command, which prints nothing itself.
+    sub_run: Path | None = None
+    # Set on rank 0 of ranks that torchrun, srun or Kubernetes started: its connection to the others.
+    external_ranks: ExternalRanks | None = None
+    # The run whose checkpoint is used; results go into a directory inside it. None: into `path.outputs`.
+    parent_run: Path | None = None

@@ -1,0 +1,208 @@
+"""Resuming from a checkpoint: which one, what is restored, and which settings may not have changed."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from framework.checkpoint import find, load
+from framework.checkpoint.layout import LAST, find_damage, manifest_or_none, step_of
+from framework.checkpoint.lookup import LastUndamaged, describe_others, last_undamaged
+from framework.checkpoint.reader import load_weights
+from framework.checkpoint.replicas import own_training
+from framework.checkpoint.writer import point
+from framework.config.optimizers import optimizer_configs
+from framework.config.renamed import with_present_names
+from framework.config.saved import load_written_config, load_yaml
+from framework.config.schema import Config
+from framework.distributed.collectives import barrier, broadcast_object, gather_to_all
+from framework.distributed.seed import mix, restore_generator_states, seed_everything
+from framework.distributed.sharded import is_model_sharded
+from framework.engine.setup import RankSetup, load_initial_weights
+from framework.errors import CheckpointError, ConfigError, RunError
+from framework.optim.schedule import Change, Schedule
+from framework.system.rank_log import logger, warn
+from framework.training.train_state import TrainState
+from framework.training.trainer import Trainer
+
+
+def restore(setup: RankSetup, trainer: Trainer, own: LastUndamaged) -> None:
+    """Load the run's own checkpoint (`resume`, or a restart), else the weights of `init_from`.
+
+    own: what `own_checkpoint` has returned.
+    """
+    if own.directory is not None:
+        _resume(setup, trainer, own.directory)
+    elif setup.config.init_from is not None:
+        loaded = load_initial_weights(setup, trainer.state.bare_model)
+        if loaded is not None:
+            trainer.log_texts({"init_from": loaded})
+    if setup.config.resume is not None or own.damaged:
+        barrier(setup.context)  # no rank has refused it
+        if trainer.checkpoints is not None:
+            steps = (step_of(directory.name) for directory, _ in own.damaged)
+            damaged = [step for step in steps if step is not None]
+            trainer.checkpoints.resume_from(trainer.progress.step, damaged=damaged)
+        # A restart before the next checkpoint resumes here.
+        if setup.context.is_main and own.directory is not None and step_of(own.directory.name) is not None:
+            point(setup.run_dir.checkpoints, LAST, step=trainer.progress.step)
+
+
+def own_checkpoint(setup: RankSetup) -> LastUndamaged:
+    """Return the checkpoint to resume from; none for a new run, or one that was stopped before its first checkpoint.
+
+    It is the one that `resume` names; if that is the run directory, and in a restart, the last undamaged one. Its files
+    are verified first. Every rank must call it. Raises RunError if this node doesn't have it, CheckpointError, the same
+    on every rank, if it can't be used.
+    """
+    if setup.config.resume is None and not setup.attempt:
+        return LastUndamaged(None)
+    is_last = bool(setup.attempt) or Path(str(setup.config.resume)).resolve() == setup.run_dir.path.resolve()
+    source = setup.run_dir.checkpoints if is_last else Path(str(setup.config.resume))
+    context = setup.context
+    faults: dict[Path, str | None] = {}  # of the checkpoints whose files were read
+    while True:  # until the one that rank 0 finds is whole, of which every rank reads its share
+        looked = broadcast_object(_look(source, faults, is_last=is_last) if context.is_main else None, context)
+        if isinstance(looked, str):
+            raise CheckpointError(looked)
+        chosen: Path | None = looked.directory
+        if chosen is None or chosen in faults:
+            break
+        is_here = manifest_or_none(chosen) is not None  # or this rank has another disk
+        fault = find_damage(chosen, rank=context.rank, world_size=context.world_size) if is_here else None
+        faults[chosen] = "; ".join(filter(None, gather_to_all(fault, context))) or None
+    if chosen is not None and is_last:
+        chosen = (source / chosen.name).resolve()  # symlinks may lead elsewhere than on rank 0's node
+    if chosen is not None and manifest_or_none(chosen) is None:
+        raise RunError(
+            f"Node {context.node_rank} ({socket.gethostname()}) doesn't have the checkpoint to resume from, "
+            f"{chosen}.\nPut the run directory on a disk that all nodes share: path.outputs=FOLDER"
+        )
+    if context.is_main:
+        for directory, text in looked.damaged:
+            warn(f"The checkpoint {directory} can't be used: {text}. An earlier one is used; nothing is deleted")
+        if chosen is None:
+            warn("There is no checkpoint yet: the run starts from scratch")
+    return LastUndamaged(chosen, looked.damaged)
+
+
+def _look(source: Path, faults: Mapping[Path, str | None], *, is_last: bool) -> LastUndamaged | str:
+    """Return what `source` means, or an error's text. faults: known ones; otherwise sizes are checked."""
+
+    def damage(directory: Path) -> str | None:
+        return faults[directory] if directory in faults else find_damage(directory, thorough=False)
+
+    try:
+        if is_last:
+            return last_undamaged(source, find_damage=damage)
+        directory = find(source)
+        fault = damage(directory)
+    except CheckpointError as error:
+        return str(error)
+    if fault is not None:
+        return f"The checkpoint {directory} is damaged: {fault}.\n{describe_others(directory)}"
+    return LastUndamaged(directory)
+
+
+def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
+    saved = with_present_names(load_yaml(source / "config.yaml"))
+    now = load_written_config(setup.run_dir)
+    _check_optimizer_and_schedule(setup.config, saved)
+    model = trainer.state.bare_model
+    if is_model_sharded(model):
+        from framework.checkpoint.sharded_state import load_sharded  # takes most of a second to import
+
+        checkpoint = load_sharded(source, model, trainer.state.optimizer)
+        training = checkpoint["training"]
+    else:
+        checkpoint = load(source, map_location=setup.context.device)
+        differ = setup.strategy.replicas_differ
+        training = own_training(checkpoint["training"], setup.context, replicas_differ=differ)
+        # `training` has the weights to train on if a callback averages those in `model`.
+        load_weights(model, training.get("model", checkpoint["model"]), source=source)
+    # An earlier stop of a callback doesn't count if settings that may end training have changed.
+    is_changed = any(now.get(key) != saved.get(key) for key in ("trainer", "callbacks"))
+    if is_changed and training.get("stop", {}).get("reason"):
+        training = {**training, "stop": {"reason": None, "wishes": []}}
+    trainer.load_state_dict(training)
+    _change_optimizer(setup.config, saved, trainer.state)
+    logger.info("resuming from %s", source)
+    batch, before = setup.plan.global_batch_size, training.get("global_batch_size", setup.plan.global_batch_size)
+    if batch != before:
+        text = f"A global batch has {batch} samples now, and had {before}: keep it with data.global_batch_size={before}"
+        if setup.context.is_main:
+            warn(text)
+    trainer.restore_generators = partial(
+        _restore_generators, setup, checkpoint["generators"], step=trainer.progress.step
+    )
+
+
+def _restore_generators(setup: RankSetup, saved: Sequence[dict[str, Any]], *, step: int) -> None:
+    """Restore every generator; with other ranks or devices than saved, seed them by seed, rank and step."""
+    context = setup.context
+    seed_everything(mix(setup.config.seed, "resumed on", context.world_size, step), rank=setup.seeded_as)
+    if len(saved) != context.world_size:
+        counts = (len(saved), context.world_size)
+        logger.warning("the checkpoint is of %d ranks, this run has %d: random generators are seeded again", *counts)
+    elif not restore_generator_states(saved[context.rank], devices=context.devices):
+        logger.warning("the checkpoint is of other devices: their random generators are seeded again")
+
+
+def _check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None:
+    """Raise ConfigError for another optimizer, and for another or a changed schedule: the saved state would win."""
+    optimizers = optimizer_configs(config.optimizer), optimizer_configs(saved["optimizer"])
+    schedules = config.scheduler.schedule or {}, saved["scheduler"]["schedule"] or {}
+    pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [("schedule", *schedules)]
+    if len(optimizers[0]) == len(optimizers[1]):
+        pairs[:0] = [("optimizer", now.node, then.node) for now, then in zip(*optimizers, strict=True)]
+        pairs += [("schedule", now.own_schedule, then.own_schedule) for now, then in zip(*optimizers, strict=True)]
+    for kind, now, then in pairs:
+        if now.get("_target_") != then.get("_target_"):
+            here, there = (f"the {kind} {node['_target_']}" if node else f"no {kind}" for node in (now, then))
+            raise ConfigError(
+                f"resume can't continue with {here}: the checkpoint has {there}.\n"
+                "Keep that, or start a new run from these weights with init_from."
+            )
+    if len({repr([each.choice for each in configs]) for configs in optimizers}) > 1:
+        raise ConfigError(
+            "resume can't change which optimizer or group a parameter belongs to: the names and `params` in the "
+            "section optimizer are others than in the checkpoint.\n"
+            "Keep them, or start a new run from these weights with init_from."
+        )
+    for kind, now, then in pairs:
+        changed = [name for name in {**then, **now} if now.get(name) != then.get(name)] if kind == "schedule" else []
+        if changed:
+            one_by_one = ", ".join(f"{name}={now.get(name)} (it was {then.get(name)})" for name in changed)
+            raise ConfigError(
+                f"resume can't change a schedule that has begun: scheduler.schedule.{one_by_one}.\n"
+                "Keep it as it was, or start a new run from these weights with init_from."
+            )
+
+
+def _change_optimizer(config: Config, saved: dict[str, Any], state: TrainState) -> None:
+    """Give the restored optimizer the settings that have changed since; its state has the old values."""
+    texts = []
+    configs = optimizer_configs(config.optimizer), optimizer_configs(saved["optimizer"])
+    for now, then, optimizer in zip(*configs, state.optimizers, strict=True):
+        schedule = state.schedule if isinstance(state.schedule, Schedule) else state.schedule.named[now.name]
+        defaults = inspect.signature(type(optimizer)).parameters
+        changes: dict[int, dict[str, Change]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            label = group.get("name", now.name)
+            settings, before = now.settings(label), then.settings(label)
+            for name in {**before, **settings}:
+                default = defaults[name].default if name in defaults else inspect.Parameter.empty
+                change = Change(before.get(name, default), settings.get(name, default))
+                if change.before == change.now or inspect.Parameter.empty in change:
+                    continue
+                changes.setdefault(number, {})[name] = change
+                key = now.key if label == now.name else f"{now.key} ({label})"
+                texts.append(f"{key}.{name}={change.now}")
+        if changes:
+            schedule.change_settings(optimizer, changes, key=now.key)
+    if texts:
+        logger.info("changed since the checkpoint: %s", ", ".join(texts))

@@ -1,0 +1,191 @@
+"""The launcher for ranks that torchrun, SLURM's srun or a Kubernetes PyTorchJob have started.
+
+Every process is the command itself. Rank 0 composes and checks as usual, and sends the others what to run; they have
+imported torch meanwhile. Then each runs the entry in its own process.
+
+The store is hosted by torchrun's agent if there is one, otherwise by rank 0, which then exits last.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from signal import SIGINT, SIGTERM
+from typing import TextIO
+
+from framework.config.assets import import_from_working_dir
+from framework.config.parse import seconds_of
+from framework.config.schema import Config
+from framework.config.topology import Topology, resolve_topology
+from framework.distributed.store import open_run_store
+from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ConfigError, FrameworkError, TopologyError
+from framework.launch.child import log_to, silence_compiled_code
+from framework.launch.environment import ClusterEnvironment, typed_value
+from framework.launch.external_monitor import ExternalMonitor
+from framework.launch.handshake import WAIT_S, ExternalRanks, RunSpec, make_visible
+from framework.launch.plan import LaunchPlan, MonitorLink, Outcome, RankArguments, network_environment, rank_environment
+from framework.launch.worker import run_entry
+from framework.monitoring.rank_status import RankStatus, heartbeat
+from framework.system.formatting import format_count
+from framework.system.hardware import openmp_environment
+from framework.system.run_dir import RunDir
+from framework.system.shown_text import shown
+from framework.system.signals import catching_signals, die_with_parent
+
+_MARGIN_S = 10.0  # beyond rank 0's own time-out, so that rank 0 is the first to print what is wrong
+
+
+def run_external(
+    cluster: ClusterEnvironment, arguments: Sequence[str], *, command: Callable[[ExternalRanks], int]
+) -> int:
+    """Run this process's rank; return the exit status. command: the command itself, which rank 0 runs."""
+    if cluster.starter == "torchrun":
+        die_with_parent(os.getppid())  # an agent that is killed leaves its ranks behind, and they would go on training
+    for name, value in openmp_environment(alone=False).items():  # before torch is imported
+        os.environ.setdefault(name, value)
+    ranks = ExternalRanks(cluster, arguments)
+    status = EXIT_RUN_FAILED
+    try:
+        if cluster.rank == 0:
+            ranks.resume_previous_attempt()
+            status = command(ranks)
+        else:
+            status = _follow(ranks)
+    except FrameworkError as error:  # the command prints its own errors, so on rank 0 it is one of the store
+        status = error.exit_status
+        if cluster.rank == 0 or cluster.prints_for_node:
+            print(shown(str(error)), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+        raise
+    finally:
+        ranks.handshake.close(status)
+    return status
+
+
+def launch(plan: LaunchPlan) -> Outcome:
+    """Send the other ranks what to run, and run rank 0 in this process."""
+    assert plan.external_ranks is not None, "chosen_launcher refuses launcher=external without them"
+    spec = plan.spec()
+    plan.external_ranks.handshake.send(spec)
+    with _logged(plan.run_dir, rank=0, terminal=plan.terminal) as terminal:
+        return _run(plan.external_ranks.cluster, spec, terminal=terminal)
+
+
+def external_topology(config: Config, cluster: ClusterEnvironment, *, visible_gpus: int) -> Topology:
+    """Return the topology that `cluster.starter` has decided on.
+
+    `trainer.gpus` counts the GPUs of a node; `auto` takes as many as its processes need. Raises TopologyError if the
+    configuration contradicts it or there are too few GPUs, ConfigError for settings that can't be used.
+
+    Args:
+        visible_gpus: GPUs that rank 0 sees.
+    """
+    _check_config(config, cluster)
+    procs = cluster.procs_per_node
+    settings = replace(config.topology, nnodes=cluster.nnodes, procs_per_node=procs)
+    requested = config.trainer.gpus
+    if requested == 0 or (requested is None and visible_gpus == 0):
+        return resolve_topology(settings, gpus=0)
+    if settings.share_gpus:
+        return resolve_topology(settings, gpus=visible_gpus if requested is None else requested)
+    gpus = procs * (settings.gpus_per_process or settings.min_gpus_per_process) if requested is None else requested
+    topology = resolve_topology(settings, gpus=gpus)
+    if visible_gpus >= gpus:
+        return topology
+    if visible_gpus == topology.span:
+        return replace(topology, own_view=True)
+    raise TopologyError(
+        f"{procs} processes on a node need {gpus} GPUs, {topology.span} each, and this process sees {visible_gpus}.\n"
+        f"It must see all {gpus}, or just its own. To train on the CPU instead: trainer.gpus=0"
+    )
+
+
+def _check_config(config: Config, cluster: ClusterEnvironment) -> None:
+    """Raise for settings that contradict how the processes were started."""
+    started, store = f"{cluster.starter} has started", f"{cluster.host}:{cluster.port}"
+    processes = format_count(cluster.procs_per_node, "process", "processes")
+    for key, allowed, what in (
+        ("nnodes", (1, cluster.nnodes), f"processes on {format_count(cluster.nnodes, 'node')}"),
+        ("procs_per_node", (None, cluster.procs_per_node), f"{processes} on each node"),
+        ("node_rank", (0, cluster.node_rank), f"this process on node {cluster.node_rank}"),
+        ("rdzv_endpoint", (None, store), f"ranks that meet at {store}"),
+    ):
+        value = getattr(config.topology, key)
+        if value not in allowed:
+            raise TopologyError(f"topology.{key}={value}, but {started} {what}.\nLeave topology.{key} out.")
+    if config.backend.init_method != "env":
+        raise ConfigError(
+            f"backend.init_method={config.backend.init_method} can't be used by ranks that {started}: "
+            "they meet at its address.\nLeave it out (env)."
+        )
+    if config.launcher.max_restarts:
+        raise ConfigError(
+            f"launcher.max_restarts={config.launcher.max_restarts} can't be used for ranks that {started}.\n"
+            "Leave it out; torchrun has --max-restarts of its own."
+        )
+
+
+# The other ranks
+
+
+def _follow(ranks: ExternalRanks) -> int:
+    """Run what rank 0 sends."""
+    silence_compiled_code()  # torch's clients print a C++ stack if rank 0 ends; what it means is in our own error
+    typed = typed_value(ranks.arguments, "backend.init_timeout")  # as nothing is composed yet
+    limit_s = (seconds_of(typed) if typed else None) or WAIT_S
+    ranks.handshake.open(timeout_s=limit_s)
+    spec = ranks.handshake.follow(timeout_s=limit_s + _MARGIN_S)
+    if isinstance(spec, int):
+        return spec
+    run_dir = RunDir(Path(spec.run_dir))
+    make_visible(run_dir, spec)
+    import_from_working_dir()
+    with _logged(run_dir, rank=ranks.cluster.rank, terminal=False) as terminal:
+        return _run(ranks.cluster, spec, terminal=terminal).status
+
+
+# Every rank
+
+
+@contextmanager
+def _logged(run_dir: RunDir, *, rank: int, terminal: bool) -> Iterator[TextIO]:
+    """Send what is printed to this rank's log, with `terminal` also to the terminal; yield the terminal's stderr.
+
+    Python's streams are restored at the end, for what the command still prints.
+    """
+    stdout, stderr = sys.stdout, sys.stderr
+    with os.fdopen(os.dup(stderr.fileno()), "w", buffering=1, errors="backslashreplace") as direct:
+        log_to(run_dir.rank_log(rank), terminal=terminal)
+        try:
+            yield direct
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = stdout, stderr
+            if terminal:
+                os.dup2(direct.fileno(), 2)
+
+
+def _run(cluster: ClusterEnvironment, spec: RunSpec, *, terminal: TextIO) -> Outcome:
+    """Run the entry as this rank. A failure is reported on `terminal` or in the outcome, by one rank of the node."""
+    topology, attempt = spec.topology, cluster.attempt
+    os.environ.update(network_environment(cluster.host, nnodes=topology.nnodes))
+    os.environ.update(
+        rank_environment(topology, rank=cluster.rank, host=cluster.store_host, port=cluster.port, attempt=attempt)
+    )
+    rank = RankArguments(spec.run_dir, topology, rank=cluster.rank, rendezvous="env://", attempt=attempt)
+    open_store = partial(open_run_store, attempt)
+    received = catching_signals([SIGTERM], observed=[SIGINT])
+    with closing(RankStatus()) as rank_status, heartbeat(rank_status), received as signals:
+        monitor = ExternalMonitor(
+            rank, rank_status, store=open_store(), limits=spec.limits, terminal=terminal, signals=signals
+        )
+        with closing(monitor):
+            monitor.start()
+            return monitor.settle(run_entry(spec.entry, rank, MonitorLink(rank_status, open_store)))

@@ -1,0 +1,224 @@
+"""The monitor of ranks that torchrun, srun or Kubernetes started: a thread in each rank.
+
+No process of ours outlives the ranks, so each opens the rank statuses of all ranks on its node. The lowest living rank
+of a node acts for it: it exchanges progress and stop requests with the other nodes, and makes the report of a failure.
+After a failure every thread ends its process, since a main thread that waits in a collective never would.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO, final
+
+from framework.distributed.store import RunStore, StoreGoneError, UnverifiedError, call_with_deadline
+from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_STOPPED
+from framework.launch.plan import Outcome, RankArguments
+from framework.monitoring.node_exchange import NodeExchange
+from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
+from framework.monitoring.rank_status import RankStatus
+from framework.monitoring.report import FailureReport, late_line, render, report_failure
+from framework.system.run_dir import RunDir, read_object
+from framework.system.signals import Signals
+
+_LOOK_EVERY_S = 0.25
+_SETTLE_S = 0.5  # after a first failure, so that the report has ranks that failed with it
+_MAIN_S = 3.0  # for the main thread to end by itself after the report
+_REPORT_S = 20.0  # for another rank to make the report
+_TERMINATED_S = 2.0  # from SIGTERM to the end, unless the training loop handles it: it may be sent after a failure
+
+
+@final
+class ExternalMonitor:
+    """One rank's monitor. Call `start` in the main thread, `settle` with the exit status of the entry, and `close`."""
+
+    def __init__(
+        self,
+        arguments: RankArguments,
+        rank_status: RankStatus,
+        *,
+        store: RunStore,
+        limits: Limits,
+        terminal: TextIO,
+        signals: Signals,
+    ) -> None:
+        self._arguments = arguments
+        self._topology = topology = arguments.topology
+        self._rank_status = rank_status
+        self._store = store
+        self._limits = limits
+        self._terminal = terminal
+        self._signals = signals
+        self._run_dir = RunDir(Path(arguments.run_dir))
+        self._monitor = NodeMonitor(node=arguments.node_rank, limits=limits, own=rank_status)
+        self._exchange = NodeExchange(store, self._monitor, nnodes=topology.nnodes)
+        self._ended = threading.Event()
+        self._reported = threading.Event()
+        self._settling = threading.Event()
+        self._report: FailureReport | None = None
+        self._shows_report = False
+        self._gone: dict[int, dict[str, Any]] = {}
+        self._hung = False
+        self._sigterm_s: float | None = None
+        self._interrupts = 0
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    def start(self) -> None:
+        with suppress(StoreGoneError, TimeoutError):  # the ranks that were opened until then are monitored
+            call_with_deadline(self._open_rank_statuses, timeout_s=2 * self._limits.init_timeout_s)
+        self._thread.start()
+
+    def settle(self, status: int) -> Outcome:
+        """Return the outcome of this rank, after a failure with the report's exit status. That takes seconds.
+
+        Rank 0's outcome has the report if it has to be shown; another rank shows it.
+        """
+        self._settling.set()
+        if status in (0, EXIT_STOPPED):
+            return Outcome(status)
+        self._reported.wait(_REPORT_S)
+        if self._report is None:
+            return Outcome(status)
+        status = self._report.first.exit_status
+        if self._arguments.rank == 0:
+            return Outcome(status, failure=self._report if self._shows_report else None)
+        self._show_report()
+        return Outcome(status)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(timeout=_MAIN_S)
+        self._monitor.close()
+
+    def _open_rank_statuses(self) -> None:
+        """Open those of all ranks on this node, and wait until all have done so: a rank that fails may leave then."""
+        own, topology, limit_s = self._arguments, self._topology, self._limits.init_timeout_s
+        ranks = [topology.rank_of(own.node_rank, local_rank) for local_rank in range(topology.procs_per_node)]
+        self._store.set(f"rank_status/{own.rank}", [os.getpid(), self._rank_status.fd])
+        for local_rank, rank in enumerate(ranks):
+            pid, fd = self._store.wait_for(f"rank_status/{rank}", timeout_s=limit_s)
+            devices, log = topology.devices_label(local_rank), str(self._run_dir.rank_log(rank))
+            with suppress(OSError):  # it has ended already, which only its starter can report
+                self._monitor.add(RankInfo(rank, local_rank, devices=devices, log=log), RankStatus.of_process(pid, fd))
+        self._store.set(f"monitoring/{own.rank}", True)
+        for rank in ranks:
+            self._store.wait_for(f"monitoring/{rank}", timeout_s=limit_s)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK_EVERY_S):
+            try:
+                self._look()
+            except UnverifiedError as error:
+                self._say(str(error))
+                os._exit(error.exit_status)
+
+    def _look(self) -> None:
+        monitor = self._monitor
+        received = self._signals.take()
+        self._interrupts += received.count(signal.SIGINT)
+        if self._interrupts > 1:  # the main thread may be waiting in compiled code, where it sees neither
+            self._say("Interrupted twice: ended at once")
+            os._exit(EXIT_INTERRUPTED)
+        if signal.SIGTERM in received and self._sigterm_s is None:
+            self._sigterm_s = time.monotonic()
+        if self._acts_for_node():
+            if self._topology.nnodes > 1:
+                self._exchange.step()
+            elif (requested := monitor.received_signal()) and not monitor.stop_signal:
+                monitor.set_stop_signal(requested)
+        for event in monitor.check(elsewhere=self._exchange.progress_elsewhere):
+            if event["event"] == "hung":
+                self._hung = True
+            elif self._acts_for_node():
+                self._say(late_line(event))
+        cause = self._cause()
+        if cause is not None and not self._reported.is_set():
+            self._end(cause)
+        elif cause is None and self._is_terminated():
+            os._exit(128 + signal.SIGTERM)
+
+    def _cause(self) -> str | None:
+        """Return what has gone wrong, or None."""
+        for state in self._monitor.states():
+            if not state.alive and not state.done and state.rank not in self._gone:
+                self._gone[state.rank] = {"rank": state.rank, "status": None, "time": time.time(), "early": True}
+        failed = [*self._gone, *self._monitor.ranks_that_raised()]
+        if failed:
+            return f"rank {min(failed)} failed"
+        if self._hung:
+            return "the ranks have waited too long"
+        alarm = self._exchange.alarm
+        return None if alarm is None else f"node {alarm['node']}: {alarm['cause']}"
+
+    def _end(self, cause: str) -> None:
+        """Make the report, or wait for it, then end this process if the main thread doesn't."""
+        time.sleep(_SETTLE_S)
+        self._report = self._make_or_await_report(cause)
+        self._reported.set()
+        if self._settling.wait(_MAIN_S) or self._ended.is_set():
+            return
+        self._show_report()
+        os._exit(EXIT_RUN_FAILED if self._report is None else self._report.first.exit_status)
+
+    def _show_report(self) -> None:
+        """Print the report if this rank has to, and record the failure: rank 0's command may be gone."""
+        if self._report is not None and self._shows_report:
+            self._say(render(self._report))
+            if self._monitor.node == 0:
+                with suppress(OSError, ValueError):  # a full disk; the terminal has the report
+                    self._run_dir.update_run({"status": "failed"})
+
+    def _make_or_await_report(self, cause: str) -> FailureReport | None:
+        deadline = time.monotonic() + _REPORT_S
+        while time.monotonic() < deadline:
+            report = self._find_report()
+            if report is not None:
+                return report
+            if self._acts_for_node():  # also if the rank that did has died
+                self._cause()  # adds the ranks that have ended meanwhile
+                return self._make_report(cause)
+            time.sleep(_LOOK_EVERY_S)
+        return None
+
+    def _find_report(self) -> FailureReport | None:
+        """Return the report of this failure if there is one, from its file or from the store."""
+        for node in (0, self._monitor.node):
+            file = self._run_dir.failure_of(node=node, attempt=self._arguments.attempt, is_last=True)
+            plain = read_object(file)
+            if plain is not None:
+                return FailureReport.from_plain(plain)
+        report = self._exchange.find_report()
+        return None if report is None else FailureReport.from_plain(report)
+
+    def _make_report(self, cause: str) -> FailureReport:
+        report = report_failure(
+            self._monitor,
+            self._exchange,
+            exits=list(self._gone.values()),
+            cause=cause,
+            run_dir=self._run_dir,
+            topology=self._topology,
+            attempt=self._arguments.attempt,
+            is_last=True,
+        )
+        # Node 0's report is shown there; another node shows only one of its own side of a cut.
+        self._shows_report = self._monitor.node in (0, report.node)
+        return report
+
+    def _acts_for_node(self) -> bool:
+        living = [state.rank for state in self._monitor.states() if state.alive]
+        return self._arguments.rank == min(living, default=self._arguments.rank)
+
+    def _is_terminated(self) -> bool:
+        """Return True if SIGTERM came and the training loop doesn't handle it as a stop request."""
+        if self._sigterm_s is not None and self._monitor.is_stoppable():
+            self._sigterm_s = None
+        return self._sigterm_s is not None and time.monotonic() - self._sigterm_s > _TERMINATED_S
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # the terminal is gone
+            print(text, file=self._terminal, flush=True)

@@ -1,0 +1,97 @@
+"""What can be logged beside numbers. Imports no torch at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An image to log. A list of them is logged under one name.
+
+    pixels: a tensor or array of shape (H, W) or (C, H, W), C 1 (grey), 3 (RGB) or 4 (RGBA): integers from 0 to 255, or
+        floats from 0 to 1; other values are clipped. It may be on any device.
+
+    Raises DataError for another shape.
+    """
+
+    pixels: Any
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        shape = tuple(getattr(self.pixels, "shape", ()))
+        object.__setattr__(self, "caption", str(self.caption))
+        if 0 not in shape and (len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3, 4))):
+            return
+        hint = ""
+        if len(shape) == 3 and shape[2] in (1, 3, 4):
+            hint = " Put the channels first: permute(2, 0, 1)."
+        elif len(shape) == 4:
+            hint = " For a batch give a list: [framework.Image(each) for each in batch]."
+        given = f"pixels of shape {shape}" if shape else f"pixels that are a {type(self.pixels).__name__}"
+        raise DataError(
+            f"framework.Image got {given}. It takes a tensor or array of shape (H, W) or (C, H, W) with C 1, 3 or 4."
+            f"{hint}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Figure:
+    """A `matplotlib.figure.Figure` to log. It is closed once it is logged."""
+
+    figure: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """The distribution of numbers to log. values: a tensor or array of any shape, on any device; NaN is left out."""
+
+    values: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A table to log: rows with a value for each column. Raises DataError for a row of another length.
+
+    Strings and numbers, also of NumPy and torch, are kept; None is an empty cell; others are written as `str` does.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise DataError(
+                    f"framework.Table got {len(self.columns)} columns ({', '.join(self.columns)}), and row {number} "
+                    f"has {len(row)} values. Give one for each column."
+                )
+        object.__setattr__(self, "rows", [[_plain_cell(value) for value in row] for row in self.rows])
+
+
+def _plain_cell(value: Any) -> str | float | None:
+    value = value.item() if getattr(value, "shape", None) == () else value  # a scalar of torch or NumPy
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Text to log, plain or Markdown."""
+
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """A file or folder to keep with the run. It must not change until the run ends."""
+
+    path: str | Path
+
+
+Media = Image | Sequence[Image] | Figure | Histogram | Table | Text | Artifact
+"""What can be logged beside numbers."""

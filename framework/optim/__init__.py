@@ -1,0 +1,5 @@
+"""Parameter groups, schedules, several optimizers of one task, and precision. Start with `schedule`."""
+
+from framework.optim.schedule import cosine
+
+__all__ = ["cosine"]

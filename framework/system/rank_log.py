@@ -1,0 +1,58 @@
+"""The log of one rank, `logs/rank_N.log`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import final
+
+from framework.system.shown_text import shown
+
+logger = logging.getLogger("framework")
+
+
+@contextmanager
+def rank_log(path: Path, *, place: str) -> Iterator[None]:
+    """Send the framework's log records to this rank's file while this is entered. The first says who writes there.
+
+    Training continues if the disk is full: a few kB are kept and written once there is room.
+
+    place: the rank's place in the run, for the first record.
+    """
+    handler = _Handler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        logger.info("pid %d, %s", os.getpid(), place)
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()
+
+
+def warn(text: str) -> None:
+    """Write a line to this rank's log and to standard output, control characters as text, passwords masked."""
+    logger.warning("%s", shown(text))
+    show(text)
+
+
+def show(text: str) -> None:
+    """Print a line; rank 0's output is shown on the terminal."""
+    with suppress(OSError):  # standard output is a file on a full disk
+        print(shown(text), flush=True)
+
+
+@final
+class _Handler(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Print no traceback for each record that a full disk doesn't take."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)

@@ -1,0 +1,130 @@
+"""The data of a LightningDataModule."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from framework.config.schema import Config
+from framework.distributed.context import Context
+from framework.distributed.seed import preserved_generators, seed_generators
+from framework.errors import DataError
+from framework.system.rank_log import warn
+from framework.tasks.lightning.trainer import trainer_of
+from framework.types import Datasets
+
+_LOCK_TIMEOUT_S = 1800.0  # of other processes' prepare_data
+_SILENT_S = 5.0  # of waiting, as ranks do for one another
+_NAMES_DATA = re.compile(r"data|root|cache|download|^(dir|directory|folder|path)$", re.IGNORECASE)
+_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
+
+
+def datamodule(module: Any, *, run_config: Config | None = None, run_context: Context | None = None) -> Datasets:
+    """Return the loaders of a LightningDataModule, or of a LightningModule that has its own, for `data.datasets`.
+
+    The processes of a node call `prepare_data`, `setup("fit")` and, with a `test_dataloader`, `setup("test")` one after
+    another, with the same global seed in every process and run. Several validation or test loaders are sets, by their
+    names or numbers. Raises DataError for a hook without a counterpart.
+
+    run_config, run_context: passed by the framework, to make the module's `self.trainer`.
+    """
+    if refused := [hook for hook in _HOOKS if _overrides(module, hook)]:
+        raise DataError(
+            f"{type(module).__name__}.{refused[0]} has no counterpart: batches are moved to the device as they are.\n"
+            "Do it in the dataset or the collate function, or in on_after_batch_transfer of the LightningModule."
+        )
+    if run_config is not None and run_context is not None:
+        trainer = trainer_of(run_config, run_context)
+        trainer.datamodule = module
+        module.trainer = trainer
+    with preserved_generators(), _prepared_alone(module):
+        seed_generators(0)
+        module.prepare_data()
+        module.setup("fit")
+        parts = {"train": module.train_dataloader()}
+        if _overrides(module, "val_dataloader"):
+            parts["val"] = _sets(module.val_dataloader())
+        if _overrides(module, "test_dataloader"):
+            module.setup("test")
+            parts["test"] = _sets(module.test_dataloader())
+    return Datasets(**parts)
+
+
+def _sets(loaders: Any) -> Any:
+    """Return one loader as it is, several by name."""
+    if not isinstance(loaders, (list, tuple)):
+        return loaders
+    return loaders[0] if len(loaders) == 1 else {str(number): each for number, each in enumerate(loaders)}
+
+
+def _overrides(module: Any, name: str) -> bool:
+    """Return True if a class of the user, or the object itself, defines the method."""
+    own = next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
+    is_users = own is not None and own.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+    return name in vars(module) or is_users
+
+
+@contextmanager
+def _prepared_alone(module: Any) -> Iterator[None]:
+    """Let only one process of this user on this machine prepare this data at a time.
+
+    Raises DataError if another one holds the lock for too long, or if there is no folder for it.
+    """
+    name = type(module).__name__
+    file = _lock_folder() / f"{_data_id(module)}.lock"
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=_SILENT_S)
+    except Timeout:
+        warn(f"Waiting for another process that prepares the data of {name} (it holds {file}).")
+        try:
+            lock.acquire(timeout=_LOCK_TIMEOUT_S)
+        except Timeout:
+            raise DataError(
+                f"{name}: another process has prepared its data for {_LOCK_TIMEOUT_S / 60:.0f} minutes, and still "
+                f"holds {file}.\nEnd that process, or wait for it and start again."
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _data_id(module: Any) -> str:
+    """Return a name for a data set on this machine: the data module's class and the locations in its settings."""
+    settings = {**dict(getattr(module, "hparams", {})), **vars(module)}
+    places = sorted(
+        f"{name}={Path(value).expanduser().absolute()}"
+        for name, value in settings.items()
+        if isinstance(name, str) and _NAMES_DATA.search(name) and isinstance(value, (str, Path))
+    )
+    kind = type(module)
+    text = "\n".join([kind.__module__, kind.__qualname__, socket.gethostname(), *places])
+    return f"{kind.__name__}_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
+
+
+def _lock_folder() -> Path:
+    """Return a folder that only this user can write: in the cache, or if that can't be written, a temporary one."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    folders = (cache / "framework" / "locks", Path(tempfile.gettempdir(), f"framework_locks_{os.getuid()}"))
+    for folder in folders:
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+            if is_own and os.access(folder, os.W_OK):
+                return folder
+    raise DataError(
+        f"Neither {folders[0]} nor {folders[1]} is a folder that this user alone can write, for the lock of "
+        "prepare_data. Set XDG_CACHE_HOME to a folder of yours."
+    )
