@@ -12,13 +12,15 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.layout import CONFIG_NAME, read_manifest
 from framework.checkpoint.lookup import check_file, find
 from framework.command.trust import check_trust, why_not_owned
+from framework.config.parse import show
+from framework.config.renamed import REMOVED, removed_settings, without_removed
 from framework.config.saved import (
     SavedRun,
     apply_typed,
@@ -236,6 +238,7 @@ def find_base(typed: Sequence[str], *, compose: Compose, change: Change, swept: 
     if not is_trusted and not _was_allowed_before(typed, compose=compose):
         outputs = own_outputs(typed, compose=compose, recipe=found.raw.get("recipe"))
         check_trust(found, outputs=outputs, asked_by="type trust=true")
+    found = _without_removed_keys(found)
     started_with = _present(found.overrides)
     try:
         base = BaseRun(found, without_typed=compose(started_with), typed=tuple(typed))
@@ -247,6 +250,16 @@ def find_base(typed: Sequence[str], *, compose: Compose, change: Change, swept: 
             "Go to the folder it was started from, with its conf/ and recipes/, and name the run by its absolute path."
         ) from error
     return base, merge_overrides(started_with, [text for text in typed if not names_a_run(text)])
+
+
+def _without_removed_keys(found: SavedRun) -> SavedRun:
+    """Return the run of an earlier version without the keys that no longer exist; warn of those that were set."""
+    settings = [f"{key}={show(value)}" for key, value in removed_settings(found.raw).items()]
+    if settings:
+        line = f"{display_path(found.run_dir.path)} sets {', '.join(settings)}, which no longer exists and is ignored."
+        print(shown(line), file=sys.stderr, flush=True)
+    overrides = tuple(text for text in found.overrides if key_of(text) not in REMOVED)
+    return replace(found, raw=without_removed(found.raw), overrides=overrides)
 
 
 def _present(overrides: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Earlier names in configurations, which keep working: those of `_target_`s and of launchers."""
+"""Names and keys of earlier versions in saved configurations: renamed ones keep working, removed ones are dropped."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ TARGETS = {
 }
 LAUNCHERS = {"adopted": "external", "in_place": "in_process"}
 
+REMOVED: dict[str, Any] = {"trainer.log_rank_losses": False}
+"""Keys that no longer exist, with the default that they had."""
+
 
 def with_present_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration, which an earlier version may have saved, with the names of today."""
@@ -22,6 +25,28 @@ def with_present_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(launcher, dict) and launcher.get("name") in LAUNCHERS:
         launcher["name"] = LAUNCHERS[launcher["name"]]
     return present
+
+
+def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved configuration without the REMOVED keys."""
+    present = dict(saved)
+    for key in REMOVED:
+        section, _, name = key.rpartition(".")
+        values = present.get(section)
+        if isinstance(values, Mapping) and name in values:
+            present[section] = {other: value for other, value in values.items() if other != name}
+    return present
+
+
+def removed_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the REMOVED keys that a saved configuration sets to something other than their default."""
+    settings = {}
+    for key, default in REMOVED.items():
+        section, _, name = key.rpartition(".")
+        values = saved.get(section)
+        if isinstance(values, Mapping) and values.get(name, default) != default:
+            settings[key] = values[name]
+    return settings
 
 
 def _present(value: Any) -> Any:

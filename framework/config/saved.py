@@ -17,6 +17,7 @@ from typing import Any, get_args
 import yaml
 
 from framework.config.parse import flatten, show
+from framework.config.renamed import without_removed
 from framework.config.schema import Job
 from framework.config.secrets import Secrets, restored_config
 from framework.config.suggest import nearest
@@ -242,7 +243,7 @@ def with_secrets(raw: Mapping[str, Any], run_dir: RunDir) -> dict[str, Any]:
 
 def load_config(run_dir: RunDir) -> dict[str, Any]:
     """Return the configuration of a run as its ranks need it, secrets included. Raises ConfigError."""
-    return with_secrets(load_written_config(run_dir), run_dir)
+    return with_secrets(without_removed(load_written_config(run_dir)), run_dir)
 
 
 def written_config(run_dir: RunDir) -> str:

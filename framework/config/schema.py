@@ -139,7 +139,6 @@ class TrainerConfig:
     gradient_clip_algorithm: ClipAlgorithm
     log_every_n_steps: int = bounded(at_least=1)
     progress: ProgressMode = "auto"  # on the terminal
-    log_rank_losses: bool | Literal["terminal"] = False  # log each rank's own mean loss; terminal: print it as well
     val_check_interval: int | None = bounded(at_least=1)  # optimizer steps; null: at the end of epochs
     check_val_every_n_epoch: int | None = bounded(at_least=1)  # null: not at the end of epochs
     num_sanity_val_steps: int = bounded(at_least=0, default=1)  # validation batches of each process before training

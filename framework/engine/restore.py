@@ -16,7 +16,7 @@ from framework.checkpoint.reader import load_weights
 from framework.checkpoint.replicas import own_training
 from framework.checkpoint.writer import point
 from framework.config.optimizers import optimizer_configs
-from framework.config.renamed import with_present_names
+from framework.config.renamed import with_present_names, without_removed
 from framework.config.saved import load_written_config, load_yaml
 from framework.config.schema import Config
 from framework.distributed.collectives import barrier, broadcast_object, gather_to_all
@@ -109,7 +109,7 @@ def _look(source: Path, faults: Mapping[Path, str | None], *, is_last: bool) -> 
 
 
 def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
-    saved = with_present_names(load_yaml(source / "config.yaml"))
+    saved = without_removed(with_present_names(load_yaml(source / "config.yaml")))
     now = load_written_config(setup.run_dir)
     _check_optimizer_and_schedule(setup.config, saved)
     model = trainer.state.bare_model

@@ -141,12 +141,6 @@ class Meter:
         """The names that all ranks have; empty before the first reduction."""
         return self._agreed or []
 
-    def mean_loss(self) -> float | None:
-        """Return the mean loss of this rank alone; None without samples. Waits for the device."""
-        losses, cpu = self._series.get(LOSS, Series()), torch.device("cpu")
-        count = losses.count + self._counts.get(LOSS, Series()).total(cpu).item()
-        return losses.total(cpu).item() / count if count else None
-
     def first_nonfinite_step(self, context: Context) -> int | None:
         """Return the first step whose loss was NaN or infinite on any rank; waits for the device.
 

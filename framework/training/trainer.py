@@ -39,14 +39,14 @@ from framework.monitoring.rank_status import RankPhase
 from framework.monitoring.slow_ranks import SlowRanks
 from framework.optim.schedule import clip_gradients
 from framework.strategies.base import NO_CONTEXT, Strategy
-from framework.system.rank_log import logger, show, warn
+from framework.system.rank_log import warn
 from framework.training.batchnorm import batchnorm_statistics
 from framework.training.broadcasting import refused_broadcasting
 from framework.training.evaluation import check_output, copied, eager, is_number, media_of
 from framework.training.flops import FlopRate, peak_of_run
 from framework.training.length import Start, start_of, total_steps
 from framework.training.loss_weights import LossWeights
-from framework.training.meter import LOSS, bad_loss, check_finite, is_loss
+from framework.training.meter import bad_loss, check_finite, is_loss
 from framework.training.step_times import SHARES, Clock, StepTimer, Throughput, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
@@ -377,8 +377,6 @@ class Trainer:
             self._update_trainable()
             self._timer.leave_step(RankPhase.LOGGING)
         self._save_is_due = saves > 0
-        if self.settings.log_rank_losses and LOSS in values:
-            self._log_rank_losses(values[LOSS])
         bad = [value for name, value in values.items() if is_loss(name) and not math.isfinite(value)]
         if bad:
             raise bad_loss(bad[0], step=meter.first_nonfinite_step(self.context), epoch=self.progress.last_epoch)
@@ -646,16 +644,6 @@ class Trainer:
             if attempt == 0:
                 self.save()
         raise DiskError(f"{failure} What was trained since isn't saved. Make room, then resume the run.")
-
-    def _log_rank_losses(self, mean_loss: float) -> None:
-        """Write each rank's loss to its log and, if set, all of them to the terminal. Every rank must call it."""
-        means = gather_to_all(self.state.meter.mean_loss(), self.context)
-        own = ["no samples" if loss is None else f"{loss:.6g}" for loss in means]
-        step, mean, rank = self.progress.step, f"{mean_loss:.6g} over all ranks", self.context.rank
-        logger.info("step %d: loss %s on rank %d, %s", step, own[rank], rank, mean)
-        if self.settings.log_rank_losses == "terminal" and self.context.is_main:
-            each = ", ".join(f"{loss} on rank {rank}" for rank, loss in enumerate(own))
-            show(f"step {step}: loss {each}, {mean}")
 
     def _flush_loggers(self) -> None:
         """Make what is logged so far survive a kill."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -103,36 +102,6 @@ def test_tensorboard_has_what_metrics_jsonl_has(trained):
     for name in names:
         points = {event.step: event.value for event in events.Scalars(name)}
         assert points == {step: pytest.approx(value, rel=1e-6) for step, value in results.curve(trained, name).items()}
-
-
-def test_each_rank_logs_its_own_loss_beside_the_mean(train, trained):
-    """Of two steps without learning, in each of which rank 0 takes the first ten samples and rank 1 the next ten."""
-    data: Any = toy_regression()
-    inputs, targets = data.train.tensors
-    model = ToyModel()
-    model.load_state_dict(results.weights(trained))
-    with torch.no_grad():
-        losses = ((model(inputs) - targets) ** 2).mean(dim=1)[:40].view(2, 2, 10)
-    own, mean = losses.mean(dim=(0, 2)).tolist(), float(losses.mean())
-    two = (
-        "topology.procs_per_node=2",
-        "data.global_batch_size=20",
-        "data.shuffle=false",
-        "trainer.log_every_n_steps=2",
-    )
-    steps = ("trainer.max_steps=2", "optimizer.lr=0", f"init_from={trained}")
-    run_dir = train("recipe=toy", *two, *steps, "trainer.log_rank_losses=terminal")
-    for rank in range(2):
-        (line,) = re.findall(
-            rf"step 2: loss (\S+) on rank {rank}, (\S+) over all ranks$", results.log(run_dir, rank), re.M
-        )
-        assert [float(number) for number in line] == pytest.approx([own[rank], mean], rel=1e-5)
-    assert results.curve(run_dir, "train/loss")[2] == pytest.approx(mean, rel=1e-6)
-    losses = [name for row in results.rows(run_dir) for name in row if "loss" in name]
-    assert not any("rank_" in name for name in losses)
-    printed = results.log(run_dir, 0)  # what rank 0 prints goes to its log, too
-    (shown,) = re.findall(r"^step 2: loss (\S+) on rank 0, (\S+) on rank 1, (\S+) over all ranks$", printed, re.M)
-    assert [float(number) for number in shown] == pytest.approx([*own, mean], rel=1e-5)
 
 
 NORMED = """

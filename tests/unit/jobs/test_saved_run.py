@@ -73,6 +73,28 @@ def test_the_runs_own_overrides_are_composed_with_the_typed_ones(run_dir: RunDir
     assert alone[1] == ["recipe=toy"]
 
 
+def test_keys_that_no_longer_exist_are_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In silence, unless they were set."""
+    composed = {"path": {"outputs": str(tmp_path / "outputs")}}
+
+    def overrides_of(name: str, value: bool, overrides: tuple[str, ...]) -> list[str]:
+        run_dir = create_run_dir(tmp_path / "outputs" / "some", name=name)
+        save_config(run_dir, raw=raw_config({"trainer.log_rank_losses": value}), overrides=overrides)
+        base, started_with = find_base(
+            [f"resume={run_dir.path}"], compose=lambda _: composed, change=lambda raw, _: dict(raw), swept=False
+        )
+        assert base.found is not None
+        assert base.found.raw == raw_config()
+        return started_with
+
+    assert overrides_of("default", False, ()) == ["recipe=some"]
+    assert capsys.readouterr().err == ""
+    assert overrides_of("set", True, ("trainer.log_rank_losses=true",)) == ["recipe=some"]
+    said = capsys.readouterr().err
+    assert "sets trainer.log_rank_losses=true, which no longer exists and is ignored." in said
+    assert said.count("\n") == 1
+
+
 # The configuration
 
 
