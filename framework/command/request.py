@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from framework.command.launcher import Placement, place
 from framework.config.schema import Config
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import ExternalRanks
@@ -65,3 +67,16 @@ class Request:
     external_ranks: ExternalRanks | None = None
     # The run whose checkpoint is used; results go into a directory inside it. None: into `path.outputs`.
     parent_run: Path | None = None
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The launcher, topology and backend of the ranks: decided when first asked for, then carried.
+
+        Raises FrameworkError for any mistake that can be found before anything starts.
+        """
+        return place(self.config, external_ranks=self.external_ranks, is_swept=self.sub_run is not None)
+
+
+def checked_placement(request: Request) -> Placement:
+    """Return the placement of a request; the check of jobs that have no other rules."""
+    return request.placement

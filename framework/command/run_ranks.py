@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from framework.command.launcher import checked_topology, chosen_launcher
+from framework.command.launcher import Placement
 from framework.command.messages import interrupted_message, start_message
 from framework.command.request import JobResult, Request
 from framework.config.saved import key_of, run_of, save_config, search_path_override
@@ -64,10 +64,11 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
         title: The first word of the first line, such as "Training".
         summary: Returns the last lines, given the exit status.
     """
-    topology = checked_topology(request)
+    placement = request.placement
+    topology = placement.topology
     if request.external_ranks is not None:
         request.external_ranks.handshake.compare(timeout_s=request.config.backend.init_timeout)
-    setup, launcher = _setup(request, topology), chosen_launcher(request)
+    setup = _setup(request, placement)
     joined: AbstractContextManager[ElasticNode | None] = nullcontext()
     if setup.endpoint is not None:  # this command is typed on several nodes: wait for all of them
         joined = joined_nodes(setup, arguments=sys.argv[1:])
@@ -83,7 +84,10 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
             if not quiet:
                 with suppress(BrokenPipeError):  # of `| head -n 1`; the ranks run nevertheless
                     print(shown(start_message(title, request.config.recipe, topology, run_dir)), flush=True)
-            launch = importlib.import_module(f"framework.launch.{launcher}").launch if elastic is None else elastic.run
+            if elastic is not None:
+                launch = elastic.run
+            else:
+                launch = importlib.import_module(f"framework.launch.{placement.launcher}").launch
             outcome = _launch(launch, _plan(request, setup, run_dir, entry=entry), request.config)
             status, failure = outcome.status, outcome.failure
             if failure is not None and request.call is None:
@@ -94,12 +98,12 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
             return JobResult(status, run_dir, score=score, failure=failure)
 
 
-def _setup(request: Request, topology: Topology) -> NodeSetup:
+def _setup(request: Request, placement: Placement) -> NodeSetup:
     config = request.config
     endpoint = config.topology.rdzv_endpoint
-    has_others = topology.nnodes > 1 and chosen_launcher(request) == "elastic"
+    has_others = placement.topology.nnodes > 1 and placement.launcher == "elastic"
     return NodeSetup(
-        topology=topology,
+        topology=placement.topology,
         limits=Limits(
             init_timeout_s=config.backend.init_timeout,
             timeout_s=config.backend.timeout,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from framework.command.launcher import checked_topology
+from framework.command.launcher import Placement
 from framework.command.messages import prediction_summary
 from framework.command.request import JobResult, Request
 from framework.command.run_ranks import run
-from framework.config.topology import Topology
 from framework.system.files import checked_output
 
 
@@ -17,7 +16,7 @@ def main(request: Request) -> JobResult:
     return run(request, entry=entry, title="Predicting with", summary=prediction_summary)
 
 
-def check(request: Request) -> Topology:
-    """Return the topology. Raises FrameworkError for any mistake that can be found before anything starts."""
+def check(request: Request) -> Placement:
+    """Return the placement. Raises FrameworkError for any mistake that can be found before anything starts."""
     checked_output(request.config.predict.output, key="predict.output", suffixes=(".csv", ".pt"))
-    return checked_topology(request)
+    return request.placement

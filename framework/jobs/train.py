@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from framework.command.launcher import checked_topology as check
 from framework.command.messages import training_summary
 from framework.command.request import JobResult, Request
+from framework.command.request import checked_placement as check
 from framework.command.run_ranks import run
 from framework.launch.plan import MonitorLink, RankArguments
 

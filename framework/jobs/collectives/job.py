@@ -6,11 +6,10 @@ shows them are in `framework/jobs/collectives/demo.py`; it is printed, and writt
 
 from __future__ import annotations
 
-from framework.command.launcher import checked_topology
+from framework.command.launcher import Placement
 from framework.command.request import JobResult, Request
 from framework.command.run_ranks import run
 from framework.config.schema import Config
-from framework.config.topology import Topology
 from framework.errors import ConfigError
 from framework.system.formatting import display_path, format_facts
 from framework.system.run_dir import RunDir
@@ -25,16 +24,16 @@ def main(request: Request) -> JobResult:
     return run(request, entry=_ENTRY, title="Collectives of", summary=_closing)
 
 
-def check(request: Request) -> Topology:
-    """Return the topology. Raises FrameworkError for any mistake that can be found before anything starts."""
-    topology = checked_topology(request)
+def check(request: Request) -> Placement:
+    """Return the placement. Raises FrameworkError for any mistake that can be found before anything starts."""
+    topology = request.placement.topology
     has_own_gpus = topology.gpus_per_node > 0 and not topology.shares_gpus
     if "nccl" in (request.config.collectives.backends or ()) and not has_own_gpus:
         raise ConfigError(
             "collectives.backends names nccl, which needs a GPU for each process, and these processes "
             f"{'share theirs' if topology.shares_gpus else 'have none'}.\nUse collectives.backends=[gloo]."
         )
-    return topology
+    return request.placement
 
 
 def _closing(_config: Config, run_dir: RunDir, status: int) -> str:

@@ -29,7 +29,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from framework.command.launcher import checked_topology
 from framework.command.messages import training_summary
 from framework.command.request import JobResult, Request
 from framework.command.run_ranks import run
@@ -99,7 +98,7 @@ def check_setup(request: Request) -> tuple[Topology, int, int]:
             "job=parity compares on one machine, with processes of its own.\n"
             "Run the command once, without torchrun or srun, and with topology.nnodes=1."
         )
-    topology = checked_topology(request)
+    topology = request.placement.topology
     processes = config.parity.processes or (topology.world_size if topology.world_size > 1 else 2)
     plan = plan_batches(
         batch_size=config.data.train_batch_size,

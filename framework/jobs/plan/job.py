@@ -44,7 +44,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from framework.command.launcher import backend_name, checked_topology, chosen_launcher, commands, environment
+from framework.command.equivalents import commands, environment
+from framework.command.launcher import Placement, place
 from framework.command.request import JobResult, Request
 from framework.config.topology import Topology
 from framework.launch.fork_server import call_in_child
@@ -61,26 +62,28 @@ _SHOWN = (
 
 def main(request: Request) -> JobResult:
     """Print the plan. Raises FrameworkError for what training as asked would refuse."""
-    topology = checked_topology(request, is_planned=True)  # `trainer.gpus` needn't exist here
-    plan = make_plan(request, topology)
+    # `trainer.gpus` needn't exist here.
+    placement = place(request.config, external_ranks=request.external_ranks, is_planned=True)
+    topology = placement.topology
+    plan = make_plan(request, placement)
     is_json = request.config.plan.format == "json"
     print(json.dumps(plan, indent=2) if is_json else render(plan, topology), flush=True)
     return JobResult(0)
 
 
-def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
+def make_plan(request: Request, placement: Placement) -> dict[str, Any]:
     """Return the object described above. A child of the fork server computes what needs torch."""
     config = request.config
-    backend = backend_name(config, topology)
+    topology = placement.topology
     facts = call_in_child(
         request.fork_server,
         "framework.jobs.plan.estimate:estimate",
-        {"config": dict(request.raw), "topology": asdict(topology), "backend": backend},
+        {"config": dict(request.raw), "topology": asdict(topology), "backend": placement.backend},
         timeout_s=config.backend.init_timeout,
     )
     return {
         "recipe": config.recipe,
-        "launcher": chosen_launcher(request, is_planned=True),
+        "launcher": placement.launcher,
         "topology": {
             **asdict(topology),
             "world_size": topology.world_size,
@@ -88,15 +91,15 @@ def make_plan(request: Request, topology: Topology) -> dict[str, Any]:
             "gpus": [topology.device_indices(local) for local in range(topology.procs_per_node)],
         },
         "backend": {
-            "name": backend,
+            "name": placement.backend,
             "init_method": config.backend.init_method,
             "init_timeout_s": config.backend.init_timeout,
             "timeout_s": config.backend.timeout,
         },
         **facts,
         "run_dir": str(Path(config.path.outputs, config.recipe, "<date>_<time>_<4 hex>")),
-        "environment": environment(config, topology),
-        "commands": commands(request, topology),
+        "environment": environment(config, placement.topology),
+        "commands": commands(request, placement.topology),
     }
 
 

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from framework.command.launcher import checked_topology as check
 from framework.command.request import JobResult, Request
+from framework.command.request import checked_placement as check
 from framework.command.run_ranks import run
 from framework.config.schema import Config
 from framework.jobs.preflight.report import RESULT, render, verdict

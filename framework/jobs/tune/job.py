@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from framework.command.launcher import checked_topology, commands
+from framework.command.equivalents import commands
 from framework.command.request import JobResult, Request
 from framework.command.run_ranks import run
 from framework.config.saved import key_of, merge_overrides
@@ -42,7 +42,7 @@ _LIMITS = {
 
 def main(request: Request) -> JobResult:
     """Tune with any number of processes. Raises FrameworkError for what can't be tuned."""
-    topology = checked_topology(request)
+    topology = request.placement.topology
 
     def closing(_config: Config, run_dir: RunDir, status: int) -> str:
         path, found = display_path(run_dir.path), read_object(run_dir.path / RESULT)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from framework.command.launcher import backend_name, checked_topology, chosen_launcher
+from framework.command.launcher import Placement, place
 from framework.command.request import Request
 from framework.config.parse import parse
-from framework.config.topology import Topology
 from framework.errors import ConfigError, FrameworkError, TopologyError
 from framework.launch.environment import detect
 from framework.launch.handshake import ExternalRanks
@@ -30,6 +29,10 @@ def request(changes: dict[str, Any], *, external_ranks: ExternalRanks | None = N
     return Request(parse(raw), raw, overrides=(), external_ranks=external_ranks)
 
 
+def plan(request: Request) -> Placement:
+    return place(request.config, external_ranks=request.external_ranks, is_planned=True)
+
+
 @pytest.fixture
 def external_ranks() -> ExternalRanks:
     cluster = detect(TORCHRUN)
@@ -46,17 +49,18 @@ def external_ranks() -> ExternalRanks:
     ],
 )
 def test_auto_follows_from_what_is_asked_for(changes: dict[str, Any], name: str) -> None:
-    assert chosen_launcher(request(changes)) == name
+    assert request(changes).placement.launcher == name
 
 
 def test_ranks_that_torchrun_has_started_are_adopted_by_no_other_launcher(external_ranks: ExternalRanks) -> None:
-    assert chosen_launcher(request({"topology.nnodes": 2}, external_ranks=external_ranks)) == "external"
+    ranks = request({"topology.nnodes": 2, "trainer.gpus": 0}, external_ranks=external_ranks)
+    assert ranks.placement.launcher == "external"
     with pytest.raises(ConfigError, match="launcher=elastic is configured, but torchrun has started"):
-        chosen_launcher(request({"launcher.name": "elastic"}, external_ranks=external_ranks))
-    planned = checked_topology(request({"trainer.gpus": 2}, external_ranks=external_ranks), is_planned=True)
+        _ = request({"launcher.name": "elastic"}, external_ranks=external_ranks).placement
+    planned = plan(request({"trainer.gpus": 2}, external_ranks=external_ranks)).topology
     assert (planned.nnodes, planned.procs_per_node) == (2, 2)
     with pytest.raises(TopologyError, match=r"topology.procs_per_node=8, but torchrun has started"):
-        checked_topology(request({"topology.procs_per_node": 8}, external_ranks=external_ranks), is_planned=True)
+        plan(request({"topology.procs_per_node": 8}, external_ranks=external_ranks))
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
@@ -78,29 +82,50 @@ def test_ranks_that_torchrun_has_started_are_adopted_by_no_other_launcher(extern
 )
 def test_a_plan_refuses_what_a_run_does(changes: dict[str, Any], said: str, is_planned: bool) -> None:
     with pytest.raises(FrameworkError, match=said):
-        checked_topology(request(changes), is_planned=is_planned)
+        place(request(changes).config, is_planned=is_planned)
 
 
 def test_a_sweep_is_of_one_node(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"topology.nnodes=2"):
-        checked_topology(replace(request(NODES), sub_run=tmp_path / "0"))
+        _ = replace(request(NODES), sub_run=tmp_path / "0").placement
 
 
 @pytest.mark.parametrize("launcher", ["auto", "elastic"])
 def test_only_a_plan_needs_no_gpus_and_no_endpoint(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
     monkeypatch.setattr("framework.system.hardware.visible_gpus", lambda: [])
     planned = request({"topology.nnodes": 2, "trainer.gpus": 8, "launcher.name": launcher})
-    assert checked_topology(planned, is_planned=True).world_size == 16
+    assert plan(planned).topology.world_size == 16
     with pytest.raises(ConfigError, match=r"topology.nnodes=2 needs topology.rdzv_endpoint=HOST:PORT"):
-        checked_topology(planned)
+        _ = planned.placement
     with pytest.raises(TopologyError, match="has no GPU"):
-        checked_topology(request({"trainer.gpus": 8}))
+        _ = request({"trainer.gpus": 8}).placement
 
 
 @pytest.mark.parametrize(
-    ("topology", "name"),
-    [(Topology(1, 2, 2, 1), "nccl"), (Topology(1, 2, 0, 1), "gloo"), (Topology(1, 2, 1, 1), "gloo")],
+    ("changes", "name"),
+    [
+        ({"trainer.gpus": 2}, "nccl"),
+        ({"trainer.gpus": 0, "topology.procs_per_node": 2}, "gloo"),
+        (
+            {
+                "trainer.gpus": 1,
+                "topology.procs_per_node": 2,
+                "topology.share_gpus": True,
+                "topology.gpus_per_process": 1,
+            },
+            "gloo",
+        ),
+    ],
     ids=["GPUs", "CPU", "shared GPUs"],
 )
-def test_the_backend_that_auto_becomes(topology: Topology, name: str) -> None:
-    assert backend_name(parse(raw_config()), topology) == name
+def test_the_backend_that_auto_becomes(changes: dict[str, Any], name: str) -> None:
+    assert plan(request(changes)).backend == name
+
+
+def test_a_placement_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.system.hardware.visible_gpus", lambda: [])
+    placed = request({"trainer.gpus": None})
+    first = placed.placement
+    monkeypatch.setattr("framework.system.hardware.visible_gpus", lambda: ["GPU 0", "GPU 1"])
+    assert placed.placement is first
+    assert replace(placed).placement.topology.gpus_per_node == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from framework.command.launcher import commands, environment
+from framework.command.equivalents import commands, environment
 from framework.command.request import Request
 from framework.config.parse import parse
 from framework.config.topology import Topology

@@ -1,0 +1,81 @@
+"""The same run as commands for other launchers, and the environment of its ranks: what job=plan shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from framework.command.request import Request
+from framework.config.saved import key_of
+from framework.config.schema import Config
+from framework.config.topology import Topology
+from framework.distributed.store import LOOPBACK
+from framework.launch.plan import rank_environment
+
+_ENDPOINT = "HOST:29400"
+# Keys that don't define the run: how its ranks are started, and the settings of other jobs.
+_OWN_KEYS = (
+    "launcher",
+    "job",
+    "plan",
+    "parity",
+    "tune",
+    "export",
+    "runs",
+    "report",
+    "topology.node_rank",
+    "topology.rdzv_endpoint",
+)
+
+
+def commands(request: Request, topology: Topology) -> dict[str, list[str]]:
+    """Return the words of each equivalent command. `framework` and `torchrun` are typed on every node."""
+    config, procs = request.config, topology.procs_per_node
+    endpoint = config.topology.rdzv_endpoint or _ENDPOINT
+    run = [text for text in request.overrides if not _is_of(text, _OWN_KEYS)]
+    launching = [
+        text for text in request.overrides if _is_of(text, ["launcher"]) and config.launcher.name != "external"
+    ]
+    framework = ["python", "-m", "framework", *run, *launching]
+    torchrun = ["torchrun", "--standalone", f"--nproc-per-node={procs}"]
+    srun = ["srun", f"--nodes={topology.nnodes}", f"--ntasks-per-node={procs}"]
+    if topology.nnodes > 1:
+        quoted = f"'{endpoint}'" if "[" in endpoint else endpoint  # Hydra would take an IPv6 address for a list
+        framework += ["topology.node_rank=NODE", f"topology.rdzv_endpoint={quoted}"]
+        torchrun[1:2] = [f"--nnodes={topology.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    if config.launcher.max_restarts:
+        torchrun.append(f"--max-restarts={config.launcher.max_restarts}")
+    if topology.gpus_per_node:
+        srun.append(f"--gpus-per-node={topology.gpus_per_node}")
+    return {
+        "framework": framework,
+        "torchrun": [*torchrun, "-m", "framework", *run],
+        "srun": [*srun, "python", "-m", "framework", *run],
+    }
+
+
+def environment(config: Config, topology: Topology) -> dict[str, dict[str, str]]:
+    """Return the ranks' environment variables: those common to all, and those of the first and the last rank.
+
+    All are empty for `launcher=in_process`, whose rank is the command's own process.
+    """
+    if config.launcher.name == "in_process":
+        return {"common": {}, "first_rank": {}, "last_rank": {}}
+    host, port = LOOPBACK, "(a free port)"
+    if topology.nnodes > 1:
+        host, _, port = (config.topology.rdzv_endpoint or _ENDPOINT).rpartition(":")
+    first, last = (
+        {**rank_environment(topology, rank=rank, host=host.strip("[]"), port=0), "MASTER_PORT": port}
+        for rank in (0, topology.world_size - 1)
+    )
+    own = ("RANK", "LOCAL_RANK", "GROUP_RANK")
+    return {
+        "common": {name: value for name, value in first.items() if name not in own},
+        "first_rank": {name: first[name] for name in own},
+        "last_rank": {name: last[name] for name in own},
+    }
+
+
+def _is_of(override: str, sections: Sequence[str]) -> bool:
+    """Return True if an override such as `a.b=1`, `+a.b=1` or `a@place=x` sets a key of one of the sections."""
+    key = key_of(override).partition("@")[0]
+    return any(key == section or key.startswith((f"{section}.", f"{section}/")) for section in sections)
