@@ -22,7 +22,8 @@ from framework.config.schema import Config
 from framework.distributed.collectives import barrier, broadcast_object, gather_to_all
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
 from framework.distributed.sharded import is_model_sharded
-from framework.engine.setup import RankSetup, load_initial_weights
+from framework.engine.setup import RankSetup
+from framework.engine.weights import load_initial_weights
 from framework.errors import CheckpointError, ConfigError, RunError
 from framework.optim.schedule import Change, Schedule
 from framework.system.rank_log import logger, warn
@@ -38,7 +39,7 @@ def restore(setup: RankSetup, trainer: Trainer, own: LastUndamaged) -> None:
     if own.directory is not None:
         _resume(setup, trainer, own.directory)
     elif setup.config.init_from is not None:
-        loaded = load_initial_weights(setup, trainer.state.bare_model)
+        loaded = load_initial_weights(trainer.state.bare_model, setup.config, context=setup.context)
         if loaded is not None:
             trainer.log_texts({"init_from": loaded})
     if setup.config.resume is not None or own.damaged:

@@ -11,18 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
-from framework.checkpoint import find, find_weights, load
-from framework.checkpoint.layout import find_damage
-from framework.checkpoint.lookup import describe_others
-from framework.checkpoint.reader import load_weights
-from framework.checkpoint.weights_file import load_what_fits, read_weights
 from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
 from framework.config.saved import load_config
-from framework.config.schema import Config, InitConfig
+from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
@@ -30,16 +24,15 @@ from framework.data.stream import StreamLoader, StreamPlan
 from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context, make_context
 from framework.distributed.seed import set_deterministic
-from framework.distributed.sharded import is_model_sharded
 from framework.engine import build
 from framework.engine.limits import apply_fast_dev_run, check_streams, first_samples, train_size, with_batch_sizes
-from framework.errors import CheckpointError, ConfigError
+from framework.errors import ConfigError
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.strategies.base import Strategy
 from framework.system.allocator import tune_malloc
 from framework.system.hardware import Sharers, sharers_of_cores, threads_per_process
 from framework.system.late_dynamo import import_dynamo_late
-from framework.system.rank_log import logger, rank_log, show
+from framework.system.rank_log import rank_log
 from framework.system.run_dir import RunDir
 from framework.training.length import apply_limit, steps_per_epoch
 from framework.types import Collate, Datasets, DataShare
@@ -285,49 +278,3 @@ def core_sharers(config: Config, context: Context) -> Sharers:
     if config.launcher.name not in ("auto", "external"):  # a process that a task starts has that task's cores
         return Sharers(procs, own)
     return sharers_of_cores(local_rank=own, procs=procs, environ=os.environ)
-
-
-def load_model(setup: RankSetup, model: nn.Module, path: Path) -> Path:
-    """Load only the weights of a checkpoint into the bare model; return the checkpoint's directory.
-
-    Every rank must call it. Raises CheckpointError if it is missing, damaged or of another model.
-    """
-    source = find(path)
-    if not is_model_sharded(model):
-        load_weights(model, load(source, map_location=setup.context.device, parts=["model"])["model"], source=source)
-        return source
-    from framework.checkpoint.sharded_state import load_sharded  # takes most of a second to import
-
-    damage = find_damage(source, rank=setup.context.rank, world_size=setup.context.world_size)
-    if damage is not None:
-        raise CheckpointError(f"The checkpoint {source} is damaged: {damage}.\n{describe_others(source)}")
-    load_sharded(source, model)
-    return source
-
-
-def load_initial_weights(setup: RankSetup, model: nn.Module) -> str | None:
-    """Load the weights of `init_from` into the bare model, as `init` says.
-
-    Every rank must call it. Raises CheckpointError for weights that can't be read or don't fit, ConfigError for a
-    pattern of `init` that no name matches.
-
-    Returns:
-        The names that were loaded and those that weren't, which rank 0 has shown; None for a checkpoint of ours that
-        goes into a sharded model as it is.
-    """
-    init, path = setup.config.init, Path(str(setup.config.init_from))
-    files = find_weights(path)
-    if files is None:
-        if is_model_sharded(model) and init == InitConfig():
-            load_model(setup, model, path)  # each rank reads no more than its shards
-            return None
-        path = find(path)
-        state = load(path, map_location="cpu", parts=["model"])["model"]
-    else:
-        state = read_weights(files)
-    loaded = load_what_fits(model, state, init, source=path, context=setup.context)
-    text = loaded.describe(shown=None)
-    if setup.context.is_main:
-        logger.info("%s", text)
-        show(loaded.describe())
-    return text

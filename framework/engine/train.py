@@ -22,24 +22,24 @@ from framework.distributed.collectives import broadcast_object
 from framework.distributed.process_group import new_group, process_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
 from framework.engine import build, limits
+from framework.engine.assemble import assemble
 from framework.engine.overview import introduce, state_sizes
 from framework.engine.restore import own_checkpoint, restore
 from framework.engine.setup import (
     RankSetup,
     build_data,
     core_sharers,
-    load_model,
     make_eval_loaders,
     make_train_loader,
     setup_rank,
 )
+from framework.engine.weights import load_model
 from framework.errors import EXIT_STOPPED, RunError
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.launch.stopping import stoppable
 from framework.monitoring.rank_status import RankPhase
 from framework.optim.param_groups import ParamGroups
 from framework.optim.phases import phases_of
-from framework.optim.precision import PrecisionPlugin
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.system.files import free_bytes
 from framework.system.formatting import format_bytes
@@ -161,12 +161,9 @@ def build_trainer(
     # The same on every rank: replicas start equal, even if the strategy doesn't make them so.
     seed_everything(config.seed, rank=0)
     settings = config.trainer
-    precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
-    stages = setup.strategy.num_stages
-    model = build.build_model(config.model, context=context, num_stages=stages)
-    # The task may add to the model.
-    task = build.build_task(setup.requested.task, model=model, config=setup.requested, context=context)
-    model, task = precision.convert_model(model), precision.convert_task(task)
+    assembled = assemble(setup.requested, context, num_stages=setup.strategy.num_stages)
+    model = assembled.model
+    task = assembled.task
     if train_loader.whole is not None:
         for observe in hooks([task], "observe_samples"):
             observe(train_loader.whole)
@@ -184,7 +181,7 @@ def build_trainer(
         wrapped.compile(mode=settings.compile)  # in place: names of weights stay as they are
     # Fused optimizers take no sparse gradients, and skip a step that overflows unseen.
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    may_fuse = not precision.scaler.is_enabled() and not is_sparse
+    may_fuse = not assembled.precision.scaler.is_enabled() and not is_sparse
     # The schedule is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
     steps = run_length.steps_per_epoch(setup.requested.trainer, setup.plan, size=train_loader.size)
     start = run_length.FROM_SCRATCH
@@ -207,7 +204,7 @@ def build_trainer(
         model=wrapped,
         task=task,
         strategy=setup.strategy,
-        precision=precision,
+        precision=assembled.precision,
         optimizer=optimizer,
         schedule=build.build_schedule(config.scheduler, optimizer, configs, length=length),
         callbacks=build.build_callbacks(callbacks, context=context, run_dir=setup.run_dir),
@@ -275,7 +272,7 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
     with_media = bool(trainer.state.loggers)
     best, is_ranked = setup.run_dir.checkpoints / BEST, trainer.checkpoints is not None and trainer.checkpoints.monitor
     if is_ranked and broadcast_object(best.exists(), setup.context):
-        manifest = read_manifest(load_model(setup, trainer.state.bare_model, best))
+        manifest = read_manifest(load_model(trainer.state.bare_model, best, context=setup.context))
         step = manifest.step
         _set_epoch(loaders, manifest.epoch)
         found = trainer.state.evaluate(loaders, with_media=with_media)

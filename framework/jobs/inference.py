@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.checkpoint.layout import read_manifest
 from framework.config.schema import Part
@@ -20,17 +20,15 @@ from framework.config.targets import check_node, import_target, takes
 from framework.data.loader import EvalLoader
 from framework.distributed.collectives import barrier, gather_to_first
 from framework.distributed.process_group import process_group
-from framework.engine import build
+from framework.engine.assemble import Assembled, assemble
 from framework.engine.limits import streams_of
-from framework.engine.setup import RankSetup, build_data, load_model, make_eval_loaders, setup_rank
+from framework.engine.setup import RankSetup, build_data, make_eval_loaders, setup_rank
 from framework.errors import ConfigError, DataError, TargetError
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import RankPhase
-from framework.optim.precision import PrecisionPlugin
 from framework.system.files import atomic_output
 from framework.training.broadcasting import refused_broadcasting
 from framework.training.evaluation import evaluate
-from framework.types import Task
 
 Columns = dict[str, Tensor]
 """Name → values of some samples: shape (n,) or (n, k) or more, on the CPU."""
@@ -40,8 +38,14 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """Evaluate the weights of `checkpoint.path` on `eval.part`; rank 0 writes the metrics to `run.json`."""
     with setup_rank(arguments, link) as setup:
         part = setup.config.eval.part
-        with _ready(setup, arguments, part=part) as (model, task, loaders, precision), refused_broadcasting():
-            found = evaluate(model, loaders, task=task, precision=precision, context=setup.context)
+        with _ready(setup, arguments, part=part) as (assembled, loaders), refused_broadcasting():
+            found = evaluate(
+                assembled.model,
+                loaders,
+                task=assembled.task,
+                precision=assembled.precision,
+                context=setup.context,
+            )
         if setup.context.is_main:
             setup.run_dir.update_run({"results": {"metrics": found.metrics, "texts": found.texts}})
 
@@ -50,7 +54,8 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """Write the model's predictions for `predict.part` to `predict.output`, in the order of the dataset."""
     with setup_rank(arguments, link) as setup:
         part = setup.config.predict.part
-        with _ready(setup, arguments, part=part) as (model, task, loaders, precision):
+        with _ready(setup, arguments, part=part) as (assembled, loaders):
+            task: Any = assembled.task
             if not callable(getattr(task, "predict_step", None)):
                 raise ConfigError(
                     f"job=predict needs a task with predict_step(model, batch); {type(task).__name__} has none.\n"
@@ -62,7 +67,7 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
                     "Choose one by a keyword of data.datasets, or give a Datasets with one."
                 )
             (loader,) = loaders.values()
-            own = joined(list(_predictions(model, loader, task=task, precision=precision)))
+            own = joined(list(_predictions(assembled, loader)))
             shares = gather_to_first(own, setup.context)
             if setup.context.is_main:
                 output = Path(setup.config.predict.output).expanduser()
@@ -88,46 +93,37 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
         keywords = {name: value for name, value in offered.items() if name not in config.args and takes(node, name)}
         setup.link.rank_status.set_phase(RankPhase.MEETING)
         with process_group(setup.context, config.backend, rendezvous=arguments.rendezvous), link.recording():
-            model, _, _, _ = _trained_model(setup)
-            model.eval()
+            model = _trained_model(setup).model.eval()
             setup.link.rank_status.set_phase(RankPhase.FUNCTION)
             function(model, **keywords, **config.args)
             setup.link.rank_status.set_phase(RankPhase.CLOSING)
             barrier(setup.context)
 
 
-def _trained_model(setup: RankSetup) -> tuple[nn.Module, Task, PrecisionPlugin, int]:
-    """Return the model with the weights of `checkpoint.path`, the task, the precision and the epoch of the weights.
-
-    Every rank must call it, inside the process group.
-    """
+def _trained_model(setup: RankSetup) -> Assembled:
+    """Return the model with the weights of `checkpoint.path`. Every rank must call it, inside the process group."""
     setup.link.rank_status.set_phase(RankPhase.BUILDING)
-    config, settings = setup.config, setup.config.trainer
-    precision = PrecisionPlugin(settings.precision, device=setup.context.device, channels_last=settings.channels_last)
-    model = build.build_model(config.model, context=setup.context)
-    task = build.build_task(
-        config.task, model=model, config=config, context=setup.context
-    )  # which may add to the model
-    model, task = precision.convert_model(model), precision.convert_task(task)
-    manifest = read_manifest(load_model(setup, model, Path(str(config.checkpoint.path))))
+    assembled = assemble(setup.requested, setup.context, weights=Path(str(setup.config.checkpoint.path)))
     setup.link.rank_status.set_phase(RankPhase.EVALUATE)
-    return model, task, precision, manifest.epoch
+    return assembled
 
 
-def _predictions(model: nn.Module, loader: EvalLoader, *, task: Any, precision: PrecisionPlugin) -> Iterator[Columns]:
-    model.eval()
+def _predictions(assembled: Assembled, loader: EvalLoader) -> Iterator[Columns]:
+    task: Any = assembled.task
+    precision = assembled.precision
+    assembled.model.eval()
     with torch.inference_mode():
         for micro in loader:
             with precision.autocast():
-                prediction = task.predict_step(model, precision.convert_batch(micro.batch))
+                prediction = task.predict_step(assembled.model, precision.convert_batch(micro.batch))
             yield columns_of(prediction, num_samples=micro.num_samples)
 
 
 @contextmanager
 def _ready(
     setup: RankSetup, arguments: RankArguments, *, part: Part
-) -> Iterator[tuple[nn.Module, Any, dict[str, EvalLoader], PrecisionPlugin]]:
-    """Yield the model with its weights, the task, this rank's loaders and the precision, inside the process group."""
+) -> Iterator[tuple[Assembled, dict[str, EvalLoader]]]:
+    """Yield the model with its weights, and this rank's loaders, inside the process group."""
     datasets, setup = build_data(setup)
     loaders = make_eval_loaders(setup, datasets, part=part)
     if not loaders:
@@ -143,10 +139,12 @@ def _ready(
         if streams_of(datasets):
             setup.exchange.open()
         stack.enter_context(setup.link.recording())
-        model, task, precision, epoch = _trained_model(setup)
+        assembled = _trained_model(setup)
+        assert assembled.checkpoint is not None
+        epoch = read_manifest(assembled.checkpoint).epoch
         for loader in loaders.values():
             loader.set_epoch(epoch)
-        yield model, task, loaders, precision
+        yield assembled, loaders
         setup.link.rank_status.set_phase(RankPhase.CLOSING)
 
 

@@ -35,9 +35,10 @@ class PrecisionPlugin:
         self._memory_format = torch.channels_last if channels_last else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "16-mixed")
         short = _AUTOCAST.get(precision)
-        self._autocast: AbstractContextManager[Any] = (
-            nullcontext() if short is None else torch.autocast(device.type, dtype=short)
-        )
+        self._autocast: AbstractContextManager[Any] = nullcontext()
+        # Nothing computes on the meta device, which has no autocast.
+        if short is not None and device.type != "meta":
+            self._autocast = torch.autocast(device.type, dtype=short)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Surround forward and loss. Returns the same object every time, which can't be nested."""

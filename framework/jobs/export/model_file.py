@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +21,7 @@ from torch.export import AdditionalInputs, ExportedProgram
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import IterableDataset
 
-from framework.checkpoint import find, load, read_manifest
-from framework.checkpoint.reader import load_weights
+from framework.checkpoint import find, read_manifest
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.targets import check_targets
@@ -32,6 +31,7 @@ from framework.data.stream import first_batch
 from framework.data.workers import BatchDataset, BatchKey
 from framework.distributed.context import Context
 from framework.engine import build
+from framework.engine.assemble import assemble
 from framework.errors import ConfigError, FrameworkError, RunError, TargetError, describe_error, raised_at
 from framework.optim.precision import PrecisionPlugin
 from framework.system.versions import installed_versions
@@ -64,6 +64,7 @@ class Source:
     context: Context
     model: nn.Module  # in eval mode, with the checkpoint's weights
     task: Task
+    precision: PrecisionPlugin
     step: int
     metadata: Mapping[str, str]  # written into files that can hold it
 
@@ -98,18 +99,18 @@ def load_source(config: Config, *, span: int) -> Source:
     step = read_manifest(directory).step
     topology = Topology(nnodes=1, procs_per_node=1, gpus_per_node=0, span=span)
     context = Context(topology, 0, 0, 0, devices=(_CPU,) * span, backend="gloo")
-    precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
-    model = build.build_model(config.model, context=context)
-    task = build.build_task(config.task, model=model, config=config, context=context)  # which may add to the model
-    model, task = precision.convert_model(model), precision.convert_task(task)
-    load_weights(model, load(directory, map_location=_CPU, parts=["model"])["model"], source=directory)
+    # A file has weights as their shapes say, whatever layout was the fastest to train in.
+    config = replace(config, trainer=replace(config.trainer, channels_last=False))
+    assembled = assemble(config, context, weights=directory)
     metadata = {
         "recipe": config.recipe,
         "step": str(step),
         "framework_version": installed_versions(["framework"])["framework"],
         "torch_version": str(torch.__version__),
     }
-    return Source(config, context, model.eval(), task, step, metadata)
+    return Source(
+        config, context, assembled.model.eval(), assembled.task, assembled.precision, step=step, metadata=metadata
+    )
 
 
 # Weights
@@ -231,14 +232,13 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
         indices = [number % size for number in range(num_samples)]
         batches = BatchDataset(dataset, split=part, seed=0, collate_fn=collate_fn)
         batch = batches[BatchKey(indices, position=0, epoch=0, dataset_epoch=0)]
-    precision = PrecisionPlugin(config.trainer.precision, device=_CPU)
     seen: list[Call] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append(_copied((args, kwargs)))  # before the model writes to them
 
     with source.model.register_forward_pre_hook(note, with_kwargs=True), torch.no_grad():
-        task.validation_step(source.model, precision.convert_batch(batch))
+        task.validation_step(source.model, source.precision.convert_batch(batch))
     if not seen:
         raise ConfigError(
             f"{type(task).__name__}.validation_step doesn't call model(...), so the model can't be traced.\n"

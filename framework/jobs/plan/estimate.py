@@ -23,6 +23,7 @@ from framework.data.batching import BatchPlan
 from framework.data.loader import dataset_size
 from framework.distributed.context import Context
 from framework.engine import build
+from framework.engine.assemble import assemble
 from framework.engine.limits import (
     apply_fast_dev_run,
     apply_overfit_batches,
@@ -35,10 +36,9 @@ from framework.engine.limits import (
 )
 from framework.engine.setup import plan_steps, plan_training
 from framework.engine.sizes import average_bytes, checkpoint_bytes, tensor_bytes
-from framework.errors import DataError, FrameworkError, TargetError, describe_error, raised_at
+from framework.errors import DataError, describe_error
 from framework.optim.param_groups import ParamGroups
 from framework.optim.phases import phases_of
-from framework.optim.precision import PrecisionPlugin
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.strategies.base import Strategy
 from framework.strategies.pipeline_stages import split_into_stages
@@ -79,9 +79,8 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         unvalidated = check_validation(config, datasets, steps_per_epoch=steps["per_epoch"])
         notes += [] if unvalidated is None else [unvalidated]
     configs = optimizer_configs(config.optimizer)
-    model = _build_model(config, context, num_stages=strategy.num_stages)
-    task = build.build_task(requested.task, model=model, config=requested, context=context)
-    phases = phases_of(task, optimizers=[each.name for each in configs])
+    assembled = assemble(requested, context, num_stages=strategy.num_stages)
+    phases = phases_of(assembled.task, optimizers=[each.name for each in configs])
     if phases is not None:
         strategy.allow_unused_parameters()
     run_dir = RunDir(Path(config.path.outputs))  # nothing is written to it
@@ -91,7 +90,14 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     # A callback that evaluates averaged weights keeps a second copy of the model, also in a checkpoint.
     averages = len(hooks(callbacks.values(), "evaluation_weights"))
     sizes = _sizes(
-        config, context, strategy, model, averages=averages, schedule_length=length, total=steps["total"], notes=notes
+        config,
+        context,
+        strategy,
+        assembled.model,
+        averages=averages,
+        schedule_length=length,
+        total=steps["total"],
+        notes=notes,
     )
     least, most = plan.global_batch_size // plan.world_size, plan.largest_share
     return {
@@ -246,23 +252,6 @@ def _traffic(strategy: Strategy, ranks: int, world: int, *, reduced: int, gather
     within = (ranks - 1) * (reduced + 2 * gathered) // ranks
     between = 2 * (copies - 1) * (reduced // ranks) // copies
     return {"reduced": reduced // every, "ring_per_rank": (within + between) // every}
-
-
-def _build_model(config: Config, context: Context, *, num_stages: int | None) -> nn.Module:
-    """Return the model on the meta device, in the precision's type."""
-    try:
-        with torch.device(_META):
-            model = build.build_model(config.model, context=context, num_stages=num_stages)
-    except FrameworkError:
-        raise
-    except Exception as error:  # whatever the user's class does there
-        raise TargetError(
-            f"model: {config.model['_target_']} can't be built on the meta device, where tensors have no values.\n"
-            f"{describe_error(error)}\n{raised_at(error)}\n"
-            "Build it without reading values: no .item(), no .tolist(), no generator; from_config, not from_pretrained."
-        ) from error
-    # Only autocast depends on the device, and it has no meta device.
-    return PrecisionPlugin(config.trainer.precision, device=torch.device("cpu")).convert_model(model)
 
 
 def _refuse_side_effects(event: str, arguments: tuple[Any, ...]) -> None:

@@ -19,8 +19,9 @@ from framework.distributed.collectives import barrier
 from framework.distributed.process_group import process_group
 from framework.engine import build
 from framework.engine.limits import streams_of
-from framework.engine.setup import RankSetup, build_data, load_initial_weights, make_train_loader, setup_rank
+from framework.engine.setup import RankSetup, build_data, make_train_loader, setup_rank
 from framework.engine.train import build_trainer
+from framework.engine.weights import load_initial_weights
 from framework.errors import ConfigError, DataError, RunError, describe_error
 from framework.jobs.tune.batch_size import find_batch_size, full_steps, is_out_of_memory, train_steps
 from framework.jobs.tune.job import PLOT, RESULT
@@ -127,7 +128,7 @@ def _train_together(setup: RankSetup, loader: MapLoader, batch: Mapping[str, Any
     try:
         trainer = build_trainer(setup, loader, {})
         if config.init_from is not None:
-            load_initial_weights(setup, trainer.state.bare_model)
+            load_initial_weights(trainer.state.bare_model, config, context=setup.context)
         if not settings.find_lr:
             for step, _ in enumerate(train_steps(trainer, loader, settings.steps_per_trial), start=1):
                 finish_step(step)

@@ -1,0 +1,78 @@
+"""Assemble what every job on a model needs: the model, the task and the precision. No other module does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from framework.config.schema import Config
+from framework.distributed.context import Context
+from framework.engine.build import build_model, build_task
+from framework.engine.weights import load_model
+from framework.errors import FrameworkError, TargetError, describe_error, raised_at
+from framework.optim.precision import PrecisionPlugin
+from framework.types import Task
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A model that no strategy has wrapped yet, and what computes with it."""
+
+    # With all that the task has added to it, in the formats of `precision`.
+    model: nn.Module
+    task: Task
+    precision: PrecisionPlugin
+    # The checkpoint whose weights the model has; None if they are those it was built with.
+    checkpoint: Path | None
+
+
+def assemble(
+    config: Config, context: Context, *, weights: Path | None = None, num_stages: int | None = None
+) -> Assembled:
+    """Build the model, the task and the precision, and load weights. With `weights`, every rank must call it.
+
+    Args:
+        config: as requested, before `trainer.fast_dev_run` is applied: a task may ask for it.
+        context: the model gets its devices. On the meta device the model has no values, as job=plan needs it.
+        weights: the run or checkpoint to load the model's weights from; None to keep those it was built with.
+        num_stages: how many stages the strategy will split the model into. The model then stays on the CPU.
+
+    Raises:
+        FrameworkError: the configuration asks for something that can't be built.
+        CheckpointError: the checkpoint is missing, damaged or of another model.
+    """
+    settings = config.trainer
+    precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
+
+    if context.device.type == "meta":
+        model = _build_on_meta(config, context, num_stages=num_stages)
+    else:
+        model = build_model(config.model, context=context, num_stages=num_stages)
+    # The task may add to the model, so it comes before the model's formats and weights.
+    task = build_task(config.task, model=model, config=config, context=context)
+    model = precision.convert_model(model)
+    task = precision.convert_task(task)
+
+    checkpoint = None
+    if weights is not None:
+        checkpoint = load_model(model, weights, context=context)
+    return Assembled(model, task, precision, checkpoint)
+
+
+def _build_on_meta(config: Config, context: Context, *, num_stages: int | None) -> nn.Module:
+    """Return the model without values. Raises TargetError if its code needs some."""
+    try:
+        with torch.device("meta"):
+            return build_model(config.model, context=context, num_stages=num_stages)
+    except FrameworkError:
+        raise
+    except Exception as error:
+        # Whatever the user's class does there.
+        raise TargetError(
+            f"model: {config.model['_target_']} can't be built on the meta device, where tensors have no values.\n"
+            f"{describe_error(error)}\n{raised_at(error)}\n"
+            "Build it without reading values: no .item(), no .tolist(), no generator; from_config, not from_pretrained."
+        ) from error
