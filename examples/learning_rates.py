@@ -11,20 +11,23 @@ import torch
 
 import framework
 
-runs = [
-    framework.train(
+runs = []
+for lr in (1e-4, 1e-3, 1e-2):
+    run = framework.train(
         "digits",
         optimizer=partial(torch.optim.AdamW, lr=lr),
         scheduler="none",
         trainer={"max_epochs": 1, "gpus": 0},
         seed=1,
     )
-    for lr in (1e-4, 1e-3, 1e-2)
-]
+    runs.append(run)
+
 best = max(runs, key=lambda run: run.metrics["val/accuracy"])
 for run in runs:
-    rate, accuracy = run.config["optimizer"]["lr"], run.metrics["val/accuracy"]
-    print(f"lr {rate:<7} accuracy {accuracy:.3f}{'  best' if run is best else ''}")
+    lr = run.config["optimizer"]["lr"]
+    accuracy = run.metrics["val/accuracy"]
+    mark = "  best" if run is best else ""
+    print(f"lr {lr:<7} accuracy {accuracy:.3f}{mark}")
 
 recipe = Path("conf/recipe/best_rate.yaml")
 recipe.unlink(missing_ok=True)

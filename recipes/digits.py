@@ -16,7 +16,7 @@ from framework import ConfigError, Datasets
 
 IMAGE_SIZE = 28
 LARGEST_PIXEL = 16
-FIRST_LAYERS = {2: (0, 7), 3: (0, 2, 7), 4: (0, 2, 7, 10)}
+STAGE_BEGINS = {2: [0, 7], 3: [0, 2, 7], 4: [0, 2, 7, 10]}
 """Number of stages → index of the first layer of each."""
 
 
@@ -31,6 +31,7 @@ class ConvNet(nn.Module):
 
     def __init__(self, conv_dropout: float = 0.25, dropout: float = 0.5, num_classes: int = 10) -> None:
         super().__init__()
+        # Each convolution takes two pixels off each side, and the pooling halves it.
         pooled_size = (IMAGE_SIZE - 4) // 2
         self.features = nn.Sequential(
             nn.Conv2d(1, 32, kernel_size=3),
@@ -48,20 +49,21 @@ class ConvNet(nn.Module):
             nn.Linear(128, num_classes),
         )
 
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.features(images)  # (B, 32 * pooled_size**2)
+        return self.classifier(x)  # (B, num_classes)
+
     def stages(self, number: int) -> list[nn.Module]:
         """Return the layers in `number` groups, for strategy=pipeline."""
-        if number not in FIRST_LAYERS:
+        if number not in STAGE_BEGINS:
             raise ConfigError(
                 f"ConvNet can be cut into 2, 3 or 4 stages, not {number}.\n"
                 "Set strategy.num_stages to one of these, and use a multiple of as many processes."
             )
-        layers, begins = [*self.features, *self.classifier], FIRST_LAYERS[number]
-        ends = (*begins[1:], len(layers))
+        layers = [*self.features, *self.classifier]
+        begins = STAGE_BEGINS[number]
+        ends = [*begins[1:], len(layers)]
         return [nn.Sequential(*layers[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-
-    def forward(self, image_BCHW: Tensor) -> Tensor:
-        scores: Tensor = self.classifier(self.features(image_BCHW))
-        return scores
 
 
 def digits(size: int = IMAGE_SIZE, val_size: int = 180, test_size: int = 360, seed: int = 0) -> Datasets:
@@ -77,13 +79,20 @@ def digits(size: int = IMAGE_SIZE, val_size: int = 180, test_size: int = 360, se
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    image_BCHW = torch.from_numpy(bunch.images).float().unsqueeze(1) / LARGEST_PIXEL
-    image_BCHW = interpolate(image_BCHW, size=(size, size), mode="bilinear", align_corners=False)
-    labels = torch.from_numpy(bunch.target).long()
+    images = torch.from_numpy(bunch.images).float().unsqueeze(1) / LARGEST_PIXEL  # (N, 1, 8, 8)
+    images = interpolate(images, size=(size, size), mode="bilinear", align_corners=False)  # (N, 1, size, size)
+    labels = torch.from_numpy(bunch.target).long()  # (N)
 
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    train, val, test = torch.split(order, [len(order) - val_size - test_size, val_size, test_size])
+    num_train = len(labels) - val_size - test_size
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(labels), generator=generator)
+    train, val, test = order.split([num_train, val_size, test_size])
+
     # NumPy, because the order of torch's sums depends on the number of threads, and the data must not.
-    pixels = image_BCHW[train].double().numpy()
-    image_BCHW = (image_BCHW - pixels.mean()) / pixels.std()
-    return Datasets(*(TensorDataset(image_BCHW[part], labels[part]) for part in (train, val, test)))
+    train_pixels = images[train].double().numpy()
+    images = (images - train_pixels.mean()) / train_pixels.std()
+    return Datasets(
+        train=TensorDataset(images[train], labels[train]),
+        val=TensorDataset(images[val], labels[val]),
+        test=TensorDataset(images[test], labels[test]),
+    )

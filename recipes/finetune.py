@@ -1,4 +1,4 @@
-"""Fine-tuning: odd or even? For a network that knows MNIST's digits, on the smaller digits of scikit-learn."""
+"""Fine-tuning: a network that knows MNIST's digits learns to tell odd from even ones of scikit-learn's."""
 
 from __future__ import annotations
 
@@ -10,4 +10,8 @@ from recipes.digits import digits
 
 def odd_or_even(size: int = 28) -> Datasets:
     """Return the digits as images of shape (1, size, size), with label 1 for odd ones."""
-    return Datasets(*(TensorDataset(part.tensors[0], part.tensors[1] % 2) for part in digits(size)))
+    parts = []
+    for part in digits(size):
+        images, labels = part.tensors
+        parts.append(TensorDataset(images, labels % 2))
+    return Datasets(*parts)

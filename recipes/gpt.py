@@ -1,12 +1,17 @@
 """A compact GPT (Radford et al., 2019, after Karpathy's nanoGPT) on the characters of a text file.
 
-The alphabet is printable ASCII and the newline. Shapes: B samples, T places, C channels, V characters.
+The alphabet is printable ASCII and the newline. Shapes in the comments:
+
+    B  samples of a batch
+    T  places in a sample: its characters, at most `context`
+    C  channels
+    V  characters of the alphabet
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -15,41 +20,77 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 from framework import DataError, Datasets, StepOutput, TensorSamples
 
-ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
 TOKENS = {character: token for token, character in enumerate(ALPHABET)}
 
 
+# Model
+
+
 class Block(nn.Module):
+    """Causal self-attention and a two-layer network, each on its own branch of the residual stream."""
+
     def __init__(self, channels: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm_1, self.norm_2 = nn.LayerNorm(channels, bias=False), nn.LayerNorm(channels, bias=False)
-        self.qkv, self.proj = nn.Linear(channels, 3 * channels, bias=False), nn.Linear(channels, channels, bias=False)
+        self.heads = heads
+        self.dropout = dropout
+        self.norm_1 = nn.LayerNorm(channels, bias=False)
+        self.norm_2 = nn.LayerNorm(channels, bias=False)
+        self.qkv = nn.Linear(channels, 3 * channels, bias=False)
+        self.proj = nn.Linear(channels, channels, bias=False)
         self.up = nn.Linear(channels, 4 * channels, bias=False)
         self.down = nn.Linear(4 * channels, channels, bias=False)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        B, T, C = x_BTC.shape
-        q, k, v = self.qkv(self.norm_1(x_BTC)).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
-        y = scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        x_BTC = x_BTC + self.drop(self.proj(y.transpose(1, 2).reshape(B, T, C)))
-        return torch.add(x_BTC, self.drop(self.down(gelu(self.up(self.norm_2(x_BTC))))))
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.norm_1(x)))  # (B, T, C)
+        return x + self.drop(self.mlp(self.norm_2(x)))
+
+    def attention(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).split(C, dim=2)  # each (B, T, C)
+        # Each head attends by itself: (B, heads, T, C / heads).
+        q = q.view(B, T, self.heads, C // self.heads).transpose(1, 2)
+        k = k.view(B, T, self.heads, C // self.heads).transpose(1, 2)
+        v = v.view(B, T, self.heads, C // self.heads).transpose(1, 2)
+
+        dropout = self.dropout if self.training else 0.0
+        y = scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return self.proj(y)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x)))
 
 
 class Embedding(nn.Module):
+    """The sum of a vector for each character and one for its place."""
+
     def __init__(self, context: int, channels: int, dropout: float) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(len(ALPHABET), channels), nn.Embedding(context, channels)
+        self.token = nn.Embedding(len(ALPHABET), channels)
+        self.place = nn.Embedding(context, channels)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTC: Tensor = self.drop(self.token(tokens_BT) + self.place.weight[: tokens_BT.shape[1]])
-        return x_BTC
+    def forward(self, tokens: Tensor) -> Tensor:
+        T = tokens.shape[1]
+        x = self.token(tokens) + self.place.weight[:T]  # (B, T, C)
+        return self.drop(x)
 
 
 class GPT(nn.Module):
-    """tie_weights: the head has the embedding's weights; false for strategy=pipeline, where they are on two ranks."""
+    """The whole model: from tokens (B, T) to the scores of the next character at each place (B, T, V).
+
+    Args:
+        layers: Number of blocks.
+        heads: Attention heads of a block.
+        channels: Size of the vector at each place.
+        context: The longest text that the model sees, in characters.
+        dropout: Dropout probability.
+        tie_weights: The head uses the embedding's weights. Use false with strategy=pipeline, where the two are on
+            different ranks.
+    """
 
     def __init__(
         self, layers: int, heads: int, channels: int, context: int, dropout: float = 0.0, tie_weights: bool = True
@@ -57,93 +98,137 @@ class GPT(nn.Module):
         super().__init__()
         self.context = context
         self.embed = Embedding(context, channels, dropout)
-        self.blocks = nn.ModuleList(Block(channels, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList([Block(channels, heads, dropout) for _ in range(layers)])
         self.norm = nn.LayerNorm(channels, bias=False)
         self.head = nn.Linear(channels, len(ALPHABET), bias=False)
+
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                ends_branch = name.endswith(("proj.weight", "down.weight"))  # the stream adds up two of each layer
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ends_branch else 0.02)
+            if name.endswith(("proj.weight", "down.weight")):
+                # These end a branch, and the residual stream adds up two branches per layer.
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
+            elif parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
         if tie_weights:
             self.head.weight = self.embed.token.weight
 
-    def stages(self, number: int) -> list[nn.Module]:
-        parts = [self.embed, *self.blocks, nn.Sequential(self.norm, self.head)]
-        ends = [len(parts) * (i + 1) // number for i in range(number)]
-        return [nn.Sequential(*parts[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the scores of the next character at each place, (B, T, V)."""
-        x_BTC = self.embed(tokens_BT)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)  # (B, T, C)
         for block in self.blocks:
-            x_BTC = block(x_BTC)
-        scores_BTV: Tensor = self.head(self.norm(x_BTC))
-        return scores_BTV
+            x = block(x)
+        return self.head(self.norm(x))  # (B, T, V)
+
+    def stages(self, number: int) -> list[nn.Module]:
+        """Return the layers in `number` parts of about the same length, for strategy=pipeline."""
+        layers = [self.embed, *self.blocks, nn.Sequential(self.norm, self.head)]
+        stages: list[nn.Module] = []
+        for stage in range(number):
+            begin = len(layers) * stage // number
+            end = len(layers) * (stage + 1) // number
+            stages.append(nn.Sequential(*layers[begin:end]))
+        return stages
+
+
+# Task
 
 
 class NextCharacter:
-    """Cross entropy of each next character. context: characters of a sample."""
+    """Cross entropy of each next character.
+
+    Args:
+        context: Characters of a sample.
+        metrics: name → metric of the scores and the next characters, computed in evaluations.
+    """
 
     def __init__(self, context: int, metrics: dict[str, Any] | None = None) -> None:
         self.metrics = metrics or {}
-        self.per_sample = {"tokens": context}  # logs train/tokens_per_s
+        # With this, the framework logs train/tokens_per_s.
+        self.per_sample = {"tokens": context}
 
     def training_step(self, model: nn.Module, batch: list[Tensor]) -> StepOutput:
-        tokens_BT, next_BT = batch
-        scores, target = model(tokens_BT).flatten(0, 1), next_BT.flatten()
-        updates = dict.fromkeys(self.metrics, (scores, target))
-        return StepOutput(cross_entropy(scores, target), len(tokens_BT), updates=updates)
+        tokens, next_tokens = batch  # each (B, T)
+        scores = model(tokens).flatten(0, 1)  # (B * T, V)
+        targets = next_tokens.flatten()  # (B * T)
+        loss = cross_entropy(scores, targets)
+        updates = dict.fromkeys(self.metrics, (scores, targets))
+        return StepOutput(loss, num_samples=len(tokens), updates=updates)
 
-    validation_step = training_step
+    def validation_step(self, model: nn.Module, batch: list[Tensor]) -> StepOutput:
+        return self.training_step(model, batch)
 
 
 # Data
 
 
 class Windows:
-    """The transform from the places where windows begin to their characters, and the next ones."""
+    """A transform of whole batches: from the places where windows begin to their characters and the next ones."""
 
     def __init__(self, tokens: Tensor, context: int) -> None:
-        self.tokens, self.context = tokens, context
+        self.tokens = tokens
+        self.context = context
 
     def __call__(self, batch: list[Tensor], draws: object) -> list[Tensor]:
-        self.tokens = self.tokens.to(batch[0].device)
-        windows = self.tokens[batch[0][:, None] + torch.arange(self.context + 1, device=batch[0].device)]
+        begins = batch[0]  # (B)
+        self.tokens = self.tokens.to(begins.device)
+        offsets = torch.arange(self.context + 1, device=begins.device)  # (T + 1)
+        windows = self.tokens[begins[:, None] + offsets]  # (B, T + 1)
         return [windows[:, :-1], windows[:, 1:]]
 
 
 def encode(text: str) -> Tensor:
-    """Return the tokens of the characters that are in the alphabet."""
+    """Return the tokens of the text. Characters outside the alphabet are left out."""
     return torch.tensor([TOKENS[character] for character in text if character in TOKENS])
 
 
 def characters(root: str, file: str, context: int, val_share: float = 0.1) -> Datasets:
-    """Return windows of a text: all of its beginning, and those of its end side by side.
+    """Return the windows of a text: its beginning for training, its end for validation.
 
-    file: in the folder `root`; if it isn't there, Python's own documentation. Raises DataError for a short text.
+    A training window begins at every character; validation windows don't overlap.
+
+    Args:
+        root: Folder of the file.
+        file: The text. If it isn't there, Python's own documentation is used.
+        context: Characters of a window.
+        val_share: Share of the text that is held out for validation.
+
+    Raises:
+        DataError: The text is shorter than a window.
     """
     path = Path(root, file).expanduser()
     if path.is_file():
         text = path.read_text()
     else:
-        from pydoc_data.topics import topics
-
         text = "\n".join(topics[name] for name in sorted(topics))
+
     tokens = encode(text)
-    train, val = tokens.tensor_split([int(len(tokens) * (1 - val_share))])
-    if min(len(train), len(val)) <= context:
+    num_train = int(len(tokens) * (1 - val_share))
+    train_tokens = tokens[:num_train]
+    val_tokens = tokens[num_train:]
+    if min(len(train_tokens), len(val_tokens)) <= context:
         raise DataError(f"{path} has {len(tokens)} characters, too few for windows of {context}.")
+
+    train_begins = torch.arange(len(train_tokens) - context)
+    val_begins = torch.arange(0, len(val_tokens) - context, context)
     return Datasets(
-        train=TensorSamples(torch.arange(len(train) - context), transform=Windows(train, context)),
-        val=TensorSamples(torch.arange(0, len(val) - context, context), transform=Windows(val, context)),
+        train=TensorSamples(train_begins, transform=Windows(train_tokens, context)),
+        val=TensorSamples(val_begins, transform=Windows(val_tokens, context)),
     )
+
+
+# Job
 
 
 @torch.no_grad()
 def sample(model: Any, context: Any, prompt: str = "\n", length: int = 500, temperature: float = 0.8) -> None:
     """Print a text that the model writes: job=recipes.gpt.sample checkpoint.path=RUN args.length=200."""
-    tokens = encode(prompt).to(context.device)[None]
-    for _ in range(length * context.is_main):
-        likely = (model(tokens[:, -model.context :])[0, -1] / temperature).softmax(dim=0)
-        tokens = torch.cat([tokens, torch.multinomial(likely, 1)[None]], dim=1)
-    sys.stdout.write("".join(ALPHABET[token] for token in tokens[0].tolist()) + "\n" if context.is_main else "")
+    # With several processes, one of them is enough.
+    if not context.is_main:
+        return
+    tokens = encode(prompt).to(context.device)[None, :]  # (1, T)
+    for _ in range(length):
+        # The model has a place for the last `model.context` characters only.
+        scores = model(tokens[:, -model.context :])  # (1, T, V)
+        probabilities = torch.softmax(scores[0, -1] / temperature, dim=0)  # (V)
+        next_token = torch.multinomial(probabilities, num_samples=1)
+        tokens = torch.cat([tokens, next_token[None, :]], dim=1)
+    print("".join(ALPHABET[token] for token in tokens[0].tolist()))

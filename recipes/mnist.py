@@ -18,8 +18,11 @@ from torch import Tensor
 
 from framework import ConfigError, DataError, Datasets, TensorSamples, transforms
 
-_LOCK_TIMEOUT_S = 600.0  # of other processes' downloads
-_SILENCE_S = 30.0  # a server may send nothing
+LOCK_TIMEOUT_S = 600.0
+"""How long to wait for the download of another process."""
+
+SILENCE_TIMEOUT_S = 30.0
+"""How long a server may send nothing."""
 
 
 def mnist(
@@ -52,77 +55,102 @@ def mnist(
             f"data.datasets.val_size={val_size}: must be from 0 to {len(labels) - 1}, a part of the "
             f"{len(labels)} training images."
         )
+
+    # A transform for the images, and none for the labels.
     normalise = transforms.Normalize(mean, std)
     plain = transforms.Each(normalise)
-    augmented = plain if augment is None else transforms.Each(transforms.Compose([augment, normalise]))
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    val, train = order[:val_size], order[val_size:]
-    return Datasets(
-        train=TensorSamples(images, labels, rows=train, transform=augmented),
-        val=TensorSamples(images, labels, rows=val, transform=plain) if val_size else None,
-        test=TensorSamples(test_images, test_labels, transform=plain),
-    )
+    if augment is None:
+        augmented = plain
+    else:
+        augmented = transforms.Each(transforms.Compose([augment, normalise]))
+
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(labels), generator=generator)
+    val_rows = order[:val_size]
+    train_rows = order[val_size:]
+
+    train = TensorSamples(images, labels, rows=train_rows, transform=augmented)
+    val = TensorSamples(images, labels, rows=val_rows, transform=plain)
+    test = TensorSamples(test_images, test_labels, transform=plain)
+    return Datasets(train, val if val_size > 0 else None, test)
 
 
 def read_mnist(root: str, mirrors: Sequence[str] | None = None) -> list[Tensor]:
     """Return images (N, 1, 28, 28) as uint8 and labels (N,) as int64, of the training and of the test part.
 
-    If a file is missing or damaged, one process of a node downloads all four and the others wait. Packed files are
-    unpacked into a temporary folder, which takes half a second.
+    If a file is missing or damaged, one process of a node downloads all four and the others wait.
     """
-    from torchvision import datasets  # here, for importing it takes a second
-    from torchvision.datasets.utils import check_integrity, extract_archive
-
     folder = Path(root).expanduser().absolute() / "MNIST"
-    raw = folder / "raw"
-    md5s = {raw / name: md5 for name, md5 in datasets.MNIST.resources}
-
-    def lacking() -> list[Path]:
-        return [path for path, md5 in md5s.items() if not (_unpacked(path).exists() or check_integrity(path, md5))]
-
     try:
-        if lacking():
-            sys.audit("framework.download", "MNIST", str(raw))  # job=plan refuses it
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / ".lock", timeout=_LOCK_TIMEOUT_S):
-                if lacking():  # another process may have downloaded them meanwhile
-                    _download(folder, mirrors)
-        with TemporaryDirectory(prefix="mnist_") as temporary:
-            source = folder.parent
-            if not all(_unpacked(path).exists() for path in md5s):
-                source = Path(temporary)
-                (source / "MNIST" / "raw").mkdir(parents=True)
-                for path in md5s:
-                    if _unpacked(path).exists():
-                        (source / "MNIST" / "raw" / path.stem).symlink_to(_unpacked(path))
-                    else:
-                        extract_archive(path, source / "MNIST" / "raw")
-            parts = [datasets.MNIST(source, train=is_train) for is_train in (True, False)]
-        return [tensor for part in parts for tensor in (part.data.unsqueeze(1), part.targets)]
+        download_if_needed(folder, mirrors)
+        return read_files(folder)
+    # job=plan raises this one instead of downloading.
     except DataError:
         raise
-    except Exception as error:  # whatever torchvision meets: in the network, on the disk, in a file
-        faults = [f"{path.name} is {'damaged' if path.exists() else 'missing'}" for path in lacking()]
+    # Whatever torchvision meets: in the network, on the disk, in a file.
+    except Exception as error:
+        faults = []
+        for packed in lacking_files(folder / "raw"):
+            state = "damaged" if packed.exists() else "missing"
+            faults.append(f"{packed.name} is {state}")
         raise DataError(
-            f"In {raw}, {', '.join(faults) or 'a file is damaged'}.\n{type(error).__name__}: {str(error).strip()}\n"
+            f"In {folder / 'raw'}, {', '.join(faults) or 'a file is damaged'}.\n"
+            f"{type(error).__name__}: {str(error).strip()}\n"
             "Put the files there, packed or unpacked, or set data.root to the folder that has them in MNIST/raw, or "
             "data.mirrors=[URL] to where they can be downloaded from. recipe=digits needs none."
         ) from error
 
 
-def _unpacked(path: Path) -> Path:
-    return path.with_suffix("")
+def packed_files(raw: Path) -> dict[Path, str]:
+    """Return the paths of the four files as they are downloaded, each with its MD5."""
+    from torchvision import datasets  # here, because importing it takes a second
+
+    return {raw / name: md5 for name, md5 in datasets.MNIST.resources}
 
 
-def _download(folder: Path, mirrors: Sequence[str] | None) -> None:
+def unpacked_file(packed: Path) -> Path:
+    return packed.with_suffix("")
+
+
+def lacking_files(raw: Path) -> list[Path]:
+    """Return the packed files that are missing or damaged, except those that are there unpacked."""
+    from torchvision.datasets.utils import check_integrity
+
+    lacking = []
+    for packed, md5 in packed_files(raw).items():
+        if not unpacked_file(packed).exists() and not check_integrity(packed, md5):
+            lacking.append(packed)
+    return lacking
+
+
+def download_if_needed(folder: Path, mirrors: Sequence[str] | None) -> None:
+    raw = folder / "raw"
+    if not lacking_files(raw):
+        return
+    # job=plan must not download: it raises a DataError here.
+    sys.audit("framework.download", "MNIST", str(raw))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock", timeout=LOCK_TIMEOUT_S):
+        # Another process may have downloaded them in the meantime.
+        if lacking_files(raw):
+            download(folder, mirrors)
+
+
+def download(folder: Path, mirrors: Sequence[str] | None) -> None:
     """Put the four files into <folder>/raw, packed and unpacked, each when it is complete."""
     from torchvision import datasets
 
-    # torchvision takes mirrors from the class, and names the folder after it.
-    changes = {} if mirrors is None else {"mirrors": [f"{mirror.rstrip('/')}/" for mirror in mirrors]}
-    MNIST = type("MNIST", (datasets.MNIST,), changes)
+    # torchvision names the folder after the class.
+    class MNIST(datasets.MNIST):
+        pass
+
+    if mirrors is not None:
+        MNIST.mirrors = [f"{mirror.rstrip('/')}/" for mirror in mirrors]
+
+    # torchvision's requests have no time-out of their own.
     timeout_s = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_SILENCE_S)  # torchvision's requests have none
+    socket.setdefaulttimeout(SILENCE_TIMEOUT_S)
     try:
         with TemporaryDirectory(prefix=".download_", dir=folder) as temporary:
             MNIST(temporary, download=True)
@@ -131,3 +159,32 @@ def _download(folder: Path, mirrors: Sequence[str] | None) -> None:
                 path.replace(folder / "raw" / path.name)
     finally:
         socket.setdefaulttimeout(timeout_s)
+
+
+def read_files(folder: Path) -> list[Tensor]:
+    """Return the images and labels of the training part, then those of the test part.
+
+    torchvision reads unpacked files. If one is there only packed, a temporary folder gets all four, which takes half a
+    second; `raw` may be read-only.
+    """
+    from torchvision import datasets
+    from torchvision.datasets.utils import extract_archive
+
+    with TemporaryDirectory(prefix="mnist_") as temporary:
+        source = folder.parent
+        packed_paths = list(packed_files(folder / "raw"))
+        if not all(unpacked_file(packed).exists() for packed in packed_paths):
+            source = Path(temporary)
+            raw = source / "MNIST" / "raw"
+            raw.mkdir(parents=True)
+            for packed in packed_paths:
+                unpacked = unpacked_file(packed)
+                if unpacked.exists():
+                    (raw / unpacked.name).symlink_to(unpacked)
+                else:
+                    extract_archive(packed, raw)
+
+        train = datasets.MNIST(source, train=True)
+        test = datasets.MNIST(source, train=False)
+        # torchvision's images have no channel: (N, 28, 28).
+        return [train.data.unsqueeze(1), train.targets, test.data.unsqueeze(1), test.targets]

@@ -1,11 +1,17 @@
 """Tagging the characters of lines of different lengths: is each one plain text, code or a name?
 
-The lines are paragraphs of Python's own documentation, without the marks that tell. Padding is neither trained on nor
-counted. Shapes: B samples, T characters, C classes.
+The lines are paragraphs of Python's own documentation, in which code is in "quotation marks" and names are between
+*asterisks*. The network sees the lines without these marks. Padding is neither trained on nor counted. Shapes in the
+comments:
+
+    B  lines of a batch
+    T  characters of its longest line
+    C  classes: text, code, name
 """
 
 from __future__ import annotations
 
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -16,16 +22,29 @@ from torch.utils.data import Dataset
 
 from framework import Datasets, StepOutput
 
-CLASSES = ("text", "code", "name")
+TEXT = 0
+CODE = 1
+NAME = 2
+NUM_CLASSES = 3
+CLASS_OF_MARK = {'"': CODE, "*": NAME}
+
 PADDING = -1
-_LONGEST = 200
+"""The class of a place behind the end of a line."""
+
+LONGEST_LINE = 200
+LARGEST_CODE = 127
+"""All characters beyond ASCII are given this code."""
+
+
+# Data
 
 
 class Lines(Dataset[tuple[Tensor, Tensor]]):
-    """Lines of text as characters' codes, with a class for each: in "code", in a *name*, or in plain text."""
+    """Lines of text: for each one its characters' codes (T) and their classes (T)."""
 
     def __init__(self, lines: list[str]) -> None:
-        self.samples = [_tagged(line) for line in lines]
+        self.samples = [tag(line) for line in lines]
+        # The sampler puts lines of similar lengths into one batch.
         self.lengths = [len(characters) for characters, _ in self.samples]
 
     def __len__(self) -> int:
@@ -35,63 +54,92 @@ class Lines(Dataset[tuple[Tensor, Tensor]]):
         return self.samples[index]
 
 
-def _tagged(line: str) -> tuple[Tensor, Tensor]:
-    """Return the characters without their marks, which are what is to be found out, and the classes."""
-    characters, classes, place, inside = [], [], 0, 0
-    while place < len(line):
-        mark = 1 if line.startswith('"', place) else 2 if line.startswith("*", place) else 0
-        if mark and inside in (0, mark):
-            inside, place = mark - inside, place + 1
-            continue
-        characters.append(min(ord(line[place]), 127))
-        classes.append(inside)
-        place += 1
+def tag(line: str) -> tuple[Tensor, Tensor]:
+    """Return the codes of a line's characters without the marks, and their classes."""
+    characters: list[int] = []
+    classes: list[int] = []
+    current = TEXT
+    for character in line:
+        mark = CLASS_OF_MARK.get(character)
+        if mark is not None and current == TEXT:
+            # A mark opens a piece of code or a name,
+            current = mark
+        elif mark is not None and current == mark:
+            # and the same mark closes it.
+            current = TEXT
+        else:
+            characters.append(min(ord(character), LARGEST_CODE))
+            classes.append(current)
     return torch.tensor(characters), torch.tensor(classes)
 
 
 def lines(val_share: float = 0.1) -> Datasets:
-    from pydoc_data.topics import topics
+    """Return the paragraphs of Python's documentation that have marks, as lines. The first ones are for validation."""
+    marked: list[str] = []
+    for name in sorted(topics):
+        for paragraph in topics[name].split("\n\n"):
+            if '"' in paragraph or "*" in paragraph:
+                line = " ".join(paragraph.split())
+                marked.append(line[:LONGEST_LINE])
 
-    paragraphs = [text.replace("\n", " ") for name in sorted(topics) for text in topics[name].split("\n\n")]
-    found = [" ".join(text.split())[:_LONGEST] for text in paragraphs if '"' in text or "*" in text]
-    train, val = found[int(len(found) * val_share) :], found[: int(len(found) * val_share)]
-    return Datasets(Lines(train), Lines(val))
+    num_val = int(len(marked) * val_share)
+    return Datasets(train=Lines(marked[num_val:]), val=Lines(marked[:num_val]))
 
 
 def pad(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return characters (B, T), padded by 0, and classes (B, T), padded by PADDING."""
-    characters, classes = map(list, zip(*samples, strict=True))
-    return [pad_sequence(characters, True), pad_sequence(classes, True, padding_value=PADDING)]
+    """Return the characters (B, T), padded by 0, and the classes (B, T), padded by PADDING."""
+    characters = [sample[0] for sample in samples]
+    classes = [sample[1] for sample in samples]
+    return [
+        pad_sequence(characters, batch_first=True),
+        pad_sequence(classes, batch_first=True, padding_value=PADDING),
+    ]
+
+
+# Model
 
 
 class Tagger(nn.Module):
+    """Two convolutions with shortcuts, and a linear layer at each character."""
+
     def __init__(self, channels: int = 64, width: int = 9) -> None:
         super().__init__()
-        self.embed = nn.Embedding(128, channels)
-        self.layers = nn.ModuleList(nn.Conv1d(channels, channels, width, padding="same") for _ in range(2))
-        self.head = nn.Linear(channels, len(CLASSES))
+        self.embed = nn.Embedding(LARGEST_CODE + 1, channels)
+        self.layers = nn.ModuleList([nn.Conv1d(channels, channels, width, padding="same") for _ in range(2)])
+        self.head = nn.Linear(channels, NUM_CLASSES)
 
-    def forward(self, characters_BT: Tensor) -> Tensor:
+    def forward(self, characters: Tensor) -> Tensor:
         """Return scores of shape (B, C, T), which don't depend on how much padding there is."""
-        is_real = (characters_BT > 0)[:, None]
-        x = self.embed(characters_BT).transpose(1, 2) * is_real
+        is_real = (characters > 0)[:, None, :]  # (B, 1, T)
+        x = self.embed(characters).transpose(1, 2)  # (B, channels, T)
+        x = x * is_real
         for layer in self.layers:
             x = (x + layer(x).relu()) * is_real
-        scores_BCT: Tensor = self.head(x.transpose(1, 2)).transpose(1, 2)
-        return scores_BCT
+        scores = self.head(x.transpose(1, 2))  # (B, T, C)
+        return scores.transpose(1, 2)
+
+
+# Task
 
 
 class Tagging:
-    """Cross entropy of each real character. metrics: of the scores of all characters and their classes."""
+    """Cross entropy of each real character.
+
+    Args:
+        metrics: name → metric of the scores and classes of all characters, computed in evaluations.
+    """
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
 
     def training_step(self, model: nn.Module, batch: list[Tensor]) -> StepOutput:
-        characters_BT, classes_BT = batch
-        scores_BCT = model(characters_BT)
-        loss = cross_entropy(scores_BCT, classes_BT, ignore_index=PADDING)
-        updates = dict.fromkeys(self.metrics, (scores_BCT, classes_BT))
-        return StepOutput(loss, len(characters_BT), weight=(classes_BT != PADDING).sum(), updates=updates)
+        characters, classes = batch  # each (B, T)
+        scores = model(characters)  # (B, C, T)
+        loss = cross_entropy(scores, classes, ignore_index=PADDING)
+        # The loss is a mean over the real characters, so their number is its weight.
+        num_real = (classes != PADDING).sum()
+        updates = dict.fromkeys(self.metrics, (scores, classes))
+        return StepOutput(loss, num_samples=len(characters), weight=num_real, updates=updates)
 
-    validation_step = training_step
+    def validation_step(self, model: nn.Module, batch: list[Tensor]) -> StepOutput:
+        return self.training_step(model, batch)

@@ -8,8 +8,11 @@ from torch.utils.data import TensorDataset
 
 from framework import Datasets
 
-INPUTS, OUTPUTS = 10, 5
-INPUT_SCALE = 4.0  # with a learning rate of 0.001 the loss falls soon, and with 0.1 it stays finite
+INPUTS = 10
+OUTPUTS = 5
+
+INPUT_SCALE = 4.0
+"""With it the loss falls soon at a learning rate of 0.001, and stays finite at 0.1."""
 
 
 class ToyModel(nn.Module):
@@ -22,8 +25,7 @@ class ToyModel(nn.Module):
         self.net2 = nn.Linear(10, OUTPUTS)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.net2(self.relu(self.net1(x)))
-        return output
+        return self.net2(self.relu(self.net1(x)))
 
 
 def toy_regression(
@@ -33,7 +35,9 @@ def toy_regression(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
 ) -> Datasets:
-    """Return inputs (N, 10) = INPUT_SCALE · x and targets (N, 5) = A x + relu(B x) + noise, for random A and B.
+    """Return inputs x (N, 10) and targets A x + relu(B x) + noise (N, 5), for random matrices A and B.
+
+    The inputs are multiplied by INPUT_SCALE after the targets were computed.
 
     Args:
         num_samples: Number of samples of all parts together.
@@ -43,15 +47,21 @@ def toy_regression(
         test_fraction: Share of the samples for testing.
     """
     generator = torch.Generator().manual_seed(seed)
-    linear, bent = (torch.randn(INPUTS, OUTPUTS, generator=generator) / INPUTS**0.5 for _ in range(2))
-    inputs = torch.randn(num_samples, INPUTS, generator=generator)
-    targets = inputs @ linear + torch.relu(inputs @ bent)
-    targets += noise * torch.randn(num_samples, OUTPUTS, generator=generator)
-    inputs *= INPUT_SCALE
+    A = torch.randn(INPUTS, OUTPUTS, generator=generator) / INPUTS**0.5
+    B = torch.randn(INPUTS, OUTPUTS, generator=generator) / INPUTS**0.5
+    x = torch.randn(num_samples, INPUTS, generator=generator)
+    y = x @ A + torch.relu(x @ B)
+    y = y + noise * torch.randn(num_samples, OUTPUTS, generator=generator)
+    x = x * INPUT_SCALE
 
-    num_val, num_test = int(num_samples * val_fraction), int(num_samples * test_fraction)
-    sizes = [num_samples - num_val - num_test, num_val, num_test]
-    train, val, test = (
-        TensorDataset(x, y) for x, y in zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
+    num_val = int(num_samples * val_fraction)
+    num_test = int(num_samples * test_fraction)
+    num_train = num_samples - num_val - num_test
+    sizes = [num_train, num_val, num_test]
+    train_x, val_x, test_x = x.split(sizes)
+    train_y, val_y, test_y = y.split(sizes)
+    return Datasets(
+        train=TensorDataset(train_x, train_y),
+        val=TensorDataset(val_x, val_y) if num_val else None,
+        test=TensorDataset(test_x, test_y) if num_test else None,
     )
-    return Datasets(train=train, val=val if num_val else None, test=test if num_test else None)
