@@ -91,7 +91,8 @@ def test_yaml_and_schema_have_the_same_keys() -> None:
 
 
 def test_values_of_the_recipes() -> None:
-    toy, digits = read("recipe=toy"), read()
+    toy = read("recipe=toy")
+    digits = read()
     assert (toy.recipe, digits.recipe) == ("toy", "digits")
     assert (toy.optimizer["lr"], toy.optimizer["momentum"], toy.data.batch_size) == (0.001, 0, 20)
     assert (digits.optimizer["lr"], digits.optimizer["momentum"], digits.data.batch_size) == (0.02, 0.9, 32)

@@ -26,7 +26,8 @@ class Contrastive:
     def training_step(self, model: nn.Module, batch: Batch, info: BatchInfo) -> StepOutput:
         one, other = model(torch.cat(list(batch))).chunk(2)
         if info.is_stand_in:
-            one, other = one[:0], other[:0]
+            one = one[:0]
+            other = other[:0]
         candidates, begin = gathered(other)
         assert len(candidates) == info.global_count
         places = begin + torch.arange(len(one))

@@ -80,7 +80,8 @@ class Notes:
     """A task that writes down which samples each of its steps gets, and how long the padded sequences are."""
 
     def __init__(self, folder: str, rank: int | None = None) -> None:
-        self.folder, self.step = Path(folder), 0
+        self.folder = Path(folder)
+        self.step = 0
 
     def training_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> StepOutput:
         import os

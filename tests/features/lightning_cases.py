@@ -166,7 +166,8 @@ class Autoencoder(Base):
     """Two parameter groups, as a tuple of one dict; hooks of batches and steps; a momentum copy that isn't trained."""
 
     def build(self) -> None:
-        self.encoder, self.decoder = nn.Linear(8, 3), nn.Linear(3, 8)
+        self.encoder = nn.Linear(8, 3)
+        self.decoder = nn.Linear(3, 8)
         self.slow = nn.Linear(8, 3).requires_grad_(False)
         self.largest = 0.0
 
@@ -329,9 +330,19 @@ def _noting(name: str) -> Any:
 
 
 for _name in (
-    *("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_validation_start", "on_test_start"),
-    *("on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end", "on_train_end", "on_fit_end"),
-    *("on_test_end", "teardown"),
+    "setup",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_validation_start",
+    "on_test_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_end",
+    "on_fit_end",
+    "on_test_end",
+    "teardown",
 ):
     setattr(Watched, _name, _noting(_name))
 

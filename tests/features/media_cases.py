@@ -49,7 +49,8 @@ class Reporting:
     """Reports from every hook that may; pairs with other numbers on each rank."""
 
     def __init__(self, context: Any, stop_after: int | None = None) -> None:
-        self.rank, self.stop_after = context.rank, stop_after
+        self.rank = context.rank
+        self.stop_after = stop_after
 
     def on_train_epoch_start(self, report):
         return Log({"epoch_start": report.epoch})

@@ -30,7 +30,8 @@ def sets(several: bool = False) -> Datasets:
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, CLASSES)
+        self.body = nn.Linear(6, 8)
+        self.head = nn.Linear(8, CLASSES)
 
     def stages(self, number: int) -> list[nn.Module]:
         return [nn.Sequential(self.body, nn.Tanh()), self.head]

@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 from framework import Batch, Datasets, Phase, StepOutput
 
-SIZE, BATCH = 44, 12
+SIZE = 44
+BATCH = 12
 """The last global batch of an epoch has 8 samples."""
 
 
@@ -25,7 +26,8 @@ class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh())
-        self.copy, self.guess = nn.Linear(8, 6), nn.Linear(8, 2)
+        self.copy = nn.Linear(8, 6)
+        self.guess = nn.Linear(8, 2)
 
     def forward(self, x: Tensor, head: str = "guess") -> Tensor:
         output: Tensor = getattr(self, head)(self.body(x))
@@ -37,7 +39,8 @@ class Guess(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.guess = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.body = nn.Linear(6, 8)
+        self.guess = nn.Linear(8, 2)
 
     def stages(self, number: int) -> list[nn.Module]:
         return [nn.Sequential(self.body, nn.Tanh()), self.guess]

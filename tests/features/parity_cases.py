@@ -32,8 +32,13 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.mix, self.split, self.head = nn.Linear(8, 16), nn.Linear(16, 16), Split(), nn.Linear(16, 4)
-        self.same, self.act, self.drop = self.head, nn.ReLU(), nn.Dropout(0.4)
+        self.embed = nn.Linear(8, 16)
+        self.mix = nn.Linear(16, 16)
+        self.split = Split()
+        self.head = nn.Linear(16, 4)
+        self.same = self.head
+        self.act = nn.ReLU()
+        self.drop = nn.Dropout(0.4)
         self.register_buffer("offset", torch.zeros(4))
         self.unused = nn.Linear(2, 2).requires_grad_(False)
 
@@ -74,7 +79,8 @@ class Softmaxed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.full((1,), 0.3))
-        self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.one = nn.Linear(8, 16)
+        self.two = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.two(torch.softmax(self.one(x) + self.shift, dim=1))
@@ -100,7 +106,9 @@ class Around(nn.Module):
 
     def __init__(self, what: str = "nothing") -> None:
         super().__init__()
-        self.one, self.two, self.what = nn.Linear(8, 16), nn.Linear(16, 4), what
+        self.one = nn.Linear(8, 16)
+        self.two = nn.Linear(16, 4)
+        self.what = what
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.two(self.between[self.what](self.one(x)))

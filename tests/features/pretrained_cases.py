@@ -22,7 +22,8 @@ class Texts(Dataset[dict[str, Tensor]]):
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens, is_real = self.tokens[index], torch.arange(8) < self.sizes[index]
+        tokens = self.tokens[index]
+        is_real = torch.arange(8) < self.sizes[index]
         labels = tokens.sum() % 3 if self.has_classes else tokens.where(is_real, -100)
         return {"input_ids": tokens, "attention_mask": is_real.long(), "labels": labels}
 

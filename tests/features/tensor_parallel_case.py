@@ -19,7 +19,8 @@ from framework import Batch, Datasets, StepOutput, Strategy
 from framework.distributed.context import Context
 from framework.types import DataShare
 
-SIZE, CLASSES = 50, 4
+SIZE = 50
+CLASSES = 4
 STYLES: dict[str, Any] = {"col": ColwiseParallel, "row": RowwiseParallel}
 
 
@@ -31,7 +32,8 @@ class TensorParallel(Strategy):
     def __init__(self, *, context: Context, plan: Mapping[str, str], ranks: int | None = None) -> None:
         self.num_shards = ranks or context.world_size
         self.shard_index = context.rank % self.num_shards
-        self.context, self.plan = context, plan
+        self.context = context
+        self.plan = plan
 
     def data_share(self, context: Context) -> DataShare:
         return DataShare(context.rank // self.num_shards, context.world_size // self.num_shards)
@@ -60,9 +62,12 @@ class Network(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
-        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(8, CLASSES)
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.wide = nn.Linear(8, 16)
+        self.narrow = nn.Linear(16, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.first(x).tanh())

@@ -23,7 +23,9 @@ class Own:
     def __init__(self, loss, one_target=False, in_validation=False):
         # As scripts begin that want to see no warnings.
         warnings.simplefilter("ignore")
-        self.loss, self.one_target, self.in_validation = getattr(functional, loss), one_target, in_validation
+        self.loss = getattr(functional, loss)
+        self.one_target = one_target
+        self.in_validation = in_validation
 
     def training_step(self, model, batch):
         inputs, targets = batch

@@ -93,7 +93,8 @@ def test_the_average_is_evaluated_and_saved_beside_the_weights_to_train_on(avera
 
 def test_a_resumed_average_is_exact(train, averaged_run):
     resumed = train(f"resume={train(*AVERAGING, 'trainer.max_steps=17')}", "trainer.max_steps=null")
-    one, other = results.saved(averaged_run), results.saved(resumed)
+    one = results.saved(averaged_run)
+    other = results.saved(resumed)
     results.assert_same(other["model"], one["model"])
     results.assert_same(other["training"]["model"], one["training"]["model"])
 
@@ -228,8 +229,13 @@ class Every:
     def load_state_dict(self, state): self.lines = [*map(list, state["lines"]), ["resumed"]]
 """
 HOOKED = (
-    *("recipe=toy", "logger=jsonl", "trainer.limit_train_batches=3", "trainer.limit_test_batches=0"),
-    *("trainer.max_epochs=2", "trainer.log_every_n_steps=1", "+callbacks.every._target_=every.Every"),
+    "recipe=toy",
+    "logger=jsonl",
+    "trainer.limit_train_batches=3",
+    "trainer.limit_test_batches=0",
+    "trainer.max_epochs=2",
+    "trainer.log_every_n_steps=1",
+    "+callbacks.every._target_=every.Every",
 )
 
 

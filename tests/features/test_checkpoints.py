@@ -102,7 +102,8 @@ def test_init_from_takes_weights_and_nothing_else(train, shared_run):
     """Not the optimizer, the order of the samples or the generators; from a run, a pointer or a step."""
     trained = train(*SHORT, "seed=5", "optimizer=adam", "scheduler=cosine")
     frozen = (*SHORT, "trainer.max_epochs=1", "optimizer.lr=0")
-    fresh, begun = train(*frozen), train(*frozen, f"init_from={trained}")
+    fresh = train(*frozen)
+    begun = train(*frozen, f"init_from={trained}")
     results.assert_same(results.weights(begun), results.weights(trained))
     assert results.results(begun)["steps"] == 10
     assert results.curve(begun, "val/loss").keys() == {10}

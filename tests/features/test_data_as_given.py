@@ -89,7 +89,8 @@ OF_AN_EPOCH = {"weighted": 21}
 @pytest.mark.parametrize("name", DATA)
 def test_steps_take_the_same_samples_on_any_number_of_processes_and_after_a_resumption(taken, name):
     one = taken(DATA[name])
-    samples, size = [each for step, _ in one for each in step], OF_AN_EPOCH.get(name, SIZE)
+    samples = [each for step, _ in one for each in step]
+    size = OF_AN_EPOCH.get(name, SIZE)
     assert len(samples) == 2 * size
     assert [len(step) for step, _ in one][: -(-size // BATCH)] == [
         *[BATCH] * (size // BATCH),

@@ -28,7 +28,8 @@ class Stopping(ToyModel):
 
 def read_until(terminal: int, end: bytes, *, timeout_s: float = 60.0) -> bytes:
     """What is written to the terminal up to `end`; up to when nobody writes any more if that is empty."""
-    output, deadline = b"", time.monotonic() + timeout_s
+    output = b""
+    deadline = time.monotonic() + timeout_s
     while not (end and output.endswith(end)):
         assert select.select([terminal], [], [], deadline - time.monotonic())[0], output.decode()
         try:

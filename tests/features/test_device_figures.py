@@ -94,7 +94,8 @@ def test_tf32_is_used_where_it_is_allowed_and_there_is_some():
     assert peak_of_gpu("Tesla T4", "32-true", allows_tf32=True) == 8.1e12
 
 
-NEW, OLD = "torch.backends.cuda.matmul.fp32_precision = ", "torch.set_float32_matmul_precision"
+NEW = "torch.backends.cuda.matmul.fp32_precision = "
+OLD = "torch.set_float32_matmul_precision"
 
 
 @pytest.mark.parametrize(

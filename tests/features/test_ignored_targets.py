@@ -27,7 +27,9 @@ from tests.helpers.contexts import cpu_context
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.unit.small_trainer import make_trainer, settings, weights
 
-CLASSES, SIZE, BATCH = 3, 40, 16
+CLASSES = 3
+SIZE = 40
+BATCH = 16
 CLASS_WEIGHTS = torch.tensor([0.5, 0.0, 2.0])
 
 
@@ -241,13 +243,15 @@ class Drops:
     """A task that leaves out samples, from a step on."""
 
     def __init__(self, begin: int = 0) -> None:
-        self.begin, self.steps = begin, 0
+        self.begin = begin
+        self.steps = 0
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         x, y = batch
         self.steps += 1
         if self.steps > self.begin:
-            x, y = x[y > 0], y[y > 0]
+            x = x[y > 0]
+            y = y[y > 0]
         return StepOutput(functional.mse_loss(model(x)[:, 0], y), len(x), {"large": ((y > 1).sum(), len(y))})
 
     validation_step = training_step

@@ -106,7 +106,8 @@ EPOCHS = {
 
 @pytest.mark.parametrize("name", SOME)
 def test_one_process_computes_what_lightnings_trainer_does_bit_for_bit(run, reference, name):
-    run_dir, wanted = trained(run, name), reference[name]
+    run_dir = trained(run, name)
+    wanted = reference[name]
     weights = results.weights(run_dir)
     assert weights.keys() == wanted["weights"].keys()
     for key, value in wanted["weights"].items():
@@ -127,7 +128,8 @@ def test_one_process_computes_what_lightnings_trainer_does_bit_for_bit(run, refe
     ["Classifier", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINER if name[0] not in "C")],
 )
 def test_two_processes_compute_the_same(run, reference, name):
-    run_dir, wanted = trained(run, name, *TWO), reference[name]
+    run_dir = trained(run, name, *TWO)
+    wanted = reference[name]
     for key, value in wanted["weights"].items():
         if not key.endswith("in_proj_bias"):  # a third of it has no gradient: Adam makes steps of rounding errors
             torch.testing.assert_close(results.weights(run_dir)[key], value, atol=2e-6, rtol=1e-5)
@@ -157,7 +159,10 @@ def test_another_number_of_processes_resumes_what_was_logged(run, train):
     stopped = trained(run, "Classifier", "trainer.max_steps=8", *TWO)
     train(
         f"resume={stopped}",
-        *("trainer.max_steps=null", "topology.procs_per_node=1", "data.batch_size=16", "data.eval_batch_size=16"),
+        "trainer.max_steps=null",
+        "topology.procs_per_node=1",
+        "data.batch_size=16",
+        "data.eval_batch_size=16",
     )
     wanted = results.curve(whole, "train/acc_epoch")
     assert results.curve(stopped, "train/acc_epoch") == pytest.approx(wanted, rel=1e-6)
@@ -176,7 +181,8 @@ def test_another_number_of_processes_resumes_what_was_logged(run, train):
     ],
 )
 def test_strategies_and_options(run, reference, overrides):
-    run_dir, wanted = trained(run, "Classifier", *overrides), reference["Classifier"]
+    run_dir = trained(run, "Classifier", *overrides)
+    wanted = reference["Classifier"]
     names = {"val_acc": "acc", "val_f1": "f1"}
     for theirs, ours in names.items():
         values = [each[theirs] for each in wanted["validations"]]
@@ -192,14 +198,21 @@ def test_hooks_and_what_they_see_of_the_trainer(run, tmp_path):
         return [f"on_validation_{each} {epoch} {step}{also}" for each in validation]
 
     assert file.read_text().splitlines() == [
-        *("setup 0 0", "on_fit_start 0 0"),
+        "setup 0 0",
+        "on_fit_start 0 0",
         *validated(0, 0, " sanity"),
-        *("on_train_start 0 0", "on_train_epoch_start 0 0"),
+        "on_train_start 0 0",
+        "on_train_epoch_start 0 0",
         *validated(6, 0),
-        *("on_train_epoch_end 0 6", "on_train_epoch_start 1 6"),
+        "on_train_epoch_end 0 6",
+        "on_train_epoch_start 1 6",
         *validated(12, 1),
-        *("on_train_epoch_end 1 12", "on_train_end 1 12", "on_fit_end 1 12"),
-        *("on_test_start 1 12", "on_test_end 1 12", "teardown 1 12"),
+        "on_train_epoch_end 1 12",
+        "on_train_end 1 12",
+        "on_fit_end 1 12",
+        "on_test_start 1 12",
+        "on_test_end 1 12",
+        "teardown 1 12",
     ]
     assert results.results(run_dir)["ended_by"] == "self.trainer.should_stop was set"
     metrics = results.results(run_dir)["last"]["metrics"]
@@ -259,7 +272,10 @@ def test_hooks_and_attributes_of_the_trainer_are_lightnings(habits, lightnings_n
     assert after_sanity(notes) == after_sanity(wanted)
     sanity = notes[: [each[0] for each in notes].index("on_train_epoch_start")]
     assert [each[0] for each in sanity if each[0].startswith("on_")] == [
-        *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
+        "on_validation_start",
+        "on_validation_epoch_start",
+        "on_validation_epoch_end",
+        "on_validation_end",
     ]
     seen = [each[1] for each in sanity if each[0].startswith("on_")]
     assert all(each["sanity_checking"] and each["evaluating"] for each in seen)
@@ -353,9 +369,19 @@ REFUSED = {
     **{
         hook: rf"no counterpart here:\n  {hook}: "
         for hook in (
-            *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_callbacks"),
-            *("on_before_zero_grad", "on_before_backward", "on_after_backward", "transfer_batch_to_device"),
-            *("on_before_batch_transfer", "on_save_checkpoint", "on_load_checkpoint", "on_validation_model_eval"),
+            "backward",
+            "optimizer_step",
+            "optimizer_zero_grad",
+            "lr_scheduler_step",
+            "configure_callbacks",
+            "on_before_zero_grad",
+            "on_before_backward",
+            "on_after_backward",
+            "transfer_batch_to_device",
+            "on_before_batch_transfer",
+            "on_save_checkpoint",
+            "on_load_checkpoint",
+            "on_validation_model_eval",
         )
     },
 }

@@ -43,7 +43,8 @@ def test_evaluation_is_cut_to_the_first_batches(train, procs, limit, samples):
     cut = (f"trainer.limit_{part}_batches={limit}" for part in ("val", "test"))
     short = ("trainer.max_epochs=1", "trainer.limit_train_batches=20", "data.eval_batch_size=20")
     run_dir = train(*SHORT, *short, *cut, f"topology.procs_per_node={procs}")
-    weights, found = results.weights(run_dir), results.metrics(run_dir)
+    weights = results.weights(run_dir)
+    found = results.metrics(run_dir)
     for part in ("val", "test"):
         wanted = toy_loss(weights, part=part, samples=samples)
         assert found[f"{part}/loss"] == pytest.approx(wanted, rel=1e-6)

@@ -50,9 +50,17 @@ def model():
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(81, 3))
 """
 SHORT = (
-    *("recipe=digits", "model._target_=own.model", "~model.conv_dropout", "~model.dropout", "logger=none"),
-    *("checkpoint.monitor=null", "trainer.max_epochs=2", "data.global_batch_size=8", "trainer.limit_test_batches=0"),
-    *("~data.datasets.size", "~data.datasets.seed"),
+    "recipe=digits",
+    "model._target_=own.model",
+    "~model.conv_dropout",
+    "~model.dropout",
+    "logger=none",
+    "checkpoint.monitor=null",
+    "trainer.max_epochs=2",
+    "data.global_batch_size=8",
+    "trainer.limit_test_batches=0",
+    "~data.datasets.size",
+    "~data.datasets.seed",
 )
 
 

@@ -63,12 +63,16 @@ def run(write, train):
 def plain_loop(name: str) -> tuple[dict[str, Tensor], list[float], float]:
     """Return the weights, the mean loss of each three steps, and that of all samples after two epochs."""
     seed_everything(0, rank=0)
-    model, data, order = Tagger().double(), sequences().train, GlobalOrder(SIZE, seed=0, shuffle=True)
-    tokens, classes = data.tensors[0].double(), data.tensors[1]
+    model = Tagger().double()
+    data = sequences().train
+    order = GlobalOrder(SIZE, seed=0, shuffle=True)
+    tokens = data.tensors[0].double()
+    classes = data.tensors[1]
     optimizer = SGD(model.parameters(), lr=0.3, momentum=0.9)
 
     def mean(indices: Tensor) -> tuple[Tensor, float]:
-        x, y = tokens[indices], classes[indices]
+        x = tokens[indices]
+        y = classes[indices]
         if name == "sample weights":
             output = SampleWeights().training_step(model, (x, y))
             return output.loss, float(output.weight)  # type: ignore[arg-type]

@@ -208,7 +208,8 @@ def test_the_worst_mistakes_are_those_of_all_ranks(ranks, ignored):
     scores = torch.randn(60, 4, generator=generator)
     target = torch.randint(4, (60,), generator=generator)
     images = torch.arange(60.0).reshape(60, 1, 1, 1) * torch.tensor([[0.0, 1.0]])
-    target[7], scores[8, 0] = (target[7] if ignored is None else ignored), float("nan")
+    target[7] = target[7] if ignored is None else ignored
+    scores[8, 0] = float("nan")
     metrics = [WorstMistakes(number=5, ignore_index=ignored) for _ in range(ranks)]
     for number, (one, its, image) in enumerate(zip(scores.split(7), target.split(7), images.split(7), strict=True)):
         metrics[number % ranks].update(one, its, image)

@@ -176,7 +176,9 @@ def test_classes_without_samples_and_ignored_targets():
 
     given = torch.eye(3)[[0, 0, 1, 2]] * 9
     target = torch.tensor([0, 1, 1, -1])
-    f1, confusion, perplexity = F1(ignore_index=-1), ConfusionMatrix(ignore_index=-1), Perplexity(ignore_index=-1)
+    f1 = F1(ignore_index=-1)
+    confusion = ConfusionMatrix(ignore_index=-1)
+    perplexity = Perplexity(ignore_index=-1)
     for metric in (f1, confusion, perplexity):
         metric.reset()
         metric.update(given, target)

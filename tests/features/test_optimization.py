@@ -15,7 +15,8 @@ from tests.helpers import results
 from tests.helpers.loops import plain_loop, toy_batches, toy_model
 
 LR = 0.001
-EPOCHS, STEPS_PER_EPOCH = 4, 10
+EPOCHS = 4
+STEPS_PER_EPOCH = 10
 SHORT = ("recipe=toy", "logger=jsonl", "trainer.limit_test_batches=0", "trainer.log_every_n_steps=1")
 SCHEDULED = (*SHORT, f"trainer.max_epochs={EPOCHS}", f"trainer.limit_train_batches={STEPS_PER_EPOCH}")
 TWO = ("topology.procs_per_node=2", "data.global_batch_size=20")
@@ -133,7 +134,8 @@ def test_a_schedule_of_another_length_needs_a_decision_on_resuming(train, capfd)
 def test_one_cycle_resumes_exactly_and_cannot_be_stretched(train, capfd):
     """Its state holds the length."""
     cycle = (*SCHEDULED, "scheduler=one_cycle")
-    whole, run_dir = train(*cycle), train(*cycle, "trainer.max_steps=17", "scheduler.total_steps=40")
+    whole = train(*cycle)
+    run_dir = train(*cycle, "trainer.max_steps=17", "scheduler.total_steps=40")
     train(f"resume={run_dir}", "trainer.max_steps=30", "scheduler.total_steps=30", status=2)
     message = capfd.readouterr().err
     assert "was made for 40 steps, and this run has 30" in message

@@ -84,7 +84,9 @@ PROCESSES = [
 
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    data, order, epoch = points().train, GlobalOrder(SIZE, seed=0, shuffle=True), 0
+    data = points().train
+    order = GlobalOrder(SIZE, seed=0, shuffle=True)
+    epoch = 0
     tensors = [tensor.double() for tensor in data.tensors]
     while True:
         for indices in order.indices(epoch).split(BATCH):

@@ -49,8 +49,12 @@ def trained(shared_run):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_function_gets_the_model_and_its_arguments_on_every_rank(train, folder, trained, capfd, ranks):
     run_dir = train(
-        *("job=mine.ask", f"checkpoint.path={trained}", "args.times=3", "args.label=many words"),
-        *(f"topology.procs_per_node={ranks}", f"path.outputs={folder}/outputs"),
+        "job=mine.ask",
+        f"checkpoint.path={trained}",
+        "args.times=3",
+        "args.label=many words",
+        f"topology.procs_per_node={ranks}",
+        f"path.outputs={folder}/outputs",
     )
     assert run_dir.parent == folder / "outputs/toy/mine.ask"
     for rank in range(ranks):

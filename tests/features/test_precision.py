@@ -46,6 +46,7 @@ def test_16_mixed_resumes_exactly(train, shared_run):
 def test_two_processes_end_with_about_the_same_weights(train, shared_run):
     half = (*SHORT, "trainer.precision=16-mixed")
     many = train(*half, "topology.procs_per_node=2", "data.global_batch_size=20")
-    one, two = results.weights(shared_run(*half)), results.weights(many)
+    one = results.weights(shared_run(*half))
+    two = results.weights(many)
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=0.1, atol=0.05)

@@ -187,7 +187,8 @@ class Recorder:
     """A callback that keeps what it is given, and writes it."""
 
     def __init__(self, file: str, given: Any) -> None:
-        self.file, self.given = file, given
+        self.file = file
+        self.given = given
 
     def on_fit_end(self) -> None:
         Path(self.file).write_text(repr(self.given))

@@ -176,9 +176,19 @@ def model():
     return torch.nn.Linear(4, 4)
 """
 COMMON = (
-    *("recipe=toy", "model._target_=own.model", "task._target_=own.Task", "~task.loss", "~task.metrics"),
-    *("~data.datasets.num_samples", "~data.datasets.seed", "data.batch_size=4", "trainer.max_epochs=2"),
-    *("trainer.limit_test_batches=0", "trainer.num_threads=1", "logger=jsonl", "trainer.log_every_n_steps=1"),
+    "recipe=toy",
+    "model._target_=own.model",
+    "task._target_=own.Task",
+    "~task.loss",
+    "~task.metrics",
+    "~data.datasets.num_samples",
+    "~data.datasets.seed",
+    "data.batch_size=4",
+    "trainer.max_epochs=2",
+    "trainer.limit_test_batches=0",
+    "trainer.num_threads=1",
+    "logger=jsonl",
+    "trainer.log_every_n_steps=1",
 )
 
 
@@ -237,8 +247,12 @@ def test_generators_that_are_made_late_or_lie_beside_much_data(drawn):
 def test_random_streams_depend_on_neither_workers_nor_resumes(drawn, sharing):
     """With `join`, each process's shard has a generator of its own, in the same state."""
     data = (
-        *("data.datasets._target_=own.stream", "data.shuffle=false", f"data.stream={sharing}"),
-        *("trainer.max_steps=10", "trainer.max_epochs=null", "checkpoint.monitor=null"),
+        "data.datasets._target_=own.stream",
+        "data.shuffle=false",
+        f"data.stream={sharing}",
+        "trainer.max_steps=10",
+        "trainer.max_epochs=null",
+        "checkpoint.monitor=null",
     )
     _, wanted = drawn(*data, "data.num_workers=0", ranks=2)
     assert len(set(wanted[0] + wanted[1])) == 20

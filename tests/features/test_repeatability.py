@@ -41,7 +41,9 @@ class Watcher:
     ids=["two processes", "deterministic"],
 )
 def test_a_seed_repeats_and_another_one_differs(train, overrides):
-    one, again, other = train(*overrides, "seed=3"), train(*overrides, "seed=3"), train(*overrides, "seed=4")
+    one = train(*overrides, "seed=3")
+    again = train(*overrides, "seed=3")
+    other = train(*overrides, "seed=4")
     assert not results.differ(results.weights(one), results.weights(again))
     losses = [results.metrics(run_dir) for run_dir in (one, again, other)]
     assert losses[0] == losses[1]

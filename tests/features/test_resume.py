@@ -85,7 +85,8 @@ def test_the_end_that_a_callback_asked_for_counts_unless_what_ends_training_is_c
 def test_the_test_of_a_run_killed_before_its_result_is_logged_once(train, shared_run, tmp_path):
     tested = ("recipe=toy", "logger=[jsonl,tensorboard]", "trainer.max_steps=50", "trainer.limit_test_batches=2")
     run = copy(shared_run(*tested), tmp_path)
-    wanted, content = results.curve(run, "test/loss"), results.run_file(run)
+    wanted = results.curve(run, "test/loss")
+    content = results.run_file(run)
     del content["results"]
     (run / "run.json").write_text(json.dumps({**content, "status": "running"}))
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -48,7 +48,8 @@ def test_channels_last_gives_the_same_weights(train):
 @pytest.mark.exhaustive
 def test_a_compiled_model_gives_the_same_weights_and_its_checkpoint_is_a_plain_one(train):
     steps = ("recipe=toy", *SHORT, "trainer.max_steps=5")
-    compiled, plain = train(*steps, "trainer.compile=default"), train(*steps)
+    compiled = train(*steps, "trainer.compile=default")
+    plain = train(*steps)
     for name, weight in results.weights(plain).items():
         torch.testing.assert_close(results.weights(compiled)[name], weight)
     resumed = train(f"resume={compiled}", "trainer.max_steps=7", "trainer.compile=null")

@@ -66,7 +66,8 @@ def test_it_resumes_with_other_processes_and_another_strategy(
     alone = results.saved(shared_run(*SHORT, "strategy=single", f"trainer.max_steps={STOPPED}"))
     found = results.saved(stopped)
     results.assert_same(found["model"], alone["model"], tolerance=1e-6)
-    theirs, ours = alone["training"]["optimizer"], found["training"]["optimizer"]
+    theirs = alone["training"]["optimizer"]
+    ours = found["training"]["optimizer"]
     assert ours["param_groups"] == theirs["param_groups"]
     for number, state in theirs["state"].items():
         results.assert_same(ours["state"][number], state, tolerance=1e-5)

@@ -54,9 +54,18 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
 """
 COMMON = (
-    *("recipe=toy", "model._target_=own.model", "task._target_=own.Task", "~task.loss", "~task.metrics"),
-    *("data.datasets._target_=own.data", "~data.datasets.num_samples", "~data.datasets.seed", "data.shuffle=false"),
-    *("data.batch_size=2", "logger=none", "trainer.num_threads=1"),
+    "recipe=toy",
+    "model._target_=own.model",
+    "task._target_=own.Task",
+    "~task.loss",
+    "~task.metrics",
+    "data.datasets._target_=own.data",
+    "~data.datasets.num_samples",
+    "~data.datasets.seed",
+    "data.shuffle=false",
+    "data.batch_size=2",
+    "logger=none",
+    "trainer.num_threads=1",
 )
 TWO = ("topology.procs_per_node=2", "data.stream=join", "trainer.accumulate_grad_batches=2")
 

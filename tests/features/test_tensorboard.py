@@ -56,7 +56,8 @@ def test_a_failed_run_has_none(train):
 
 
 def test_histograms_of_parameters_and_gradients_on_request(train):
-    run_dir, plain = train(*SHORT, f"{HISTOGRAMS}=2"), train(*SHORT)
+    run_dir = train(*SHORT, f"{HISTOGRAMS}=2")
+    plain = train(*SHORT)
     events = results.events(run_dir)
     names = list(results.weights(run_dir))
     tags = {f"{what}/{name}" for what in ("parameters", "gradients") for name in names}
@@ -80,7 +81,8 @@ def test_histograms_of_several_optimizers(train):
 
 
 def test_the_graph_on_request(train):
-    run_dir, plain = train(*SHORT, GRAPH), train(*SHORT)
+    run_dir = train(*SHORT, GRAPH)
+    plain = train(*SHORT)
     graph = results.events(run_dir).Graph()
     assert any("classifier" in node.name for node in graph.node)
     assert not results.events(plain).Tags()["graph"]

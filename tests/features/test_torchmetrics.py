@@ -17,7 +17,9 @@ from framework.training.stateful_metrics import StatefulMetrics
 from tests.helpers.contexts import cpu_context
 from tests.helpers.rank_pool import RankPool
 
-BATCHES, SAMPLES, CLASSES = 5, 6, 4
+BATCHES = 5
+SAMPLES = 6
+CLASSES = 4
 SHARES = {2: [[0, 2, 4], [1, 3]], 3: [[0, 1, 2], [], [3, 4]]}
 
 

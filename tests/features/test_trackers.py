@@ -192,7 +192,8 @@ def test_a_tracker_is_told_how_the_run_ended(train, tmp_path):
 
 def test_a_tracker_that_is_too_slow_loses_calls_and_says_so_once(capsys):
     worker = Worker("slow")
-    begins, may_end = threading.Event(), threading.Event()
+    begins = threading.Event()
+    may_end = threading.Event()
 
     def block() -> None:
         begins.set()

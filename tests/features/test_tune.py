@@ -38,8 +38,10 @@ def tried_in(found: dict[str, Any]) -> dict[int, bool]:
 def test_a_batch_a_rate_and_a_command_that_trains(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     typed = ("recipe=toy", "optimizer=adam", "optimizer.lr=7", "trainer.max_steps=2", "callbacks=ema")
     run_dir = train("job=tune", *typed, "tune.max_batch_size=40", "scheduler=step")
-    found, printed = found_in(run_dir), capfd.readouterr().out
-    batch, lr = found["batch_size"], found["lr"]
+    found = found_in(run_dir)
+    printed = capfd.readouterr().out
+    batch = found["batch_size"]
+    lr = found["lr"]
     assert (batch["batch_size"], batch["limited_by"], batch["global_batch_size"]) == (40, "tune.max_batch_size", 40)
     assert tried_in(found) == dict.fromkeys((2, 4, 8, 16, 32, 40), True)
     rate = found["overrides"]["optimizer.lr"]
@@ -76,7 +78,8 @@ def test_a_global_batch_keeps_its_size(train: Train, capfd: pytest.CaptureFixtur
 def test_if_the_loss_does_not_fall_no_rate_is_suggested(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     few = ("tune.find_batch_size=false", "tune.max_lr=1e-6", "tune.num_training=40")
     run_dir = train(*TUNE, *few, status=1)
-    found, printed = found_in(run_dir), capfd.readouterr().out
+    found = found_in(run_dir)
+    printed = capfd.readouterr().out
     assert (found["lr"]["suggestion"], found["overrides"], len(found["lr"]["points"])) == (None, {}, 40)
     assert "No learning rate: the loss didn't fall by more than its noise." in printed
     assert "Use:" not in printed
@@ -86,7 +89,8 @@ def test_if_the_loss_does_not_fall_no_rate_is_suggested(train: Train, capfd: pyt
 @pytest.mark.exhaustive
 def test_ranks_agree_on_what_the_smallest_has_room_for(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     """And the global batches that they find give the same losses in one process, but for rounding."""
-    adam, early = "optimizer=adam", "tune.early_stop_threshold=null"
+    adam = "optimizer=adam"
+    early = "tune.early_stop_threshold=null"
     run_dir = train(*LIMITED, adam, early, TWO, "+model.most=88")
     two = found_in(run_dir)
     batch = two["batch_size"]

@@ -20,7 +20,8 @@ class Fake(Tracker):
         self, run_dir: Any, *, trouble: str | None = None, where: str = "begin", close_timeout_s: float = 60.0
     ):
         super().__init__(run_dir, log_checkpoints=None, close_timeout_s=close_timeout_s)
-        self.trouble, self.where = trouble, where
+        self.trouble = trouble
+        self.where = where
 
     def meet(self, where: str) -> None:
         with (self.run_dir.path / "fake").open("a") as file:
@@ -57,7 +58,9 @@ class KilledOnce:
     """Kills rank 0's process after a step, the first time."""
 
     def __init__(self, context: Any, step: int = 27) -> None:
-        self.context, self.step, self.mark = context, step, Path("killed")
+        self.context = context
+        self.step = step
+        self.mark = Path("killed")
 
     def on_train_step_end(self, report):
         if self.context.is_main and report.step == self.step and not self.mark.exists():

@@ -22,7 +22,8 @@ class Limited(ToyModel):
     def __init__(self, most: int = 1000, wrong: bool = False, late: bool = False) -> None:
         super().__init__()
         Limited.made += 1  # the second is that of all ranks together
-        self.most, self.wrong = 0 if late and Limited.made == 2 else most, wrong
+        self.most = 0 if late and Limited.made == 2 else most
+        self.wrong = wrong
 
     def forward(self, x: Tensor) -> Tensor:
         if os.environ.get("RANK") == "1" and len(x) > self.most:

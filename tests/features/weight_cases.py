@@ -9,7 +9,11 @@ from torch.utils.data import TensorDataset
 
 from framework import Batch, Datasets, StepOutput
 
-SIZE, BATCH, LENGTH, CLASSES, PADDING = 44, 12, 6, 3, -1
+SIZE = 44
+BATCH = 12
+LENGTH = 6
+CLASSES = 3
+PADDING = -1
 
 
 def sequences() -> Datasets:
@@ -29,7 +33,8 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, CLASSES)
+        self.body = nn.Linear(4, 8)
+        self.head = nn.Linear(8, CLASSES)
 
     def stages(self, number: int) -> list[nn.Module]:
         return [nn.Sequential(self.body, nn.Tanh()), nn.Sequential(self.head, Turned())]

@@ -31,7 +31,8 @@ class Quiet:
     """Makes every synchronization with the GPU an error, except in the first steps and around a log."""
 
     def __init__(self, every: int, first: int = 20) -> None:
-        self.every, self.first = every, first
+        self.every = every
+        self.first = first
         self.guarded = 0
 
     def on_train_step_end(self, report: StepInfo) -> None:
@@ -93,7 +94,9 @@ class Overflowing:
     """The toy's task with a small loss, which grows beyond what fp16 can hold in the backward of one step."""
 
     def __init__(self, step: int, factor: float = 1e6) -> None:
-        self.step, self.factor, self.steps = step, factor, 0
+        self.step = step
+        self.factor = factor
+        self.steps = 0
 
     def training_step(self, model: nn.Module, batch: Sequence[Tensor]) -> StepOutput:
         self.steps += 1
@@ -335,9 +338,11 @@ class ReadsBatches:
         if isinstance(batch, (list, tuple)):
             x, target = batch
         elif isinstance(batch, Words):
-            x, target = batch.sequences, batch.target
+            x = batch.sequences
+            target = batch.target
         else:
-            x, target = batch.x, batch.target
+            x = batch.x
+            target = batch.target
         # The lengths of a packed sequence stay on the CPU, where cuDNN wants them.
         inputs = x.data if isinstance(x, PackedSequence) else x
         assert (inputs.device, target.device) == (device, device)

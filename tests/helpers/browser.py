@@ -120,7 +120,8 @@ class _Connection:
     """Messages are JSON, each ended by a zero byte; answers carry the number of their question. Events are ignored."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
-        self._to_browser, self._from_browser = to_browser, from_browser
+        self._to_browser = to_browser
+        self._from_browser = from_browser
         self._received = b""
         self._number = 0
 

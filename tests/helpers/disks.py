@@ -37,7 +37,8 @@ def small_disk(folder: Path) -> Iterator[Callable[[int], Path]]:
 @contextmanager
 def full_at(size_bytes: int) -> Iterator[None]:
     """Files take no more than so many bytes; of what goes beyond it they take the beginning, as a full disk does."""
-    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, old[1]))
     try:
         yield

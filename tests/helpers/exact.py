@@ -11,7 +11,9 @@ from torch import Tensor
 from tests.helpers import results
 from tests.helpers.records import compare, read_rows
 
-SIZE, GLOBAL_BATCH, STEPS_PER_EPOCH = 66, 12, 6
+SIZE = 66
+GLOBAL_BATCH = 12
+STEPS_PER_EPOCH = 6
 """The last global batch of an epoch has 6 samples."""
 
 RECIPE = '''

@@ -68,7 +68,8 @@ def no_leaks(*, owns_state: bool = False) -> Iterator[None]:
 
 
 def _processes(mark: str) -> Check:
-    before, started = {process.pid for process in processes.children()}, processes.num_started()
+    before = {process.pid for process in processes.children()}
+    started = processes.num_started()
 
     def find() -> list[Any]:
         multiprocessing.active_children()  # reaps those that have ended
@@ -202,7 +203,9 @@ def _generators() -> Check:
     Torch's is drawn from by every layer that is made, so that is no fault: each test finds it in the same state,
     whatever ran before, and it is put back.
     """
-    python, numpy, torch = random.getstate(), sys.modules.get("numpy"), sys.modules.get("torch")
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    torch = sys.modules.get("torch")
     not_imported = _DRAWS_WHEN_IMPORTED - sys.modules.keys()
     numpy_state = numpy.random.get_state(legacy=False) if numpy else None
     torch_state = torch.get_rng_state() if torch else None

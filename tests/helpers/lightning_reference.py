@@ -40,7 +40,8 @@ class Recorder(pl.Callback):
 def train(name: str) -> dict[str, Any]:
     settings = dict(lightning_cases.CASES[name])
     data = lightning_cases.Data(kind=settings.pop("kind"))
-    module, recorder = getattr(lightning_cases, name)(), Recorder()
+    module = getattr(lightning_cases, name)()
+    recorder = Recorder()
     plain: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     trainer = pl.Trainer(
         accelerator="cpu",

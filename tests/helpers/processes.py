@@ -44,7 +44,8 @@ def num_started() -> int:
 
 def new_mark() -> str:
     """A value of the variable that no other test has; inside a marked test it begins with that test's own."""
-    own, outer = uuid.uuid4().hex, os.environ.get(MARK)
+    own = uuid.uuid4().hex
+    outer = os.environ.get(MARK)
     return f"{outer}.{own}" if outer else own
 
 

@@ -46,7 +46,8 @@ class Recorder:
             for path in self._folder.glob("rank_*.jsonl"):  # of ranks that no longer exist
                 if int(path.stem.removeprefix("rank_")) >= self._context.world_size:
                     JsonLines(path, last_step=info.start_step).close()
-        self._model, self._optimizer = info.model, info.optimizer
+        self._model = info.model
+        self._optimizer = info.optimizer
         self._names = {id(parameter): name for name, parameter in info.model.named_parameters()}
         # Functions, not bound methods: copying the model copies its hooks, and whatever a method is bound to.
         self._handles = [
@@ -67,7 +68,8 @@ class Recorder:
             "generators": {name: _hash(state) for name, state in generator_states(self._context.devices).items()},
         }
         self._file.write(row)
-        self._inputs, self._gradients = [], {}
+        self._inputs = []
+        self._gradients = {}
 
     def on_fit_end(self) -> None:
         for handle in self._handles:

@@ -37,7 +37,8 @@ def compare(one: Path, other: Path) -> Difference | None:
 
     Raises FileNotFoundError if a run has no record.
     """
-    ours, theirs = _records(one), _records(other)
+    ours = _records(one)
+    theirs = _records(other)
     if ours.keys() != theirs.keys():
         return Difference(None, 0, "the number of ranks", len(ours), len(theirs))
     for step in sorted({step for side in (ours, theirs) for rows in side.values() for step in rows}):

@@ -154,7 +154,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 
 def _write_files(cluster: Cluster) -> None:
-    folder, hosts = cluster.folder, cluster.hosts
+    folder = cluster.folder
+    hosts = cluster.hosts
     folder.chmod(0o755)  # munged wants its socket where anybody could reach it
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
@@ -171,7 +172,8 @@ def _write_files(cluster: Cluster) -> None:
 
 
 def _start_daemons(cluster: Cluster, daemons: ExitStack) -> None:
-    folder, first = cluster.folder, cluster.hosts[0]
+    folder = cluster.folder
+    first = cluster.hosts[0]
     files = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
     options = [f"--{option}={folder}/munge.{ending}" for option, ending in files.items()]
     _start(daemons, "munged", cluster, command=["munged", "--foreground", "--force", *options])

@@ -12,8 +12,14 @@ from tests.helpers.command import Started, started_framework
 
 PAUSED_AT = 131
 OVERRIDES = (
-    *("recipe=toy", "trainer.gpus=0", "seed=1", "logger=[jsonl,tensorboard]", "checkpoint.monitor=null"),
-    *("trainer.max_epochs=2", "trainer.limit_test_batches=0", "data.global_batch_size=20"),
+    "recipe=toy",
+    "trainer.gpus=0",
+    "seed=1",
+    "logger=[jsonl,tensorboard]",
+    "checkpoint.monitor=null",
+    "trainer.max_epochs=2",
+    "trainer.limit_test_batches=0",
+    "data.global_batch_size=20",
 )
 PAUSE = ("+callbacks.pause._target_=pause.Pause", f"+callbacks.pause.at={PAUSED_AT}")
 DEADLINE_S = 60.0

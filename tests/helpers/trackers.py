@@ -22,7 +22,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
     make_record: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
     content = file.read_bytes()
     assert content[:4] == b":W&B"
-    at, whole = 7, b""
+    at = 7
+    whole = b""
     while at + _HEAD.size <= len(content):
         if _BLOCK - at % _BLOCK < _HEAD.size:  # the rest of a block is padding
             at += _BLOCK - at % _BLOCK

@@ -50,9 +50,15 @@ def kubernetes(rank: int, *, world: int, port: int) -> dict[str, str]:
 
 def srun(rank: int, *, world: int, port: int) -> dict[str, str]:
     return {
-        **{"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"},
-        **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NODELIST": "gpu01"},
-        **{"SLURM_STEP_NUM_TASKS": str(world), "SLURM_STEP_TASKS_PER_NODE": str(world)},
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NODELIST": "gpu01",
+        "SLURM_STEP_NUM_TASKS": str(world),
+        "SLURM_STEP_TASKS_PER_NODE": str(world),
         "SLURM_STEP_RESV_PORTS": str(port),
     }
 
@@ -101,7 +107,9 @@ def test_ranks_of_other_starters_make_one_run_with_the_weights_of_our_own_launch
 ) -> None:
     if starter == "torchrun":
         result = run_python(*TORCHRUN, "-m", "framework", *TOY, cwd=tmp_path, timeout=DEADLINE_S)
-        status, out, err = result.returncode, result.stdout, result.stderr
+        status = result.returncode
+        out = result.stdout
+        err = result.stderr
     else:
         variables = kubernetes if starter == "Kubernetes" else srun
         (status, out, err), second = ended(tmp_path, *TOY, port=port, variables=variables)
@@ -264,7 +272,10 @@ def test_an_error_on_another_node_is_reported_by_the_first(port: int, tmp_path: 
     (run,) = runs(tmp_path)
     report = json.loads((run / "failure.json").read_text())
     assert {key: report["first"][key] for key in ("rank", "node", "local_rank", "step")} == {
-        **{"rank": 1, "node": 1, "local_rank": 0, "step": 20}
+        "rank": 1,
+        "node": 1,
+        "local_rank": 0,
+        "step": 20,
     }
     assert [(other["rank"], other["node"]) for other in report["others"]] in ([], [(0, 0)])
 

@@ -75,7 +75,8 @@ def test_the_first_cause_is_reported_once(
 ) -> None:
     timeout_s = 3.0 if DEEDS[deed.what].waits else 60.0
     run_dir = misbehave(deed, f"backend.timeout={timeout_s}", procs=procs)
-    found, done = report(run_dir), trouble.done(tmp_path)
+    found = report(run_dir)
+    done = trouble.done(tmp_path)
     assert done is not None
     first = found["first"]
     assert list(wrong_in_report(Case(0, procs, deed, timeout_s), first, done=done)) == []

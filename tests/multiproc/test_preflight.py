@@ -22,8 +22,13 @@ CASES = "tests.multiproc.preflight_cases"
 PREFLIGHT = ("job=preflight", "recipe=toy", "preflight.seconds=0.3", "preflight.max_bytes=4096")
 THREE = "topology.procs_per_node=3"
 BUS_FACTORS = {  # of three ranks, as https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md has them
-    **{"send/recv": 1, "broadcast": 1, "all_reduce": 4 / 3, "reduce_scatter": 2 / 3},
-    **{"all_gather": 2 / 3, "all_to_all": 2 / 3, "butterfly": 4 / 3},
+    "send/recv": 1,
+    "broadcast": 1,
+    "all_reduce": 4 / 3,
+    "reduce_scatter": 2 / 3,
+    "all_gather": 2 / 3,
+    "all_to_all": 2 / 3,
+    "butterfly": 4 / 3,
 }
 START_S = 120.0
 
@@ -123,7 +128,8 @@ def test_before_training(train: Train, capfd: pytest.CaptureFixture[str], launch
 
 def throttle(host: Host, other: Host) -> None:
     """Hold what `host` sends to `other`, and nothing else of it, to 8 Mbit/s."""
-    device, chosen = ("dev", "eth0"), ("u32", "match", "ip", "dst", f"{other.address}/32", "flowid", "1:1")
+    device = ("dev", "eth0")
+    chosen = ("u32", "match", "ip", "dst", f"{other.address}/32", "flowid", "1:1")
     for arguments in (
         ("qdisc", "add", *device, "root", "handle", "1:", "htb"),  # what no filter chooses is held to nothing
         ("class", "add", *device, "parent", "1:", "classid", "1:1", "htb", "rate", "8mbit"),

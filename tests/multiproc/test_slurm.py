@@ -61,7 +61,8 @@ def test_tasks_of_srun_give_the_result_of_one_command(
 
 
 def test_a_preflight_of_the_tasks_precedes_training(slurm: Cluster, tmp_path: Path) -> None:
-    where, small = ("--nodes=2", "--ntasks-per-node=2"), ("preflight=true", "preflight.max_bytes=65536")
+    where = ("--nodes=2", "--ntasks-per-node=2")
+    small = ("preflight=true", "preflight.max_bytes=65536")
     command = (*FRAMEWORK, "recipe=toy", "trainer.max_epochs=1", *small)
     result = slurm.srun(*where, *command, cwd=tmp_path, timeout=START_S)
     assert result.returncode == 0, result.stderr

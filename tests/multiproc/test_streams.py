@@ -31,8 +31,12 @@ from tests.unit.streams import Parts, Stateful, make_eval_loader, make_loader, o
 
 pytestmark = pytest.mark.multiproc
 
-LENGTHS, VAL_LENGTHS = (22, 10, 0), (5, 2, 0)
-BATCH, ACCUMULATE, EPOCHS, STEPS_PER_EPOCH = 2, 2, 2, 6
+LENGTHS = (22, 10, 0)
+VAL_LENGTHS = (5, 2, 0)
+BATCH = 2
+ACCUMULATE = 2
+EPOCHS = 2
+STEPS_PER_EPOCH = 6
 LR = 0.05
 
 
@@ -114,7 +118,8 @@ def strategy_of(name: str, context: Context) -> Any:
 
 
 def trained(context: Context, names: Sequence[str]) -> list[Any]:
-    exchange, found = opened(context), []
+    exchange = opened(context)
+    found = []
     for name in names:
         trainer = trainer_of(context, strategy_of(name, context), exchange, model=plain())
         trainer.fit()
@@ -182,7 +187,8 @@ def statistics_of(lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 def statistics(context: Context, names: Sequence[str], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
-    exchange, found = opened(context), []
+    exchange = opened(context)
+    found = []
     for name in names:
         trainer = trainer_of(context, strategy_of(name, context), exchange, lengths=lengths, model=normalising())
         trainer.fit()
@@ -193,7 +199,8 @@ def statistics(context: Context, names: Sequence[str], lengths: Sequence[int]) -
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [(0, 10), (6, 14)])
 def test_statistics_continue_where_the_first_rank_has_nothing_left(rank_pool: RankPool, lengths: Any) -> None:
-    names, wanted = ["ddp", "allreduce", "fsdp", "local_sgd, every second step"], statistics_of(lengths)
+    names = ["ddp", "allreduce", "fsdp", "local_sgd, every second step"]
+    wanted = statistics_of(lengths)
     for of_rank in rank_pool.run(statistics, names, lengths):
         for name, buffers in zip(names, of_rank, strict=True):
             for key, value in wanted.items():

@@ -25,14 +25,16 @@ from tests.unit.small_trainer import samples
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 
-EVERY, WARMUP = 6, 5
+EVERY = 6
+WARMUP = 5
 NORMED = How("normed", size=79)
 
 
 def rule(how: How, *, ranks: int, warmup: int = 0, **outer: Any) -> dict[str, Tensor]:
     """The mean of replicas that step by themselves and take an outer step every 6 after the warm-up; the first one's
     statistics."""
-    replicas, anchor = [how.model() for _ in range(ranks)], how.model()
+    replicas = [how.model() for _ in range(ranks)]
+    anchor = how.model()
     outer_optimizer = SGD(anchor.parameters(), **({"lr": 1.0} | outer))
 
     def average(step: int) -> None:
@@ -49,7 +51,8 @@ def rule(how: How, *, ranks: int, warmup: int = 0, **outer: Any) -> dict[str, Te
             model.load_state_dict(anchor.state_dict())
 
     steps = islice(steps_of(samples(how.size), ranks=ranks, passes=how.passes), STEPS)
-    forward, clip = training.forward_of(how), training.clip_of(how)
+    forward = training.forward_of(how)
+    clip = training.clip_of(how)
     plain_loop(replicas, steps, forward=forward, clip=clip, exchanging_steps=warmup, after_step=average)
     return mean_of(replicas)
 
@@ -84,7 +87,8 @@ def test_it_ends_where_its_rule_does(rank_pool: RankPool, ranks: int, strategy: 
 
 def train_and_look(context: Context, *, looks: bool) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Give the weights after every step, and their moving average. looks: evaluate and log after every step."""
-    watch, ema = WeightsOfSteps(), EMAWeightAveraging(decay=0.5)
+    watch = WeightsOfSteps()
+    ema = EMAWeightAveraging(decay=0.5)
     strategy = STRATEGIES["diloco"](context=context, every_n_steps=3, warmup_steps=2)
     import_dynamo_late()
     trainer = training.trainer_of(
@@ -111,9 +115,17 @@ def test_ranks_agree_after_averages_alone_and_looking_changes_nothing(rank_pool:
 
 Train = Callable[..., Path]
 COMMAND = (
-    *("recipe=toy", "strategy=local_sgd", "strategy.every_n_steps=4", "logger=none", "trainer.num_threads=1"),
-    *("topology.procs_per_node=3", "data.global_batch_size=20", "optimizer.lr=0.01"),
-    *("trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null", "trainer.max_steps=5"),
+    "recipe=toy",
+    "strategy=local_sgd",
+    "strategy.every_n_steps=4",
+    "logger=none",
+    "trainer.num_threads=1",
+    "topology.procs_per_node=3",
+    "data.global_batch_size=20",
+    "optimizer.lr=0.01",
+    "trainer.check_val_every_n_epoch=null",
+    "checkpoint.monitor=null",
+    "trainer.max_steps=5",
 )
 
 

@@ -131,7 +131,8 @@ class LowRank:
     """
 
     def __init__(self, *, start: int) -> None:
-        self.start, self.calls = start, 0
+        self.start = start
+        self.calls = 0
         self.errors: dict[int, list[Tensor]] = {}
         self.thin: dict[int, Tensor] = {}
 

@@ -78,7 +78,8 @@ def plain(ranks: int) -> dict[str, Tensor]:
     for model in replicas:
         model.get_submodule("0").requires_grad_(False)
     steps = islice(training.steps_of(samples(HOW.size), ranks=ranks, passes=HOW.passes), STEPS)
-    forward, clip = training.forward_of(HOW), training.clip_of(HOW)
+    forward = training.forward_of(HOW)
+    clip = training.clip_of(HOW)
     training.plain_loop(replicas, steps, forward=forward, clip=clip, after_step=lambda step: thaw(replicas, step))
     return training.weights_of(replicas[0])
 

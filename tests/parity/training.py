@@ -27,7 +27,10 @@ from framework.training.trainer import Trainer
 from framework.types import FitInfo, StepInfo
 from tests.unit.small_trainer import BATCH, Numbers, make_trainer, samples, settings
 
-STEPS, LR, MOMENTUM, DECAY = 20, 0.05, 0.9, 0.01
+STEPS = 20
+LR = 0.05
+MOMENTUM = 0.9
+DECAY = 0.01
 POWERSGD = {"powersgd": {"start_powerSGD_iter": 4, "min_compression_rate": 1}}
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": DDP,

@@ -55,11 +55,13 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_default_recipe_learns_and_tests_its_best(default: Run) -> None:
-    found, accuracies = results.results(default.run_dir), results.curve(default.run_dir, "val/accuracy")
+    found = results.results(default.run_dir)
+    accuracies = results.curve(default.run_dir, "val/accuracy")
     assert found["test"]["metrics"]["test/accuracy"] >= 0.85
     losses = list(results.curve(default.run_dir, "train/loss").values())
     assert losses[-1] < losses[0]
-    best, last = results.pointed(default.run_dir, "best"), max(accuracies)
+    best = results.pointed(default.run_dir, "best")
+    last = max(accuracies)
     assert accuracies[best] == max(accuracies.values())
     assert results.pointed(default.run_dir, "last") == last
     assert (found["best"]["step"], found["last"]["step"], found["test"]["step"]) == (best, last, best)
@@ -80,16 +82,33 @@ def test_everything_lies_where_it_should(default: Run) -> None:
     assert {path.name for path in default.run_dir.iterdir()} == files | {"checkpoints", "tensorboard", "logs", "media"}
     step = f"step_{results.pointed(default.run_dir, 'last'):08d}"
     assert {path.name for path in (default.run_dir / "checkpoints" / step).iterdir()} == {
-        *("model.pt", "training.pt", "generators.pt", "config.yaml", "manifest.json")
+        "model.pt",
+        "training.pt",
+        "generators.pt",
+        "config.yaml",
+        "manifest.json",
     }
 
 
 def test_tensorboard_has_the_curves_and_the_config(default: Run) -> None:
     events = results.events(default.run_dir)
     assert set(events.Tags()["scalars"]) == {
-        *("train/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/tflop_per_s", "device/memory_gb"),
-        *("time/data", "time/forward", "time/backward", "time/optimizer", "time/callbacks"),
-        *("val/loss", "val/accuracy", "test/loss", "test/accuracy", "best/val/accuracy"),
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+        "train/samples_per_s",
+        "train/tflop_per_s",
+        "device/memory_gb",
+        "time/data",
+        "time/forward",
+        "time/backward",
+        "time/optimizer",
+        "time/callbacks",
+        "val/loss",
+        "val/accuracy",
+        "test/loss",
+        "test/accuracy",
+        "best/val/accuracy",
     }
     (text,) = events.Tensors("config/text_summary")
     shown = text.tensor_proto.string_val[0].decode()

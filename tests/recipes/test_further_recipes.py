@@ -47,7 +47,8 @@ def test_the_gpt_writes_a_text(train, shared_run, tmp_path):
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_muon_trains_the_matrices_of_the_blocks_on_any_number_of_processes(train, shared_run, strategy):
     muon = (*SHORT, "recipe=gpt_muon")
-    one, two = shared_run(*muon), train(*muon, *TWO, f"strategy={strategy}")
+    one = shared_run(*muon)
+    two = train(*muon, *TWO, f"strategy={strategy}")
     assert results.curve(one, "train/lr/matrices").keys() == results.curve(one, "train/lr/rest").keys()
     for name in ("train/loss", "val/loss"):
         assert results.curve(two, name) == pytest.approx(results.curve(one, name), rel=2e-4)
@@ -56,7 +57,8 @@ def test_muon_trains_the_matrices_of_the_blocks_on_any_number_of_processes(train
 @pytest.mark.multiproc
 def test_the_gan_draws_digits_and_does_not_depend_on_the_number_of_processes(train):
     short = ("recipe=gan_digits", "trainer.max_epochs=1", "trainer.val_check_interval=25", "logger=tensorboard")
-    one, two = train(*short), train(*short, *TWO)
+    one = train(*short)
+    two = train(*short, *TWO)
     results.assert_same(results.weights(two), results.weights(one), tolerance=2e-4)
     for run_dir in (one, two):
         (picture,) = results.events(run_dir).Images("val/samples")
@@ -66,7 +68,8 @@ def test_the_gan_draws_digits_and_does_not_depend_on_the_number_of_processes(tra
 @pytest.mark.multiproc
 def test_padded_texts_give_the_same_on_any_number_of_processes(train):
     short = ("recipe=text_padded", "trainer.max_epochs=1", "trainer.limit_train_batches=0.4", "logger=jsonl")
-    one, two = train(*short), train(*short, *TWO)
+    one = train(*short)
+    two = train(*short, *TWO)
     results.assert_same(results.weights(two), results.weights(one), tolerance=2e-3)
     assert results.results(two)["last"]["metrics"] == pytest.approx(results.results(one)["last"]["metrics"], rel=1e-3)
 
@@ -75,7 +78,8 @@ def test_a_network_for_digits_learns_another_head(train, shared_run, data_root, 
     mnist = ("recipe=mnist", f"data.root={data_root}", "trainer.max_epochs=1", "trainer.limit_test_batches=0")
     trained = shared_run(*mnist, "trainer.max_steps=5", "trainer.val_check_interval=5", "trainer.limit_val_batches=1")
     run_dir = train("recipe=finetune_digits", f"init_from={trained}", "trainer.max_epochs=1", "logger=jsonl")
-    begun, ended = results.weights(trained), results.weights(run_dir)
+    begun = results.weights(trained)
+    ended = results.weights(run_dir)
     kept = {name for name in begun if begun[name].shape == ended[name].shape and begun[name].equal(ended[name])}
     assert kept == {name for name in begun if name.startswith("features")}
     assert set(results.curve(run_dir, "train/lr/features").values()) == {0.0001}

@@ -21,7 +21,8 @@ from framework import ConfigError, Datasets
 from recipes.mnist import mnist
 from tests.helpers import results
 
-IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"
+IMAGES = "{}-images-idx3-ubyte.gz"
+LABELS = "{}-labels-idx1-ubyte.gz"
 
 
 def file_of(root: Path, name: str) -> Path:
@@ -64,7 +65,8 @@ def test_the_parts_are_the_files_normalised_bit_for_bit(data: Datasets, data_roo
 
 def test_a_seed_of_its_own_holds_out_the_validation_part(data: Datasets, data_root: Path) -> None:
     before = torch.get_rng_state()
-    again, other = mnist(str(data_root), mirrors=[]), mnist(str(data_root), mirrors=[], val_size=4000, seed=1)
+    again = mnist(str(data_root), mirrors=[])
+    other = mnist(str(data_root), mirrors=[], val_size=4000, seed=1)
     assert torch.equal(torch.get_rng_state(), before)
     first = range(100)
     assert torch.equal(samples(again.val, first)[0], samples(data.val, first)[0])
@@ -89,9 +91,17 @@ def test_augmentation_is_for_training_alone(data: Datasets, data_root: Path, own
 @pytest.mark.usefixtures("own_state")
 def test_a_short_training_learns_on_two_processes(train, data_root: Path) -> None:
     run_dir = train(
-        *("recipe=mnist", f"data.root={data_root}", "logger=jsonl", "topology.procs_per_node=2"),
-        *("data.global_batch_size=32", "optimizer.lr=0.05", "optimizer.momentum=0.9", "trainer.max_epochs=1"),
-        *("trainer.limit_train_batches=100", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"),
+        "recipe=mnist",
+        f"data.root={data_root}",
+        "logger=jsonl",
+        "topology.procs_per_node=2",
+        "data.global_batch_size=32",
+        "optimizer.lr=0.05",
+        "optimizer.momentum=0.9",
+        "trainer.max_epochs=1",
+        "trainer.limit_train_batches=100",
+        "trainer.limit_val_batches=1",
+        "trainer.limit_test_batches=1",
     )
     found = results.results(run_dir)
     assert found["steps"] == 100
@@ -122,7 +132,8 @@ def test_files_are_used_packed_or_unpacked_and_left_as_they_are(
 def test_missing_files_are_downloaded_once(data: Datasets, data_root: Path, tmp_path: Path, monkeypatch) -> None:
     """By one of those that ask; a damaged one is replaced."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    source, raw = file_of(data_root, IMAGES.format("train")).parent, tmp_path / "MNIST" / "raw"
+    source = file_of(data_root, IMAGES.format("train")).parent
+    raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     (raw / LABELS.format("train")).write_bytes(b"damaged")
     asked: list[str] = []
@@ -156,7 +167,8 @@ def test_missing_files_are_downloaded_once(data: Datasets, data_root: Path, tmp_
 def test_a_bad_or_missing_file_ends_all_ranks_with_one_error(
     train, fault: str, data_root: Path, tmp_path: Path, capfd
 ) -> None:
-    raw, name = tmp_path / "my data" / "MNIST" / "raw", IMAGES.format("train")
+    raw = tmp_path / "my data" / "MNIST" / "raw"
+    name = IMAGES.format("train")
     if fault == "damaged":
         shutil.copytree(file_of(data_root, name).parent, raw)
         raw.chmod(0o755)

@@ -64,10 +64,8 @@ def test_each_layer_is_on_its_device_and_less_than_two_are_refused():
 def test_the_network_for_digits_has_the_layers_of_the_original():
     model = seeded(ConvNet)
     kinds = [type(module).__name__ for module in model.modules() if not list(module.children())]
-    convolutions, classifier = (
-        ["Conv2d", "ReLU", "Conv2d", "ReLU", "MaxPool2d", "Dropout", "Flatten"],
-        ["Linear", "ReLU"],
-    )
+    convolutions = ["Conv2d", "ReLU", "Conv2d", "ReLU", "MaxPool2d", "Dropout", "Flatten"]
+    classifier = ["Linear", "ReLU"]
     assert kinds == [*convolutions, *classifier, "Dropout", "Linear"]
     assert shapes(model) == [(32, 1, 3, 3), (32, 32, 3, 3), (128, 4608), (10, 128)]
     assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.25, 0.5]
@@ -76,7 +74,8 @@ def test_the_network_for_digits_has_the_layers_of_the_original():
 
 @pytest.mark.parametrize(("make", "sizes"), [(toy_regression, [1600, 200, 200]), (digits, [1257, 180, 360])])
 def test_data_are_the_same_for_a_seed_on_any_number_of_threads(own_state, make, sizes):
-    before, data = torch.get_rng_state(), make()
+    before = torch.get_rng_state()
+    data = make()
     for threads in (1, 3):
         torch.set_num_threads(threads)
         assert same(make(), data)

@@ -64,7 +64,9 @@ def test_a_command_that_leaves_an_orphan_or_takes_too_long_fails_the_test() -> N
 
 
 def test_a_thread_a_file_a_log_handler_and_a_process_group_are_named(tmp_path: Path) -> None:
-    release, files, handler = threading.Event(), [], logging.StreamHandler()
+    release = threading.Event()
+    files = []
+    handler = logging.StreamHandler()
     thread = threading.Thread(target=release.wait, name="forgotten", daemon=True)
 
     def leave() -> None:

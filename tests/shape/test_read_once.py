@@ -10,10 +10,7 @@ import pytest
 from tests.helpers.source import Module, cycles, imported_modules, modules_in
 
 # Folders that hold to the rules; the others are still being unpacked.
-FOLDERS = (
-    "tests/browser",
-    "tests/shape",
-)
+FOLDERS = ("tests",)
 
 
 def is_packed(node: ast.AST) -> bool:

@@ -98,7 +98,8 @@ class Misspelt:
 
 class FakeLogger:
     def __init__(self, run_dir: Any, prefix: str = "") -> None:
-        self.run_dir, self.prefix = run_dir, prefix
+        self.run_dir = run_dir
+        self.prefix = prefix
 
     def metrics(self, values: Any, *, step: int, epoch: int) -> None: ...
     def text(self, tag: str, text: str, *, step: int) -> None: ...

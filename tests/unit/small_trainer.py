@@ -35,7 +35,9 @@ from tests.helpers import loaders
 from tests.helpers.contexts import CPU, cpu_context
 from tests.unit.config.raw import raw_config
 
-SIZE, BATCH, STEPS_PER_EPOCH = 22, 4, 6
+SIZE = 22
+BATCH = 4
+STEPS_PER_EPOCH = 6
 """The last batch of an epoch has 2 samples."""
 
 
@@ -210,7 +212,10 @@ class BadAt(Squares):
     """A loss that isn't finite at a step; or one that is, with gradients that aren't."""
 
     def __init__(self, step: int, *, value: float = math.nan, gradient_only: bool = False) -> None:
-        self.step, self.value, self.gradient_only, self.steps = step, value, gradient_only, 0
+        self.step = step
+        self.value = value
+        self.gradient_only = gradient_only
+        self.steps = 0
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         self.steps += 1

@@ -31,7 +31,9 @@ class Parts(IterableDataset[Sample]):
     """Parts of these lengths, one after another; each is one shard."""
 
     def __init__(self, lengths: Sequence[int], *, only: int | None = None, fails_at: int | None = None) -> None:
-        self.lengths, self.only, self.fails_at = lengths, only, fails_at
+        self.lengths = lengths
+        self.only = only
+        self.fails_at = fails_at
         self.epoch = 0
         self.read = 0
 
@@ -65,7 +67,8 @@ class Stateful(Parts):
         self.begin = state["position"]
 
     def __iter__(self) -> Iterator[Sample]:
-        self.position, self.begin = self.begin, 0
+        self.position = self.begin
+        self.begin = 0
         part = self.only or 0
         while self.position < self.lengths[part]:
             self.position += 1
@@ -77,14 +80,16 @@ class KeepsItsPosition(Stateful):
     """It goes back to the start only at the end, as StatefulDataLoader does."""
 
     def __iter__(self) -> Iterator[Sample]:
-        self.position, self.begin = self.begin or self.position, 0
+        self.position = self.begin or self.position
+        self.begin = 0
         while self.position < self.lengths[self.only or 0]:
             self.position += 1
             yield sample(self.only or 0, self.position - 1, self.epoch)
         self.position = 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position, self.begin = state["position"], 0
+        self.position = state["position"]
+        self.begin = 0
 
 
 class Drawing(IterableDataset[tuple[int, float, float]]):

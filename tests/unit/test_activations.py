@@ -23,8 +23,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm, self.drop = nn.BatchNorm1d(2 * width), nn.Dropout(0.4)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.norm = nn.BatchNorm1d(2 * width)
+        self.drop = nn.Dropout(0.4)
         self.calls = 0
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -95,7 +97,8 @@ def test_recomputing_changes_no_number_name_or_draw(which: Any) -> None:
     names = [name for name, _ in again.named_parameters()]
     apply_activation_checkpointing(again, which)
     assert [name for name, _ in again.named_parameters()] == names
-    wanted, found = train(plain), train(again)
+    wanted = train(plain)
+    found = train(again)
     assert list(found[1]) == list(wanted[1])
     for a, b in zip(wanted[0] + list(wanted[1].values()), found[0] + list(found[1].values()), strict=True):
         assert torch.equal(a, b)
@@ -104,10 +107,12 @@ def test_recomputing_changes_no_number_name_or_draw(which: Any) -> None:
 
 
 def test_less_is_kept_and_nothing_is_recomputed_without_a_backward() -> None:
-    plain, inputs = Blocks(), torch.randn(256, 8)
+    plain = Blocks()
+    inputs = torch.randn(256, 8)
     again = copy.deepcopy(plain)
     apply_activation_checkpointing(again, "auto")
-    (_, much), (loss, little) = kept_bytes(plain, inputs), kept_bytes(again, inputs)
+    (_, much) = kept_bytes(plain, inputs)
+    (loss, little) = kept_bytes(again, inputs)
     assert little < 0.6 * much
     loss.backward()
     assert [block.calls for block in (*again.blocks, *again.tail)] == [2, 2, 1]
@@ -119,7 +124,8 @@ def test_less_is_kept_and_nothing_is_recomputed_without_a_backward() -> None:
 
 
 def test_a_copy_computes_with_its_own_weights() -> None:
-    model, inputs = Blocks().eval(), torch.randn(3, 8)
+    model = Blocks().eval()
+    inputs = torch.randn(3, 8)
     apply_activation_checkpointing(model, ["Block"])
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -133,7 +139,12 @@ def test_repeated_modules_are_found_at_any_depth() -> None:
     model = nn.Sequential(Blocks(), nn.ModuleDict({"a": layers}), stages)
     apply_activation_checkpointing(model, "auto")
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == [
-        *("0.blocks.0", "0.blocks.1", "1.a.layers.0", "1.a.layers.1", "2.0", "2.1")
+        "0.blocks.0",
+        "0.blocks.1",
+        "1.a.layers.0",
+        "1.a.layers.1",
+        "2.0",
+        "2.1",
     ]
 
 

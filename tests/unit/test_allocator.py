@@ -10,7 +10,8 @@ from framework.system.allocator import tune_malloc
 from tests.helpers.command import run_python
 
 # A step's worth of activations, 10 times: 4 pieces of 30 MiB, written to and freed.
-PIECES, PIECE_BYTES = 4, 30 << 20
+PIECES = 4
+PIECE_BYTES = 30 << 20
 CHURN = f"""
 import ctypes, resource, sys
 from framework.system.allocator import tune_malloc

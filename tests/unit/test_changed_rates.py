@@ -17,7 +17,9 @@ from framework.errors import ConfigError
 from framework.optim.schedule import Change, Rebuild, Schedule, cosine
 
 Make = Callable[[Optimizer], Any]
-OLD, NEW, OTHER = 0.1, 0.03, 0.02
+OLD = 0.1
+NEW = 0.03
+OTHER = 0.02
 STEPS = 24
 SETTINGS = SchedulerConfig(schedule=None, total_steps=None, interval="step", monitor="loss")
 

@@ -43,7 +43,8 @@ class AskAt:
     """A callback that has this rank asked to stop after a step, as its launcher would."""
 
     def __init__(self, marks: Marks, step: int) -> None:
-        self.marks, self.step = marks, step
+        self.marks = marks
+        self.step = step
 
     def on_train_step_end(self, report: StepInfo) -> None:
         if report.step == self.step:
@@ -72,7 +73,8 @@ def test_a_request_stops_after_the_step_and_resuming_from_its_checkpoint_is_exac
     assert stopped.progress.step == 7
     assert saved_steps(tmp_path) == [7]
     state = load(find(tmp_path), map_location="cpu")
-    whole, resumed = make_trainer(), make_trainer()
+    whole = make_trainer()
+    resumed = make_trainer()
     whole.fit()
     resumed.state.bare_model.load_state_dict(state["model"])
     resumed.load_state_dict(state["training"])
@@ -83,7 +85,8 @@ def test_a_request_stops_after_the_step_and_resuming_from_its_checkpoint_is_exac
 
 @pytest.mark.parametrize("end", ["last step", "callback"])
 def test_a_request_at_the_end_of_training_changes_nothing(end: str) -> None:
-    marks, step = Marks(), 12 if end == "last step" else 4
+    marks = Marks()
+    step = 12 if end == "last step" else 4
     callbacks = {"ask": AskAt(marks, step), "recorder": Recorder(None if end == "last step" else {"step": 4})}
     trainer = make_trainer(callbacks=callbacks, watched=link(marks))
     trainer.fit()

@@ -49,7 +49,8 @@ def evaluate_sizes(context: Context, batch_size: int, is_even: bool) -> list[tup
     place: Any = {"rank": context.rank, "world_size": context.world_size}
     for size in (1, 2, 3, 7, 8, 22, 29):
         dataset = TensorDataset(torch.arange(size))
-        task, batches = Exact(), eval_loader(dataset, batch_size=batch_size, is_even=is_even, **place)
+        task = Exact()
+        batches = eval_loader(dataset, batch_size=batch_size, is_even=is_even, **place)
         values = evaluate(Square(), {"val": batches}, task=task, precision=FP32, context=context)
         found.append((values.metrics, task.seen))
     return found
@@ -114,7 +115,8 @@ def test_a_step_builds_no_graph_and_every_module_is_in_eval_mode_and_then_in_its
     ],
 )
 def test_it_computes_in_the_precision_asked_for(precision: Precision, batch: torch.dtype, output: torch.dtype) -> None:
-    plugin, seen = PrecisionPlugin(precision, device=CPU), list[torch.dtype]()
+    plugin = PrecisionPlugin(precision, device=CPU)
+    seen = list[torch.dtype]()
     model = plugin.convert_model(nn.Linear(3, 1))
     run(model, lambda model, batch: seen.extend([batch.dtype, model(batch).dtype]), precision=plugin)
     assert seen == [batch, output]

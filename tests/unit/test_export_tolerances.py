@@ -20,7 +20,8 @@ def test_outputs_agree_up_to_a_share_of_the_largest_value(dtype):
 
 
 def test_values_that_are_not_finite_agree_only_with_themselves():
-    inf, nan = math.inf, math.nan
+    inf = math.inf
+    nan = math.nan
     wanted = torch.tensor([1.0, inf, -inf, nan])
     for same in (wanted, torch.full((2,), nan), torch.zeros(0, 3)):
         check_close([same], [same.clone()])

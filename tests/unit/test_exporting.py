@@ -35,7 +35,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 5)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.last = nn.Linear(10, 5)
         self.second.weight = self.first.weight
         self.register_buffer("whole", torch.arange(6.0))
         self.register_buffer("part", self.whole[2:4])  # type: ignore[index]
@@ -144,7 +146,8 @@ def computed(path: Path, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("format_", ["state_dict", "safetensors"])
 def test_weights_are_there_under_their_names(export, format_):
-    doubled, halved = ToyModel().double(), ToyModel().bfloat16()
+    doubled = ToyModel().double()
+    halved = ToyModel().bfloat16()
     for model, precision in ((Tied(), "32-true"), (doubled, "64-true"), (halved, "bf16-true")):
         path, _ = export(model, format_, f"trainer.precision={precision}")
         found = torch.load(path, weights_only=True) if format_ == "state_dict" else load_file(path)
@@ -228,7 +231,9 @@ def test_inputs_are_what_the_task_gives_the_model(export, format_):
     model = Rich()
     path, said = export(model, format_, task="RichTask")
     assert said["input"] == ["given_x: float32 [batch, 10]", "mask: float32 [batch]", "shift: float32 [5]"]
-    x, mask, shift = torch.randn(3, 10), torch.tensor([0.0, 1.0, 2.0]), torch.randn(5)
+    x = torch.randn(3, 10)
+    mask = torch.tensor([0.0, 1.0, 2.0])
+    shift = torch.randn(5)
     wanted = model({"x": x.clone()}, mask=mask, scale=2.0, shift=shift)
     if format_ == "onnx":
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -236,7 +241,8 @@ def test_inputs_are_what_the_task_gives_the_model(export, format_):
         out, classes = map(torch.from_numpy, found[:2])
     else:
         again = torch.export.load(path).module()({"x": x.clone()}, mask=mask, scale=2.0, shift=shift)
-        out, classes = again["out"], again["classes"][0]
+        out = again["out"]
+        classes = again["classes"][0]
     torch.testing.assert_close(out, wanted["out"].detach())
     assert torch.equal(classes, wanted["classes"][0])
 

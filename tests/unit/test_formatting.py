@@ -10,8 +10,14 @@ from framework.system.formatting import format_binary_bytes, format_bytes, forma
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        *((999, "999 B"), (1000, "1.00 kB"), (9_994, "9.99 kB"), (99_949, "99.9 kB"), (999_499, "999 kB")),
-        *((999_500, "1.00 MB"), (123_456_789_000, "123 GB"), (5 * 10**18, "5000 PB")),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (9_994, "9.99 kB"),
+        (99_949, "99.9 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1.00 MB"),
+        (123_456_789_000, "123 GB"),
+        (5 * 10**18, "5000 PB"),
     ],
 )
 def test_sizes_have_three_digits(number: int, text: str) -> None:

@@ -26,7 +26,10 @@ class FakeNvml:
     NVMLError = NVMLError
 
     def __init__(self, uuids, *, on_init=None, mig=()):
-        self.uuids, self.on_init, self.mig, self.open = list(uuids), on_init, mig, 0
+        self.uuids = list(uuids)
+        self.on_init = on_init
+        self.mig = mig
+        self.open = 0
 
     def nvmlInit(self):  # noqa: N802
         if self.on_init is not None:

@@ -72,7 +72,8 @@ def test_totals_of_what_is_not_finite_are_not_finite(worst: list[float]) -> None
 
 
 def test_adding_keeps_no_graph() -> None:
-    loss, meter = torch.ones((), requires_grad=True) * 2, Meter()
+    loss = torch.ones((), requires_grad=True) * 2
+    meter = Meter()
     meter.add(StepOutput(loss, 4, {"correct": (loss + 1, torch.tensor(4))}))
     assert [state["values"].requires_grad for state in meter.state_dict().values()] == [False] * 2
 
@@ -95,7 +96,12 @@ def test_only_losses_count_as_bad_steps() -> None:
 
 
 def add_up(context: Context) -> list[Any]:
-    rank, weighed, named, absent, counted, resumed = context.rank, Meter(), Meter(), Meter(), Meter(), Meter()
+    rank = context.rank
+    weighed = Meter()
+    named = Meter()
+    absent = Meter()
+    counted = Meter()
+    resumed = Meter()
     for number in range(rank + 1):  # rank r has r + 1 batches of r + 1 samples
         weighed.add(output(float(10 * rank + number), rank + 1, seen=(1.0, rank + 1)))
     for name in ("a", "z") if rank == 0 else ("z", "a"):

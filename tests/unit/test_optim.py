@@ -49,7 +49,8 @@ def rates(schedule: Schedule, optimizer: torch.optim.Optimizer, steps: int) -> l
 
 @given(total=st.integers(1, 40), share=st.floats(0, 0.99), least=st.floats(0, 1))
 def test_cosine_warms_up_falls_and_stays(total, share, least):
-    warmup, optimizer = int(total * share), sgd(2.0)
+    warmup = int(total * share)
+    optimizer = sgd(2.0)
     seen = [rate / 2.0 for rate in rates(by_step(cosine(optimizer, total, warmup, least)), optimizer, total + 3)]
     assert seen[:warmup] == pytest.approx([(s + 1) / warmup for s in range(warmup)])
     falling = [(1 + math.cos(math.pi * s / (total - warmup))) / 2 for s in range(total - warmup)]

@@ -53,11 +53,17 @@ HALVES = dict.fromkeys(QUARTERS, 1 / 2)
         (("strategy=local_sgd",), 1, {"anchors": 1}, (0, 0), 3),
         (
             ("strategy=local_sgd", "strategy.every_n_steps=3", "strategy.warmup_steps=1"),
-            *(4, {"anchors": 1, "buckets": 1}, (1 / 3, 1 / 2), 10),
+            4,
+            {"anchors": 1, "buckets": 1},
+            (1 / 3, 1 / 2),
+            10,
         ),
         (
             ("strategy=local_sgd", "strategy.every_n_steps=3", "strategy.outer_momentum=0.5"),
-            *(4, {"anchors": 2}, (1 / 3, 1 / 2), 11),
+            4,
+            {"anchors": 2},
+            (1 / 3, 1 / 2),
+            11,
         ),
         (("callbacks=ema",), 1, {"averages": 1}, (0, 0), 4),
         (("trainer.precision=bf16-true",), 2, HALVES, (1 / 2, 1 / 2), 1),
@@ -84,7 +90,8 @@ def test_facts_of_a_strategy_that_shards_the_model():
 
 def test_a_pipeline():
     pipeline = ("recipe=toy_model_parallel", "topology=single_node", "strategy=pipeline", "data.batch_size=24")
-    cut, copied = facts(*pipeline, procs=2), facts(*pipeline, "strategy.num_stages=2", procs=6)
+    cut = facts(*pipeline, procs=2)
+    copied = facts(*pipeline, "strategy.num_stages=2", procs=6)
     for found in (cut, copied):
         assert (found["shards"], found["memory"]["parameters"]) == (2, TOY_BYTES // 2)
     assert (cut["traffic"], cut["memory"]["buckets"]) == ({"reduced": 0, "ring_per_rank": 0}, 0)
@@ -196,11 +203,15 @@ RECORDING = (
         (("strategy=fsdp", "callbacks=ema"), 2, ConfigError, "callbacks.ema keeps a whole copy of the model"),
         (
             ("strategy=fsdp", "strategy.mp_policy.param_dtype=fp16"),
-            *(2, ConfigError, "fp16 can't go with trainer.precision=32-true"),
+            2,
+            ConfigError,
+            "fp16 can't go with trainer.precision=32-true",
         ),
         (
             ("strategy=ddp", "trainer.precision=16-mixed", "strategy.comm_hook=powersgd"),
-            *(2, ConfigError, "Use trainer.precision=bf16-mixed"),
+            2,
+            ConfigError,
+            "Use trainer.precision=bf16-mixed",
         ),
         (("strategy=local_sgd", "trainer.precision=16-mixed"), 2, ConfigError, "Under strategy=local_sgd each process"),
         (("strategy=local_sgd", RECORDING), 2, ConfigError, "job=parity compares what each process has"),

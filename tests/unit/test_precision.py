@@ -40,7 +40,8 @@ def test_batches_keep_their_form_and_only_floats_change():
 def test_channels_last_changes_where_numbers_lie_and_not_what_they_are(own_state, precision):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))
-    image_BCHW, wide_BCHW = torch.randn(4, 1, 8, 8), torch.randn(4, 3, 5, 5)
+    image_BCHW = torch.randn(4, 1, 8, 8)
+    wide_BCHW = torch.randn(4, 3, 5, 5)
     plain = PrecisionPlugin(precision, device=CPU)
     plugin = PrecisionPlugin(precision, device=CPU, channels_last=True)
     expected = plain.convert_model(model)(plain.convert_batch(image_BCHW))

@@ -96,7 +96,8 @@ def test_the_first_difference_is_found(tmp_path: Path, disturb: Any, step: int, 
 
 
 def test_missing_steps_ranks_and_records(tmp_path: Path) -> None:
-    one, other = record(tmp_path / "one"), record(tmp_path / "other", steps=3)
+    one = record(tmp_path / "one")
+    other = record(tmp_path / "other", steps=3)
     found = compare(one, other)
     assert found is not None
     assert (found.step, found.what) == (4, "that there is such a step")

@@ -53,7 +53,9 @@ RESUMED = pytest.mark.parametrize(("attempt", "resume"), [(1, None), (0, ".")], 
 def test_ranks_that_see_another_disk_than_the_first_refuse(
     rank_pool: Any, tmp_path: Path, attempt: int, resume: str | None
 ) -> None:
-    shared, own, empty = disk(tmp_path / "shared", 8), disk(tmp_path / "own", 4), disk(tmp_path / "empty")
+    shared = disk(tmp_path / "shared", 8)
+    own = disk(tmp_path / "own", 4)
+    empty = disk(tmp_path / "empty")
     for disks, refuse in (
         ([shared, shared, empty], [False, False, True]),
         ([own, shared, shared], [False, True, True]),

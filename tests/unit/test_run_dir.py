@@ -116,7 +116,8 @@ def test_content_is_on_the_disk_before_it_has_its_name_and_a_failure_leaves_the_
 ) -> None:
     path = tmp_path / "some.json"
     write_atomically(path, "old")
-    fsync, flushed = os.fsync, []
+    fsync = os.fsync
+    flushed = []
 
     def noted(descriptor: int) -> None:
         assert path.read_text() == "old"

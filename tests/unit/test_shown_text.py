@@ -134,5 +134,10 @@ def test_what_was_typed_is_masked() -> None:
     assert masked_override("model.token=${oc.env:TOKEN}") == "model.token=${oc.env:TOKEN}"
     assert masked_override("optimizer.lr=0.1") == "optimizer.lr=0.1"
     assert masked_arguments(["a.py", "--api-key", "abc", "--token=abc", "-n", "3"]) == [
-        *("a.py", "--api-key", "***", "--token=***", "-n", "3"),
+        "a.py",
+        "--api-key",
+        "***",
+        "--token=***",
+        "-n",
+        "3",
     ]

@@ -153,7 +153,8 @@ def test_the_median_is_of_the_others(own: list[float]) -> None:
 
 PLACES = ("data", "forward", "backward", "callbacks")
 """Where a rank may be slow."""
-EVERY, LOGS = 4, 7
+EVERY = 4
+LOGS = 7
 """The first log isn't judged. Each of the others is, by itself."""
 Slow = dict[str, dict[int, float]]
 """Place → rank → seconds more of each step."""
@@ -183,8 +184,10 @@ class Meeting(Strategy):
     """A strategy in whose exchanges of gradients, and of buffers before a forward, clocks meet."""
 
     def __init__(self, strategy: Strategy, clock: WorkClock) -> None:
-        self._strategy, self._clock = strategy, clock
-        self.unwrap, self.observe_waiting = strategy.unwrap, strategy.observe_waiting  # type: ignore[method-assign]
+        self._strategy = strategy
+        self._clock = clock
+        self.unwrap = strategy.unwrap  # type: ignore[method-assign]
+        self.observe_waiting = strategy.observe_waiting  # type: ignore[method-assign]
 
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = self._strategy.wrap(model)
@@ -212,7 +215,9 @@ class Working(nn.Module):
     def __init__(self, clock: WorkClock) -> None:
         super().__init__()
         self.clock = clock
-        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.clock.work("forward")
@@ -226,7 +231,9 @@ class Worked:
     """As a dataset one that takes time for each batch, as a callback for each step."""
 
     def __init__(self, clock: WorkClock, size: int = 0) -> None:
-        self.clock, self.data, self.asked = clock, samples(size), 0
+        self.clock = clock
+        self.data = samples(size)
+        self.asked = 0
 
     def __len__(self) -> int:
         return len(self.data)
@@ -252,7 +259,9 @@ class Texts(Numbers):
 
 def found(context: Context, strategy: Any, slow: Slow) -> tuple[list[tuple[int, str]], dict[str, float], list[Any]]:
     """Who is named after a training, the last values logged, and what the logger was given as text."""
-    clock, numbers, steps = WorkClock(slow, context.rank), Texts(), EVERY * LOGS
+    clock = WorkClock(slow, context.rank)
+    numbers = Texts()
+    steps = EVERY * LOGS
     data: Any = Worked(clock, steps * BATCH * context.world_size)
     torch.manual_seed(0)
     with mock.patch.object(slow_ranks, "STRETCH_S", 0.0):  # every log is judged by itself

@@ -15,7 +15,8 @@ FAKES = "tests.unit.fake_targets"
 LR = "torch.optim.lr_scheduler"
 # What the framework passes.
 PLAIN: dict[str, Any] = {}
-MODEL, OPTIMIZER = {"supplied": ("devices",)}, {"positional": 1}
+MODEL = {"supplied": ("devices",)}
+OPTIMIZER = {"positional": 1}
 SCHEDULE = {**OPTIMIZER, "supplied": ("total_steps",)}
 
 

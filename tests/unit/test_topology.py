@@ -75,8 +75,14 @@ def _possible(procs: int | None, span: int | None, least: int, gpus: int) -> boo
     """By search over all answers instead of by rules."""
     if gpus == 0:
         return span is None or span >= least
-    spans = [span] if span else [least] if procs is None else range(1, gpus + 1)
-    return any(n >= least and procs in (None, p) and p * n == gpus for p in range(1, gpus + 1) for n in spans)
+    if span is not None:
+        spans = [span]
+    elif procs is None:
+        spans = [least]
+    else:
+        spans = list(range(1, gpus + 1))
+    numbers = [procs] if procs is not None else range(1, gpus + 1)
+    return any(number * size == gpus for number in numbers for size in spans if size >= least)
 
 
 @given(nnodes=st.integers(1, 5), procs=st.integers(1, 9), gpus=st.sampled_from([0, 1, 2]))

@@ -127,7 +127,8 @@ def by_value(parameters: Any) -> None:
     nn.utils.clip_grad_value_(parameters, 0.1)
 
 
-STEP, EPOCH = {"interval": "step"}, {"interval": "epoch"}
+STEP = {"interval": "step"}
+EPOCH = {"interval": "epoch"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "3 batches": ({"accumulate_grad_batches": 3}, {}, {"accumulate": 3}),
@@ -151,7 +152,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_training_equals_a_plain_loop_bit_for_bit(case: str) -> None:
     """The weights, and what is logged of each step: the norm of the gradients before clipping, and the rate used."""
     changes, parts, options = CASES[case]
-    plain, numbers = PlainLoop(**options), Numbers()
+    plain = PlainLoop(**options)
+    numbers = Numbers()
     trainer = make_trainer(
         settings(**changes), optimizer=lambda p: SGD(p, lr=0.05, momentum=0.9), loggers={"numbers": numbers}, **parts
     )
@@ -202,7 +204,8 @@ def test_it_logs_every_n_steps_and_what_is_left_at_the_end() -> None:
     model = linear()
     errors = [(model(inputs).squeeze(1) - targets).square().detach() for inputs, targets in batches]
     for every, logged in ((4, [4, 8, 10]), (5, [5, 10]), (100, [10])):
-        numbers, how = Numbers(), settings(log_every_n_steps=every, max_steps=10)
+        numbers = Numbers()
+        how = settings(log_every_n_steps=every, max_steps=10)
         make_trainer(how, loggers={"numbers": numbers}, optimizer=still).fit()
         assert numbers.of("train") == [(step, (step - 1) // STEPS_PER_EPOCH) for step in logged]
         for begin, end in zip([0, *logged], logged, strict=False):
@@ -230,7 +233,8 @@ class Slow(Squares):
 def test_throughput_leaves_out_evaluation_and_saving(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every: int
 ) -> None:
-    clock, numbers = Slow(), Numbers()
+    clock = Slow()
+    numbers = Numbers()
     for module in (trainer_module, step_times):
         monkeypatch.setattr(module, "time", clock)
     how = settings(log_every_n_steps=every, max_epochs=1, val_check_interval=4)
@@ -392,9 +396,21 @@ def test_the_rank_status_shows_each_phase(tmp_path: Path) -> None:
     make_trainer(how, val=samples(7), checkpoints=manager(tmp_path), watched=link(marks)).fit()
     micro_batches = ["forward", "backward", "data"] * 2
     assert marks.seen == [
-        *("data", *micro_batches, "optimizer", 1, "logging"),
-        *("data", *micro_batches, "optimizer", 2, "logging", "evaluate", "data"),
-        *("checkpoint", "logging", "checkpoint"),  # what is left at the end, and until that is written
+        "data",
+        *micro_batches,
+        "optimizer",
+        1,
+        "logging",
+        "data",
+        *micro_batches,
+        "optimizer",
+        2,
+        "logging",
+        "evaluate",
+        "data",
+        "checkpoint",
+        "logging",
+        "checkpoint",  # what is left at the end, and until that is written
     ]
 
 

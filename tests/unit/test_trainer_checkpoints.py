@@ -84,7 +84,8 @@ def test_a_checkpoint_by_the_clock_comes_with_a_log(tmp_path: Path, monkeypatch:
 
 
 def test_what_is_logged_does_not_depend_on_when_it_is_saved(tmp_path: Path) -> None:
-    numbers, plain = Numbers(), Numbers()
+    numbers = Numbers()
+    plain = Numbers()
     how = settings(log_every_n_steps=5, max_steps=12)
     make_trainer(how, loggers={"numbers": plain}).fit()
     make_trainer(how, loggers={"numbers": numbers}, checkpoints=manager(tmp_path, every_n_steps=3)).fit()
@@ -149,7 +150,8 @@ def test_a_model_that_changes_its_weights_in_forward_is_saved_correctly(tmp_path
         make_trainer(settings(max_steps=6), model=Drifting(), checkpoints=keep).fit()
         keep.close()
 
-    beside, waiting = tmp_path / "beside", tmp_path / "waiting"
+    beside = tmp_path / "beside"
+    waiting = tmp_path / "waiting"
     train(waiting, asynchronous=False)
     train(beside, asynchronous=True)
     assert saved_steps(beside) == [2, 4, 6]
@@ -227,7 +229,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
             checkpoints=manager(folder),
         )
 
-    one, parts = Numbers(), Numbers()
+    one = Numbers()
+    parts = Numbers()
     whole = make(tmp_path / "whole", max_steps=9, numbers=one)
     torch.manual_seed(5)
     whole.fit()
@@ -251,7 +254,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
 def test_a_callback_that_is_new_in_a_resumed_run_gets_no_state() -> None:
     trainer = make_trainer(settings(max_steps=4), callbacks={"old": Recorder()})
     trainer.fit()
-    new, old = Recorder(), Recorder()
+    new = Recorder()
+    old = Recorder()
     again = make_trainer(callbacks={"new": new, "old": old})
     again.load_state_dict(trainer.state.state_dict()["training"])
     assert (new.calls, old.calls) == ([], [("load_state_dict", {"steps": 4})])

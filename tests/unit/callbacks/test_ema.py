@@ -82,7 +82,8 @@ def test_buffers_may_stay_the_models_own() -> None:
     model = new_model()
     callback = start(EMAWeightAveraging(decay=0.9, use_buffers=False), model)
     train(callback, model, range(1, 4))
-    own, average = copy_of(model), evaluated(callback, model)
+    own = copy_of(model)
+    average = evaluated(callback, model)
     buffers = {name for name, _ in model.named_buffers()}
     assert {name for name in own if torch.equal(own[name], average[name])} == buffers
 
@@ -97,7 +98,8 @@ def test_after_an_evaluation_the_training_weights_are_the_same_bits_in_the_same_
     train(callback, model, range(1, 4))
     with torch.no_grad():
         model[0].weight[0, :2] = torch.tensor([float("nan"), -0.0])  # type: ignore[index]
-    before, addresses = bits(model), [tensor.data_ptr() for tensor in model.state_dict().values()]
+    before = bits(model)
+    addresses = [tensor.data_ptr() for tensor in model.state_dict().values()]
     average = evaluated(callback, model)
     with pytest.raises(ZeroDivisionError), callback.evaluation_weights(model):
         raise ZeroDivisionError

@@ -82,7 +82,8 @@ def test_retention_is_as_a_simple_model_says(
     """
     sign = 1 if mode == "min" else -1
     with tempfile.TemporaryDirectory() as name:
-        folder, step = Path(name), 1
+        folder = Path(name)
+        step = 1
         known: dict[int, float | None] = {}
         best: int | None = None
         how: dict[str, Any] = {"save_top_k": save_top_k, "save_last_k": save_last_k, "mode": mode, "monitor": monitor}
@@ -215,7 +216,8 @@ def test_each_checkpoint_holds_the_weights_of_its_own_step(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 def test_a_copy_made_beside_training_is_equal_and_shares_memory_as_the_state_does(tmp_path: Path) -> None:
-    whole, large = torch.arange(10.0), torch.rand(300, 301)
+    whole = torch.arange(10.0)
+    large = torch.rand(300, 301)
     plain = [1, 2.5, "three", None, (True, b"4"), {5, 6}, OrderedDict(a=torch.ones(2, 2))]
     tensors = [torch.zeros(0), torch.ones(3, dtype=torch.bfloat16), large.t(), torch.tensor([1 + 2j]).conj()]
     state = {

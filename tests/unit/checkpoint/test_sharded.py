@@ -36,7 +36,8 @@ from tests.helpers.contexts import cpu_context
 from tests.helpers.exact import tree_differences
 
 pytestmark = pytest.mark.usefixtures("group", "own_state")
-INDEX, SHARD = "sharded/.metadata", "sharded/__0_0.distcp"
+INDEX = "sharded/.metadata"
+SHARD = "sharded/__0_0.distcp"
 
 
 @pytest.fixture
@@ -203,7 +204,8 @@ class Evil:
     """Calls something where it is unpickled."""
 
     def __init__(self, call: Any, *arguments: Any) -> None:
-        self.call, self.arguments = call, arguments
+        self.call = call
+        self.arguments = arguments
 
     def __reduce__(self) -> Any:
         return self.call, self.arguments
@@ -296,7 +298,8 @@ def test_python_objects_in_a_shard_are_refused(tmp_path: Path, monkeypatch: pyte
     evil = io.BytesIO()
     torch.save(Evil(os.mkdir, "ran"), evil)
     for place in index.storage_data.values():
-        place.offset, place.length = 0, len(evil.getvalue())
+        place.offset = 0
+        place.length = len(evil.getvalue())
     forge(directory, index=pickle.dumps(index), shard=evil.getvalue())
     with pytest.raises(CheckpointError, match=r"A shard of .* holds Python objects"):
         load(directory, map_location="cpu", parts=["model"])

@@ -144,7 +144,8 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> No
 
 def test_everything_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync = os.fsync
+    rename = Path.rename
 
     def noted_fsync(descriptor: int) -> None:
         events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
@@ -167,7 +168,8 @@ def test_everything_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypat
 def test_a_file_system_that_lacks_something_is_written_to_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
 ) -> None:
-    real_open, fsync = os.open, os.fsync
+    real_open = os.open
+    fsync = os.fsync
 
     def refusing_open(path: str, flags: int, *rest: int) -> int:
         if flags & getattr(os, "O_DIRECT", 0):

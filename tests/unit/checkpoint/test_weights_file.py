@@ -35,7 +35,8 @@ class Body(nn.Sequential):
 
 def values(model: nn.Module, *, seed: int = 1) -> dict[str, Tensor]:
     """Other ones than the model has, the same for tied names."""
-    generator, made = torch.Generator().manual_seed(seed), dict[int, Tensor]()
+    generator = torch.Generator().manual_seed(seed)
+    made = dict[int, Tensor]()
     return {
         name: made.setdefault(tensor.data_ptr(), torch.rand(tensor.shape, generator=generator).to(tensor.dtype))
         for name, tensor in model.state_dict().items()
@@ -219,7 +220,8 @@ def test_what_is_tied_to_a_skipped_name_is_skipped() -> None:
 def parted(context: Context, kind: str) -> tuple[Loaded, dict[str, Tensor], list[str]]:
     """A model of which each rank has a part; the errors of what doesn't fit."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
-    others, state = values(model, seed=2), values(model) | {"9.bias": torch.ones(1)}
+    others = values(model, seed=2)
+    state = values(model) | {"9.bias": torch.ones(1)}
     if kind == "fsdp":
         wrapped = FSDP(context=context).wrap(model)
     else:

@@ -109,17 +109,26 @@ def test_typed_overrides_replace_saved_ones(saved: list[str], typed: list[str], 
 
 def test_only_what_was_typed_changes_the_saved_configuration() -> None:
     saved = {
-        **{"seed": 1, "trainer": {"gpus": 1, "max_epochs": 2}, "optimizer": {"lr": 1, "momentum": 2}},
-        **{"logger": {"a": 1}, "o": {"betas": [1, 2], "x": 1}},
+        "seed": 1,
+        "trainer": {"gpus": 1, "max_epochs": 2},
+        "optimizer": {"lr": 1, "momentum": 2},
+        "logger": {"a": 1},
+        "o": {"betas": [1, 2], "x": 1},
     }
     before = {
-        **{"seed": 9, "trainer": {"gpus": 9, "max_epochs": 5}, "optimizer": {"lr": 1, "momentum": 2}},
-        **{"logger": {"a": 1}, "o": {"betas": [1, 2], "x": 2}},
+        "seed": 9,
+        "trainer": {"gpus": 9, "max_epochs": 5},
+        "optimizer": {"lr": 1, "momentum": 2},
+        "logger": {"a": 1},
+        "o": {"betas": [1, 2], "x": 2},
     }
     after = {**before, "optimizer": {"lr": 9, "new": [0]}, "logger": {}, "o": {"betas": [1, 3], "x": 2}}
     typed = ["trainer.max_epochs=5", "optimizer=adam", "~logger.a", "o.betas.1=3"]
     assert apply_typed(saved, before=before, after=after, typed=typed) == {
-        **{"seed": 1, "trainer": {"gpus": 1, "max_epochs": 5}, "optimizer": {"lr": 9, "new": [0]}},
-        **{"logger": {}, "o": {"betas": [1, 3], "x": 1}},  # a part of a list takes the whole list
+        "seed": 1,
+        "trainer": {"gpus": 1, "max_epochs": 5},
+        "optimizer": {"lr": 9, "new": [0]},
+        "logger": {},
+        "o": {"betas": [1, 3], "x": 1},  # a part of a list takes the whole list
     }
     assert saved["trainer"] == {"gpus": 1, "max_epochs": 2}

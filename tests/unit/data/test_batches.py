@@ -27,7 +27,9 @@ from framework.optim.precision import PrecisionPlugin
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
-CPU, META, GPU = torch.device("cpu"), torch.device("meta"), torch.device("cuda:0")
+CPU = torch.device("cpu")
+META = torch.device("meta")
+GPU = torch.device("cuda:0")
 X = torch.zeros(3)
 
 
@@ -80,7 +82,8 @@ class Moves:
     """Like the graphs of PyG and the images of detectors."""
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.options = x, list[Any]()
+        self.x = x
+        self.options = list[Any]()
 
     def to(self, device: torch.device, **options: Any) -> Moves:
         moved = type(self)(self.x.to(device))
@@ -179,7 +182,8 @@ def test_objects_are_asked_not_to_wait() -> None:
 
 
 def test_what_cannot_be_moved_stays_as_it_is() -> None:
-    now, other = datetime.datetime.now(tz=datetime.timezone.utc), Other()
+    now = datetime.datetime.now(tz=datetime.timezone.utc)
+    other = Other()
     batch = ["text", b"bytes", 1, None, now, other, Length(), Moves, Plain, torch.float32]
     assert to_device(batch, META) == batch
     assert other.x.device == CPU

@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 SIZE = 12
 # torch's DataLoader sets a handler for SIGCHLD when it first starts workers.
 pytestmark = pytest.mark.usefixtures("own_state")
-IN_PROCESS, ONE_WORKER, TWO_WORKERS = Options(num_workers=0), Options(num_workers=1), Options(num_workers=2)
+IN_PROCESS = Options(num_workers=0)
+ONE_WORKER = Options(num_workers=1)
+TWO_WORKERS = Options(num_workers=2)
 
 
 class Repeating:

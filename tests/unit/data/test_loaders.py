@@ -27,14 +27,17 @@ from framework.data.prefetch import prefetch, to_device
 from framework.errors import DataError, RunError
 from tests.helpers.loaders import eval_loader
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
+META = torch.device("meta")
 # torch's DataLoader sets a handler for SIGCHLD when it first starts workers.
 pytestmark = pytest.mark.usefixtures("own_state")
 
 SIZE = 200
-X, LABEL = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(0)), torch.arange(SIZE)
+X = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(0))
+LABEL = torch.arange(SIZE)
 TENSORS = TensorDataset(X, LABEL)
-IN_PROCESS, WORKERS = Options("dataloader", 0), Options("dataloader", 1)
+IN_PROCESS = Options("dataloader", 0)
+WORKERS = Options("dataloader", 1)
 RESIDENT = Options("resident")
 
 
@@ -42,7 +45,8 @@ class Made(Dataset[Any]):
     """Samples that a function makes of the index."""
 
     def __init__(self, make: Callable[[int], Any], size: int = SIZE) -> None:
-        self.make, self.size = make, size
+        self.make = make
+        self.size = size
 
     def __len__(self) -> int:
         return self.size
@@ -69,7 +73,8 @@ def make_eval(dataset: Any, **kwargs: Any) -> EvalLoader:
 
 
 def assert_same_batch(given: Any, wanted: Any) -> None:
-    (mine, spec), (others, wanted_spec) = tree_flatten(given), tree_flatten(wanted)
+    (mine, spec) = tree_flatten(given)
+    (others, wanted_spec) = tree_flatten(wanted)
     assert spec == wanted_spec
     for one, other in zip(mine, others, strict=True):
         assert one.dtype == other.dtype
@@ -107,7 +112,8 @@ WAYS: dict[str, tuple[Any, Options]] = {
 }
 
 
-ALONE, TOGETHER = (1, 1, 2), (3, 2, 3)
+ALONE = (1, 1, 2)
+TOGETHER = (3, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +121,10 @@ ALONE, TOGETHER = (1, 1, 2), (3, 2, 3)
 )
 def test_batches_are_those_of_a_plain_loop(way: str, plan: tuple[int, int, int]) -> None:
     """Every sample once per epoch in the global order; also from a cursor, and after an epoch that was left early."""
-    (dataset, loading), (world_size, accumulate, batch_size) = WAYS[way], plan
-    size, global_batch = len(dataset), world_size * accumulate * batch_size
+    (dataset, loading) = WAYS[way]
+    (world_size, accumulate, batch_size) = plan
+    size = len(dataset)
+    global_batch = world_size * accumulate * batch_size
     how = {"world_size": world_size, "accumulate": accumulate, "batch_size": batch_size, "options": loading}
     loaders = [make_train(dataset, rank=rank, **how) for rank in range(world_size)]
     try:

@@ -18,10 +18,12 @@ from framework.errors import DataError
 from framework.system.hardware import available_memory
 from tests.helpers.loaders import eval_loader
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
+META = torch.device("meta")
 RESIDENT: LoaderKind = "resident"
 DATALOADER: LoaderKind = "dataloader"
-X, LABEL = torch.arange(40.0).view(10, 4), torch.arange(10)
+X = torch.arange(40.0).view(10, 4)
+LABEL = torch.arange(10)
 TENSORS = TensorDataset(torch.zeros(10, 100))
 JOINED: Any = ConcatDataset([TENSORS, TENSORS])
 GENERATOR = torch.Generator()
@@ -31,7 +33,8 @@ class Made(Dataset[Any]):
     """Samples that a function makes of the index."""
 
     def __init__(self, make: Any, size: int = 10) -> None:
-        self.make, self.size = make, size
+        self.make = make
+        self.size = size
 
     def __len__(self) -> int:
         return self.size
@@ -97,7 +100,9 @@ class Device:
     """A device module: all of a device is free, but for what this process has taken."""
 
     def __init__(self, free: int, kept: int = 0) -> None:
-        self.free, self.kept, self.taken = free, kept, 0
+        self.free = free
+        self.kept = kept
+        self.taken = 0
 
     def mem_get_info(self, _: Any) -> tuple[int, int]:
         return self.free - self.memory_reserved(_), self.free
@@ -230,7 +235,8 @@ def test_a_sample_is_its_row_transformed():
 def test_a_single_sample_draws_from_torchs_generator(own_state):
     samples = TensorSamples(X, transform=lambda b, draws: [b[0] + draws.uniform(4)])
     torch.manual_seed(1)
-    first, second = samples[0][0], samples[0][0]
+    first = samples[0][0]
+    second = samples[0][0]
     assert not torch.equal(first, second)
     torch.manual_seed(1)
     assert torch.equal(samples[0][0], first)

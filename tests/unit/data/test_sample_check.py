@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 SIZE = 12
 # torch's DataLoader sets a handler for SIGCHLD when it first starts workers.
 pytestmark = pytest.mark.usefixtures("own_state")
-IN_PROCESS, ONE_WORKER = Options(num_workers=0), Options(num_workers=1)
+IN_PROCESS = Options(num_workers=0)
+ONE_WORKER = Options(num_workers=1)
 
 
 class Made(Dataset[Any]):

@@ -110,7 +110,8 @@ def test_samples_of_a_ranks_own_make_micro_batches_that_are_not_empty(data, plan
 
 @pytest.mark.parametrize("start", [-1, 10, 11])
 def test_a_cursor_outside_the_epoch_is_refused(start):
-    order, plan = GlobalOrder(100, seed=0, shuffle=True), BatchPlan(5, 1, 1)
+    order = GlobalOrder(100, seed=0, shuffle=True)
+    plan = BatchPlan(5, 1, 1)
     with pytest.raises(DataError, match=rf"sample {start} of an epoch of 10 samples(.|\n)*limit_train_batches"):
         epoch_indices(order, plan, epoch=0, start=start, limit=2)
 

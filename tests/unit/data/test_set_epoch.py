@@ -46,7 +46,8 @@ class Samples(Noting, Dataset[Tensor]):
 
     def __init__(self, size: int = SIZE) -> None:
         super().__init__()
-        self.size, self.transforms = size, [Noting()]
+        self.size = size
+        self.transforms = [Noting()]
 
     def __len__(self) -> int:
         return self.size
@@ -93,7 +94,8 @@ def rows(loading: MapLoader, epoch: int, start: int = 0) -> set[tuple[float, ...
 
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)
 def test_every_object_is_told_once_before_the_first_batch_of_an_epoch(options: Options) -> None:
-    dataset, collate = Samples(), Stack()
+    dataset = Samples()
+    collate = Stack()
     whole: Any = ConcatDataset([Subset(dataset, range(4)), Subset(dataset, range(4, SIZE))])
     own = Options(options.kind, options.num_workers, collate_fn=collate)
     order = Order(dataset)

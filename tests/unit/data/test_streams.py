@@ -64,20 +64,24 @@ def targets(window: Any) -> list[list[float]]:
 
 def read(context: Context, cases: Sequence[Case]) -> list[Any]:
     """Of each case: windows of epoch 1, the same from a resumed loader, then epoch 2 of both, and of an evaluation."""
-    exchange, found = opened(context), []
+    exchange = opened(context)
+    found = []
     for case in cases:
         kind = Stateful if case.is_stateful else Parts
 
         def loader(kind: Any = kind, case: Case = case) -> Any:
             return make_loader(kind(case.lengths), context, exchange=exchange, **case.loader)
 
-        windows, states, taken = [], [None], [0]
+        windows = []
+        states = [None]
+        taken = [0]
         straight = loader()
         for window in straight.epoch(1):
             windows.append((targets(window), window.global_count, window.epoch_end, window.first_rank))
             states.append(straight.state_dict())
             taken.append(taken[-1] + window.global_count)
-        resumed, after = loader(), case.resume_after % len(windows)
+        resumed = loader()
+        after = case.resume_after % len(windows)
         every: list[Any] = [None] * context.world_size
         dist.all_gather_object(every, states[after])
         if after:
@@ -121,8 +125,10 @@ def test_every_sample_is_taken_once_in_as_many_steps_on_every_rank(rank_pool: Ra
     """In training and evaluation, of a shared stream and of shards of any lengths; resumed after any step."""
     by_rank = rank_pool.run(read, CASES, ranks=3)
     for case, *found in zip(CASES, *by_rank, strict=True):
-        runs, evaluations = [windows for windows, _ in found], [evaluated for _, evaluated in found]
-        parts, global_batch = parts_of(case.lengths, 1), 3 * case.batch_size * case.accumulate
+        runs = [windows for windows, _ in found]
+        evaluations = [evaluated for _, evaluated in found]
+        parts = parts_of(case.lengths, 1)
+        global_batch = 3 * case.batch_size * case.accumulate
         steps = list(zip(*runs, strict=True))
         for number, step in enumerate(steps):
             taken = flat([window[0] for window in step])
@@ -196,7 +202,8 @@ def test_an_epoch_ends_with_the_last_stream_or_with_the_first(rank_pool: RankPoo
 
 def resume(context: Context, then: Case, now: Case, states: list[Any] | None, samples: int) -> Any:
     """Resume at `samples` from these states, by default those of all ranks after as many; return windows and states."""
-    exchange, own = opened(context), []
+    exchange = opened(context)
+    own = []
     if states is None:
         before = make_loader(Stateful(then.lengths), context, exchange=exchange, **then.loader)
         taken = 0
@@ -273,7 +280,8 @@ DIFFERENT: list[dict[str, Any]] = [
 
 
 def compared(context: Context, changes: list[dict[str, Any]]) -> list[str]:
-    exchange, ends = opened(context), []
+    exchange = opened(context)
+    ends = []
     for dataset in (*(Differs(context.rank, each) for each in changes), Parts([9, 12], only=context.rank)):
         try:
             list(make_loader(dataset, context, exchange=exchange).epoch(0))
@@ -428,7 +436,8 @@ class Staged(Strategy):
     num_stages = 2
 
 
-STREAM, BESIDE = Datasets(Parts([3]), val=samples(4)), Datasets(samples(4), val=Parts([3]))
+STREAM = Datasets(Parts([3]), val=samples(4))
+BESIDE = Datasets(samples(4), val=Parts([3]))
 JOIN = {"stream": "join"}
 
 

@@ -105,9 +105,12 @@ def test_an_affine_transform_is_that_of_affine_grid(shape, indices):
     _, height, width = shape
     for index, image, found in zip(indices, batch, given, strict=True):
         turn, right, down, growth = (2 * draws([index]).uniform(4)[0].double() - 1).tolist()
-        angle, factor = math.radians(30) * turn, 0.8 + 0.5 * (growth + 1) / 2
-        cos, sin = math.cos(angle) / factor, math.sin(angle) / factor
-        x, y = 0.2 * right * width, 0.1 * down * height
+        angle = math.radians(30) * turn
+        factor = 0.8 + 0.5 * (growth + 1) / 2
+        cos = math.cos(angle) / factor
+        sin = math.sin(angle) / factor
+        x = 0.2 * right * width
+        y = 0.1 * down * height
         # In pixels around the centre; `affine_grid` counts in halves of the image.
         matrix = [
             [cos, sin * height / width, (-cos * x - sin * y) * 2 / width],
@@ -137,7 +140,8 @@ def test_an_image_is_changed_the_same_in_a_batch_of_any_size(is_bytes):
 
 
 def test_bytes_are_scaled_and_normalised_bit_for_bit_as_one_by_one():
-    batch, own = images([1, 2], (3, 28, 28), is_bytes=True), draws([1, 2])
+    batch = images([1, 2], (3, 28, 28), is_bytes=True)
+    own = draws([1, 2])
     assert torch.equal(transforms.Scale()(batch, own), batch.float().div_(255))
     plain = batch.float().div_(255).sub_(0.1307).div_(0.3081)
     assert torch.equal(transforms.Normalize(0.1307, 0.3081)(batch, own), plain)
@@ -153,7 +157,8 @@ def test_bytes_are_scaled_and_normalised_bit_for_bit_as_one_by_one():
 
 
 def test_each_tensor_has_its_own_transform():
-    batch, label = images([1, 2], (1, 4, 4), is_bytes=True), torch.tensor([3, 4])
+    batch = images([1, 2], (1, 4, 4), is_bytes=True)
+    label = torch.tensor([3, 4])
     scaled, same = transforms.Each(transforms.Scale())([batch, label], draws([1, 2]))
     assert scaled.dtype == torch.float32
     assert same is label

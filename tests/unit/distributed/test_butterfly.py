@@ -41,20 +41,25 @@ def layouts(values: Tensor) -> list[Tensor]:
 def reduce_everything(context: Context) -> int:
     """Sums of small whole numbers are exact in every type, so their means must be the same bits."""
     draw = torch.Generator().manual_seed(context.rank)
-    cases, results = 0, []
+    cases = 0
+    results = []
     for size in SIZES:
         for dtype in TYPES if size < 100 else (torch.float32,):
             for layout in range(3):
                 whole = torch.randint(-8, 9, (size,), generator=draw).to(dtype)
-                mine, around = layouts(whole)[layout], torch.randn(size, generator=draw).to(dtype)
-                expected, strides = mine.clone(), mine.stride()
+                mine = layouts(whole)[layout]
+                around = torch.randn(size, generator=draw).to(dtype)
+                expected = mine.clone()
+                strides = mine.stride()
                 dist.all_reduce(expected)
                 (torch.view_as_real(expected) if dtype.is_complex else expected).div_(context.world_size)
                 butterfly_all_reduce_mean(mine)
                 assert mine.stride() == strides
                 assert torch.equal(mine, expected), (size, dtype, layout)
                 # A part of a larger tensor: what lies beside it stays.
-                part, outside, before = layouts(around)[layout], torch.ones(size, dtype=torch.bool), around.clone()
+                part = layouts(around)[layout]
+                outside = torch.ones(size, dtype=torch.bool)
+                before = around.clone()
                 layouts(outside)[layout].fill_(False)
                 mean = part.to(torch.complex128 if part.is_complex() else torch.float64, copy=True)
                 dist.all_reduce(mean)

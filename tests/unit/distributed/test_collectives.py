@@ -28,7 +28,8 @@ from tests.helpers.rank_pool import RankPool
 
 
 def test_one_rank_exchanges_nothing_and_needs_no_group() -> None:
-    context, values = cpu_context(), torch.tensor([2.0, 3.0])
+    context = cpu_context()
+    values = torch.tensor([2.0, 3.0])
     assert not dist.is_initialized()
     assert sum_over_ranks(values, context) is values
     assert values.tolist() == [2.0, 3.0]
@@ -44,7 +45,8 @@ def test_one_rank_exchanges_nothing_and_needs_no_group() -> None:
 
 
 def every_collective(context: Context, folder: str) -> None:
-    world, mine = context.world_size, context.rank
+    world = context.world_size
+    mine = context.rank
     given = torch.tensor([float(mine), 1.0, 0.5], dtype=torch.float64)
     assert sum_over_ranks(given, context) is given
     assert given.tolist() == [world * (world - 1) / 2, float(world), world / 2]
@@ -66,7 +68,8 @@ def every_collective(context: Context, folder: str) -> None:
 
     exchange = SideChannel(context, timeout_s=60.0)
     exchange.open()
-    first, second = exchange.gather([float(mine), 0.5]), exchange.gather([-1.0 * mine])
+    first = exchange.gather([float(mine), 0.5])
+    second = exchange.gather([-1.0 * mine])
     assert second() == [[-1.0 * other] for other in range(world)]
     assert first() == [[float(other), 0.5] for other in range(world)]
     assert [exchange.broadcast({"of": mine}, source=source) for source in range(world)] == [

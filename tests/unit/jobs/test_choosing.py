@@ -18,8 +18,12 @@ from tests.unit.config.raw import raw_config
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
-    **{"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-    **{"MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
 }
 NODES = {"topology.nnodes": 2, "topology.rdzv_endpoint": "node0:29400", "trainer.gpus": 0}
 

@@ -80,7 +80,9 @@ def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
     changes = {
         "callbacks": {"mine": {"_target_": "recipes.some.Callback"}},
         "strategy": {"_target_": "framework.strategies.FSDP", "mp_policy": {"param_dtype": "bf16"}},
-        **{"trainer.max_steps": 1000, "trainer.fast_dev_run": True, "checkpoint.monitor": "val/loss"},
+        "trainer.max_steps": 1000,
+        "trainer.fast_dev_run": True,
+        "checkpoint.monitor": "val/loss",
     }
     asked = request(changes | {"launcher.max_restarts": 3})
     before = repr(asked.raw)
@@ -105,8 +107,16 @@ pytestmark = pytest.mark.usefixtures("own_state")  # importing rich draws a rand
 
 WORST = {"name": "fc.weight", "rank": 2, "difference": 0.4, "allowed": 2e-5, "rounding": 3e-6}
 LAYER = {
-    **{"name": "norm", "type": "BatchNorm1d", "kind": "output", "inside": "", "drew": False},
-    **{"before": None, "rank": 0, "difference": 0.31, "allowed": 2e-5, "rounding": 3e-6},
+    "name": "norm",
+    "type": "BatchNorm1d",
+    "kind": "output",
+    "inside": "",
+    "drew": False,
+    "before": None,
+    "rank": 0,
+    "difference": 0.31,
+    "allowed": 2e-5,
+    "rounding": 3e-6,
 }
 
 

@@ -38,8 +38,6 @@ def test_what_was_found_takes_the_place_of_what_was_typed(typed: str, found: dic
 
 
 def test_the_command_is_for_what_started_this_one() -> None:
-    typed, expected = (
-        ["recipe=toy", "optimizer.lr=3"],
-        "torchrun --standalone --nproc-per-node=2 -m framework recipe=toy",
-    )
+    typed = ["recipe=toy", "optimizer.lr=3"]
+    expected = "torchrun --standalone --nproc-per-node=2 -m framework recipe=toy"
     assert given_command(typed, {"optimizer.lr": 0.5}, starter="torchrun") == f"{expected} optimizer.lr=0.5"

@@ -53,7 +53,8 @@ def told(at: int | RankState, **changes: Any) -> dict[str, Any]:
     """What is stated of one rank; one that is said to have ended isn't alive."""
     if isinstance(at, int):
         at = state(at, alive=changes.get("exit") is None)
-    said, end = changes.pop("record", None), changes.pop("exit", None)
+    said = changes.pop("record", None)
+    end = changes.pop("exit", None)
     stacks = changes.pop("stacks", None)
     place = {
         "rank": at.rank,

@@ -69,7 +69,8 @@ def test_ranks_that_differ_or_do_not_come_are_named_together() -> None:
         how: dict[str, Any] = {"endpoint": endpoint, "noun": "rank", "named": "the store", "port_option": "MASTER_PORT"}
         return Handshake(own, number=number, count=4, **how)
 
-    zero, other = rank(0, OURS), {**OURS, "seed": "2"}
+    zero = rank(0, OURS)
+    other = {**OURS, "seed": "2"}
     zero.open(timeout_s=30.0)
     with ThreadPoolExecutor() as threads:
         ranks = [rank(1, OURS), rank(2, other)]

@@ -86,7 +86,8 @@ def test_how_far_the_foremost_ranks_are() -> None:
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[RankState]:
-    flag, seconds = st.booleans(), st.floats(0, 100)
+    flag = st.booleans()
+    seconds = st.floats(0, 100)
     return [
         state(
             rank,
@@ -109,7 +110,8 @@ def test_a_rank_that_waits_is_never_blamed_whatever_the_order(ranks: list[RankSt
     assert all(each.alive and not each.done for each in late)
     assert waited_s == 0.0 or len(late) < len(ranks)
     assert waited_s <= max(each.still_s for each in ranks)
-    top, found = max(each.collectives for each in ranks), ranks_behind(ranks)
+    top = max(each.collectives for each in ranks)
+    found = ranks_behind(ranks)
     if any(each.collectives < top for each in found):
         assert all(each.collectives < top or each.stopped for each in found)
     shuffled = random.sample(ranks, len(ranks))
@@ -170,7 +172,10 @@ def test_a_late_rank_is_announced_once_and_again_when_it_has_caught_up(watched: 
     at.now += 0.1
     (late,) = at.monitor.check()
     assert {key: late[key] for key in ("event", "rank", "phase", "step")} == {
-        **{"event": "late", "rank": 0, "phase": "data", "step": 4}
+        "event": "late",
+        "rank": 0,
+        "phase": "data",
+        "step": 4,
     }
     assert late["seconds"] == pytest.approx(10.0)
     assert at.after(5.0) == []

@@ -251,13 +251,12 @@ def test_whoever_dies_is_first_in_any_order_of_arrival(size: int, data: st.DataO
 
 @given(st.data())
 def test_there_is_one_report_in_any_order_of_statements(data: st.DataObject) -> None:
-    time, ranks = st.floats(0, 20), []
+    time = st.floats(0, 20)
+    ranks = []
     for rank in range(data.draw(st.integers(1, 6))):
         at = state(rank, collectives=data.draw(st.integers(18, 20)), stopped=data.draw(st.booleans()))
-        status, error = (
-            data.draw(st.sampled_from([0, 1, -9, 75, None])),
-            data.draw(st.sampled_from([*LOST, "KeyError"])),
-        )
+        status = data.draw(st.sampled_from([0, 1, -9, 75, None]))
+        error = data.draw(st.sampled_from([*LOST, "KeyError"]))
         ranks.append(
             told(
                 at,

@@ -131,7 +131,8 @@ def test_numbers_that_are_not_finite_are_null_and_named(tmp_path: Path) -> None:
     logger.close()
     (row,) = rows(tmp_path)
     assert (row["step"], row["epoch"], {name: row[name] for name in "abcd"}) == (
-        *(1, 0),
+        1,
+        0,
         {"a": None, "b": None, "c": None, "d": 1.0},
     )
     assert row["nonfinite"] == {"a": "nan", "b": "inf", "c": "-inf"}

@@ -17,7 +17,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_differences_are_shares_of_the_size() -> None:
-    one, zeros = torch.tensor([3.0, 4.0]), torch.zeros(2)
+    one = torch.tensor([3.0, 4.0])
+    zeros = torch.zeros(2)
     pairs = [(one, one), (one, 2 * one), (one, None), (None, zeros), (zeros, zeros)]
     assert [tensor_difference(*pair) for pair in pairs] == [0.0, 0.5, 1.0, 0.0, 0.0]
 
@@ -43,7 +44,8 @@ def test_weights_are_moved_by_rounding_and_no_generator_moves(dtype: torch.dtype
     model = nn.Linear(20, 20).to(dtype)
     with torch.no_grad():
         model.weight.fill_(value)
-    again, before = copy.deepcopy(model), torch.get_rng_state()
+    again = copy.deepcopy(model)
+    before = torch.get_rng_state()
     for each in (model, again):
         move_weights(each, by=tolerance("32-true", [dtype])[1])
     assert torch.equal(torch.get_rng_state(), before)
@@ -53,7 +55,8 @@ def test_weights_are_moved_by_rounding_and_no_generator_moves(dtype: torch.dtype
 
 def test_every_dropout_of_torch_is_switched_off_and_counted() -> None:
     dropouts = [nn.Dropout(0.1), nn.Dropout2d(0.2), nn.AlphaDropout(0.3), nn.Dropout(0.0)]
-    attention, recurrent = nn.MultiheadAttention(4, 2, dropout=0.1), nn.GRU(2, 2, num_layers=2, dropout=0.1)
+    attention = nn.MultiheadAttention(4, 2, dropout=0.1)
+    recurrent = nn.GRU(2, 2, num_layers=2, dropout=0.1)
     layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.1)
     model = nn.ModuleList([*dropouts, attention, recurrent, layer])
     assert switch_off_dropout(model) == 5 + 4  # three and the attention's in the last
@@ -62,7 +65,8 @@ def test_every_dropout_of_torch_is_switched_off_and_counted() -> None:
 
 def test_the_distance_of_sketches_is_about_that_of_tensors() -> None:
     for size in (5, 300_000):
-        one, other = drawn(size), drawn(size, seed=1)
+        one = drawn(size)
+        other = drawn(size, seed=1)
         off = float((sketch(one) - sketch(other)).norm())
         assert off == pytest.approx(float((one - other).norm()), rel=0.1)
 
@@ -86,6 +90,7 @@ def test_moments_are_those_of_the_parts_wherever_the_samples_are_but_not_of_norm
         parts = whole.split([1, whole.shape[dimension] - 1], dim=dimension)
         weighted = sum(part.shape[dimension] * moments(part) for part in parts)
         torch.testing.assert_close(weighted / whole.shape[dimension], moments(whole), rtol=1e-12, atol=1e-15)
-    norm, rows = nn.BatchNorm1d(5), drawn(64, 5)
+    norm = nn.BatchNorm1d(5)
+    rows = drawn(64, 5)
     one, other = (moments(norm(half)) for half in rows.split(32))
     assert tensor_difference(moments(norm(rows)), (one + other) / 2) > 1e-3

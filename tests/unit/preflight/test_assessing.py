@@ -19,8 +19,14 @@ PAIRS = ((0, 1), (0, 2), (1, 3), (2, 3))
 def link(one: int, other: int, *, nodes: tuple[int, ...] = NODES, **changes: Any) -> dict[str, Any]:
     ends = [nodes[one], nodes[other]]
     return {
-        **{"ranks": [one, other], "nodes": ends, "kind": WITHIN if ends[0] == ends[1] else BETWEEN},
-        **{"bytes_per_s": 1e9, "bytes": 2**22, "latency_s": 1e-4, "round_trips_s": [2e-4] * 10, **changes},
+        "ranks": [one, other],
+        "nodes": ends,
+        "kind": WITHIN if ends[0] == ends[1] else BETWEEN,
+        "bytes_per_s": 1e9,
+        "bytes": 2**22,
+        "latency_s": 1e-4,
+        "round_trips_s": [2e-4] * 10,
+        **changes,
     }
 
 
@@ -59,10 +65,17 @@ def check(name: str, *, bus: float = 5e8) -> dict[str, Any]:
 def assessed(given: dict[str, Any], **keys: Any) -> dict[str, Any]:
     """All that preflight.json has, for what was found and keys of `preflight`."""
     found = {
-        **{"recipe": "toy", "backend": "gloo", "seconds": 20.0, "took_s": 1.25},
-        **{"ranks": [rank(number) for number in range(4)], "links": [link(*pair) for pair in PAIRS]},
+        "recipe": "toy",
+        "backend": "gloo",
+        "seconds": 20.0,
+        "took_s": 1.25,
+        "ranks": [rank(number) for number in range(4)],
+        "links": [link(*pair) for pair in PAIRS],
         "num_links": {WITHIN: 2, BETWEEN: 2},
-        **{"checks": [check("broadcast"), check("all_reduce")], "faults": [], "max_bytes": 16384, **given},
+        "checks": [check("broadcast"), check("all_reduce")],
+        "faults": [],
+        "max_bytes": 16384,
+        **given,
     }
     limits = {f"preflight.{key}": value for key, value in keys.items()}
     settings = parse(raw_config({"preflight.max_bytes": 16384, **limits})).preflight
@@ -70,8 +83,13 @@ def assessed(given: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 
 GENEROUS = {
-    **{"min_matmul": 39, "min_free_disk": 49, "min_shm": 1.9, "min_bus_bandwidth": 499},
-    **{"max_latency": 0.001, "min_link_bandwidth": 999, "max_clock_offset": 0.1},
+    "min_matmul": 39,
+    "min_free_disk": 49,
+    "min_shm": 1.9,
+    "min_bus_bandwidth": 499,
+    "max_latency": 0.001,
+    "min_link_bandwidth": 999,
+    "max_clock_offset": 0.1,
 }
 
 
@@ -220,7 +238,11 @@ def test_the_slowest_device() -> None:
     ranks = [rank(number, matmul=[{"device": "cpu", "flops_per_s": speed}]) for number, speed in enumerate(speeds)]
     result = assessed({"ranks": ranks})
     assert result["slowest_device"] == {
-        **{"rank": 1, "device": "cpu", "flops_per_s": 3e9, "times_slower": 8.5 / 3, "stands_out": True}
+        "rank": 1,
+        "device": "cpu",
+        "flops_per_s": 3e9,
+        "times_slower": 8.5 / 3,
+        "stands_out": True,
     }
     alone = assessed({"ranks": [rank(0)], "links": [], "checks": []})
     assert (alone["slowest_device"]["times_slower"], alone["slowest_link"]) == (1.0, None)

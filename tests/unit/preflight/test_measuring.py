@@ -37,7 +37,9 @@ def test_the_clock_offset_is_that_of_the_shortest_barrier() -> None:
 
 def measure_nodes(context: Context) -> tuple[list[list[int]], list[str], list[tuple[float, float]]]:
     """Measure as if each rank were a node whose clock is 5 s ahead of the one before."""
-    world_size, rank, real = context.world_size, context.rank, time.time
+    world_size = context.world_size
+    rank = context.rank
+    real = time.time
     node = Context(Topology(world_size, 1, 0, 1), rank, 0, rank, context.devices, context.backend)
 
     def ahead() -> float:
@@ -73,7 +75,8 @@ def test_every_link_is_measured_once_and_none_disturbs_another(nnodes: int, proc
 
 
 def test_whenever_time_ends_all_nodes_have_had_as_many_links_by_all_their_cards() -> None:
-    nnodes, procs = 9, 4
+    nnodes = 9
+    procs = 4
     _, between = link_rounds(nnodes, procs)
     for taken in range(1, len(between)):
         links = list(chain(*between[:taken]))
@@ -94,7 +97,8 @@ def test_every_rank_and_every_place_has_its_value() -> None:
 
 
 def test_wrong_values_are_counted_and_the_first_is_shown() -> None:
-    peers, expected = Peers(Context(Topology(1, 1, 0, 1), 0, 0, 0, (CPU,), "gloo"), None, CPU), torch.arange(2000.0)
+    peers = Peers(Context(Topology(1, 1, 0, 1), 0, 0, 0, (CPU,), "gloo"), None, CPU)
+    expected = torch.arange(2000.0)
     peers.compare(expected.clone(), expected, label="")
     assert peers.faults == []
     wrong = expected.clone()

@@ -30,7 +30,8 @@ class Branching(nn.Module):
         self.wide = nn.Linear(3, 2).double()
         self.scale = nn.Parameter(torch.randn(()))
         self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex64))
-        self.some, self.never = nn.Linear(3, 1), nn.Linear(3, 1)
+        self.some = nn.Linear(3, 1)
+        self.never = nn.Linear(3, 1)
         self.frozen = nn.Linear(3, 1).requires_grad_(False)
         self.norm = nn.BatchNorm1d(3)
 
@@ -55,7 +56,8 @@ AVERAGES: dict[str, Callable[..., Strategy]] = {
 def average_gradients(context: Context, name: str) -> list[Tensor | None]:
     """Check two accumulated micro-batches, three times: give the gradients."""
     torch.manual_seed(context.rank)
-    strategy, model = AVERAGES[name](context=context), Branching()
+    strategy = AVERAGES[name](context=context)
+    model = Branching()
     wrapped = strategy.wrap(model)
     begun = gather_to_all(model.state_dict(), context)
     assert all(torch.equal(value, begun[0][key]) for each in begun for key, value in each.items())
@@ -87,7 +89,11 @@ def average_gradients(context: Context, name: str) -> list[Tensor | None]:
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
+    if one is None:
+        return other
+    if other is None:
+        return one
+    return one + other
 
 
 @pytest.mark.parametrize("name", list(AVERAGES))
@@ -191,7 +197,8 @@ class Sparse(nn.Linear):
 
 
 def fail_in_steps(context: Context) -> float:
-    strategy, sparse = Butterfly(context=context), nn.Sequential(nn.Linear(2, 2), Sparse(2, 4, bias=False))
+    strategy = Butterfly(context=context)
+    sparse = nn.Sequential(nn.Linear(2, 2), Sparse(2, 4, bias=False))
     strategy.wrap(sparse)
     with (
         pytest.raises(RuntimeError, match="sparse tensors"),

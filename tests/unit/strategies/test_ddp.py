@@ -59,7 +59,8 @@ def test_options_are_handed_to_torch_and_device_ids_for_a_replica_that_is_one_gp
 
 def test_batch_norm_over_all_ranks_keeps_names_and_parameters(given: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    parameters, names = list(model.parameters()), list(model.state_dict())
+    parameters = list(model.parameters())
+    names = list(model.state_dict())
     DDP(context=on_gpus(0), sync_batchnorm=True, find_unused_parameters=True).wrap(model)
     assert isinstance(given["model"][1], nn.SyncBatchNorm)
     assert list(given["model"].state_dict()) == names
@@ -72,7 +73,8 @@ class Choosing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
-        self.left, self.right = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.left = nn.Linear(2, 1)
+        self.right = nn.Linear(2, 1)
 
     def forward(self, x: Tensor, *, takes_left: bool) -> Tensor:
         result: Tensor = (self.left if takes_left else self.right)(x * self.frozen)
@@ -88,7 +90,8 @@ def leave_out_a_layer(context: Context) -> None:
         message = r"2 of 4 had none: right\.weight, right\.bias\.\n.*find_unused_parameters=true"
         with pytest.raises(ConfigError, match=message), strategy.accumulate(wrapped, synchronise=synchronise):
             wrapped(torch.ones(2, 2), takes_left=True)
-    strategy, model = DDP(context=context, find_unused_parameters=True), Choosing()
+    strategy = DDP(context=context, find_unused_parameters=True)
+    model = Choosing()
     wrapped = strategy.wrap(model)
     for takes_left in (True, False, True):
         model.zero_grad()
@@ -140,7 +143,10 @@ def bring_back_errors(context: Context) -> list[bool]:
     ends = []
     nothing = [{index: 0 * error for index, error in each.items()} for each in errors]
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        *(({}, {}), ({"errors": nothing}, {}), ({}, {"cap_mb": 25}), ({"errors": errors[:1]}, {}))
+        ({}, {}),
+        ({"errors": nothing}, {}),
+        ({}, {"cap_mb": 25}),
+        ({"errors": errors[:1]}, {}),
     ]
     for change, how in changes:
         other = Thin(context, **how)

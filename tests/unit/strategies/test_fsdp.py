@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.down(self.up(x).relu())
@@ -93,8 +94,10 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 2)
-        self.norm, self.bare = nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False)
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 2)
+        self.norm = nn.BatchNorm1d(8)
+        self.bare = nn.BatchNorm1d(8, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(self.bare(self.norm(self.up(x)).relu()))
@@ -104,7 +107,8 @@ class Normed(nn.Module):
 def compute_in_short_weights(context: Context) -> None:
     torch.manual_seed(0)
     plain = Normed()
-    model, seen = copy.deepcopy(plain), {}
+    model = copy.deepcopy(plain)
+    seen = {}
     for name, module in model.named_children():
         module.register_forward_pre_hook(lambda _, given, name=name: seen.update({name: given[0].dtype}))
     FSDP(context=context, mp_policy={"param_dtype": "bf16"}, min_num_params=72).wrap(model)
@@ -169,7 +173,8 @@ class Overflows(nn.Sequential):
 
 def overflow_once(context: Context, strategy: str) -> tuple[list[bool], float]:
     """Give whether each step after the first moved the weights, and the scale of the loss, which begins too high."""
-    how, watch = How(precision="16-mixed", passes=1), WeightsOfSteps()
+    how = How(precision="16-mixed", passes=1)
+    watch = WeightsOfSteps()
     torch.manual_seed(0)
     made = STRATEGIES[strategy](context=context)
     trainer = trainer_of(context, made, how, steps=4, model=Overflows(), callbacks={"watch": watch})

@@ -90,7 +90,9 @@ class Net(nn.Module):
     def __init__(self, way: Callable[[Net], list[Any]]) -> None:
         super().__init__()
         self.way = way
-        self.last, self.first, self.norm = nn.Linear(3, 1), nn.Linear(2, 3), nn.BatchNorm1d(3)
+        self.last = nn.Linear(3, 1)
+        self.first = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
 
     def stages(self, number: int) -> list[Any]:
         return self.way(self)

@@ -37,7 +37,8 @@ class Layers(nn.Module):
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.first = nn.Linear(2, 2)
+        self.last = nn.Linear(2, 2)
         for parameter in self.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: seen.seen.append("gradient"))
 
@@ -58,7 +59,8 @@ STRATEGIES: dict[str, Any] = {
 
 def watch(context: Context, name: str, steps: list[tuple[bool, bool]]) -> tuple[bool, list[list[str]]]:
     """Give whether waiting is known, and what is reported in each step. steps: (synchronises, leaves out a layer)."""
-    seen, strategy = Seen(), STRATEGIES[name](context=context)
+    seen = Seen()
+    strategy = STRATEGIES[name](context=context)
     wrapped = strategy.wrap(Layers(seen))
     known = strategy.observe_waiting(wrapped, seen)
     found = []
@@ -72,7 +74,8 @@ def watch(context: Context, name: str, steps: list[tuple[bool, bool]]) -> tuple[
     return known, found
 
 
-ALL, SOME = ["gradient"] * 4, ["gradient"] * 2
+ALL = ["gradient"] * 4
+SOME = ["gradient"] * 2
 
 
 @pytest.mark.parametrize(
