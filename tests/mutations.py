@@ -142,7 +142,7 @@ LAUNCH = [
     ),
     Mutation(
         name="local-rank-variable-is-node-rank",
-        caught_by="tests/multiproc/test_local_launch.py::test_ranks_have_torchruns_variables_and_the_commands_present_world",
+        caught_by="tests/multiproc/test_local_launch.py::test_ranks_get_torchruns_variables_and_the_world",
         within="rank_environment",
         old="rank % local_world",
         new="rank // local_world",
@@ -158,7 +158,7 @@ LAUNCH = [
     ),
     Mutation(
         name="late-ranks-are-reported-at-the-timeout-only",
-        caught_by="tests/unit/launch/test_late_ranks.py::test_a_late_rank_is_announced_once_and_again_when_it_has_caught_up",
+        caught_by="tests/unit/launch/test_late_ranks.py::test_late_ranks_are_announced_and_catch_up",
         within="NodeMonitor.check",
         old="min(self._limits.late_after_s, limit_s)",
         new="max(self._limits.late_after_s, limit_s)",
@@ -174,7 +174,7 @@ LAUNCH = [
     ),
     Mutation(
         name="signals-are-not-handled-in-place",
-        caught_by="tests/multiproc/test_stopping.py::test_a_rank_in_the_commands_own_process_handles_signals_itself",
+        caught_by="tests/multiproc/test_stopping.py::test_a_rank_in_process_handles_signals_itself",
         within="stoppable",
         old="is_watched or number != signal.SIGINT",
         new="is_watched and number != signal.SIGINT",
@@ -198,7 +198,7 @@ LAUNCH = [
     ),
     Mutation(
         name="last-failure-has-the-attempt-in-its-name",
-        caught_by="tests/features/test_callbacks.py::test_a_failing_close_hides_neither_the_failure_nor_itself",
+        caught_by="tests/features/test_callbacks.py::test_a_failing_close_hides_no_failure",
         within="RunDir.failure_of",
         old='[] if is_last else [f"attempt_{attempt}"]',
         new='[f"attempt_{attempt}"] if is_last else []',
@@ -217,7 +217,7 @@ LAUNCH = [
 TRAINER = [
     Mutation(
         name="gradients-forget-the-world-size",
-        caught_by="tests/parity/test_plain_loop.py::test_the_number_of_processes_and_the_strategy_change_nothing",
+        caught_by="tests/parity/test_plain_loop.py::test_world_size_and_strategy_change_nothing",
         within="Trainer.train_step",
         old="self._num_shares / window.global_count",
         new="1 / window.global_count",
@@ -225,7 +225,7 @@ TRAINER = [
     ),
     Mutation(
         name="gradients-are-never-dropped",
-        caught_by="tests/unit/test_ending.py::test_a_request_stops_after_the_step_and_resuming_from_its_checkpoint_is_exact",
+        caught_by="tests/unit/test_ending.py::test_a_requested_stop_resumes_exactly",
         within="Trainer._update",
         old="parameter.grad = None",
         new="pass",
@@ -233,7 +233,7 @@ TRAINER = [
     ),
     Mutation(
         name="evaluation-leaves-eval-mode-on",
-        caught_by="tests/unit/test_evaluator.py::test_a_step_builds_no_graph_and_every_module_is_in_eval_mode_and_then_in_its_own",
+        caught_by="tests/unit/test_evaluator.py::test_evaluation_restores_the_mode_of_every_module",
         within="_evaluating",
         old="module.training = True",
         new="pass",
@@ -249,7 +249,7 @@ TRAINER = [
     ),
     Mutation(
         name="last-steps-are-not-logged",
-        caught_by="tests/unit/test_trainer.py::test_it_logs_every_n_steps_and_what_is_left_at_the_end",
+        caught_by="tests/unit/test_trainer.py::test_it_logs_regularly_and_at_the_end",
         within="Trainer._finish",
         old="not self.stop.on_request",
         new="self.stop.on_request",
@@ -265,7 +265,7 @@ TRAINER = [
     ),
     Mutation(
         name="ema-overwrites-the-training-weights",
-        caught_by="tests/unit/callbacks/test_ema.py::test_after_an_evaluation_the_training_weights_are_the_same_bits_in_the_same_memory",
+        caught_by="tests/unit/callbacks/test_ema.py::test_evaluation_restores_the_same_training_weights_in_place",
         within="_swap",
         old="own.detach().clone()",
         new="own.detach()",
@@ -273,7 +273,7 @@ TRAINER = [
     ),
     Mutation(
         name="the-last-bad-step-is-named",
-        caught_by="tests/unit/test_ending.py::test_a_bad_loss_of_one_rank_ends_all_and_names_the_step",
+        caught_by="tests/unit/test_ending.py::test_one_bad_loss_ends_all_ranks",
         within="Series.first_nonfinite",
         old="bad[0]",
         new="bad[-1]",
@@ -281,7 +281,7 @@ TRAINER = [
     ),
     Mutation(
         name="loss-is-a-mean-over-batches",
-        caught_by="tests/unit/test_meter.py::test_a_loss_weighs_its_samples_and_metrics_are_sums_over_their_own_counts",
+        caught_by="tests/unit/test_meter.py::test_losses_and_metrics_are_weighted_means",
         within="Meter.add",
         old="weight_of(output)",
         new="1",
@@ -297,7 +297,7 @@ TRAINER = [
     ),
     Mutation(
         name="a-phase-steps-every-optimizer",
-        caught_by="tests/features/test_optimizers.py::test_phases_train_as_in_a_plain_loop_and_resume_exactly",
+        caught_by="tests/features/test_optimizers.py::test_phases_equal_a_plain_loop_and_resume_exactly",
         within="Trainer._update",
         old="optimizer, schedule = state.of(phase)",
         new="_, schedule = state.of(phase)",
@@ -313,7 +313,7 @@ TRAINER = [
     ),
     Mutation(
         name="metrics-of-one-process-only",
-        caught_by="tests/features/test_metrics.py::test_metrics_do_not_depend_on_the_number_of_processes_and_are_resumed",
+        caught_by="tests/features/test_metrics.py::test_metrics_are_the_same_on_any_topology",
         within="StatefulMetrics.compute",
         old="context.world_size > 1",
         new="context.world_size > 9",
@@ -321,7 +321,7 @@ TRAINER = [
     ),
     Mutation(
         name="unfrozen-one-epoch-late",
-        caught_by="tests/features/test_optimizers.py::test_frozen_parameters_are_trained_from_an_epoch_or_step_on",
+        caught_by="tests/features/test_optimizers.py::test_frozen_parameters_train_from_a_given_step",
         within="Unfreeze.on_train_epoch_start",
         old="report.epoch == self._at_epoch",
         new="report.epoch - 1 == self._at_epoch",
@@ -348,7 +348,7 @@ DATA = [
     ),
     Mutation(
         name="every-epoch-in-the-same-order",
-        caught_by="tests/unit/data/test_sampler.py::test_an_order_is_a_permutation_that_seed_and_epoch_decide",
+        caught_by="tests/unit/data/test_sampler.py::test_seed_and_epoch_decide_the_permutation",
         within="GlobalOrder.indices",
         old='mix(self.seed, "order", epoch)',
         new='mix(self.seed, "order")',
@@ -356,7 +356,7 @@ DATA = [
     ),
     Mutation(
         name="every-epoch-with-the-same-augmentation",
-        caught_by="tests/unit/data/test_loaders.py::test_random_transforms_depend_on_seed_epoch_and_position_alone",
+        caught_by="tests/unit/data/test_loaders.py::test_transforms_depend_on_seed_epoch_and_position",
         within="BatchDataset._load",
         old='mix(self._seed, "sample", key.epoch, position)',
         new='mix(self._seed, "sample", position)',
@@ -380,7 +380,7 @@ DATA = [
     ),
     Mutation(
         name="horizontal-flip-is-vertical",
-        caught_by="tests/unit/data/test_transforms.py::test_each_image_is_changed_as_in_a_loop_over_them",
+        caught_by="tests/unit/data/test_transforms.py::test_batched_transforms_equal_a_loop",
         within="RandomHorizontalFlip.__call__",
         old="image_BCHW.flip(-1)",
         new="image_BCHW.flip(-2)",
@@ -396,7 +396,7 @@ DATA = [
     ),
     Mutation(
         name="stream-stop-waits-for-the-longest",
-        caught_by="tests/unit/data/test_streams.py::test_an_epoch_ends_with_the_last_stream_or_with_the_first",
+        caught_by="tests/unit/data/test_streams.py::test_an_epoch_ends_as_stop_or_join_says",
         within="StreamLoader._agree",
         old="min(counts.values())",
         new="max(counts.values())",
@@ -404,7 +404,7 @@ DATA = [
     ),
     Mutation(
         name="loading-advances-the-training-generator",
-        caught_by="tests/unit/data/test_loaders.py::test_random_transforms_depend_on_seed_epoch_and_position_alone",
+        caught_by="tests/unit/data/test_loaders.py::test_transforms_depend_on_seed_epoch_and_position",
         within="preserved_generators",
         old="torch.set_rng_state(pytorch)",
         new="pass",
@@ -447,7 +447,7 @@ STRATEGIES = [
     ),
     Mutation(
         name="butterfly-divides-by-a-power-of-two",
-        caught_by="tests/unit/distributed/test_butterfly.py::test_it_is_an_all_reduce_for_any_size_type_and_layout",
+        caught_by="tests/unit/distributed/test_butterfly.py::test_butterfly_equals_an_all_reduce",
         within="butterfly_all_reduce_mean",
         old="parts((rank, rank + 1)).div_(world_size)",
         new="parts((rank, rank + 1)).div_(inner)",
@@ -455,7 +455,7 @@ STRATEGIES = [
     ),
     Mutation(
         name="timeout-is-in-minutes",
-        caught_by="tests/unit/distributed/test_collectives.py::test_a_collective_waits_no_longer_than_the_time_out_set_last",
+        caught_by="tests/unit/distributed/test_collectives.py::test_a_collective_uses_the_latest_timeout",
         within="set_group_timeouts",
         old="timedelta(seconds=timeout_s)",
         new="timedelta(minutes=timeout_s)",
@@ -463,7 +463,7 @@ STRATEGIES = [
     ),
     Mutation(
         name="drift-of-two-replicas-is-not-seen",
-        caught_by="tests/parity/test_unfreezing.py::test_replicas_that_drift_apart_are_noticed_with_the_next_checkpoint",
+        caught_by="tests/parity/test_unfreezing.py::test_drifting_replicas_are_noticed_when_saving",
         within="check_equal",
         old="len({each[name] for each in hashes.values()}) > 1",
         new="len({each[name] for each in hashes.values()}) > 2",
@@ -479,7 +479,7 @@ STRATEGIES = [
     ),
     Mutation(
         name="ranks-draw-the-same-numbers",
-        caught_by="tests/features/test_repeatability.py::test_every_rank_has_the_switches_and_draws_numbers_of_its_own",
+        caught_by="tests/features/test_repeatability.py::test_ranks_share_switches_and_draw_different_numbers",
         within="build_trainer",
         old="seed_everything(config.seed, rank=setup.seeded_as)",
         new="seed_everything(config.seed, rank=0)",
@@ -514,7 +514,7 @@ CHECKPOINT = [
     ),
     Mutation(
         name="resume-does-not-read-the-files",
-        caught_by="tests/unit/checkpoint/test_finding.py::test_a_changed_file_is_found_and_an_earlier_checkpoint_used",
+        caught_by="tests/unit/checkpoint/test_finding.py::test_a_changed_file_means_an_earlier_checkpoint",
         within="find_damage",
         old="file_damage(directory / name, manifest.files[name], thorough=thorough)",
         new="file_damage(directory / name, manifest.files[name], thorough=False)",
@@ -522,7 +522,7 @@ CHECKPOINT = [
     ),
     Mutation(
         name="checksum-of-the-last-mebibyte",
-        caught_by="tests/unit/checkpoint/test_manager.py::test_each_checkpoint_holds_the_weights_of_its_own_step",
+        caught_by="tests/unit/checkpoint/test_manager.py::test_each_checkpoint_holds_its_own_weights",
         within="_crc32_of",
         old="zlib.crc32(chunk, crc32)",
         new="zlib.crc32(chunk)",
@@ -530,7 +530,7 @@ CHECKPOINT = [
     ),
     Mutation(
         name="newer-checkpoints-replace-a-damaged-last",
-        caught_by="tests/unit/checkpoint/test_finding.py::test_a_changed_file_is_found_and_an_earlier_checkpoint_used",
+        caught_by="tests/unit/checkpoint/test_finding.py::test_a_changed_file_means_an_earlier_checkpoint",
         within="_from_last",
         old="step < newest",
         new="step > newest",
@@ -546,7 +546,7 @@ CHECKPOINT = [
     ),
     Mutation(
         name="stale-metrics-are-saved",
-        caught_by="tests/unit/test_trainer_checkpoints.py::test_a_checkpoint_is_saved_when_it_is_due_and_has_only_metrics_of_its_own_weights",
+        caught_by="tests/unit/test_trainer_checkpoints.py::test_a_due_checkpoint_has_only_its_metrics",
         within="Trainer.save",
         old="state.val_metrics if state.val_step == step else None",
         new="state.val_metrics or None",
@@ -589,7 +589,7 @@ CONFIG = [
     ),
     Mutation(
         name="unused-gpus-are-accepted",
-        caught_by="tests/unit/test_topology.py::test_the_topology_keeps_what_was_given_and_uses_every_gpu_once",
+        caught_by="tests/unit/test_topology.py::test_every_gpu_is_used_once",
         within="resolve_topology",
         old="procs * span != gpus",
         new="procs * span > gpus",
@@ -597,7 +597,7 @@ CONFIG = [
     ),
     Mutation(
         name="model-parallel-replicas-overlap",
-        caught_by="tests/unit/test_topology.py::test_the_topology_keeps_what_was_given_and_uses_every_gpu_once",
+        caught_by="tests/unit/test_topology.py::test_every_gpu_is_used_once",
         within="Topology.device_indices",
         old="local_rank * self.span",
         new="local_rank",
@@ -621,7 +621,7 @@ CONFIG = [
     ),
     Mutation(
         name="missing-keywords-are-found-late",
-        caught_by="tests/unit/test_targets.py::test_each_mistake_names_its_key_and_what_is_right",
+        caught_by="tests/unit/test_targets.py::test_each_mistake_names_its_key",
         within="_check_keywords",
         old='not node.get("_partial_")',
         new='node.get("_partial_")',
@@ -656,7 +656,7 @@ JOBS = [
     ),
     Mutation(
         name="predictions-of-the-last-rank-come-first",
-        caught_by="tests/unit/test_predictions.py::test_csv_has_an_index_and_one_row_a_sample",
+        caught_by="tests/unit/test_predictions.py::test_csv_has_an_indexed_row_a_sample",
         within="joined",
         old="[part[name] for part in parts]",
         new="[part[name] for part in reversed(parts)]",
@@ -680,7 +680,7 @@ JOBS = [
     ),
     Mutation(
         name="link-limit-is-in-bytes",
-        caught_by="tests/unit/preflight/test_assessing.py::test_what_fails_is_named_with_its_place_value_and_limit",
+        caught_by="tests/unit/preflight/test_assessing.py::test_failures_name_place_value_and_limit",
         within="_measured",
         old='link["bytes_per_s"] / 1e6',
         new='link["bytes_per_s"]',
@@ -688,7 +688,7 @@ JOBS = [
     ),
     Mutation(
         name="parity-always-succeeds",
-        caught_by="tests/features/test_parity.py::test_the_first_difference_is_found_with_its_place_and_reason",
+        caught_by="tests/features/test_parity.py::test_the_first_difference_is_found_and_explained",
         within="main",
         old='0 if answer["same"] else 1',
         new="0",
@@ -696,7 +696,7 @@ JOBS = [
     ),
     Mutation(
         name="sweep-fails-only-if-all-jobs-do",
-        caught_by="tests/unit/jobs/test_sweep.py::test_what_a_job_raises_is_shown_and_the_others_run",
+        caught_by="tests/unit/jobs/test_sweep.py::test_a_failing_job_is_shown_and_others_run",
         within="Sweep.close",
         old="EXIT_RUN_FAILED if self._failed else 0",
         new="EXIT_RUN_FAILED if len(self._failed) == len(ended) else 0",
@@ -704,7 +704,7 @@ JOBS = [
     ),
     Mutation(
         name="last-weights-are-tested",
-        caught_by="tests/features/test_checkpoints.py::test_last_and_best_are_relative_links_and_the_best_is_what_is_tested",
+        caught_by="tests/features/test_checkpoints.py::test_last_and_best_are_links_best_is_tested",
         within="_test",
         old="is_ranked and broadcast_object(best.exists(), setup.context)",
         new="not is_ranked and broadcast_object(best.exists(), setup.context)",

@@ -64,7 +64,7 @@ def find_words(address: str, name: str, *, program: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("own_state")
-def test_tensorboard_shows_loss_accuracy_and_learning_rate_of_two_runs(train, tmp_path):
+def test_tensorboard_shows_the_curves_of_two_runs(train, tmp_path):
     program = need_chromium()
     runs = {}
     for rate in LEARNING_RATES:

@@ -113,7 +113,7 @@ def test_weights_that_cannot_be_read(command, tmp_path):
     assert left(tmp_path) == {"backbone.pt"}
 
 
-def test_a_checkpoint_that_is_not_there_gets_the_nearest(command, tmp_path, shared_run):
+def test_a_missing_checkpoint_suggests_the_nearest_one(command, tmp_path, shared_run):
     run_dir = shared_run(*SHORT)
     answer = command("job=eval", f"checkpoint.path={run_dir}/checkpoints/step_00000003")
     assert answer.status == 2
@@ -141,7 +141,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @pytest.mark.parametrize("size_kib", [16, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (4, 12, 24))])
-def test_wherever_the_disk_becomes_full_the_answer_says_so(command, small_disk, size_kib):
+def test_a_full_disk_is_named_wherever_it_happens(command, small_disk, size_kib):
     """Configuration, records, metrics, logs, report or checkpoint: nothing hides the cause."""
     disk = small_disk(size_kib)
     answer = command(*SHORT, "trainer.log_every_n_steps=1", f"path.outputs={disk}")
@@ -162,14 +162,14 @@ def test_a_sample_that_raises_is_named_once(command, tmp_path):
     assert answer.err.count("ValueError: broken picture") == 1
 
 
-def test_a_model_that_cannot_take_the_data_is_named_with_the_shape(train, capfd):
+def test_a_model_that_rejects_the_data_is_named(train, capfd):
     train(*SHORT, "model=cnn", "topology.procs_per_node=2", status=1)
     printed = capfd.readouterr().err
     for fact in ("RuntimeError: Expected 3D", "[100, 10]", "recipes/digits.py", "failed with the same error"):
         assert fact in printed
 
 
-def test_output_that_does_not_fit_the_loss_names_both_shapes(command):
+def test_output_that_mismatches_the_loss_names_both_shapes(command):
     answer = command(*SHORT, "model._target_=own.Narrow")
     assert answer.status == 2
     assert "The model's output doesn't fit task.loss (MSELoss)" in answer.err

@@ -52,7 +52,7 @@ def task(loss, **keywords):
         pytest.param("huber_loss", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_loss_that_broadcasts_is_refused_in_any_task(train, capfd, loss):
+def test_any_task_refuses_a_broadcasting_loss(train, capfd, loss):
     train(*SHORT, *task(loss), "trainer.num_sanity_val_steps=0", status=2)
     error = capfd.readouterr().err
     assert "an output of shape (20, 1) and a target of shape (20)" in error

@@ -45,7 +45,7 @@ def test_early_stopping_is_resumed(train):
     assert results.results(resumed)["steps"] == 30
 
 
-def test_early_stopping_of_an_unknown_metric_names_the_known_ones(train, capsys):
+def test_early_stopping_of_an_unknown_metric_is_refused(train, capsys):
     train(*STOPPING, "callbacks.early_stopping.monitor=val/los", status=2)
     assert "callbacks.early_stopping.monitor=val/los" in (printed := capsys.readouterr().err)
     assert "Use one of val/loss." in printed
@@ -79,7 +79,7 @@ def expected() -> dict[int, dict[str, dict[str, Tensor]]]:
     return found
 
 
-def test_the_average_is_evaluated_and_saved_beside_the_weights_to_train_on(averaged_run, expected):
+def test_the_average_is_evaluated_and_saved_separately(averaged_run, expected):
     for pointer in ("best", "last"):
         step = results.pointed(averaged_run, pointer)
         state = results.saved(averaged_run, pointer)
@@ -182,7 +182,7 @@ def test_an_own_callback_and_logger_see_everything(train, folder):
     ]
 
 
-def test_an_own_callback_stops_the_run_and_its_state_is_resumed(train, folder):
+def test_a_callback_stops_the_run_and_is_resumed(train, folder):
     stopped = train(*OBSERVED, "+callbacks.notes.rank=0", "+callbacks.notes.stop_after=13")
     assert results.results(stopped)["steps"] == 13
     assert results.results(stopped)["ended_by"] == "Notes: enough"
@@ -192,7 +192,7 @@ def test_an_own_callback_stops_the_run_and_its_state_is_resumed(train, folder):
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("log_every", "end"), [(5, 5), (1000, 10)])
-def test_a_stop_of_one_rank_ends_all_at_the_same_step(train, folder, log_every, end):
+def test_one_rank_stops_all_at_the_same_step(train, folder, log_every, end):
     """Asked for after step 3; the ranks agree when they log, and at the end of the epoch at the latest."""
     rank_1 = ("topology.procs_per_node=2", "+callbacks.notes.rank=1", "+callbacks.notes.stop_after=3")
     unseen = ("trainer.check_val_every_n_epoch=null", "checkpoint=none")  # else they agree then, too
@@ -252,7 +252,7 @@ def hooked(folder) -> list[list[Any]]:
     ],
     ids=["scaled", "two processes"],
 )
-def test_hooks_are_called_in_order_and_a_resumed_run_repeats_none(train, tmp_path, overrides):
+def test_hooks_run_in_order_and_once_after_resuming(train, tmp_path, overrides):
     (tmp_path / "every.py").write_text(EVERY)
     run_dir = train(*HOOKED, *overrides)
     lines = hooked(tmp_path)
@@ -310,7 +310,7 @@ class Changes:
     ],
     ids=["one process", "two processes", "sharded"],
 )
-def test_the_start_of_an_epoch_is_repeated_by_a_resume_within_it(train, tmp_path, overrides):
+def test_a_resume_repeats_the_start_of_its_epoch(train, tmp_path, overrides):
     """What the hook sets up is there again; what the checkpoint holds isn't changed twice."""
     (tmp_path / "own.py").write_text(EPOCH_START)
     callbacks = ("+callbacks.stage._target_=own.Stage", "+callbacks.changes._target_=own.Changes")
@@ -366,7 +366,7 @@ class FailsToClose(Closes):
 @pytest.mark.parametrize(
     ("falls", "exception"), [(True, "ValueError: the real failure"), (False, "OSError: close failed")]
 )
-def test_a_failing_close_hides_neither_the_failure_nor_itself(train, tmp_path, falls, exception):
+def test_a_failing_close_hides_no_failure(train, tmp_path, falls, exception):
     (tmp_path / "closing.py").write_text(CLOSING)
     named = [f"+callbacks.{name}._target_=closing.{name}" for name in ("FailsToClose", "Closes", "Falls")]
     run_dir = train(*SHORT, "trainer.max_steps=5", *(named if falls else named[:2]), status=1)

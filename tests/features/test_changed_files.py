@@ -36,7 +36,7 @@ def edit(file: Path, old: str, new: str) -> None:
 # config.yaml and overrides.yaml
 
 
-def test_edited_keys_are_shown_and_have_to_be_typed(train, run, shared_run, capfd):
+def test_edited_keys_are_shown_and_must_be_typed(train, run, shared_run, capfd):
     edit(run / "config.yaml", "\n  max_steps: 20\n", "\n  max_steps: 30\n")
     edit(run / "config.yaml", "\nseed: 0\n", "\nseed: 1\n")
     train(f"resume={run}", status=2)
@@ -53,7 +53,7 @@ def test_edited_keys_are_shown_and_have_to_be_typed(train, run, shared_run, capf
     train(f"resume={run}")  # its config.yaml is the run's own again
 
 
-def test_a_key_that_was_removed_or_added_is_shown(train, run, capfd):
+def test_added_and_removed_keys_are_shown(train, run, capfd):
     config = yaml.safe_load((run / "config.yaml").read_text())
     del config["trainer"]["gradient_clip_val"]
     config["optimizer"]["foreach"] = True
@@ -70,7 +70,7 @@ def test_a_comment_in_the_configuration_changes_nothing(train, run):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"seed: [", b"[" * 3000, b"a: &a [*a]\n"])
-def test_a_configuration_that_cannot_be_read_is_refused_with_a_copy_to_use(train, run, capfd, content):
+def test_an_unreadable_config_is_refused_with_a_copy(train, run, capfd, content):
     (run / "config.yaml").write_bytes(content)
     train(f"resume={run}", status=2)
     printed = capfd.readouterr().err
@@ -78,7 +78,7 @@ def test_a_configuration_that_cannot_be_read_is_refused_with_a_copy_to_use(train
     assert "Traceback" not in printed
 
 
-def test_a_rerun_of_an_edited_run_asks_as_well(train, run, capfd):
+def test_a_rerun_of_an_edited_run_also_asks(train, run, capfd):
     edit(run / "config.yaml", "\nseed: 0\n", "\nseed: 1\n")
     train(f"rerun={run}", status=2)
     assert "seed=1 (it was 0)" in capfd.readouterr().err
@@ -95,7 +95,7 @@ def test_changed_overrides_are_refused(train, run, capfd):
     train("job=eval", f"checkpoint.path={run}", status=2)
 
 
-def test_a_run_of_an_earlier_version_is_resumed_without_checksums(train, run):
+def test_earlier_versions_resume_without_checksums(train, run):
     record = results.run_file(run)
     del record["files"], record["config"]
     (run / "run.json").write_text(json.dumps(record))
@@ -110,7 +110,7 @@ def test_a_run_of_an_earlier_version_is_resumed_without_checksums(train, run):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"earlier": 1}', '{"a": ' * 5000, "\0"])
-def test_a_damaged_record_is_refused_and_removing_it_helps(train, run, capfd, content):
+def test_removing_a_refused_damaged_record_helps(train, run, capfd, content):
     (run / "run.json").write_text(content)
     train(f"resume={run}", status=2)
     printed = capfd.readouterr().err
@@ -174,7 +174,7 @@ def test_a_loop_of_symlinks_is_refused(train, run, capfd, place):
     assert "Traceback" not in printed
 
 
-def test_files_and_folders_in_place_of_each_other_are_refused(train, run, capfd):
+def test_swapped_files_and_folders_are_refused(train, run, capfd):
     log = run / "logs" / "rank_0.log"
     log.unlink()
     log.mkdir()
@@ -239,7 +239,7 @@ def test_whole_objects_are_loaded(train, objects_run, tmp_path):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "trackers/fake/journal.jsonl", "metrics.csv"])
 @pytest.mark.parametrize("byte", [b"\x0c", b"\xff", b"\n"])
-def test_a_damaged_byte_costs_its_row_and_is_named(train, name, byte):
+def test_a_damaged_byte_costs_only_its_row(train, name, byte):
     loggers = ("logger=[jsonl,csv]", "+logger.fake._target_=tests.features.tracker_cases.Fake")
     stopped = (*SHORT, *loggers, "checkpoint.every_n_steps=20", "trainer.max_steps=40")
     run_dir = train(*stopped)
@@ -256,7 +256,7 @@ def test_a_damaged_byte_costs_its_row_and_is_named(train, name, byte):
     assert rows[2 : len(lines) - 1] == lines[3:]
 
 
-def test_a_damaged_record_is_left_out_of_lists_with_a_word(train, run, tmp_path, capfd, monkeypatch):
+def test_lists_skip_a_damaged_record_and_say_so(train, run, tmp_path, capfd, monkeypatch):
     whole = train(*STOPPED)
     edit(run / "run.json", '"started": "2', '"started": "x')
     monkeypatch.chdir(tmp_path)

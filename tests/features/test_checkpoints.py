@@ -32,7 +32,7 @@ def test_which_checkpoints_are_kept(train, overrides, steps):
     assert (run_dir / "checkpoints").exists() == bool(steps)
 
 
-def test_last_and_best_are_relative_links_and_the_best_is_what_is_tested(shared_run):
+def test_last_and_best_are_links_best_is_tested(shared_run):
     worst = shared_run(*WORST)
     losses = results.curve(worst, "val/loss")
     folder = worst / "checkpoints"
@@ -51,7 +51,7 @@ def test_last_and_best_are_relative_links_and_the_best_is_what_is_tested(shared_
 # A loss that is no longer finite
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_the_last_good_checkpoint(train, capsys):
+def test_a_non_finite_loss_keeps_earlier_checkpoints(train, capsys):
     """From the second epoch on, the learning rate is 1e27: step 12 is the first that computes with its weights."""
     explosion = ("scheduler=step", "scheduler.schedule.step_size=1", "scheduler.schedule.gamma=1e30")
     # Due after step 13, before the next log: what is about to be saved is looked at first.
@@ -87,7 +87,7 @@ class Poisoned:
 
 
 @pytest.mark.multiproc
-def test_all_ranks_end_if_one_has_a_loss_that_is_not_finite(train, tmp_path, capsys):
+def test_a_non_finite_loss_ends_all_ranks(train, tmp_path, capsys):
     (tmp_path / "poisoned.py").write_text(POISONED)
     overrides = ("topology.procs_per_node=2", "+task.rank=1", "+task.step=14", "task._target_=poisoned.Poisoned")
     run_dir = train(*SHORT, "~task.loss", "~task.metrics", *overrides, status=1)

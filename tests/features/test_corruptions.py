@@ -8,7 +8,7 @@ from benchmarks.corruptions import bad_ones, fuzz
 
 
 @pytest.mark.exhaustive
-def test_no_corruption_gives_wrong_weights_a_traceback_or_a_hang(fork_server, tmp_path, monkeypatch, own_state):
+def test_no_corruption_causes_wrong_weights_or_a_hang(fork_server, tmp_path, monkeypatch, own_state):
     monkeypatch.chdir(tmp_path)
     outcomes = fuzz(tmp_path, runs=12, seed=1, server=fork_server)
     assert bad_ones(outcomes) == []

@@ -63,7 +63,7 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(train, run, shared_run, 
     assert [event.step for event in results.events(run).Scalars("train/loss")] == list(curve)
 
 
-def test_if_no_checkpoint_is_whole_the_run_is_refused_and_left_as_it_is(train, run, capfd):
+def test_a_run_without_whole_checkpoints_is_refused(train, run, capfd):
     damaged = ((10, "model.pt"), (20, "config.yaml"), (30, "generators.pt"))
     for step, name in damaged:
         flip(place(run, step) / name)

@@ -87,7 +87,7 @@ OF_AN_EPOCH = {"weighted": 21}
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("name", DATA)
-def test_steps_take_the_same_samples_on_any_number_of_processes_and_after_a_resumption(taken, name):
+def test_steps_take_the_same_samples_on_any_topology(taken, name):
     one = taken(DATA[name])
     samples = [each for step, _ in one for each in step]
     size = OF_AN_EPOCH.get(name, SIZE)
@@ -126,7 +126,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_loader_gives_its_data_its_collate_function_its_order_and_its_batch_size(taken, kind):
+def test_a_loader_gives_its_data_order_and_batches(taken, kind):
     data = {"datasets": {"_target_": f"{CASES}.loader", "kind": kind}, "global_batch_size": None}
     steps = [step for step, _ in taken(data, "trainer.max_epochs=1")]
     samples = [each for step in steps for each in step]
@@ -160,7 +160,7 @@ def test_an_incomplete_global_batch_is_dropped(taken, streams):
     assert taken(data, resumed_at=2) == one
 
 
-def test_a_loader_says_that_an_incomplete_batch_is_dropped(taken):
+def test_a_loader_reports_that_it_drops_a_batch(taken):
     data = {"datasets": {"_target_": f"{CASES}.loader", "kind": "dropping"}, "global_batch_size": None}
     assert [len(step) for step, _ in taken(data, "trainer.max_epochs=1")] == [4] * 6
     assert len(taken(data, "trainer.max_epochs=1", "data.drop_last=false")) == 7
@@ -211,7 +211,7 @@ def test_what_cannot_be_taken_is_refused(run, capfd, data, said):
     assert re.search(said, capfd.readouterr().err, re.DOTALL)
 
 
-def test_a_failing_collate_function_is_named_with_its_line(run, capfd):
+def test_a_failing_collate_function_is_named(run, capfd):
     run({"collate_fn": {"_target_": f"{CASES}.fails"}}, status=1)
     err = capfd.readouterr().err
     assert "The collate function, given samples" in err
@@ -231,7 +231,7 @@ def test_the_plan_counts_what_the_sampler_draws(write, fork_server, tmp_path, mo
         assert json.loads(capfd.readouterr().out)["steps"]["per_epoch"] == per_epoch
 
 
-def test_an_epoch_of_weighted_samples_is_logged_and_evaluated(run):
+def test_weighted_samples_are_logged_and_evaluated(run):
     run_dir = run(DATA["weighted"], "trainer.max_epochs=1")
     metrics = results.results(run_dir)["last"]["metrics"]
     assert metrics["val/all/number"] == sum(range(SIZE)) / SIZE

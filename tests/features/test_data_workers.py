@@ -144,15 +144,13 @@ def test_a_worker_that_fails_ends_its_rank(failure_of: Callable[..., Any], what:
         pytest.param("two arguments", ["The collate function", "TwoArguments: a fault"], marks=exhaustive),
     ],
 )
-def test_a_batch_that_cannot_be_sent_ends_its_rank(
-    failure_of: Callable[..., Any], what: str, causes: list[str]
-) -> None:
+def test_an_unsendable_batch_ends_its_rank(failure_of: Callable[..., Any], what: str, causes: list[str]) -> None:
     first = failure_of(what, "+data.datasets.is_in_sample=false")
     for cause in causes:
         assert cause in first["cause"]
 
 
-def test_batches_of_a_scripts_classes_come_from_a_worker(
+def test_a_worker_sends_classes_of_a_script(
     fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A class that no module has, as those of a script or notebook, is the same one in rank and worker."""

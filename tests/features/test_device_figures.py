@@ -18,7 +18,7 @@ MODEL = "model._target_=tests.features.flop_cases"
 
 
 @pytest.mark.parametrize("more", [(), ("topology.procs_per_node=2", "trainer.accumulate_grad_batches=2")])
-def test_a_run_logs_memory_flops_and_the_shares_of_a_step(shared_run, more):
+def test_a_run_logs_memory_flops_and_shares(shared_run, more):
     run_dir = shared_run(*TOY, *UNWATCHED, *more)
     rows = [row for row in results.rows(run_dir) if "train/samples_per_s" in row]
     for row in rows:
@@ -89,7 +89,7 @@ def test_peaks_of_gpus(name, precision, peak):
     assert peak_of_gpu(name, precision, allows_tf32=False) == peak
 
 
-def test_tf32_is_used_where_it_is_allowed_and_there_is_some():
+def test_tf32_is_used_if_allowed_and_available():
     assert peak_of_gpu("NVIDIA A100-SXM4-40GB", "32-true", allows_tf32=True) == 156e12
     assert peak_of_gpu("Tesla T4", "32-true", allows_tf32=True) == 8.1e12
 
@@ -113,7 +113,7 @@ OLD = "torch.set_float32_matmul_precision"
         ("torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.allow_tf32 = False", 67e12),
     ],
 )
-def test_the_peak_follows_either_of_torchs_settings_and_both(settings, peak):
+def test_the_peak_follows_both_tf32_settings(settings, peak):
     """In a process of its own, since torch can't undo them. Torch raises where it reads the older one."""
     program = f"""
 import torch

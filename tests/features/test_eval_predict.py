@@ -98,14 +98,14 @@ def content(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.multiproc
-def test_metrics_are_those_of_a_plain_loop_on_any_number_of_processes(evaluate, trained):
+def test_metrics_equal_a_plain_loop_on_any_ranks(evaluate, trained):
     before = content(trained)
     found = evaluate(f"checkpoint.path={trained}", THREE)
     assert found == close(plain(results.weights(trained), "test"))
     assert content(trained) == before
 
 
-def test_another_part_of_a_pointer_and_of_a_copy_far_from_its_run(evaluate, trained, tmp_path):
+def test_eval_takes_another_part_pointer_or_copy(evaluate, trained, tmp_path):
     best, last = (find(trained / "checkpoints" / pointer) for pointer in ("best", "last"))
     assert best != last
     away = shutil.copytree(best, tmp_path / "away" / "of_mine")
@@ -114,7 +114,7 @@ def test_another_part_of_a_pointer_and_of_a_copy_far_from_its_run(evaluate, trai
         assert found == close(plain(results.weights(trained, "best"), part))
 
 
-def test_what_is_typed_is_applied_and_what_was_saved_stays(evaluate, trained, tmp_path):
+def test_typed_overrides_apply_to_a_saved_run(evaluate, trained, tmp_path):
     """5 batches of 4 samples; the saved configuration has what today's defaults don't."""
     found = evaluate(f"checkpoint.path={trained}", "trainer.limit_test_batches=2", "data.batch_size=7")
     assert found == close(plain(results.weights(trained), "test", samples=8))
@@ -154,7 +154,7 @@ def test_evaluations_lie_in_the_run_that_they_evaluate(command, trained, tmp_pat
     assert said.startswith(f"resume=auto: outputs/toy/{run.name} (failed)")
 
 
-def test_a_run_that_cannot_be_written_is_evaluated_elsewhere(command, trained, tmp_path):
+def test_a_read_only_run_is_evaluated_elsewhere(command, trained, tmp_path):
     run = Path(shutil.copytree(trained, tmp_path / "outputs" / "toy" / trained.name, symlinks=True))
     (run / "eval").write_text("in the way, as root may write everywhere\n")
     status, said = command("job=eval", f"checkpoint.path={run}")
@@ -242,7 +242,7 @@ def test_what_can_not_be_asked_for_starts_nothing(command, trained, tmp_path, ov
     assert (tmp_path / "there.pt").read_text() == "of mine"
 
 
-def test_an_output_that_is_not_one_row_for_each_sample_is_refused(command, trained, tmp_path):
+def test_predictions_need_one_row_for_each_sample(command, trained, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     own = ("~task.loss", "~task.metrics", "path.outputs=here", "task._target_=own.Summary")
     status, printed = command("job=predict", f"checkpoint.path={trained}", *own)

@@ -80,7 +80,7 @@ class Differing:
         (4, "Rank 1 reports the metrics ['even', 'loss', 'odd'], but other ranks or earlier reports ['even', 'loss']."),
     ],
 )
-def test_ranks_that_log_different_keys_are_named_with_the_key(train, tmp_path, capfd, since, message):
+def test_ranks_that_log_different_keys_are_named(train, tmp_path, capfd, since, message):
     """In the first report by all ranks; later by the one that has it, and nobody waits for it."""
     (tmp_path / "differing.py").write_text(DIFFERING)
     task = ("~task.loss", "~task.metrics", "task._target_=differing.Differing", f"+task.since={since}")
@@ -121,7 +121,7 @@ def drifting(size=96, **_):
 """
 
 
-def test_validation_is_of_the_weights_and_statistics_that_are_saved(train, tmp_path):
+def test_validation_uses_the_weights_that_are_saved(train, tmp_path):
     (tmp_path / "normed.py").write_text(NORMED)
     data = ("data.datasets._target_=normed.drifting", "data.batch_size=8", "data.shuffle=false")
     own = ("recipe=toy", "logger=none", "model._target_=normed.Normed", *data, "trainer.max_epochs=2")

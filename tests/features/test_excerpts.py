@@ -53,7 +53,7 @@ def typed(fork_server, tmp_path, monkeypatch, capfd) -> Typed:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", _ANSWERS)
-def test_what_is_shown_below_a_command_is_what_it_prints(typed: Typed, command: str) -> None:
+def test_documented_output_is_what_a_command_prints(typed: Typed, command: str) -> None:
     """An excerpt that ends in `…` is the beginning."""
     shown = _COMMANDS[command].rstrip()
     _, printed = typed(*shlex.split(command))
@@ -64,7 +64,7 @@ def test_what_is_shown_below_a_command_is_what_it_prints(typed: Typed, command: 
         assert printed.rstrip() == shown
 
 
-def test_files_of_a_run_and_the_answer_to_a_damaged_checkpoint(typed: Typed, tmp_path: Path) -> None:
+def test_documented_run_files_and_damaged_checkpoint(typed: Typed, tmp_path: Path) -> None:
     page = ROOT / "docs/checkpoints.md"
     short = ("trainer.gpus=0", "trainer.max_epochs=2", "trainer.limit_train_batches=2")
     assert typed("recipe=toy", *short)[0] == 0

@@ -102,7 +102,7 @@ def test_a_graph_computes_what_the_evaluated_model_does(export, trained, format_
 # Refused, and nothing is left
 
 
-def test_an_output_that_is_there_and_another_model_are_refused(export, trained):
+def test_existing_outputs_and_other_models_are_refused(export, trained):
     Path("there.pt").write_text("of mine")
     other = ("model._target_=recipes.toy.ToyModel", "~model.dropout", "~model.conv_dropout")
     for overrides, said in (

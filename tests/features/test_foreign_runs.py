@@ -73,7 +73,7 @@ def hostile(copied: Callable[[str], Path]) -> Path:
     return run_dir.parent
 
 
-def test_a_page_shows_markup_and_control_characters_as_text(hostile: Path) -> None:
+def test_a_page_escapes_markup_and_control_characters(hostile: Path) -> None:
     assert compose.main(["job=report", f"runs={hostile}"]) == 0
     text = Path("report.html").read_text()
     page = Page(text)
@@ -112,7 +112,7 @@ def test_errors_show_names_of_runs_as_text(copied: Callable[[str], Path], capsys
     assert r"run\x1b[31m" in err
 
 
-def test_only_files_of_the_run_are_in_its_page(copied: Callable[[str], Path], tmp_path: Path, capsys: Any) -> None:
+def test_a_page_holds_only_files_of_its_run(copied: Callable[[str], Path], tmp_path: Path, capsys: Any) -> None:
     run_dir = copied("a")
     private = tmp_path / "private.csv"
     private.write_text("hidden,words\n")
@@ -162,7 +162,7 @@ def test_a_resumed_run_writes_nothing_outside_of_it(
     assert target.stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_symlinks_within_a_run_and_to_checkpoints_are_fine(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_symlinks_within_a_run_are_followed(copied: Callable[[str], Path], tmp_path: Path) -> None:
     run_dir = copied("a")
     (run_dir / "newest.log").symlink_to("logs/rank_0.log")
     (run_dir / "checkpoints" / "mine").symlink_to(tmp_path)
@@ -195,9 +195,7 @@ TYPED = (
 )
 
 
-def test_passwords_are_in_no_file_that_others_can_read_and_a_resume_has_them(
-    train: Any, tmp_path: Path, capfd: Any
-) -> None:
+def test_passwords_stay_private_and_survive_a_resume(train: Any, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "own.py").write_text(TRACKER)
     run_dir = train(*SHORT, "logger=[jsonl,csv,tensorboard]", *TYPED)
     seen = Path("seen").read_text()

@@ -73,7 +73,7 @@ def assert_all_logged(run_dir: Path, *, missing_in_tensorboard: range = range(0)
     assert results.repeated(run_dir) == {}
 
 
-def test_a_disk_that_stays_full_fails_the_run_at_its_end_and_it_can_be_resumed(train, small_disk, tmp_path, capfd):
+def test_a_full_disk_fails_a_resumable_run(train, small_disk, tmp_path, capfd):
     small_disk(440)
     run_dir = train(*SHORT, *TWO, "checkpoint.asynchronous=true", *filled(tmp_path, start=15), status=1)
     printed = capfd.readouterr().err
@@ -92,7 +92,7 @@ def test_a_disk_that_stays_full_fails_the_run_at_its_end_and_it_can_be_resumed(t
     assert_all_logged(run_dir)
 
 
-def test_with_room_made_meanwhile_the_next_save_works_and_nothing_is_missing(train, small_disk, tmp_path):
+def test_the_next_save_works_once_there_is_room(train, small_disk, tmp_path):
     small_disk(440)
     waiting = "checkpoint.asynchronous=false"
     run_dir = train(*SHORT, waiting, *filled(tmp_path, start=15, end=35))
@@ -112,7 +112,7 @@ def test_with_room_made_meanwhile_the_next_save_works_and_nothing_is_missing(tra
 # Before the first step
 
 
-def test_too_little_room_for_one_checkpoint_is_said_before_the_first_step(train, small_disk, capfd):
+def test_too_little_room_is_reported_before_training(train, small_disk, capfd):
     small_disk(60)
     run_dir = train(*SHORT, *TWO, status=1)
     printed = capfd.readouterr().err
@@ -126,7 +126,7 @@ def test_too_little_room_for_one_checkpoint_is_said_before_the_first_step(train,
     assert results.run_file(run_dir)["status"] == "finished"
 
 
-def test_too_little_room_is_said_before_a_resumed_run_continues(train, small_disk, capfd):
+def test_too_little_room_is_reported_before_resuming(train, small_disk, capfd):
     disk = small_disk(300)
     run_dir = train(*EVERY_STEP, "trainer.max_steps=2")
     with (disk / "filler").open("wb", buffering=0) as file:

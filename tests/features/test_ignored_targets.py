@@ -174,7 +174,7 @@ def test_an_ignored_target_has_no_weight(name: str, own_state: None, rank_pool: 
 @pytest.mark.parametrize(
     "name", ["module", "function", "own function", "own function, flattened", "own module", "smoothing"]
 )
-def test_an_ignored_element_of_a_sample_has_no_weight(name: str, own_state: None, rank_pool: RankPool) -> None:
+def test_an_ignored_element_has_no_weight(name: str, own_state: None, rank_pool: RankPool) -> None:
     whole = trained(cpu_context(), name, images=True)
     assert_same(trained(cpu_context(), name, images=True, accumulate=8), whole)
     for rank in rank_pool.run(trained, name, images=True, accumulate=2):
@@ -221,7 +221,7 @@ def test_without_ignored_targets_nothing_is_weighted(own_state: None) -> None:
         (torch.zeros(3, 2), [[1.0, -100.0], [0.0, 0.0], [0.0, 0.0]], None),
     ],
 )
-def test_a_loss_of_ones_own_ignores_classes_of_minus_100(output: Any, target: Any, weight: int | None) -> None:
+def test_a_custom_loss_ignores_class_minus_100(output: Any, target: Any, weight: int | None) -> None:
     class Gives(nn.Module):
         def forward(self, _: Tensor) -> Any:
             return output
@@ -292,7 +292,7 @@ def filtered(context: Context, *, accumulate: int = 1, begin: int = 0) -> tuple[
     return weights(trainer), trainer.read_means()
 
 
-def test_samples_that_a_task_leaves_out_have_no_weight(own_state: None, rank_pool: RankPool) -> None:
+def test_samples_the_task_drops_have_no_weight(own_state: None, rank_pool: RankPool) -> None:
     whole = filtered(cpu_context())
     assert_same(filtered(cpu_context(), accumulate=8), whole)
     for rank in rank_pool.run(filtered, accumulate=2):
@@ -301,7 +301,7 @@ def test_samples_that_a_task_leaves_out_have_no_weight(own_state: None, rank_poo
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
-def test_samples_that_a_collate_function_drops_have_no_weight(train: Any, tmp_path: Path, strategy: str) -> None:
+def test_samples_dropped_by_collate_have_no_weight(train: Any, tmp_path: Path, strategy: str) -> None:
     recipe = {
         "defaults": [{"override /logger": "jsonl"}],
         "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1},
@@ -324,7 +324,7 @@ def test_samples_that_a_collate_function_drops_have_no_weight(train: Any, tmp_pa
             assert results.curve(run_dir, name) == pytest.approx(results.curve(whole, name), abs=1e-6)
 
 
-def test_leaving_out_samples_for_the_first_time_later_on_is_refused(rank_pool: RankPool) -> None:
+def test_leaving_out_samples_later_is_refused(rank_pool: RankPool) -> None:
     with pytest.raises(RankError, match=r"(?s)returned num_samples=\d+ for a micro-batch of 8.*as `weight`"):
         rank_pool.run(filtered, begin=1)
 

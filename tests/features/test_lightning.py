@@ -105,7 +105,7 @@ EPOCHS = {
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_one_process_computes_what_lightnings_trainer_does_bit_for_bit(run, reference, name):
+def test_one_process_equals_lightnings_trainer_exactly(run, reference, name):
     run_dir = trained(run, name)
     wanted = reference[name]
     weights = results.weights(run_dir)
@@ -141,7 +141,7 @@ def test_two_processes_compute_the_same(run, reference, name):
 @pytest.mark.multiproc
 @pytest.mark.parametrize("overrides", [(), pytest.param(TWO, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", ["Classifier", pytest.param("Reductions", marks=pytest.mark.exhaustive)])
-def test_a_run_that_stopped_within_an_epoch_resumes_exactly(run, train, name, overrides):
+def test_a_run_stopped_within_an_epoch_resumes_exactly(run, train, name, overrides):
     whole = trained(run, name, *overrides)
     stopped = trained(run, name, *overrides, "trainer.max_steps=8")
     train(f"resume={stopped}", "trainer.max_steps=null")
@@ -298,7 +298,7 @@ def test_hooks_and_attributes_of_the_trainer_are_lightnings(habits, lightnings_n
 
 
 @pytest.mark.multiproc
-def test_a_data_module_divides_its_batch_size_by_the_processes(habits):
+def test_a_data_module_divides_its_batch_size(habits):
     run_dir, notes = habits("topology.procs_per_node=2", "trainer.accumulate_grad_batches=1")
     assert {each[1]["world_size"] for each in notes if each[0] in ("prepare_data", "setup")} == {2}
     assert results.results(run_dir)["steps"] == 2 * 96 // 16
@@ -333,7 +333,7 @@ def test_evaluation_and_predictions(run, train, tmp_path, capfd):
 
 
 @pytest.mark.exhaustive
-def test_the_frequency_of_a_schedule_and_one_that_is_not_strict(run, train):
+def test_schedules_keep_their_frequency_and_strictness(run, train):
     run_dir = run({"_target_": f"{CASES}.changed", "name": "every fourth"}, "trainer.max_steps=6")
     train(f"resume={run_dir}", "trainer.max_steps=10")
     rates = [0.1] * 4 + [0.05] * 4 + [0.025] * 2

@@ -84,7 +84,7 @@ def test_epochs_are_counted_from_0_everywhere(train):
     assert "Resuming after step 14, in epoch 2\n" in results.log(run_dir)
 
 
-def test_overfitting_trains_and_validates_on_the_same_few_batches_in_order(train):
+def test_overfitting_uses_the_same_few_batches(train):
     run_dir = train(*SHORT, "trainer.overfit_batches=2", "trainer.max_epochs=20")
     weights = results.weights(run_dir)
     results.assert_same(weights, plain_loop(toy_batches(epochs=20, batches=2, shuffle=False)))

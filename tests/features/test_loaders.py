@@ -92,7 +92,7 @@ def _own(tmp_path: Path) -> None:
         ("random", {("data.num_workers=0",): "in this process", ("data.num_workers=2",): "by 2 worker process(es)"}),
     ],
 )
-def test_the_weights_are_the_same_whichever_way_data_come(train: Train, data: str, ways: dict[tuple, str]) -> None:
+def test_every_loader_gives_the_same_weights(train: Train, data: str, ways: dict[tuple, str]) -> None:
     """With random augmentation, too; over two processes up to the order of sums."""
     runs = {way: train(*SHORT, f"data.datasets={{_target_: own.{data}}}", *way) for way in ways}
     wanted = results.weights(next(iter(runs.values())))

@@ -129,7 +129,7 @@ def test_weighted_losses_train_as_in_a_plain_loop(run, name, overrides):
     assert results.curve(run_dir, "val/loss")[8] == pytest.approx(whole, rel=1e-5)
 
 
-def test_micro_batches_of_a_class_that_weighs_nothing_have_no_gradient(run):
+def test_micro_batches_without_weight_have_no_gradient(run):
     loss = CROSS_ENTROPY | {"weight": {"_target_": "torch.tensor", "data": [0.0, 1.0, 0.0]}}
     whole, split = (
         results.weights(run({"_target_": SUPERVISED, "loss": loss}, f"trainer.accumulate_grad_batches={number}"))

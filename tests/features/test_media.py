@@ -44,7 +44,7 @@ def lines(run_dir: Path) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.multiproc)])
-def test_a_tasks_media_is_made_for_logged_steps_and_first_batches_on_rank_0_alone(train, tmp_path, ranks):
+def test_rank_0_makes_media_for_logged_steps(train, tmp_path, ranks):
     run_dir = train(*LOGGED, *SHOWING, f"topology.procs_per_node={ranks}")
     assert results.log(run_dir).count("SHOWN training") == 2  # steps 5 and 10, one of two micro-batches
     assert results.log(run_dir).count("SHOWN validation") == 1  # of many batches, and not in the sanity check
@@ -97,7 +97,7 @@ def test_what_callbacks_report(train):
     assert table.tensor_proto.string_val[0].decode().splitlines()[2] == "| a\\|b | 0.5 |"
 
 
-def test_a_report_may_stop_and_pairs_that_wait_for_a_log_are_resumed(train, artifact):
+def test_pairs_waiting_for_a_log_are_resumed(train, artifact):
     whole = train(*REPORTING)
     stopped = train(*REPORTING, "+callbacks.reporting.stop_after=7")
     assert results.results(stopped)["ended_by"] == "enough"
@@ -117,7 +117,7 @@ def test_loggers_get_what_they_have_methods_for(train):
     assert results.repeated(run_dir) == {}  # and the JSON lines have numbers only
 
 
-def test_hparams_and_final_metrics_come_once_at_the_end(train, tmp_path):
+def test_hparams_and_final_metrics_are_logged_once(train, tmp_path):
     logged = (*SHORT, "trainer.max_epochs=2", "trainer.limit_test_batches=2", f"+logger.lines._target_={CASES}.Lines")
     run_dir = train(*logged, "optimizer.lr=0.02")
     (found,) = (line for line in lines(run_dir) if line[0] == "hparams")
@@ -127,7 +127,7 @@ def test_hparams_and_final_metrics_come_once_at_the_end(train, tmp_path):
     assert found[1:] == ["toy", None, {**metrics, "lr": 0.02}]
 
 
-def test_what_cannot_be_logged_is_refused_with_its_name(train, tmp_path, capsys):
+def test_values_that_cannot_be_logged_are_refused(train, tmp_path, capsys):
     (tmp_path / "odd.py").write_text(
         "from framework import Log\nclass Odd:\n    def on_validation_end(self, report): return Log({'x': 'y'})\n"
     )
@@ -145,7 +145,7 @@ def test_images_of_other_shapes_are_refused(shape, hint):
 
 
 @pytest.mark.parametrize(("shape", "size"), [((1, 28), (28, 1)), ((3, 1, 28), (28, 1)), ((3, 28, 1), (1, 28))])
-def test_images_of_one_row_or_column_keep_their_shape(shape, size):
+def test_narrow_images_keep_their_shape(shape, size):
     assert picture_of(Image(torch.zeros(shape))).size == size
 
 
@@ -229,7 +229,7 @@ def test_the_worst_mistakes_are_those_of_all_ranks(ranks, ignored):
     assert whole.media() == {}
 
 
-def test_a_metric_shows_nothing_of_what_it_cannot_draw():
+def test_metrics_that_cannot_be_drawn_show_nothing():
     right = WorstMistakes()
     right.update(torch.eye(3), torch.arange(3), torch.zeros(3, 1, 2, 2))
     assert right.media() == {}  # no mistake
@@ -244,7 +244,7 @@ def test_a_metric_shows_nothing_of_what_it_cannot_draw():
     assert isinstance(chart.media()[""], Image)
 
 
-def test_media_of_a_task_that_is_no_dict_is_refused():
+def test_media_must_be_a_dict():
     with pytest.raises(TargetError, match=r"media of StepOutput returned \[1\]. Return a dict"):
         media_of(lambda: [1])  # type: ignore[arg-type, return-value]
 

@@ -109,7 +109,7 @@ def test_metrics_are_those_of_all_samples(run, overrides):
 
 
 @pytest.mark.multiproc
-def test_metrics_do_not_depend_on_the_number_of_processes_and_are_resumed(run, train):
+def test_metrics_are_the_same_on_any_topology(run, train):
     found = []
     for ranks in (1, 2, 3):
         run_dir = run(SUPERVISED, f"topology.procs_per_node={ranks}", "trainer.max_epochs=1")
@@ -119,7 +119,7 @@ def test_metrics_do_not_depend_on_the_number_of_processes_and_are_resumed(run, t
         assert others == pytest.approx(found[0], rel=1e-6)
 
 
-def test_the_confusion_matrix_is_a_table_in_the_logs(run, train, capfd):
+def test_confusion_matrices_are_logged_as_tables(run, train, capfd):
     run_dir = run(SUPERVISED, several=True)
     given, y = scores(run_dir, 5, 3)
     wanted = confusion_matrix(y, given.argmax(dim=1), labels=range(CLASSES)).tolist()

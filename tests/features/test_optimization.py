@@ -100,7 +100,7 @@ def test_a_schedule_moves_by_steps_epochs_or_validations(train, overrides, expec
     assert rates(train(*SCHEDULED, *overrides)) == pytest.approx(expected)
 
 
-def test_a_schedule_ends_with_the_run_as_in_a_plain_loop(train):
+def test_a_schedule_ends_with_the_run(train):
     warm_up = ("scheduler.schedule.warmup_steps=5", "scheduler.schedule.min_factor=0.1")
     run_dir = train(*SCHEDULED, "scheduler=cosine", *warm_up)
     schedule = partial(cosine, total_steps=40, warmup_steps=5, min_factor=0.1)
@@ -109,7 +109,7 @@ def test_a_schedule_ends_with_the_run_as_in_a_plain_loop(train):
 
 
 @pytest.mark.exhaustive
-def test_a_schedule_of_another_length_needs_a_decision_on_resuming(train, capfd):
+def test_resuming_with_another_schedule_length_needs_a_decision(train, capfd):
     """Half of the run, then all of it: on the old curve to its end and beyond, or on the new one from here on."""
 
     def rate(step, *, total):
@@ -162,7 +162,7 @@ def warm_up_then_decay(optimizer):
 
 
 @pytest.mark.parametrize("stop", [5, 13])
-def test_a_changed_learning_rate_holds_under_a_nested_schedule(train, tmp_path, stop):
+def test_a_changed_rate_holds_under_nested_schedules(train, tmp_path, stop):
     (tmp_path / "nested.py").write_text(NESTED)
     nested = (*SCHEDULED, "scheduler.schedule={_target_:nested.warm_up_then_decay}")
     groups = ("+optimizer.groups=[{params: 'ndim<2', lr: 0.5, name: biases}]",)
@@ -177,7 +177,7 @@ def test_a_changed_learning_rate_holds_under_a_nested_schedule(train, tmp_path, 
     assert f"changed since the checkpoint: optimizer.lr={LR / 4}" in results.log(again)
 
 
-def test_a_learning_rate_that_has_no_effect_is_refused(train, capfd):
+def test_an_ineffective_learning_rate_is_refused(train, capfd):
     own = (*SCHEDULED, "scheduler=one_cycle", "scheduler.total_steps=40", "scheduler.schedule.max_lr=0.01")
     run = train(*own, "trainer.max_steps=5")
     train(f"resume={run}", "trainer.max_steps=8", "optimizer.lr=0.5", status=2)

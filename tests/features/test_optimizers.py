@@ -145,7 +145,7 @@ def test_groups_train_as_in_a_plain_loop(run, overrides):
 
 
 @pytest.mark.parametrize("overrides", PROCESSES)
-def test_phases_train_as_in_a_plain_loop_and_resume_exactly(run, train, overrides):
+def test_phases_equal_a_plain_loop_and_resume_exactly(run, train, overrides):
     whole = run(NAMED, "trainer.max_steps=14", *overrides, task="Alternating")
     results.assert_same(results.weights(whole), phases_loop(14), tolerance=1e-12)
     part = run(NAMED, "trainer.max_steps=7", *overrides, task="Alternating")
@@ -170,7 +170,7 @@ def test_stages_have_the_groups_of_the_whole_model(run, train):
     results.assert_same(results.weights(part), results.weights(one), tolerance=1e-12)
 
 
-def test_muon_for_matrices_and_another_optimizer_for_the_rest(run):
+def test_muon_trains_matrices_and_another_the_rest(run):
     matrices = {"_target_": "torch.optim.Muon", "params": ["^body", "ndim==2"], "lr": 0.02}
     run_dir = run({"matrices": matrices, "rest": {"_target_": "torch.optim.AdamW"}}, "trainer.max_steps=4")
     model = heads()
@@ -184,7 +184,7 @@ def test_muon_for_matrices_and_another_optimizer_for_the_rest(run):
     results.assert_same(results.weights(run_dir), model.state_dict(), tolerance=1e-12)
 
 
-def test_a_changed_key_of_one_group_counts_after_a_resumption(run, train, capfd):
+def test_a_changed_group_key_applies_after_resuming(run, train, capfd):
     part = run(GROUPED, "trainer.max_steps=2")
     train(
         f"resume={part}",
@@ -218,7 +218,7 @@ UNFREEZE = {"_target_": "framework.callbacks.Unfreeze", "params": [r"^body\.0"]}
 
 @pytest.mark.parametrize("overrides", PROCESSES[:4])
 @pytest.mark.parametrize("when", [{"at_epoch": 1}, {"at_step": 4}], ids=["epoch", "step"])
-def test_frozen_parameters_are_trained_from_an_epoch_or_step_on(run, train, overrides, when):
+def test_frozen_parameters_train_from_a_given_step(run, train, overrides, when):
     """An epoch has four steps."""
     unused = ("strategy.find_unused_parameters=true",) if "strategy=ddp" in overrides else ()
     callbacks = {"thaw": UNFREEZE | when}

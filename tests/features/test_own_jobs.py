@@ -47,7 +47,7 @@ def trained(shared_run):
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_function_gets_the_model_and_its_arguments_on_every_rank(train, folder, trained, capfd, ranks):
+def test_a_function_gets_model_and_arguments_everywhere(train, folder, trained, capfd, ranks):
     run_dir = train(
         "job=mine.ask",
         f"checkpoint.path={trained}",
@@ -87,7 +87,7 @@ def test_wrong_functions_and_arguments_are_refused(train, folder, trained, capfd
     assert re.search(said, capfd.readouterr().err)
 
 
-def test_a_function_needs_weights_and_its_failure_is_reported(train, folder, trained, capfd):
+def test_a_function_needs_weights_and_reports_failures(train, folder, trained, capfd):
     train("job=mine.plain", "recipe=toy", "args.times=3", status=2)
     assert "job=mine.plain needs weights" in capfd.readouterr().err
     outputs = f"path.outputs={folder}/outputs"

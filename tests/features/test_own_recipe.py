@@ -117,7 +117,7 @@ def refused(train, capsys, *overrides):
     return printed
 
 
-def test_mistakes_in_what_is_plugged_in_are_refused_before_the_process_group_is_made(train, folder, capsys):
+def test_mistakes_are_refused_before_the_process_group(train, folder, capsys):
     """Once, not by each rank; the details: tests/unit/test_targets.py."""
     printed = refused(train, capsys, "+model.hiden=3", "topology.procs_per_node=2")
     for fact in ("model.hiden", "Did you mean", "hidden"):
@@ -133,14 +133,14 @@ def test_mistakes_in_what_is_plugged_in_are_refused_before_the_process_group_is_
     assert (folder / "group_was_made").exists()
 
 
-def test_a_package_that_hides_the_frameworks_recipes_is_named(train, folder, capsys):
+def test_a_package_that_hides_recipes_is_named(train, folder, capsys):
     (folder / "recipes" / "__init__.py").touch()
     train("recipe=toy", status=2)
     printed = capsys.readouterr().err
     assert f"there is no toy in recipes ({folder}/recipes/__init__.py)" in printed
 
 
-def test_a_monitor_that_is_no_metric_names_the_known_ones(train, folder, capsys):
+def test_an_unknown_monitor_names_the_known_metrics(train, folder, capsys):
     printed = refused(train, capsys, "checkpoint.monitor=val/nears")
     assert "checkpoint.monitor=val/nears" in printed
     assert "val/near" in printed.replace("val/nears", "")

@@ -91,7 +91,7 @@ HEAD = ("two", "Linear", "input")  # what is between two layers is done by the m
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_first_difference_is_found_with_its_place_and_reason(
+def test_the_first_difference_is_found_and_explained(
     compared: Compared, reason: str, overrides: list[str], layer: tuple[str, str, str] | None
 ) -> None:
     status, answer, printed = compared(*POINTS, "parity.steps=1", *overrides)

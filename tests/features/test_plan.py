@@ -49,7 +49,7 @@ def plan(answer) -> Planned:
     return run
 
 
-def test_two_nodes_of_eight_gpus_on_a_machine_without_any(plan):
+def test_two_gpu_nodes_are_planned_without_gpus(plan):
     found = plan("recipe=mnist", "trainer.gpus=8", "topology.nnodes=2")
     topology = found["topology"]
     assert (topology["world_size"], topology["gpus"]) == (16, [[index] for index in range(8)])
@@ -84,7 +84,7 @@ def test_replicas_over_several_gpus_that_they_share(plan):
     ],
     ids=" ".join,
 )
-def test_steps_and_checkpoints_are_those_of_a_real_run(plan, train, overrides):
+def test_steps_and_checkpoints_match_a_real_run(plan, train, overrides):
     common = (*overrides, "trainer.gpus=0", "trainer.max_epochs=2", "logger=none")
     found = plan(*common)
     run_dir = train(*common)
@@ -132,7 +132,7 @@ def test_data_that_would_be_downloaded_is_not_there(answer):
     assert "something asked for the address of example.invalid" in out
 
 
-def test_a_mistake_in_the_model_is_shown_with_its_line_and_what_it_prints_is_no_part_of_the_answer(answer):
+def test_a_model_mistake_is_shown_with_its_line(answer):
     status, out, err = answer("recipe=toy", "model._target_=mine.Broken")
     assert (status, out) == (2, "")
     assert "FloatingPointError: its own mistake" in err

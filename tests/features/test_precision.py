@@ -22,7 +22,7 @@ SHORT = ("recipe=toy", "logger=jsonl", "trainer.max_epochs=2", "trainer.log_ever
 
 
 @pytest.mark.parametrize(("precision", "dtype"), TYPES.items())
-def test_each_format_trains_and_is_saved_in_its_type(shared_run, precision, dtype):
+def test_each_format_trains_and_saves_its_type(shared_run, precision, dtype):
     run_dir = shared_run(*SHORT, f"trainer.precision={precision}")
     losses = list(results.curve(run_dir, "train/loss").values())
     assert all(map(math.isfinite, losses))

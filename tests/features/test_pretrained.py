@@ -101,7 +101,7 @@ def train_toy(fork_server, folder: Path) -> Path:
     ],
     ids=" ".join,
 )
-def test_another_head_begins_with_the_body_of_a_folder(train, exported, trained, spread):
+def test_another_head_keeps_the_pretrained_body(train, exported, trained, spread):
     """The head is drawn as without it; what was loaded is said once, and the log has all names."""
     steps = ("optimizer.lr=1e-30", "trainer.max_steps=1", "trainer.limit_val_batches=0", "checkpoint.monitor=null")
     begun = train(*CLASSIFIER, *steps, *spread, f"init_from={exported}", "init.skip=[score]")
@@ -125,7 +125,7 @@ def test_another_head_without_a_word_is_refused_once(train, exported, capfd):
     assert printed.count("not in the file: score.weight\nUse init.rename") == 1
 
 
-def test_a_resumed_run_has_its_own_weights_and_ends_as_if_it_had_never_stopped(train, exported):
+def test_a_resumed_run_keeps_its_own_weights(train, exported):
     """With dropout, on two processes."""
     begun = (*CLASSIFIER, procs(2), f"init_from={exported}", "init.skip=[score]")
     whole = train(*begun)

@@ -12,7 +12,7 @@ from tests.helpers import results
 SHORT = ("recipe=digits", "trainer.max_steps=4", "trainer.limit_val_batches=0", "checkpoint.monitor=null")
 
 
-def test_the_model_the_data_and_the_processes_are_printed_and_logged_before_the_first_step(train):
+def test_model_data_and_processes_are_shown_first(train):
     run_dir = train(*SHORT, "data.batch_size=8", "trainer.accumulate_grad_batches=2", "optimizer=adam")
     lines = [line.split() for line in results.log(run_dir).splitlines()]  # which has what is printed, too
     for line in (
@@ -31,7 +31,7 @@ def test_the_model_the_data_and_the_processes_are_printed_and_logged_before_the_
     assert full in events.Tensors("summary/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
-def test_progress_off_prints_only_the_start_the_end_and_warnings(train, capfd):
+def test_progress_off_prints_start_end_and_warnings(train, capfd):
     logs = [results.log(train(*SHORT, f"trainer.progress={progress}")) for progress in ("plain", "off")]
     assert ["step 4  test/accuracy" in log for log in logs] == [True, False]
     assert ["epoch 0/14  step 4/4" in log for log in logs] == [True, False]
@@ -54,7 +54,7 @@ class Block(nn.Sequential):
         (1, ["Sequential 30 20", "… 2 more"]),
     ],
 )
-def test_modules_are_listed_as_deep_as_there_are_rows_for(rows: int, shown: list[str]) -> None:
+def test_modules_are_listed_as_deep_as_fits(rows: int, shown: list[str]) -> None:
     model = nn.Sequential(nn.ModuleList([Block(), Block()]), nn.Linear(4, 2), nn.Tanh())
     model[1].requires_grad_(False)
     header, *lines = module_table(model, rows=rows).splitlines()

@@ -102,7 +102,7 @@ def test_named_parts_can_be_written_as_a_recipe(call_train: Call, train: Callabl
     assert typed.parent.name == "mine"
 
 
-def test_a_recipe_with_other_parts_can_be_written_as_one(call_train: Call, train: Callable[..., Path]) -> None:
+def test_a_changed_recipe_can_be_saved_as_one(call_train: Call, train: Callable[..., Path]) -> None:
     run = call_train("digits", data=partial(datasets, size=50), model=Net, optimizer=ADAM, checkpoint={"monitor": None})
     run.to_yaml("conf/recipe/mine.yaml")
     results.assert_same(results.weights(train("recipe=mine")), results.weights(run.directory))
@@ -297,7 +297,7 @@ def test_a_failure_is_an_exception_with_the_report(call_train: Call) -> None:
     assert framework.load(caught.value.directory).status == "failed"
 
 
-def test_a_rank_of_torchrun_is_told_to_use_the_command(call_train: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torchrun_rank_is_referred_to_the_command(call_train: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(RequestError, match="__main__"):
         call_train("toy")

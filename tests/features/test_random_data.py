@@ -233,7 +233,7 @@ def test_random_data_depend_on_neither_workers_nor_resumes(drawn):
 
 @pytest.mark.multiproc
 @pytest.mark.exhaustive
-def test_generators_that_are_made_late_or_lie_beside_much_data(drawn):
+def test_late_generators_and_large_data_are_seeded(drawn):
     data = ("data.datasets._target_=own.late", "checkpoint.monitor=null")
     run, wanted = drawn(*data, "data.num_workers=0")
     assert len(set(wanted[0])) == 12
@@ -264,14 +264,14 @@ def test_random_streams_depend_on_neither_workers_nor_resumes(drawn, sharing):
 
 @pytest.mark.multiproc
 @pytest.mark.exhaustive
-def test_a_resumed_random_stream_draws_what_it_would_have_drawn(drawn):
+def test_a_resumed_random_stream_draws_the_same(drawn):
     data = ("data.datasets._target_=own.stream", "data.shuffle=false", "data.num_workers=0", "checkpoint.monitor=null")
     _, wanted = drawn(*data)
     for stops in (4, 9):
         assert drawn(*data, stops=stops)[1] == wanted
 
 
-def test_a_sample_that_is_drawn_twice_is_augmented_anew(train):
+def test_a_repeated_sample_is_augmented_differently(train):
     given = [each for each in COMMON if not each.startswith(("task._target_", "data.batch_size"))]
     own = ("task._target_=own.Count", "data.datasets._target_=own.twice", "data.batch_size=12")
     run = train(*given, *own, "checkpoint=none")
@@ -280,7 +280,7 @@ def test_a_sample_that_is_drawn_twice_is_augmented_anew(train):
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("workers", [0, 1])
-def test_set_epoch_is_called_in_every_process_and_after_a_resume(train, drawn, workers):
+def test_set_epoch_is_called_in_every_process(train, drawn, workers):
     """Of a transform within a dataset that training and validation share, and of a collate function."""
     data = ("data.datasets._target_=own.staged", f"data.num_workers={workers}", "trainer.max_epochs=3")
     wanted = [f"{[float(epoch)] * 16}" for epoch in range(3) for _ in range(4)]
@@ -293,7 +293,7 @@ def test_set_epoch_is_called_in_every_process_and_after_a_resume(train, drawn, w
         assert drawn(*data, stops=stops)[1] == [wanted]
 
 
-def test_data_that_has_grown_within_an_epoch_is_refused(train, tmp_path, capfd):
+def test_data_that_grew_within_an_epoch_is_refused(train, tmp_path, capfd):
     (tmp_path / "size").write_text("20")
     data = ("data.datasets._target_=own.files", "checkpoint.monitor=null", "checkpoint.save_top_k=-1")
     part = train(*COMMON, *data, "trainer.max_steps=7")

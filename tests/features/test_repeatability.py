@@ -52,7 +52,7 @@ def test_a_seed_repeats_and_another_one_differs(train, overrides):
 
 
 @pytest.mark.multiproc
-def test_every_rank_has_the_switches_and_draws_numbers_of_its_own(train, tmp_path):
+def test_ranks_share_switches_and_draw_different_numbers(train, tmp_path):
     (tmp_path / "watcher.py").write_text(WATCHER)
     watch = ("+callbacks.watcher._target_=watcher.Watcher", "topology.procs_per_node=2", "trainer.max_steps=1")
     train("recipe=toy", "logger=none", "checkpoint=none", *watch, "trainer.benchmark=false", "trainer.num_threads=1")

@@ -35,7 +35,7 @@ def copy(run_dir: Path, folder: Path) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
-def test_a_run_whose_processes_are_all_killed_resumes_exactly(train, tmp_path):
+def test_a_killed_run_resumes_exactly(train, tmp_path):
     """After step 131, when all up to 130 is logged; nothing gets the chance to end in order."""
     overrides = ("checkpoint.every_n_steps=7", "trainer.log_every_n_steps=2", "trainer.val_check_interval=10")
     with paused_training(tmp_path, *overrides, procs=2) as started:
@@ -56,7 +56,7 @@ def test_a_run_whose_processes_are_all_killed_resumes_exactly(train, tmp_path):
     assert [run["status"] for run in record["earlier"]] == ["running"]
 
 
-def test_a_finished_run_is_prolonged_and_what_was_typed_is_kept_for_the_next_time(train, whole_run):
+def test_a_finished_run_is_extended_and_stays_so(train, whole_run):
     prolonged = train(*SHORT, "trainer.max_epochs=1")
     train(f"resume={prolonged}", "trainer.max_epochs=2")
     results.assert_same(results.weights(prolonged), results.weights(whole_run))
@@ -68,7 +68,7 @@ def test_a_finished_run_is_prolonged_and_what_was_typed_is_kept_for_the_next_tim
 EARLY = ("callbacks=[early_stopping]", "callbacks.early_stopping.patience=1", "callbacks.early_stopping.min_delta=9")
 
 
-def test_the_end_that_a_callback_asked_for_counts_unless_what_ends_training_is_changed(train):
+def test_a_callbacks_stop_holds_unless_limits_change(train):
     """Killed after the checkpoint of the last step, a run would else train on until its next validation."""
     common = (*SHORT, *EARLY, "trainer.val_check_interval=20", "trainer.max_epochs=4")
     stopped = train(*common)
@@ -82,7 +82,7 @@ def test_the_end_that_a_callback_asked_for_counts_unless_what_ends_training_is_c
     assert results.results(stopped)["steps"] == 80  # two more validations without an improvement
 
 
-def test_the_test_of_a_run_killed_before_its_result_is_logged_once(train, shared_run, tmp_path):
+def test_a_killed_runs_test_is_logged_once(train, shared_run, tmp_path):
     tested = ("recipe=toy", "logger=[jsonl,tensorboard]", "trainer.max_steps=50", "trainer.limit_test_batches=2")
     run = copy(shared_run(*tested), tmp_path)
     wanted = results.curve(run, "test/loss")
@@ -100,7 +100,7 @@ def test_the_test_of_a_run_killed_before_its_result_is_logged_once(train, shared
     assert "test/loss" in results.metrics(run)
 
 
-def test_a_run_stopped_before_its_first_checkpoint_starts_from_scratch(train, whole_run):
+def test_without_a_checkpoint_a_run_restarts(train, whole_run):
     stopped = train(*SHORT, "checkpoint.enabled=false", "trainer.max_steps=5")
     resumed = train(f"resume={stopped}", "checkpoint.enabled=true", "trainer.max_steps=null")
     assert "There is no checkpoint yet" in results.log(resumed)
@@ -121,7 +121,7 @@ def test_another_learning_rate_is_scaled_by_the_schedule(train):
 
 
 @pytest.mark.exhaustive
-def test_a_run_resumes_from_an_older_checkpoint_and_stays_there_until_the_next(train, whole_run, tmp_path):
+def test_a_run_resumes_from_an_older_checkpoint(train, whole_run, tmp_path):
     """A restart before its first checkpoint doesn't take the later one that was left out on purpose."""
     stopped = train(*SHORT, "trainer.max_steps=60", "checkpoint.every_n_steps=20", "checkpoint.save_top_k=-1")
     older = stopped / "checkpoints" / "step_00000040"
@@ -155,9 +155,7 @@ def test_a_run_resumes_from_an_older_checkpoint_and_stays_there_until_the_next(t
         (SCHEDULED, "scheduler.schedule.gamma=0.9", "scheduler.schedule.gamma=0.9 (it was 0.1)"),
     ],
 )
-def test_a_refused_resumption_changes_nothing_and_the_run_can_be_resumed(
-    train, shared_run, tmp_path, capfd, overrides, typed, reason
-):
+def test_a_refused_resume_changes_nothing(train, shared_run, tmp_path, capfd, overrides, typed, reason):
     stopped = copy(shared_run(*overrides, "trainer.max_epochs=1"), tmp_path)
     records = [stopped / name for name in ("config.yaml", "overrides.yaml", "run.json", "metrics.jsonl")]
     before = [file.read_text() for file in records]
@@ -175,7 +173,7 @@ def test_a_refused_resumption_changes_nothing_and_the_run_can_be_resumed(
         assert "max_steps: 90" in (stopped / "config.yaml").read_text()
 
 
-def test_an_incomplete_checkpoint_a_run_in_use_and_no_weights_are_refused(train, shared_run, tmp_path, capfd):
+def test_unusable_checkpoints_and_busy_runs_are_refused(train, shared_run, tmp_path, capfd):
     run = copy(shared_run(*SHORT), tmp_path)
     before = (run / "run.json").read_text()
     (run / "checkpoints" / "step_00000001").mkdir()

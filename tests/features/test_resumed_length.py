@@ -41,7 +41,7 @@ def told(run: Path) -> list[str]:
 
 
 @pytest.mark.multiproc
-def test_a_run_goes_on_with_another_number_of_processes(train, capfd):
+def test_a_run_resumes_with_another_world_size(train, capfd):
     run = train(*RUN, "trainer.max_epochs=3", "trainer.max_steps=50", "scheduler.total_steps=120")
     per_epoch = results.results(run)["steps"] - 10
     assert per_epoch == 40
@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_another_number_of_processes(train, capfd):
     assert rates[85] > 0
 
 
-def test_a_finished_run_is_extended_with_a_larger_batch(train, capfd):
+def test_a_finished_run_extends_with_larger_batches(train, capfd):
     run = train(*RUN, "trainer.max_epochs=1")
     more = (f"resume={run}", "trainer.max_epochs=2", "data.batch_size=40")
     train(*more, status=2)
@@ -78,7 +78,7 @@ def test_a_finished_run_is_extended_with_a_larger_batch(train, capfd):
     assert told(resumed)[-1] == "told 40 60 None"
 
 
-def test_a_schedule_that_ends_before_the_run_is_told(train, capfd):
+def test_a_schedule_shorter_than_the_run_is_reported(train, capfd):
     run = train(*RUN, "trainer.max_epochs=1", "trainer.max_steps=30", "scheduler.total_steps=40")
     train(f"resume={run}", "trainer.max_steps=null", "trainer.max_epochs=2", "scheduler.total_steps=null", status=2)
     assert "scheduler.total_steps=40 keeps the schedule as it was; the last 40 steps have its last" in (
@@ -98,7 +98,7 @@ def test_a_planned_tail_is_resumed(train):
     results.assert_same(results.saved(resumed)["model"], results.saved(whole)["model"])
 
 
-def test_epochs_of_a_schedule_are_those_done_and_those_left(train, capfd):
+def test_schedule_epochs_count_those_done_and_left(train, capfd):
     by_epoch = ("scheduler.interval=epoch", "trainer.max_epochs=4")
     run = train(*RUN, *by_epoch, "trainer.max_steps=50", "scheduler.total_steps=4")
     resumed = train(f"resume={run}", "trainer.max_steps=null", "scheduler.total_steps=null", "data.batch_size=40")

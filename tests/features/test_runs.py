@@ -68,7 +68,7 @@ def names(out: str) -> list[str]:
 # job=runs
 
 
-def test_the_list_fits_the_terminal_and_leaves_nothing_out(answer: Command, made: Made) -> None:
+def test_the_list_fits_the_terminal_completely(answer: Command, made: Made) -> None:
     made("2026-01-01_10-00-00_aaaa", started="2026-01-01T10:00:00+00:00", ended="2026-01-02T11:30:05+00:00")
     made("0", "optimizer.lr=0.01", folder="outputs/multirun/2026-01-02_10-00-00_bbbb")
     for columns in (60, 80, 160):
@@ -84,7 +84,7 @@ def test_the_list_fits_the_terminal_and_leaves_nothing_out(answer: Command, made
     assert all(text in one_line[-3] for text in SHORT[1:])
 
 
-def test_a_run_says_if_it_is_running_or_has_crashed(answer: Command, made: Made) -> None:
+def test_a_run_is_listed_as_running_or_crashed(answer: Command, made: Made) -> None:
     for status in ("finished", "stopped", "failed", "interrupted", "running"):
         made(status, status=status)
     lock = RunDir(made("locked", status="running", results=None))
@@ -139,7 +139,7 @@ def test_the_list_as_csv(answer: Command, made: Made) -> None:
     assert float(row["test/loss"]) == found["test"]["metrics"]["test/loss"]
 
 
-def test_evaluations_and_the_trainings_of_parity_are_not_listed(answer: Command, made: Made) -> None:
+def test_evaluations_and_parity_trainings_are_not_listed(answer: Command, made: Made) -> None:
     made("one")
     made("other", job="eval")
     made("1", folder="outputs/toy/parity/2026/processes")
@@ -218,7 +218,7 @@ def test_changes_of_the_same_size_are_told_apart(answer: Command, made: Made) ->
 # rerun
 
 
-def test_a_rerun_has_the_same_weights_and_names_the_run(train, capfd, tmp_path: Path) -> None:
+def test_a_rerun_has_the_same_weights(train, capfd, tmp_path: Path) -> None:
     original = train(*SHORT, "optimizer.lr=0.02", "seed=3")
     capfd.readouterr()
     changed = tmp_path / "conf/optimizer/sgd.yaml"  # a default that is another one since
@@ -247,7 +247,7 @@ def test_a_rerun_has_the_same_weights_and_names_the_run(train, capfd, tmp_path: 
     assert "uncommitted mine: +1 -0 → –" in warning
 
 
-def test_a_resumed_rerun_continues_and_its_checkpoint_can_be_evaluated(train, capfd) -> None:
+def test_a_resumed_rerun_can_be_evaluated(train, capfd) -> None:
     original = train(*SHORT)
     again = train(f"rerun={original}")
     assert train(f"resume={again}", "trainer.max_steps=50") == again
@@ -289,7 +289,7 @@ class Page(HTMLParser):
             self.text += data
 
 
-def test_a_report_has_all_of_its_runs_and_loads_nothing(answer: Command, made: Made) -> None:
+def test_a_report_is_whole_and_loads_nothing(answer: Command, made: Made) -> None:
     made("a", overrides=["recipe=toy", "name=<script>alert(1)</script>"], git=git("a", mine="+<b>"))
     other = made("b", "optimizer.lr=0.01")
     with (other / "metrics.jsonl").open("a") as file:
@@ -351,7 +351,7 @@ def test_damaged_lines_of_metrics_are_left_out(tmp_path):
     assert [row["step"] for row in read_rows(run_dir)] == [2]
 
 
-def test_a_run_that_symlinks_lead_to_again_is_listed_once(tmp_path):
+def test_a_symlinked_run_is_listed_once(tmp_path):
     run_dir = tmp_path / "toy" / "run"
     run_dir.mkdir(parents=True)
     for name, text in {"run.json": '{"job": "train"}', "config.yaml": "{}", "overrides.yaml": "[]"}.items():

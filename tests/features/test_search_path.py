@@ -53,13 +53,13 @@ def places(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_a_folder_that_is_not_there_is_an_error(train, capsys, typed, named):
+def test_a_missing_search_folder_is_an_error(train, capsys, typed, named):
     train("recipe=toy", "trainer.max_steps=1", *typed, status=2)
     assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
-def test_a_run_with_a_search_path_is_resumed_rerun_and_evaluated(train, places, tmp_path, how):
+def test_runs_with_search_paths_resume_and_evaluate(train, places, tmp_path, how):
     run = train(how.format(places), *SHORT, "trainer.max_steps=3")
     resumed = train(f"resume={run}", "trainer.max_steps=5", "+optimizer.dampening=0.1")
     assert results.results(resumed)["steps"] == 5
@@ -94,7 +94,7 @@ def test_a_saved_run_needs_only_its_config(train, places, tmp_path, capsys, how)
     assert "trainer.max_epoch" in capsys.readouterr().err
 
 
-def test_a_run_of_the_working_folder_goes_on_from_another(train, tmp_path, monkeypatch):
+def test_a_run_resumes_from_another_working_folder(train, tmp_path, monkeypatch):
     conf = tmp_path / "conf" / "recipe"
     conf.mkdir(parents=True)
     (conf / "elsewhere.yaml").write_text(RECIPE.replace("optimizer: slow", "optimizer: sgd"))

@@ -30,9 +30,7 @@ SHORT = ("trainer.max_steps=42", "trainer.log_every_n_steps=6", "data.global_bat
 
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
-def test_it_is_named_during_training_and_at_the_end_in_words_numbers_and_charts(
-    train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_rank_is_named_and_charted(train, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     data = ("data.datasets._target_=sleepy.datasets", "data.num_workers=0", "logger=[console,jsonl,tensorboard]")
     run = train("recipe=toy", "topology.procs_per_node=2", *SHORT, *data)

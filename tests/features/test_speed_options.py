@@ -25,7 +25,7 @@ def recorded_steps(trace: dict) -> set[str]:
 
 
 @pytest.mark.multiproc
-def test_the_profiler_writes_a_trace_of_some_steps_on_every_rank(train):
+def test_the_profiler_traces_steps_of_every_rank(train):
     pair = ("topology.procs_per_node=2", "trainer.max_steps=20")
     run_dir = train("recipe=toy", *SHORT, "trainer.profiler=pytorch", *pair)
     traces = sorted((run_dir / "profile").iterdir())
@@ -46,7 +46,7 @@ def test_channels_last_gives_the_same_weights(train):
 
 
 @pytest.mark.exhaustive
-def test_a_compiled_model_gives_the_same_weights_and_its_checkpoint_is_a_plain_one(train):
+def test_a_compiled_model_saves_plain_weights(train):
     steps = ("recipe=toy", *SHORT, "trainer.max_steps=5")
     compiled = train(*steps, "trainer.compile=default")
     plain = train(*steps)
@@ -93,7 +93,7 @@ def sees_precision(expected):
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("setting", "expected"), [("medium", "medium"), ("null", "highest")])
-def test_the_precision_of_matrix_products_is_set_on_every_rank_before_anything_is_built(train, setting, expected):
+def test_matmul_precision_is_set_before_building(train, setting, expected):
     data = (*NO_KEYWORDS, f"data.datasets._target_={__name__}.sees_precision", f"+data.datasets.expected={expected}")
     options = ("checkpoint=none", f"trainer.matmul_precision={setting}")
     train("recipe=toy", "logger=none", *data, *TWO, *options)
@@ -108,7 +108,7 @@ def notes_device():
 CALLS: list[str] = []
 
 
-def test_the_device_is_chosen_before_the_users_code_is_built(train, monkeypatch):
+def test_the_device_is_chosen_before_user_code(train, monkeypatch):
     """Otherwise that would open a context on GPU 0 in every rank. In this process, with a stand-in for a GPU."""
 
     def on_gpu(topology, **place):

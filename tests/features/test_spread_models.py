@@ -76,7 +76,7 @@ def test_it_resumes_with_other_processes_and_another_strategy(
     results.assert_same(results.weights(resumed), results.weights(whole_run), tolerance=1e-6)
 
 
-def test_its_weights_are_evaluated_and_begun_with_as_any_others(train: Run, sharded_run: Path) -> None:
+def test_spread_weights_can_be_evaluated_and_reused(train: Run, sharded_run: Path) -> None:
     evaluated = train("job=eval", f"checkpoint.path={sharded_run}", "eval.part=val", procs(2), "path.outputs=outputs")
     loss = toy_loss(results.weights(sharded_run), part="val")
     assert results.metrics(evaluated)["val/loss"] == pytest.approx(loss, rel=1e-6)
@@ -98,7 +98,7 @@ class Full:
 """
 
 
-def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(train: Run, tmp_path: Path) -> None:
+def test_an_unwritable_part_costs_only_its_checkpoint(train: Run, tmp_path: Path) -> None:
     (tmp_path / "full.py").write_text(FAILS_TO_WRITE)
     steps = ("checkpoint.every_n_steps=3", "checkpoint.asynchronous=false", "trainer.max_steps=8")
     kept = ("checkpoint.save_top_k=-1", "checkpoint.monitor=null", "trainer.check_val_every_n_epoch=null")
@@ -107,7 +107,7 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(train: Run, t
     assert "rank 1: [Errno 27] File too large" in results.log(run)
 
 
-def test_what_needs_whole_models_is_refused_before_the_processes_meet(train: Run, capfd: Capture) -> None:
+def test_needs_of_whole_models_are_refused_early(train: Run, capfd: Capture) -> None:
     train("recipe=toy", *SHARDED, "callbacks=ema", procs(2), status=2)
     assert "callbacks.ema keeps a whole copy of the model" in capfd.readouterr().err
     train("recipe=toy_model_parallel", *SHARDED, procs(2), status=2)

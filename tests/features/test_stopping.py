@@ -20,7 +20,7 @@ def the_run(folder: Path) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
-def test_a_run_in_this_process_stops_after_the_step_and_resumes_exactly(train, tmp_path, shared_run):
+def test_an_in_process_run_stops_and_resumes_exactly(train, tmp_path, shared_run):
     with paused_training(tmp_path, "launcher=in_process") as started:
         started.process.send_signal(signal.SIGTERM)
         started.wait_for_output("SIGTERM: saving after this step, then stopping.", timeout=60)
@@ -42,7 +42,7 @@ def test_a_run_in_this_process_stops_after_the_step_and_resumes_exactly(train, t
 
 
 @pytest.mark.exhaustive
-def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path):
+def test_a_stopped_job_ends_its_sweep(tmp_path):
     (tmp_path / "stop.py").write_text(
         "import os, signal\n"
         "class Stopper:\n"
@@ -81,7 +81,7 @@ class Falls:
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_restart_resumes_from_the_last_checkpoint_or_from_scratch_and_is_shown(train, shared_run, tmp_path, saves):
+def test_a_restart_is_shown_and_resumes(train, shared_run, tmp_path, saves):
     (tmp_path / "falls.py").write_text(FALLS)
     every = ("trainer.log_every_n_steps=10", "checkpoint.every_n_steps=50", "checkpoint.asynchronous=false")
     elastic = ("launcher=elastic", "launcher.max_restarts=1", f"checkpoint.enabled={str(saves).lower()}")

@@ -76,7 +76,7 @@ def _own(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
-def test_two_processes_train_uneven_parts_resume_exactly_and_predict_in_order(train: Train, tmp_path: Path) -> None:
+def test_uneven_streams_train_resume_and_predict(train: Train, tmp_path: Path) -> None:
     """An epoch has six steps; after the third, the second process has nothing left."""
     keep = ("checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1", "checkpoint.monitor=null")
     run = train(*COMMON, *TWO, *keep, "trainer.max_epochs=2")

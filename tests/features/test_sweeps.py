@@ -117,7 +117,7 @@ def sweeper(tmp_path) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_a_sweeper_gets_the_monitored_metric_and_sees_failures(sweeper):
+def test_a_sweeper_sees_metrics_and_failures(sweeper):
     command = ("-m", "recipe=toy", "trainer.gpus=0", "hydra/sweeper=mine", "seed=3", *SHORT)
     result = run_framework(*command, "trainer.log_every_n_steps=1", cwd=sweeper, env={"PYTHONPATH": str(sweeper)})
     assert result.returncode == 1, result.stderr
@@ -159,7 +159,7 @@ def directed(sweeper, monkeypatch) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_a_sweeper_looks_for_what_checkpoint_mode_calls_better(directed):
+def test_a_sweeper_optimizes_by_checkpoint_mode(directed):
     command = ("-m", "recipe=digits", "trainer.gpus=0", "hydra/sweeper=directed")
     result = run_framework(*command, cwd=directed, env={"PYTHONPATH": str(directed)})
     assert "hydra.sweeper.direction=maximize, from checkpoint.mode=max" in result.stdout, result.stderr
@@ -185,7 +185,7 @@ OPTUNA: dict[str, Any] = {"direction": "minimize"}
         ({"n_trials": 3}, "max", []),
     ],
 )
-def test_the_direction_of_a_sweeper_follows_from_checkpoint_mode(section, mode, expected):
+def test_a_sweepers_direction_follows_checkpoint_mode(section, mode, expected):
     assert sweeper_direction(section, typed=[], mode=mode, monitor="val/accuracy") == expected
 
 

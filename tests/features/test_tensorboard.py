@@ -38,7 +38,7 @@ def hparams(run_dir):
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in info.hparams.items()}
 
 
-def test_a_finished_run_has_its_hyperparameters_and_final_metrics(train):
+def test_a_finished_run_has_hparams_and_metrics(train):
     run_dir = train(*SHORT, "optimizer.lr=0.03", "trainer.limit_test_batches=1")
     found = hparams(run_dir)
     shown = {"optimizer.lr": 0.03, "recipe": "digits", "trainer.max_steps": 6, "data.shuffle": True, "seed": 0}
@@ -89,7 +89,7 @@ def test_the_graph_on_request(train):
     results.assert_same(results.weights(run_dir), results.weights(plain))
 
 
-def test_a_model_that_cannot_be_traced_trains_without_its_graph(train):
+def test_an_untraceable_model_trains_without_its_graph(train):
     short = ("recipe=toy", "trainer.max_steps=3", "trainer.limit_val_batches=0", "checkpoint.monitor=null")
     run_dir = train(*short, "model._target_=tests.features.flop_cases.Uncopyable", GRAPH)
     assert "TensorBoard won't have the graph of the model: TypeError: holds a lock" in results.log(run_dir)

@@ -102,7 +102,7 @@ def called_in_steps(context: Context) -> float:
     return float(metric.compute())
 
 
-def test_ranks_may_call_a_metric_in_different_numbers_of_steps(rank_pool: RankPool) -> None:
+def test_ranks_may_call_metrics_unequally_often(rank_pool: RankPool) -> None:
     """Whatever `dist_sync_on_step` says, which would wait for the others in each step."""
     assert rank_pool.run(called_in_steps) == [0.75, 0.75]
 
@@ -123,7 +123,7 @@ def refused(context: Context) -> list[str]:
     return texts
 
 
-def test_what_draws_or_depends_on_the_order_is_refused_by_name(rank_pool: RankPool) -> None:
+def test_random_and_ordered_metrics_are_refused_by_name(rank_pool: RankPool) -> None:
     boot, running, mean, nested = rank_pool.run(refused)[0]
     assert "BootStrapper draws samples" in boot
     assert "Running depends on the order" in running

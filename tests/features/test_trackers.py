@@ -69,7 +69,7 @@ CURVES = ("train/loss", "val/loss", "test/loss")
 
 
 @pytest.mark.multiproc
-def test_a_killed_run_is_one_run_of_wandb_with_each_step_once(killed_run):
+def test_a_killed_wandb_run_stays_one_run(killed_run):
     run_dir = killed_run("csv,wandb", "tags=[baseline,big]")
     for name in CURVES:
         wanted = results.curve(run_dir, name)
@@ -91,7 +91,7 @@ def test_a_killed_run_is_one_run_of_wandb_with_each_step_once(killed_run):
 
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
-def test_a_killed_run_is_one_run_of_mlflow_with_each_step_once(killed_run):
+def test_a_killed_mlflow_run_stays_one_run(killed_run):
     run_dir = killed_run("mlflow", "tags=[baseline,big]")
     database, run_id = mlflow_of(run_dir)
     for name in CURVES:
@@ -144,7 +144,7 @@ def test_media_and_checkpoints_reach_the_trackers(train, tmp_path):
 
 @pytest.mark.parametrize("where", ["begin", "numbers", "finish False"])
 @pytest.mark.parametrize("trouble", ["raise", "exit", "hang"])
-def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(train, trouble, where):
+def test_a_failing_tracker_is_reported_once(train, trouble, where):
     run_dir = train(
         *FAKE, f"+logger.fake.trouble={trouble}", f"+logger.fake.where='{where}'", "+logger.fake.close_timeout_s=0.3"
     )
@@ -190,7 +190,7 @@ def test_a_tracker_is_told_how_the_run_ended(train, tmp_path):
     assert (run_dir / "fake").read_text().splitlines() == ["begin", "earlier 1", "finish True"]
 
 
-def test_a_tracker_that_is_too_slow_loses_calls_and_says_so_once(capsys):
+def test_a_slow_tracker_loses_calls_and_says_so(capsys):
     worker = Worker("slow")
     begins = threading.Event()
     may_end = threading.Event()
@@ -264,7 +264,7 @@ def test_other_checkpoints_than_best_and_all_are_refused(train, capsys):
     assert "logger.wandb.log_checkpoints=some: must be best, all or null" in capsys.readouterr().err
 
 
-def test_csv_merges_steps_and_a_resumed_run_cuts_what_follows(train):
+def test_csv_merges_steps_and_a_resume_truncates(train):
     short = (*SHORT, "trainer.max_epochs=3", "logger=[csv,jsonl]")
     run_dir = train(*short, "trainer.max_steps=45", "checkpoint.every_n_steps=20")
     train(f"resume={run_dir / 'checkpoints/step_00000040'}", "trainer.max_steps=null")

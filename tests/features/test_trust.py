@@ -91,7 +91,7 @@ def test_a_run_that_lies_elsewhere_is_asked_for(command, foreign, tmp_path, kind
 
 
 @pytest.mark.parametrize("job", ["eval", "predict", "export", "tests.features.own_jobs.nothing"])
-def test_jobs_on_weights_that_lie_elsewhere_are_asked_for(command, shared_run, tmp_path, job):
+def test_jobs_on_foreign_weights_ask_first(command, shared_run, tmp_path, job):
     run_dir = copied(shared_run(*SHORT), tmp_path / "elsewhere" / "toy" / "run")
     for path in (run_dir, run_dir / "checkpoints" / "last"):
         status, printed = command(f"job={job}", f"checkpoint.path={path}")
@@ -102,20 +102,20 @@ def test_jobs_on_weights_that_lie_elsewhere_are_asked_for(command, shared_run, t
         assert command(f"job={job}", f"checkpoint.path={run_dir}", "trust=true", LIMITED)[0] == 0
 
 
-def test_a_checkpoint_that_was_taken_out_of_its_run_is_asked_for(command, own, tmp_path):
+def test_a_checkpoint_outside_its_run_asks_first(command, own, tmp_path):
     shutil.copytree(own / "checkpoints" / "step_00000020", tmp_path / "mine")
     assert command("job=eval", f"checkpoint.path={tmp_path}/mine", LIMITED)[0] == 2
     shutil.move(tmp_path / "mine", tmp_path / "outputs" / "mine")
     assert command("job=eval", f"checkpoint.path={tmp_path}/outputs/mine", LIMITED) == (0, "")
 
 
-def test_another_outputs_folder_that_is_typed_is_ones_own(command, shared_run, tmp_path):
+def test_a_typed_outputs_folder_is_trusted(command, shared_run, tmp_path):
     run_dir = copied(shared_run(*SHORT), tmp_path / "runs" / "toy" / "run")
     assert command(f"resume={run_dir}", "trainer.max_steps=25")[0] == 2
     assert command(f"resume={run_dir}", "trainer.max_steps=25", f"path.outputs={tmp_path}/runs")[0] == 0
 
 
-def test_outputs_of_the_users_own_recipe_are_ones_own(command, tmp_path):
+def test_outputs_of_the_users_recipe_are_trusted(command, tmp_path):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(
         "# @package _global_\ndefaults: [toy]\npath: {outputs: runs}\ntrainer: {max_steps: 4}\n"
@@ -125,7 +125,7 @@ def test_outputs_of_the_users_own_recipe_are_ones_own(command, tmp_path):
     assert command(f"resume={run_dir}", "trainer.max_steps=6")[0] == 0
 
 
-def test_outputs_behind_a_symlink_are_ones_own_and_a_run_behind_one_is_not(command, own, foreign, tmp_path):
+def test_symlinked_outputs_are_trusted_but_runs_are_not(command, own, foreign, tmp_path):
     (tmp_path / "disk").mkdir()
     shutil.move(tmp_path / "outputs", tmp_path / "disk" / "outputs")
     (tmp_path / "outputs").symlink_to("disk/outputs")
@@ -135,7 +135,7 @@ def test_outputs_behind_a_symlink_are_ones_own_and_a_run_behind_one_is_not(comma
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "", "checkpoints/step_00000020/config.yaml", "run.json"])
-def test_a_file_that_everybody_can_write_is_asked_for(command, own, name):
+def test_a_world_writable_file_asks_first(command, own, name):
     place = own / name
     place.chmod(place.stat().st_mode | 0o002)
     status, printed = command(f"resume={own}", "trainer.max_steps=25")
@@ -174,7 +174,7 @@ def test_a_group_counts_unless_it_is_ones_own(command, own, monkeypatch):
 
 
 @needs_root
-def test_auto_takes_ones_own_run_without_asking_and_leaves_out_another_users(command, own, tmp_path):
+def test_auto_skips_runs_of_other_users(command, own, tmp_path):
     crashed = '"status": "running"'
     text = (own / "run.json").read_text()
     (own / "run.json").write_text(text.replace('"status": "finished"', crashed))
@@ -200,7 +200,7 @@ def test_a_requeued_job_is_not_asked(command, shared_run, tmp_path, monkeypatch)
 # What runs no code
 
 
-def test_weights_records_and_reports_of_any_run_can_be_read(command, foreign, tmp_path, shared_run):
+def test_reading_any_run_asks_nothing(command, foreign, tmp_path, shared_run):
     run_dir = copied(shared_run(*SHORT), tmp_path / "elsewhere" / "toy" / "other")
     assert command(*SHORT, f"init_from={run_dir}")[0] == 0
     assert command("job=runs", f"runs={run_dir}")[0] == 0
@@ -220,7 +220,7 @@ class Marks:
         return os.mkdir, ("ran",)
 
 
-def test_the_models_and_jobs_of_a_loaded_run_ask_unless_it_is_trusted(shared_run, tmp_path, monkeypatch, own_state):
+def test_loaded_runs_ask_unless_they_are_trusted(shared_run, tmp_path, monkeypatch, own_state):
     monkeypatch.chdir(tmp_path)
     run_dir = copied(shared_run(*SHORT), tmp_path / "elsewhere" / "toy" / "run")
     (run_dir / "run.json").unlink()
@@ -259,7 +259,7 @@ def test_objects_that_lie_elsewhere_are_asked_for(command, own, tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-def test_the_answer_must_be_typed_as_true_or_false(command, own):
+def test_trust_must_be_true_or_false(command, own):
     status, printed = command(f"resume={own}", "trust=maybe")
     assert status == 2
     assert "trust=maybe: must be true or false" in printed

@@ -35,7 +35,7 @@ def tried_in(found: dict[str, Any]) -> dict[int, bool]:
     return {trial["batch_size"]: trial["fits"] for trial in found["batch_size"]["trials"]}
 
 
-def test_a_batch_a_rate_and_a_command_that_trains(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tune_finds_batch_rate_and_a_working_command(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     typed = ("recipe=toy", "optimizer=adam", "optimizer.lr=7", "trainer.max_steps=2", "callbacks=ema")
     run_dir = train("job=tune", *typed, "tune.max_batch_size=40", "scheduler=step")
     found = found_in(run_dir)
@@ -75,7 +75,7 @@ def test_a_global_batch_keeps_its_size(train: Train, capfd: pytest.CaptureFixtur
     assert " data.global_batch_size=48 trainer.accumulate_grad_batches=3\n" in capfd.readouterr().out
 
 
-def test_if_the_loss_does_not_fall_no_rate_is_suggested(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_rate_is_suggested_without_a_falling_loss(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     few = ("tune.find_batch_size=false", "tune.max_lr=1e-6", "tune.num_training=40")
     run_dir = train(*TUNE, *few, status=1)
     found = found_in(run_dir)
@@ -87,7 +87,7 @@ def test_if_the_loss_does_not_fall_no_rate_is_suggested(train: Train, capfd: pyt
 
 
 @pytest.mark.exhaustive
-def test_ranks_agree_on_what_the_smallest_has_room_for(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_agree_on_the_smallest_room(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     """And the global batches that they find give the same losses in one process, but for rounding."""
     adam = "optimizer=adam"
     early = "tune.early_stop_threshold=null"

@@ -47,7 +47,7 @@ def test_random_transforms_draw_as_on_the_cpu(train: Run, gpus: int, data_root: 
 
 
 @pytest.mark.parametrize("kind", ["graph", "pair", "nested", "packed", "words"])
-def test_batches_that_are_not_lists_and_dicts_of_tensors(train: Run, gpus: int, kind: str) -> None:
+def test_batches_of_other_types_reach_the_gpu(train: Run, gpus: int, kind: str) -> None:
     """The losses of many steps: memory that is given away too early would change them."""
     data = ("~data.datasets.seed", f"data.datasets._target_={CASES}.batches", f"+data.datasets.kind={kind}")
     task = cases.task("ReadsBatches")

@@ -105,9 +105,7 @@ def test_a_restart_after_a_cuda_error(tmp_path: Path, gpus: int, no_memory_left:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_a_device_side_assert_in_the_commands_own_process(
-    tmp_path: Path, gpus: int, no_memory_left: None, strategy: str
-) -> None:
+def test_a_device_assert_in_process_is_reported(tmp_path: Path, gpus: int, no_memory_left: None, strategy: str) -> None:
     """With `launcher=in_process` there is no monitor: Python's own traceback is all there is, and no run goes on."""
     place = ("launcher=in_process", f"trainer.gpus={gpus}", f"strategy={strategy}")
     done = run_framework(*faulty("index"), *place, cwd=tmp_path, timeout=100)
@@ -132,7 +130,7 @@ def test_a_hang_of_one_of_two(report: Callable[..., dict[str, Any]], gpus: int, 
     assert found["advice"].startswith("Its stack shows where it is")
 
 
-def test_a_device_side_assert_of_one_of_two_ranks_with_a_gpu_each(two_gpus: int, tmp_path: Path) -> None:
+def test_a_device_assert_of_one_rank_is_reported(two_gpus: int, tmp_path: Path) -> None:
     pair = (f"trainer.gpus={two_gpus}", "topology.procs_per_node=2", "backend.timeout=20s")
     done = run_framework(*faulty("index", rank=1, runs_ahead=True), *pair, cwd=tmp_path, timeout=100)
     assert done.returncode == 1, done.stdout + done.stderr

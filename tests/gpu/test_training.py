@@ -109,7 +109,7 @@ def test_in_the_commands_own_process(gpus: int, tmp_path: Path) -> None:
     assert re.search(device_line(gpus), done.stdout)
 
 
-def test_an_overflow_leaves_out_the_step_and_does_not_move_the_schedule(train: Run, gpus: int) -> None:
+def test_an_overflow_skips_the_step_and_schedule(train: Run, gpus: int) -> None:
     schedule = ("scheduler=step", "scheduler.interval=step", "scheduler.schedule.step_size=1")
     task = (*cases.task("Overflowing"), "+task.step=3")
     run_dir = train(*TOY, on(gpus), *RECORDED, *schedule, *task, "trainer.precision=16-mixed", "trainer.max_steps=5")
@@ -135,7 +135,7 @@ def test_activation_checkpointing_draws_the_same_again(train: Run, gpus: int) ->
     assert losses(recomputed) == pytest.approx(losses(plain), rel=1e-3)
 
 
-def test_modules_called_by_keyword_draw_the_same_dropout_again(train: Run, gpus: int) -> None:
+def test_keyword_calls_recompute_the_same_dropout(train: Run, gpus: int) -> None:
     """Another dropout in the recomputation would give other gradients, which no loss of that step shows."""
     model = (f"model._target_={CASES}.CallsByKeyword", "optimizer.lr=0.01")
     steps = ("recipe=toy", "trainer=deterministic", *SHORT, on(gpus), *model, "trainer.max_steps=20")
@@ -145,7 +145,7 @@ def test_modules_called_by_keyword_draw_the_same_dropout_again(train: Run, gpus:
 
 
 @pytest.mark.parametrize("allows", [f"model._target_={CASES}.AllowsTf32", "trainer.matmul_precision=high"])
-def test_tf32_is_allowed_by_a_model_in_the_newer_way_or_by_key(train: Run, gpus: int, allows: str) -> None:
+def test_tf32_is_allowed_by_model_or_key(train: Run, gpus: int, allows: str) -> None:
     """The peak that `train/mfu` is a share of is TF32's, if the GPU is known."""
     steps = (*TOY, on(gpus), "trainer.max_steps=10")
     plain = train(*steps)
@@ -171,7 +171,7 @@ def test_a_loss_with_tensors_of_its_own(train: Run, gpus: int) -> None:
     ],
     ids=["resident", "loaded", "bf16-mixed", "weighed by a number"],
 )
-def test_no_step_between_two_logs_waits_for_the_gpu(train: Run, gpus: int, what: str, tmp_path: Path) -> None:
+def test_no_step_between_logs_waits_for_the_gpu(train: Run, gpus: int, what: str, tmp_path: Path) -> None:
     quiet = (f"+callbacks.quiet._target_={CASES}.Quiet", "+callbacks.quiet.every=100")
     train(*what.split(), *quiet, on(gpus), "trainer.log_every_n_steps=100", "trainer.max_steps=300")
     assert json.loads((tmp_path / "guarded.json").read_text()) == 278
@@ -197,7 +197,7 @@ def test_the_profiler_sees_kernels(train: Run, gpus: int) -> None:
     assert any(event.get("cat") == "kernel" for event in events) == bool(gpus)
 
 
-def test_a_run_resumes_exactly_on_its_device_and_nearly_on_the_other(train: Run, gpus: int) -> None:
+def test_a_run_resumes_on_either_device(train: Run, gpus: int) -> None:
     steps = ("recipe=digits", *SHORT, "scheduler=none", "trainer=deterministic", "callbacks=ema")
     whole = train(*steps, on(gpus), "trainer.max_steps=12")
     stopped = train(*steps, on(gpus), "trainer.max_steps=6")
@@ -264,7 +264,7 @@ def test_fsdp_with_one_rank(train: Run, gpus: int, digits_on_cpu: Path) -> None:
         assert losses(run_dir) == pytest.approx(losses(digits_on_cpu), rel=0.01, abs=0.01)
 
 
-def test_ddp_knows_the_gpu_of_a_replica_on_one_device(train: Run, gpus: int, tmp_path: Path) -> None:
+def test_ddp_knows_the_gpu_of_its_replica(train: Run, gpus: int, tmp_path: Path) -> None:
     ddp = (f"strategy={{_target_: {CASES}.NotedDDP}}", "trainer.max_steps=2")
     train("recipe=toy", *ddp, on(gpus))
     assert json.loads((tmp_path / "device_ids.json").read_text()) == ([0] if gpus else None)
@@ -307,7 +307,7 @@ def test_a_lightning_module_that_logs(train: Run, gpus: int, tmp_path: Path) -> 
         assert list(results.curve(there, name).values()) == pytest.approx(expected, rel=0.01, abs=0.01)
 
 
-def test_logging_in_a_lightning_module_does_not_wait_for_the_gpu(train: Run, gpus: int, tmp_path: Path) -> None:
+def test_lightning_logging_does_not_wait_for_the_gpu(train: Run, gpus: int, tmp_path: Path) -> None:
     write_lightning_recipe(tmp_path, size=10_000)
     quiet = (f"+callbacks.quiet._target_={CASES}.Quiet", "+callbacks.quiet.every=100")
     train("recipe=lit", on(gpus), *quiet, "trainer.log_every_n_steps=100", "trainer.max_steps=300")
@@ -315,7 +315,7 @@ def test_logging_in_a_lightning_module_does_not_wait_for_the_gpu(train: Run, gpu
 
 
 @pytest.mark.timeout(300)
-def test_tune_finds_the_batch_by_running_out_of_memory(train: Run, gpus: int) -> None:
+def test_tune_finds_the_batch_by_running_out(train: Run, gpus: int) -> None:
     hungry = (f"model._target_={CASES}.Hungry", "tune.find_lr=false", "tune.margin=0.9", "tune.max_batch_size=512")
     run_dir = train("job=tune", "recipe=toy", on(gpus), *hungry)
     found = json.loads((run_dir / "tune.json").read_text())["batch_size"]
@@ -327,7 +327,7 @@ def test_tune_finds_the_batch_by_running_out_of_memory(train: Run, gpus: int) ->
         assert (found["batch_size"], refused) == (512, [])
 
 
-def test_preflight_and_plan_know_the_gpu_and_its_driver(
+def test_preflight_and_plan_know_the_gpu(
     train: Run, command: Callable[..., int], gpus: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = train("job=preflight", "recipe=toy", on(gpus), "preflight.seconds=2s")

@@ -24,7 +24,7 @@ def test_strategies(train: Callable[..., Path], two_gpus: int, strategy: str) ->
         torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_a_model_over_two_gpus_and_its_stages_on_two_processes(train: Callable[..., Path], two_gpus: int) -> None:
+def test_a_model_over_two_gpus_and_pipelined(train: Callable[..., Path], two_gpus: int) -> None:
     steps = ("recipe=toy_model_parallel", *TOY[1:], f"trainer.gpus={two_gpus}")
     spread = results.weights(train(*steps, "topology.procs_per_node=1"))
     stages = ("strategy=pipeline", "topology.procs_per_node=2", "topology=single_node", "topology.gpus_per_process=1")

@@ -83,7 +83,7 @@ def failure_of(train: Callable[..., Path], tmp_path: Path) -> Callable[..., dict
         pytest.param("model", 1, 2, marks=exhaustive),
     ],
 )
-def test_an_error_is_reported_though_the_process_is_aborted(
+def test_an_aborted_process_still_reports_its_error(
     failure_of: Callable[..., Any], where: str, rank: int, procs: int
 ) -> None:
     first = failure_of(where=where, rank=rank, procs=procs, is_seen=True)
@@ -93,13 +93,13 @@ def test_an_error_is_reported_though_the_process_is_aborted(
 
 
 @exhaustive
-def test_twenty_of_twenty_aborts_are_reported_with_their_error(failure_of: Callable[..., Any]) -> None:
+def test_twenty_of_twenty_aborts_report_their_error(failure_of: Callable[..., Any]) -> None:
     causes = [failure_of(where="step", rank=1, procs=2, is_seen=True)["cause"] for _ in range(20)]
     assert [cause.partition("\n")[0] for cause in causes] == [f"RuntimeError: {ASSERT}"] * 20
 
 
 @pytest.mark.parametrize(("rank", "procs"), [(0, 2), pytest.param(1, 2, marks=exhaustive)])
-def test_an_abort_that_python_did_not_see_is_reported_with_what_was_printed(
+def test_an_unseen_abort_is_reported_with_its_output(
     failure_of: Callable[..., Any], capfd: pytest.CaptureFixture[str], rank: int, procs: int
 ) -> None:
     """Rank 0's output goes to the terminal, too."""

@@ -72,7 +72,7 @@ def test_one_process_shows_what_needs_no_other(train: Train) -> None:
     assert after(shown, "all_reduce") == [[0, 1, 2, 3]]
 
 
-def test_nccl_without_gpus_is_refused_before_anything_is_made(
+def test_nccl_without_gpus_is_refused_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

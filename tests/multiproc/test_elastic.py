@@ -101,9 +101,7 @@ def test_a_killed_rank_costs_only_time(elastic: Callable[..., Any], tmp_path: Pa
 
 @exhaustive
 @pytest.mark.parametrize("method", ["file", "tcp"])
-def test_restarted_ranks_meet_by_every_init_method_until_no_restart_is_left(
-    elastic: Callable[..., Any], method: str
-) -> None:
+def test_ranks_restart_by_every_init_method(elastic: Callable[..., Any], method: str) -> None:
     deed = Deed("raise", rank=1, phase="optimizer", step=2)
     run_dir, err = elastic(deed, f"backend.init_method={method}", restarts=1, status=1, always=True)
     assert err.count("Rank 1 of 2") == 2, err
@@ -150,7 +148,7 @@ def assert_ends(nodes: list[Started], status: int, *, within_s: float = END_S) -
 
 
 @exhaustive
-def test_a_rank_that_dies_on_another_node_is_restarted_and_ctrl_c_there_stops_all(tmp_path: Path, port: int) -> None:
+def test_a_dead_rank_of_another_node_is_restarted(tmp_path: Path, port: int) -> None:
     trouble.write_recipe(tmp_path, Deed("SIGKILL", rank=1, phase="backward", step=EVERY + 2, pause=0.05))
     with two_nodes(tmp_path, port, *ENDLESS, "launcher.max_restarts=2", "backend.timeout=30s") as nodes:
         nodes[0].wait_for_output("Restart 1: resuming after step", timeout=START_S)
@@ -171,7 +169,7 @@ def test_a_rank_that_dies_on_another_node_is_restarted_and_ctrl_c_there_stops_al
 
 
 @exhaustive
-def test_a_node_that_was_started_with_something_else_is_refused(tmp_path: Path, port: int) -> None:
+def test_a_node_started_differently_is_refused(tmp_path: Path, port: int) -> None:
     trouble.write_recipe(tmp_path, Deed())
     with (
         started_framework(*of_node(0, port), cwd=tmp_path) as first,
@@ -184,7 +182,7 @@ def test_a_node_that_was_started_with_something_else_is_refused(tmp_path: Path, 
 
 
 @exhaustive
-def test_a_node_whose_command_is_killed_may_come_again(tmp_path: Path, port: int) -> None:
+def test_a_killed_node_may_rejoin(tmp_path: Path, port: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=0.1))
     overrides = ("launcher.max_restarts=1", "trainer.max_steps=100", "backend.init_timeout=20s")
     with two_nodes(tmp_path, port, *overrides) as (first, second):
@@ -227,7 +225,7 @@ def test_a_node_that_does_not_come_is_named(
 
 @exhaustive
 @pytest.mark.parametrize(("node", "what"), [(0, "rank"), (1, "rank"), (1, "run server")])
-def test_no_process_is_left_on_any_node_whichever_is_killed(tmp_path: Path, port: int, node: int, what: str) -> None:
+def test_a_killed_node_leaves_no_process(tmp_path: Path, port: int, node: int, what: str) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=0.05))
     with two_nodes(tmp_path, port, *ENDLESS, "backend.timeout=10s") as nodes:
         wait_until(lambda: has_checkpoint(tmp_path, *nodes))

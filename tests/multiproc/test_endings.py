@@ -55,7 +55,7 @@ def test_whichever_process_is_killed_none_is_left(tmp_path: Path, who: str | int
 
 
 @exhaustive
-def test_a_drawn_process_is_killed_and_none_is_left() -> None:
+def test_a_random_kill_leaves_no_process() -> None:
     with ExitStack() as stack:
         result = kills.run(kills.Case(0, "local", True, 1.0), kills.Machines(stack), only="worker")
     assert (result.role, result.wrong) == ("worker", ())
@@ -86,7 +86,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
 
 
 @exhaustive
-def test_ranks_finish_when_the_reader_of_their_output_leaves(tmp_path: Path) -> None:
+def test_ranks_finish_without_a_reader_of_output(tmp_path: Path) -> None:
     """The reader leaves after the command's first line, while the ranks are starting."""
     trouble.write_recipe(tmp_path, Deed())
     result = run_in_shell("$PYTHON -m framework recipe=trouble 2>errors | head -n 1", tmp_path)

@@ -102,7 +102,7 @@ def runs(folder: Path) -> list[Path]:
 
 @exhaustive
 @pytest.mark.parametrize("starter", ["Kubernetes", "srun", "torchrun"])
-def test_ranks_of_other_starters_make_one_run_with_the_weights_of_our_own_launcher(
+def test_external_ranks_get_the_same_weights(
     starter: str, port: int, tmp_path: Path, shared_run: Callable[..., Path]
 ) -> None:
     if starter == "torchrun":
@@ -126,7 +126,7 @@ def test_ranks_of_other_starters_make_one_run_with_the_weights_of_our_own_launch
 
 
 @exhaustive
-def test_ranks_that_torchrun_restarts_resume_the_same_run_beside_another(tmp_path: Path) -> None:
+def test_torchrun_restarts_resume_the_same_run(tmp_path: Path) -> None:
     """Two runs on one machine, one of which loses a rank."""
     folders = [tmp_path / name for name in ("one", "other")]
     command = (*TORCHRUN, "--max-restarts=1", "-m", "framework", *ENDLESS, "trainer.max_steps=2000")
@@ -159,7 +159,7 @@ def test_ranks_end_with_torchruns_agent(tmp_path: Path) -> None:
         started.assert_all_gone()
 
 
-def test_what_ranks_were_started_with_is_compared_and_nothing_runs(port: int, tmp_path: Path) -> None:
+def test_different_starts_are_refused_and_nothing_runs(port: int, tmp_path: Path) -> None:
     for rank in range(2):
         folder = tmp_path / str(rank) / "conf" / "trainer"
         folder.mkdir(parents=True)
@@ -181,9 +181,7 @@ def test_what_ranks_were_started_with_is_compared_and_nothing_runs(port: int, tm
         pytest.param("-m", "-m makes several runs", marks=exhaustive),
     ],
 )
-def test_a_wrong_request_is_answered_once_with_status_2_on_every_rank(
-    argument: str, message: str, port: int, tmp_path: Path
-) -> None:
+def test_a_wrong_request_ends_every_rank_with_2(argument: str, message: str, port: int, tmp_path: Path) -> None:
     first, second = ended(tmp_path, *TOY, argument, port=port)
     assert (first[0], second) == (2, (2, "", "")), first[2]
     assert message in first[2]
@@ -202,14 +200,14 @@ class Refusing:
 
 
 @exhaustive
-def test_a_rank_that_is_still_setting_up_leaves_with_the_status_of_the_report(port: int, tmp_path: Path) -> None:
+def test_a_rank_in_setup_leaves_with_the_report(port: int, tmp_path: Path) -> None:
     (tmp_path / "refusing.py").write_text(REFUSING)
     first, second = ended(tmp_path, *TOY, "+callbacks.refusing._target_=refusing.Refusing", port=port)
     assert (first[0], second[0]) == (2, 2), first[2]
     assert first[2].count("refused by rank 0") == 1
 
 
-def test_a_launcher_that_is_typed_starts_a_run_of_its_own(port: int, tmp_path: Path) -> None:
+def test_a_typed_launcher_starts_its_own_run(port: int, tmp_path: Path) -> None:
     ((status, _, err),) = ended(tmp_path, *TOY, "launcher=in_process", port=port, ranks=[1])
     assert status == 0, err
     (run,) = runs(tmp_path)
@@ -217,7 +215,7 @@ def test_a_launcher_that_is_typed_starts_a_run_of_its_own(port: int, tmp_path: P
 
 
 @exhaustive
-def test_a_port_that_is_taken_is_named_with_what_to_set(tmp_path: Path) -> None:
+def test_a_taken_port_is_named_with_advice(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first, second = ended(tmp_path, *TOY, "backend.init_timeout=3s", port=taken.getsockname()[1])
     assert (first[0], second[0]) == (1, 1)
@@ -263,7 +261,7 @@ class Raising:
 """
 
 
-def test_an_error_on_another_node_is_reported_by_the_first(port: int, tmp_path: Path) -> None:
+def test_the_first_node_reports_errors_of_others(port: int, tmp_path: Path) -> None:
     (tmp_path / "raising.py").write_text(RAISING)
     raising = "+callbacks.raising._target_=raising.Raising"
     first, second = ended(tmp_path, *ENDLESS, raising, port=port, variables=kubernetes)
@@ -281,7 +279,7 @@ def test_an_error_on_another_node_is_reported_by_the_first(port: int, tmp_path: 
 
 
 @pytest.mark.exhaustive
-def test_a_signal_to_one_node_stops_all_with_a_checkpoint_that_is_resumed(port: int, tmp_path: Path) -> None:
+def test_a_signal_to_one_node_stops_all(port: int, tmp_path: Path) -> None:
     with started(tmp_path, *ENDLESS, port=port, variables=kubernetes) as ranks:
         ranks[0].wait_for_output("epoch 1 ")
         os.kill(ranks[1].pid, signal.SIGTERM)
@@ -310,7 +308,7 @@ class Hanging:
 
 
 @exhaustive
-def test_a_second_ctrl_c_ends_a_rank_that_hangs(port: int, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_a_hung_rank(port: int, tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(HANGING)
     callback = "+callbacks.own._target_=hanging.Hanging"
     with started(tmp_path, *ENDLESS, callback, port=port, ranks=(0,), world=1) as (rank,):

@@ -105,9 +105,7 @@ def test_the_first_cause_is_reported_once(
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL", "signal", marks=exhaustive),
     ],
 )
-def test_a_rank_that_does_not_come_to_the_others_is_named(
-    misbehave: Callable[..., Path], screen: Any, what: str, cause: str, kind: str
-) -> None:
+def test_a_missing_rank_is_named(misbehave: Callable[..., Path], screen: Any, what: str, cause: str, kind: str) -> None:
     code = f"if os.environ['RANK'] == '1': {what}"
     first = report(misbehave(Deed(), "backend.init_timeout=4s", procs=3, code=code))["first"]
     assert (first["rank"], first["step"], first["kind"]) == (1, 0, kind)
@@ -116,9 +114,7 @@ def test_a_rank_that_does_not_come_to_the_others_is_named(
     assert "before its first step" in screen[1].getvalue()
 
 
-def test_a_recipe_that_one_rank_cannot_import_is_a_wrong_request_and_leaves_nothing(
-    misbehave: Callable[..., Path], tmp_path: Path, screen: Any
-) -> None:
+def test_a_recipe_missing_on_one_rank_is_refused(misbehave: Callable[..., Path], tmp_path: Path, screen: Any) -> None:
     misbehave(Deed(), procs=3, code="if os.environ['RANK'] == '1': import no_such_module", status=2)
     assert "no_such_module" in screen[1].getvalue()
     assert "Traceback" not in screen[1].getvalue()
@@ -159,7 +155,7 @@ class Task(Task):
         pytest.param(("raise", "raise"), {"ValueError: the deed was done"}, "failed with the same", marks=exhaustive),
     ],
 )
-def test_ranks_that_fail_at_the_same_time_are_all_named(
+def test_ranks_that_fail_together_are_all_named(
     misbehave: Callable[..., Path], screen: Any, what: tuple[str, str], causes: set[str], said: str
 ) -> None:
     found = report(misbehave(Deed(), procs=3, code=TOGETHER % what))
@@ -188,9 +184,7 @@ def test_a_failure_that_cannot_be_saved_is_shown(misbehave: Callable[..., Path],
 @pytest.mark.parametrize(
     "how", ["threading.Thread(target=time.sleep, args=(300,)).start()", "atexit.register(time.sleep, 300)"]
 )
-def test_a_rank_that_is_done_and_does_not_leave_is_ended(
-    misbehave: Callable[..., Path], launcher: str, how: str
-) -> None:
+def test_a_finished_rank_that_stays_is_ended(misbehave: Callable[..., Path], launcher: str, how: str) -> None:
     code = f"import atexit, threading\nif os.environ['RANK'] == '1': {how}"
     run_dir = misbehave(Deed(), f"launcher={launcher}", status=0, code=code)
     assert "doesn't leave after its work" in (run_dir / "logs" / "rank_1.log").read_text()
@@ -203,12 +197,12 @@ def test_a_rank_that_is_done_and_does_not_leave_is_ended(
 
 @exhaustive
 @pytest.mark.parametrize("what", DEEDS)
-def test_a_drawn_case_is_reported_by_the_whole_command(what: str) -> None:
+def test_a_random_case_is_reported_by_the_command(what: str) -> None:
     seed = list(DEEDS).index(what)
     assert run(draw(seed, processes=(2, 3), whats=[what], timeout_s=5.0)).wrong == ()
 
 
-def test_a_seed_is_one_case_and_all_cases_are_drawn() -> None:
+def test_seeds_are_repeatable_and_cover_all_cases() -> None:
     given = [draw(seed, processes=(2, 8), whats=list(DEEDS), timeout_s=5.0) for seed in (*range(300), *range(300))]
     assert given[:300] == given[300:]
     assert {each.num_processes for each in given} == set(range(2, 9))

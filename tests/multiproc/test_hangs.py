@@ -124,9 +124,7 @@ def test_a_loader_worker_that_hangs_is_shown(hang: Callable[..., Any], capfd: py
     assert "  stack    hang at hanging.py:" in capfd.readouterr().err
 
 
-def test_a_rank_that_hangs_in_closing_after_a_failure_is_ended(
-    hang: Callable[..., Any], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hang_in_closing_is_ended(hang: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
     first = hang("close after a failure")
     assert (first["kind"], first["cause"]) == ("exception", "ValueError: the failure")
     assert "  closing  hang at hanging.py:" in capfd.readouterr().err

@@ -240,7 +240,7 @@ SAMPLE = {
         for deed in ("raise", "hang", "fork")
     ],
 )
-def test_a_hook_that_misbehaves_is_reported_and_leaves_nothing(
+def test_a_misbehaving_hook_is_reported_without_leftovers(
     train: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

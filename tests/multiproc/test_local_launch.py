@@ -44,7 +44,7 @@ def probe(train: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[Pat
     return run
 
 
-def test_ranks_have_torchruns_variables_and_the_commands_present_world(
+def test_ranks_get_torchruns_variables_and_the_world(
     probe: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SET_LATER", "after the fork server was started")
@@ -79,7 +79,7 @@ class Leaver:
 """
 
 
-def test_leaving_early_in_the_commands_own_process_is_a_failure(
+def test_leaving_early_in_process_is_a_failure(
     train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "leaver.py").write_text(LEAVER)

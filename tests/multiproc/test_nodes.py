@@ -94,7 +94,7 @@ def test_two_hosts_give_the_result_of_one_machine(
     assert results.run_file(run_dir)["status"] == "finished"
 
 
-def test_hosts_with_one_secret_run_together_and_it_is_written_nowhere(hosts: list[Host], tmp_path: Path) -> None:
+def test_hosts_with_one_secret_run_together(hosts: list[Host], tmp_path: Path) -> None:
     secret = "n0t-t0-be-seen"
     typed = f"topology.rdzv_secret={secret}"
     overrides = ("recipe=toy", "trainer.max_epochs=1", typed)
@@ -109,7 +109,7 @@ def test_hosts_with_one_secret_run_together_and_it_is_written_nowhere(hosts: lis
 
 
 @pytest.mark.parametrize("secrets", [("one", "other"), ("one", None), (None, "other")])
-def test_a_host_with_another_secret_is_refused_by_name(
+def test_a_host_with_another_secret_is_refused(
     hosts: list[Host], tmp_path: Path, secrets: tuple[str | None, str | None]
 ) -> None:
     with started_on_all(hosts, "recipe=toy", cwd=tmp_path, secrets=secrets) as all_started:
@@ -133,7 +133,7 @@ def test_the_store_listens_on_one_address(hosts: list[Host], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("cut_node", [0, 1])
-def test_each_side_of_a_cut_link_names_the_other(hosts: list[Host], tmp_path: Path, cut_node: int) -> None:
+def test_both_sides_of_a_cut_link_report_it(hosts: list[Host], tmp_path: Path, cut_node: int) -> None:
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
     with started_on_all(hosts, *LONG, f"backend.timeout={TIMEOUT_S}", cwd=tmp_path) as all_started:
         wait_for_step(tmp_path, all_started)
@@ -156,7 +156,7 @@ def test_each_side_of_a_cut_link_names_the_other(hosts: list[Host], tmp_path: Pa
     ],
     ids=["killed", "hung"],
 )
-def test_a_rank_that_fails_is_named_on_both_terminals(hosts: list[Host], tmp_path: Path, deed: Deed, kind: str) -> None:
+def test_both_terminals_name_the_failed_rank(hosts: list[Host], tmp_path: Path, deed: Deed, kind: str) -> None:
     trouble.write_recipe(tmp_path, deed)
     with started_on_all(hosts, *LONG, f"backend.timeout={TIMEOUT_S}", cwd=tmp_path) as all_started:
         done = trouble.wait_until_done(tmp_path, all_started[0], timeout=START_S)

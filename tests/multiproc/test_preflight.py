@@ -88,7 +88,7 @@ def test_what_is_wrong_is_named(train: Train, capfd: pytest.CaptureFixture[str])
 
 
 @pytest.mark.exhaustive
-def test_a_hang_is_reported_with_the_name_of_the_check(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hang_is_reported_with_its_check(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     strategy = f"strategy={{_target_: {CASES}.hanging}}"
     run_dir = train(*PREFLIGHT, "topology.procs_per_node=2", strategy, "backend.timeout=2", status=1)
     report = json.loads((run_dir / "failure.json").read_text())

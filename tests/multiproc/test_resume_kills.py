@@ -18,7 +18,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Wholes:
 
 
 @pytest.mark.exhaustive
-def test_a_run_killed_while_training_and_while_saving_resumes_exactly(wholes: Wholes) -> None:
+def test_kills_in_training_and_saving_resume_exactly(wholes: Wholes) -> None:
     kills = (Kill("training", 0.7), Kill("saving", 0.2))
     assert run(Case(0, Setup("toy", 3, "averaged"), kills), wholes).wrong == ()
     other = wholes.of(Setup("toy", 3, "plain")).run_dir

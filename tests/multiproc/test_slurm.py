@@ -47,7 +47,7 @@ def wait_for_step(folder: Path, *, outputs: str = "outputs") -> None:
 
 
 @pytest.mark.parametrize("where", [("--nodes=2", "--ntasks-per-node=2"), ("--nodes=1", "--ntasks=4")])
-def test_tasks_of_srun_give_the_result_of_one_command(
+def test_srun_tasks_equal_one_command(
     slurm: Cluster, shared_run: Callable[..., Path], tmp_path: Path, where: tuple[str, ...]
 ) -> None:
     result = slurm.srun(*where, *FRAMEWORK, "recipe=toy", "trainer.max_epochs=2", cwd=tmp_path, timeout=START_S)
@@ -73,7 +73,7 @@ def test_a_preflight_of_the_tasks_precedes_training(slurm: Cluster, tmp_path: Pa
     assert sorted(link["ranks"] for link in found["links"]) == [[0, 1], [0, 2], [1, 3], [2, 3]]
 
 
-def test_the_batch_script_of_the_documentation_saves_and_resumes(slurm: Cluster, tmp_path: Path) -> None:
+def test_the_documented_batch_script_resumes(slurm: Cluster, tmp_path: Path) -> None:
     """Another recipe, two tasks a node and no GPUs; SIGUSR1 by hand instead of near the end of four hours."""
     steps = 100
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
@@ -105,7 +105,7 @@ def test_the_batch_script_of_the_documentation_saves_and_resumes(slurm: Cluster,
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_the_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signalled_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: Path, number: signal.Signals) -> None:
     """As `sbatch --signal=USR1@90` and a preemption send it."""
     trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
     command = ("srun", "--nodes=2", "--ntasks-per-node=2", "--job-name=stopped", *FRAMEWORK)

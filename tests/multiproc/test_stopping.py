@@ -83,7 +83,7 @@ def send(number: signal.Signals, *, everyone: bool, rank_pid: int) -> None:
         ),
     ],
 )
-def test_all_ranks_stop_after_one_step_and_resume_exactly(
+def test_all_ranks_stop_together_and_resume_exactly(
     train: Callable[..., Path],
     tmp_path: Path,
     terminal: io.StringIO,
@@ -140,7 +140,7 @@ class Sender:
         (signal.SIGTERM, "checkpoint.enabled=false", EXIT_INTERRUPTED),
     ],
 )
-def test_a_rank_in_the_commands_own_process_handles_signals_itself(
+def test_a_rank_in_process_handles_signals_itself(
     train: Callable[..., Path],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -168,9 +168,7 @@ def test_a_rank_in_the_commands_own_process_handles_signals_itself(
     results.assert_same(results.weights(run_dir), results.weights(whole_run))
 
 
-def test_a_signal_to_one_rank_stops_all_and_an_ignored_one_does_nothing(
-    train: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_signal_to_one_rank_stops_all(train: Callable[..., Path], tmp_path: Path) -> None:
     """`nohup` has SIGHUP ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     write_pause(tmp_path)
@@ -231,7 +229,7 @@ def slow(**keywords):
         ),
     ],
 )
-def test_where_nothing_can_be_saved_the_first_signal_ends_the_run(
+def test_without_saving_the_first_signal_ends_the_run(
     train: Callable[..., Path],
     tmp_path: Path,
     terminal: io.StringIO,

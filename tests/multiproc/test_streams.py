@@ -166,7 +166,7 @@ def resumed(context: Context, dataset: Any, stops: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize(("dataset", "stops"), [(Parts, (4,)), (Stateful, (2, STEPS_PER_EPOCH))])
-def test_training_resumes_exactly_in_the_middle_of_an_epoch(rank_pool: RankPool, dataset: Any, stops: Any) -> None:
+def test_training_resumes_exactly_within_an_epoch(rank_pool: RankPool, dataset: Any, stops: Any) -> None:
     rank_pool.run(resumed, dataset, stops, ranks=3)
 
 
@@ -198,7 +198,7 @@ def statistics(context: Context, names: Sequence[str], lengths: Sequence[int]) -
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [(0, 10), (6, 14)])
-def test_statistics_continue_where_the_first_rank_has_nothing_left(rank_pool: RankPool, lengths: Any) -> None:
+def test_statistics_survive_an_empty_first_rank(rank_pool: RankPool, lengths: Any) -> None:
     names = ["ddp", "allreduce", "fsdp", "local_sgd, every second step"]
     wanted = statistics_of(lengths)
     for of_rank in rank_pool.run(statistics, names, lengths):
@@ -222,12 +222,12 @@ def late(context: Context) -> str:
     return said
 
 
-def test_a_rank_that_does_not_say_what_it_reads_is_reported(rank_pool: RankPool) -> None:
+def test_a_rank_of_unknown_length_is_reported(rank_pool: RankPool) -> None:
     assert "what other ranks read of their streams" in rank_pool.run(late)[0]
 
 
 @pytest.mark.usefixtures("own_state")
-def test_a_stand_in_leaves_nothing_but_zeros_in_gradients() -> None:
+def test_a_stand_in_leaves_zero_gradients() -> None:
     """Neither in statistics nor in generators, so it doesn't matter which batch stands in."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
     trainer = make_trainer(model=model)

@@ -97,7 +97,7 @@ def test_a_killed_run_resumes_exactly(train: Train, tmp_path: Path, processes: i
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else str(value),
 )
-def test_a_killed_run_of_a_model_that_several_processes_share_resumes_exactly(
+def test_a_killed_sharded_run_resumes_exactly(
     train: Train, tmp_path: Path, processes: int, options: tuple[str, ...]
 ) -> None:
     """Of the weights with one row, one process has all and others nothing; each has its own statistics.
@@ -111,7 +111,7 @@ def test_a_killed_run_of_a_model_that_several_processes_share_resumes_exactly(
 
 
 @pytest.mark.exhaustive
-def test_after_the_first_step_gradients_are_laid_out_as_in_the_uninterrupted_run(train: Train, tmp_path: Path) -> None:
+def test_resumed_gradients_keep_their_memory_layout(train: Train, tmp_path: Path) -> None:
     """DDP lays a static graph's gradients out again after two steps; here the run resumes from the first."""
     early = ("checkpoint.every_n_steps=1", "callbacks.dies.after=2", "callbacks.dies.saved=1")
     static = ("topology.procs_per_node=3", "+strategy.static_graph=true")
@@ -136,7 +136,7 @@ def test_the_newest_unfinished_run_is_found(train: Train, tmp_path: Path, capfd:
 # Another world size
 
 
-def test_no_sample_is_lost_or_repeated_on_another_number_of_ranks(train: Train, tmp_path: Path) -> None:
+def test_another_world_size_loses_no_sample(train: Train, tmp_path: Path) -> None:
     """Start on 4 ranks, kill one after step 10, and take steps 10 to 18 on 3."""
     run = train("recipe=exact", "topology.procs_per_node=4", *AVERAGED, status=KILLED)
     train(f"resume={run}", "topology.procs_per_node=3")
@@ -150,9 +150,7 @@ def test_no_sample_is_lost_or_repeated_on_another_number_of_ranks(train: Train, 
 
 
 @pytest.mark.exhaustive
-def test_generators_that_another_number_of_ranks_lacks_are_the_same_in_every_resumption(
-    train: Train, tmp_path: Path
-) -> None:
+def test_new_ranks_get_repeatable_generators(train: Train, tmp_path: Path) -> None:
     killed = train("recipe=exact", "topology.procs_per_node=2", *AVERAGED, status=KILLED)
     copied = shutil.copytree(killed, killed.with_name("copied"), symlinks=True)
     for run in (killed, copied):

@@ -98,7 +98,7 @@ def train_and_look(context: Context, *, looks: bool) -> tuple[list[dict[str, Ten
     return watch.weights, ema.state_dict()["average"]
 
 
-def test_ranks_agree_after_averages_alone_and_looking_changes_nothing(rank_pool: RankPool) -> None:
+def test_ranks_agree_after_each_average_only(rank_pool: RankPool) -> None:
     """With a warm-up of two steps, and averages every three: nor do evaluations move weights or their averages."""
     plain = rank_pool.run(train_and_look, looks=False, ranks=3)
     watched = rank_pool.run(train_and_look, looks=True, ranks=3)
@@ -130,7 +130,7 @@ COMMAND = (
 
 
 @pytest.mark.exhaustive
-def test_on_another_number_of_ranks_all_resume_from_the_mean(train: Train) -> None:
+def test_another_world_size_resumes_from_the_mean(train: Train) -> None:
     """Three, one step after an average; then two, for a step of SGD on the whole batch from the mean."""
     run = train(*COMMAND)
     model = ToyModel()

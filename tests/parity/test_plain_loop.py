@@ -23,7 +23,7 @@ STAGES = (*MODEL_PARALLEL, "strategy=pipeline", "topology=single_node")
 SPREAD = "strategy.min_num_params=50"
 
 
-def test_one_process_is_the_plain_loop_bit_for_bit(train: Train) -> None:
+def test_one_process_equals_the_plain_loop_exactly(train: Train) -> None:
     """Three epochs; the last batch of each is a short one."""
     run = train("recipe=toy", *SHORT, "trainer.max_epochs=3", "data.global_batch_size=37")
     results.assert_same(results.weights(run), plain_loop(toy_batches(epochs=3, batch_size=37)))
@@ -53,7 +53,7 @@ def test_one_process_is_the_plain_loop_bit_for_bit(train: Train) -> None:
     ],
     ids=str,
 )
-def test_the_number_of_processes_and_the_strategy_change_nothing(
+def test_world_size_and_strategy_change_nothing(
     train: Train, processes: int, size: int, options: tuple[str, ...]
 ) -> None:
     run = train(*options, f"topology.procs_per_node={processes}", f"data.global_batch_size={size}")

@@ -113,7 +113,7 @@ OF_FORMATS = {
         ("bf16-true", "allreduce"),
     ],
 )
-def test_it_ends_as_a_plain_loop_in_other_formats(rank_pool: RankPool, kind: str, strategy: str) -> None:
+def test_other_formats_end_as_a_plain_loop(rank_pool: RankPool, kind: str, strategy: str) -> None:
     how, tolerance = OF_FORMATS[kind]
     end_as_a_loop(rank_pool, strategy, how, ranks=2, tolerance=tolerance)
 

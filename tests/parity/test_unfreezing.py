@@ -111,7 +111,7 @@ def thaw_on_one(context: Context) -> str:
     return str(raised.value)
 
 
-def test_ranks_that_would_train_different_parameters_are_told_apart(rank_pool: RankPool) -> None:
+def test_ranks_with_different_trainable_parameters_are_refused(rank_pool: RankPool) -> None:
     for message in rank_pool.run(thaw_on_one, ranks=2):
         assert "rank 0: nothing\n  rank 1: unfrozen: 0.weight, 0.bias" in message
         assert "Set requires_grad on every rank, after the same step" in message
@@ -134,8 +134,6 @@ def drift_apart(context: Context, strategy: str) -> str:
         pytest.param(4, "1f1b copies", "0 | 1", marks=pytest.mark.exhaustive),
     ],
 )
-def test_replicas_that_drift_apart_are_noticed_with_the_next_checkpoint(
-    rank_pool: RankPool, ranks: int, strategy: str, apart: str
-) -> None:
+def test_drifting_replicas_are_noticed_when_saving(rank_pool: RankPool, ranks: int, strategy: str, apart: str) -> None:
     for message in rank_pool.run(drift_apart, strategy, ranks=ranks):
         assert f"after step {STEPS} the ranks have different values of 0.weight (ranks {apart})" in message

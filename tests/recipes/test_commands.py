@@ -140,7 +140,7 @@ def test_run_json_records_what_was_run(default: Run) -> None:
 # python -m framework recipe=toy; python -m framework resume=outputs/...
 
 
-def test_the_printed_command_resumes_the_run_and_records_its_first_part(train: Train, capfd) -> None:
+def test_the_printed_command_resumes_the_run(train: Train, capfd) -> None:
     run_dir = train("recipe=toy", "trainer.max_steps=60", "trainer.log_every_n_steps=20")
     resume = printed_command(capfd.readouterr().out, "resume")
     assert resume[:3] == ["python", "-m", "framework"]
@@ -158,7 +158,7 @@ def test_the_printed_command_resumes_the_run_and_records_its_first_part(train: T
 IN_PROCESS = ("recipe=toy", "launcher=in_process", "trainer.max_epochs=1")
 
 
-def test_in_place_trains_in_the_process_of_the_command(train: Train) -> None:
+def test_in_process_trains_within_the_command(train: Train) -> None:
     run_dir = train(*IN_PROCESS)
     assert f"pid {os.getpid()}, rank 0" in results.log(run_dir)
     assert results.pointed(run_dir, "last") == results.results(run_dir)["steps"] == 80

@@ -45,7 +45,7 @@ def test_the_gpt_writes_a_text(train, shared_run, tmp_path):
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
-def test_muon_trains_the_matrices_of_the_blocks_on_any_number_of_processes(train, shared_run, strategy):
+def test_muon_trains_block_matrices_on_any_topology(train, shared_run, strategy):
     muon = (*SHORT, "recipe=gpt_muon")
     one = shared_run(*muon)
     two = train(*muon, *TWO, f"strategy={strategy}")
@@ -55,7 +55,7 @@ def test_muon_trains_the_matrices_of_the_blocks_on_any_number_of_processes(train
 
 
 @pytest.mark.multiproc
-def test_the_gan_draws_digits_and_does_not_depend_on_the_number_of_processes(train):
+def test_the_gan_is_the_same_on_any_topology(train):
     short = ("recipe=gan_digits", "trainer.max_epochs=1", "trainer.val_check_interval=25", "logger=tensorboard")
     one = train(*short)
     two = train(*short, *TWO)
@@ -66,7 +66,7 @@ def test_the_gan_draws_digits_and_does_not_depend_on_the_number_of_processes(tra
 
 
 @pytest.mark.multiproc
-def test_padded_texts_give_the_same_on_any_number_of_processes(train):
+def test_padded_texts_give_the_same_everywhere(train):
     short = ("recipe=text_padded", "trainer.max_epochs=1", "trainer.limit_train_batches=0.4", "logger=jsonl")
     one = train(*short)
     two = train(*short, *TWO)

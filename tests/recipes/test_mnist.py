@@ -47,7 +47,7 @@ def samples(part: Any, indices: range) -> tuple[Tensor, Tensor]:
     return torch.stack(images), torch.stack([torch.as_tensor(label) for label in labels])
 
 
-def test_the_parts_are_the_files_normalised_bit_for_bit(data: Datasets, data_root: Path) -> None:
+def test_the_parts_are_the_normalised_files_exactly(data: Datasets, data_root: Path) -> None:
     pixels, labels = read(data_root, "train")
     order = torch.randperm(60_000, generator=torch.Generator().manual_seed(0))
     for part, rows in ((data.train, order[5000:]), (data.val, order[:5000])):
@@ -63,7 +63,7 @@ def test_the_parts_are_the_files_normalised_bit_for_bit(data: Datasets, data_roo
     assert found[0] == 7
 
 
-def test_a_seed_of_its_own_holds_out_the_validation_part(data: Datasets, data_root: Path) -> None:
+def test_its_seed_holds_out_the_validation_part(data: Datasets, data_root: Path) -> None:
     before = torch.get_rng_state()
     again = mnist(str(data_root), mirrors=[])
     other = mnist(str(data_root), mirrors=[], val_size=4000, seed=1)
@@ -109,9 +109,7 @@ def test_a_short_training_learns_on_two_processes(train, data_root: Path) -> Non
     assert found["test"]["metrics"]["test/accuracy"] > 0.8
 
 
-def test_files_are_used_packed_or_unpacked_and_left_as_they_are(
-    data: Datasets, data_root: Path, tmp_path: Path
-) -> None:
+def test_packed_and_unpacked_files_stay_unchanged(data: Datasets, data_root: Path, tmp_path: Path) -> None:
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for number, path in enumerate(sorted(file_of(data_root, IMAGES.format("train")).parent.glob("*.gz"))):
@@ -164,9 +162,7 @@ def test_missing_files_are_downloaded_once(data: Datasets, data_root: Path, tmp_
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("own_state")
 @pytest.mark.parametrize("fault", ["damaged", "missing"])
-def test_a_bad_or_missing_file_ends_all_ranks_with_one_error(
-    train, fault: str, data_root: Path, tmp_path: Path, capfd
-) -> None:
+def test_a_bad_file_ends_all_ranks_once(train, fault: str, data_root: Path, tmp_path: Path, capfd) -> None:
     raw = tmp_path / "my data" / "MNIST" / "raw"
     name = IMAGES.format("train")
     if fault == "damaged":

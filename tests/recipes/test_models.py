@@ -36,7 +36,7 @@ def shapes(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_the_toy_network_is_linear_layers_on_one_device_or_more(k):
+def test_the_toy_network_spans_one_or_more_devices(k):
     """Over two devices it is the toy network, weight for weight."""
     model = seeded(ToyModel if k == 1 else lambda: ToyModelParallel(devices=["cpu"] * k))
     layers = max(k, 2)
@@ -52,7 +52,7 @@ def test_the_toy_network_is_linear_layers_on_one_device_or_more(k):
         assert all(torch.equal(weight, toy[name]) for name, weight in model.state_dict().items())
 
 
-def test_each_layer_is_on_its_device_and_less_than_two_are_refused():
+def test_each_layer_is_on_its_own_device():
     model = seeded(lambda: ToyModelParallel(devices=["cpu", "meta"]))
     assert [model.get_submodule(f"net{n}").weight.device.type for n in (1, 2)] == ["cpu", "meta"]
     assert model(torch.zeros(3, 10)).device.type == "meta"
@@ -61,7 +61,7 @@ def test_each_layer_is_on_its_device_and_less_than_two_are_refused():
             ToyModelParallel(devices=devices)
 
 
-def test_the_network_for_digits_has_the_layers_of_the_original():
+def test_the_digits_network_has_the_original_layers():
     model = seeded(ConvNet)
     kinds = [type(module).__name__ for module in model.modules() if not list(module.children())]
     convolutions = ["Conv2d", "ReLU", "Conv2d", "ReLU", "MaxPool2d", "Dropout", "Flatten"]
@@ -73,7 +73,7 @@ def test_the_network_for_digits_has_the_layers_of_the_original():
 
 
 @pytest.mark.parametrize(("make", "sizes"), [(toy_regression, [1600, 200, 200]), (digits, [1257, 180, 360])])
-def test_data_are_the_same_for_a_seed_on_any_number_of_threads(own_state, make, sizes):
+def test_seeded_data_ignores_the_number_of_threads(own_state, make, sizes):
     before = torch.get_rng_state()
     data = make()
     for threads in (1, 3):

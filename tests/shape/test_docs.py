@@ -100,7 +100,7 @@ def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> li
     return [f"checkpoint.path={checkpoint}", "trust=true"]
 
 
-def test_placeholders_stand_for_the_value_of_a_key_and_make_targets_exist() -> None:
+def test_placeholders_and_make_targets_exist() -> None:
     shown = [argument for command in ALL for argument in command.placeholders if "=" in argument]
     assert {argument.partition("=")[0] for argument in shown} <= set(known_keys())
     known = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -54,7 +54,7 @@ def test_an_orphan_is_named_and_ended() -> None:
     assert not psutil.pid_exists(pids[0]) or psutil.Process(pids[0]).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_command_that_leaves_an_orphan_or_takes_too_long_fails_the_test() -> None:
+def test_an_orphan_or_a_slow_command_fails() -> None:
     with started_python("-c", ORPHANING) as started:
         assert started.wait(timeout=30) == 0
         with pytest.raises(AssertionError, match=f"pid {int(started.stdout())} "):
@@ -63,7 +63,7 @@ def test_a_command_that_leaves_an_orphan_or_takes_too_long_fails_the_test() -> N
         run_python("-c", SLEEP, timeout=0.5)
 
 
-def test_a_thread_a_file_a_log_handler_and_a_process_group_are_named(tmp_path: Path) -> None:
+def test_every_kind_of_leak_is_named(tmp_path: Path) -> None:
     release = threading.Event()
     files = []
     handler = logging.StreamHandler()

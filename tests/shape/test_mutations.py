@@ -60,7 +60,7 @@ def test_a_value_in_a_table_can_change() -> None:
     assert mutated_text("SECONDS = {'h': 3600}\n", within="SECONDS", old="3600", new="360") == "SECONDS = {'h': 360}"
 
 
-def test_a_place_that_is_missing_or_ambiguous_is_an_error() -> None:
+def test_a_missing_or_ambiguous_place_is_an_error() -> None:
     source = "def f(x):\n    return x + 1\n\ndef g(x):\n    return x + 1, x + 1\n"
     for within, problem in {"h": "has no h", "f.x": "has no f.x", "g": "is 2 times in g"}.items():
         with pytest.raises(MutationError, match=problem):

@@ -62,7 +62,7 @@ def test_importing_the_parent_side_leaves_torch_out(tripwire: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_dir_lists_the_public_names_and_imports_no_torch(tripwire: Path) -> None:
+def test_dir_lists_public_names_without_torch(tripwire: Path) -> None:
     program = "import framework; print(*dir(framework))"
     assert run_python("-c", program).stdout.split() == sorted(framework.__all__)
     assert noted(tripwire) == ""

@@ -8,7 +8,7 @@ from tests.helpers import slurm
 from tests.helpers.requirements import REQUIRE_VARIABLE, require
 
 
-def test_what_is_missing_skips_with_the_reason_and_fails_if_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_skip_unless_they_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(slurm, "why_not", slurm.why_not.__wrapped__)  # its answer is cached
     monkeypatch.setenv(REQUIRE_VARIABLE, "chromium,netns")

@@ -106,7 +106,7 @@ def test_recomputing_changes_no_number_name_or_draw(which: Any) -> None:
     assert [vars(block)["calls"] for block in (*plain.blocks, *again.blocks)] == [3, 3, 6, 6]
 
 
-def test_less_is_kept_and_nothing_is_recomputed_without_a_backward() -> None:
+def test_evaluation_recomputes_nothing() -> None:
     plain = Blocks()
     inputs = torch.randn(256, 8)
     again = copy.deepcopy(plain)
@@ -163,7 +163,7 @@ def test_what_cannot_be_recomputed_is_refused(model: nn.Module, which: Any, mess
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_forward_that_changes_a_buffer_is_refused_in_the_backward() -> None:
+def test_changing_a_buffer_in_forward_is_refused() -> None:
     model = Blocks(Counts)
     apply_activation_checkpointing(model, ["Counts"])
     with pytest.raises(ConfigError, match=r"the forward of Counts changes its buffer seen"):
@@ -211,7 +211,7 @@ class Spread(nn.Module):
         (Spread(), lambda module, x: module(x), {0, 1}),
     ],
 )
-def test_the_generators_of_devices_are_saved_however_a_module_is_called(
+def test_device_generators_are_saved_for_any_call(
     module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], indices: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fake tensors of GPUs: torch looks for devices among what it gives to `get_device_states`."""
@@ -236,7 +236,7 @@ def test_the_generators_of_devices_are_saved_however_a_module_is_called(
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
-def test_an_input_that_changes_before_the_backward_is_an_error(by_keyword: bool) -> None:
+def test_an_input_that_changes_is_an_error(by_keyword: bool) -> None:
     """Recomputing with the changed input would give wrong gradients in silence."""
     model = nn.Sequential(Drops())
     apply_activation_checkpointing(model, ["Drops"])

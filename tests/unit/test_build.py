@@ -47,7 +47,7 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2))]
 
 
-def test_a_model_is_built_with_nested_targets_and_moved_to_its_device(own_state):
+def test_nested_targets_are_built_and_moved(own_state):
     built = build_model(node("Net", hidden=5, activation=node("torch.nn.ReLU")), context=make(device="meta"))
     assert isinstance(built, fake_targets.Net)
     assert isinstance(built.activation, nn.ReLU)
@@ -55,7 +55,7 @@ def test_a_model_is_built_with_nested_targets_and_moved_to_its_device(own_state)
     assert built.weight.device.type == "meta"
 
 
-def test_a_model_that_takes_devices_gets_them_and_is_not_moved(own_state):
+def test_a_model_that_takes_devices_is_not_moved(own_state):
     built = build_model(node("Spread"), context=make(span=2))
     assert isinstance(built, fake_targets.Spread)
     assert built.devices == (torch.device("cpu"),) * 2
@@ -90,9 +90,7 @@ def large() -> list[nn.Parameter]:
         ("torch.optim.SGD", {}, parameters, True, None, False),
     ],
 )
-def test_the_fused_form_is_taken_where_it_pays_unless_another_was_chosen(
-    name, keywords, make, may_fuse, fused, foreach
-):
+def test_the_fused_optimizer_is_the_default(name, keywords, make, may_fuse, fused, foreach):
     (group,) = built_optimizer(node(name, lr=0.01, **keywords), make(), may_fuse=may_fuse).param_groups
     assert (group.get("fused"), group["foreach"]) == (fused, foreach)
 
@@ -124,7 +122,7 @@ def test_a_task_with_parameters_to_train_is_refused():
         build_task(node("FakeTask", loss=node("torch.nn.Linear", in_features=1, out_features=1)))
 
 
-def test_loggers_and_callbacks_are_named_and_keep_their_order():
+def test_loggers_and_callbacks_keep_their_order():
     run_dir = RunDir(Path("somewhere"))
     loggers = build_loggers({"b": node("FakeLogger", prefix="x"), "a": node("PlainLogger")}, run_dir=run_dir)
     assert list(loggers) == ["b", "a"]
@@ -167,7 +165,7 @@ def test_what_a_target_gives_is_checked(build, message):
         build()
 
 
-def test_unexpected_exceptions_keep_their_traceback_and_context_and_say_where():
+def test_unexpected_errors_keep_their_traceback():
     with pytest.raises(ZeroDivisionError) as caught:
         build_task(node("FakeTask", loss=node("broken")))
     text = "".join(traceback.format_exception(caught.value))
@@ -205,7 +203,7 @@ def test_a_length_that_no_schedule_gets_is_refused(schedule, said):
         build_scheduler(scheduler(schedule, total_steps=3), optimizer, total_steps=9)
 
 
-def test_a_scheduler_gets_the_length_of_the_run_only_if_it_takes_one():
+def test_a_scheduler_may_take_the_runs_length():
     optimizer = built_optimizer(node("torch.optim.SGD", lr=1.0), parameters())
     settings = scheduler(node("torch.optim.lr_scheduler.StepLR", step_size=1, gamma=0.5), interval="epoch")
     schedule = build_scheduler(settings, optimizer, total_steps=None)

@@ -109,7 +109,7 @@ CHANGED = {0: {"lr": Change(OLD, NEW)}}
 
 @pytest.mark.parametrize("at", [1, 4, 5, 8, 13, 17])
 @pytest.mark.parametrize("name", FOLLOWING)
-def test_later_rates_are_those_of_a_schedule_with_the_new_rate(name: str, at: int) -> None:
+def test_later_rates_follow_the_new_rate(name: str, at: int) -> None:
     make = FOLLOWING[name]
     old = optimizer_of(OLD)
     old_schedule = scheduled(old, make)
@@ -163,7 +163,7 @@ PLATEAU = partial(lr_scheduler.ReduceLROnPlateau, patience=1, factor=0.3, min_lr
 
 
 @pytest.mark.parametrize("at", [1, 3, 5])
-def test_reductions_on_plateaus_are_those_of_the_new_rate(at: int) -> None:
+def test_plateau_reductions_follow_the_new_rate(at: int) -> None:
     old = optimizer_of(OLD)
     old_schedule = scheduled(old, PLATEAU)
     run(old, old_schedule, at, metric=1.0)
@@ -187,7 +187,7 @@ def test_unknown_rates_are_refused() -> None:
             resumed(make, old, old_schedule, CHANGED)
 
 
-def test_without_a_schedule_the_rate_is_the_new_one() -> None:
+def test_without_a_schedule_the_new_rate_holds() -> None:
     for present, expected in ((OLD, NEW), (OLD / 2, NEW / 2)):
         optimizer = optimizer_of(present)
         Schedule(None, SETTINGS).change_settings(optimizer, CHANGED, key="optimizer")

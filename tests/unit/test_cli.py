@@ -221,7 +221,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return printed.err
 
 
-def test_a_job_is_handed_the_configuration_and_gives_the_status(
+def test_a_job_gets_the_config_and_returns_status(
     requests: list[Request], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fork_server: Any = object()
@@ -338,7 +338,7 @@ def run_dir(requests: list[Request], tmp_path: Path) -> RunDir:
     return run_dir
 
 
-def test_what_is_typed_when_resuming_is_applied_and_kept(requests: list[Request], run_dir: RunDir) -> None:
+def test_typed_overrides_are_kept_when_resuming(requests: list[Request], run_dir: RunDir) -> None:
     typed = ("trainer.max_epochs=9", "+model.extra=[1]", "~callbacks.ema", "optimizer=adam")
     assert compose.main([*typed, f"resume={run_dir.path}", "trust=true"]) == 0
     request = requests.pop()
@@ -356,7 +356,7 @@ def test_what_is_typed_when_resuming_is_applied_and_kept(requests: list[Request]
     assert requests[0].overrides == request.overrides
 
 
-def test_a_run_whose_recipe_is_gone_needs_only_its_config(
+def test_a_run_outlives_its_recipe(
     requests: list[Request], run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir.overrides_file.write_text("[recipe=mine, seed=3]")

@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_the_fullest_device_and_the_mean_utilization_once_a_second(clock: list[float]) -> None:
+def test_usage_is_sampled_once_a_second(clock: list[float]) -> None:
     usage = usage_of(0, devices=PAIR, world_size=1)
     assert usage.row() == [200.0]
     assert usage.values([200.0]) == {"device/memory_gb": 200.0, "device/utilization": 0.5}

@@ -65,7 +65,7 @@ def test_a_callback_stops_training_after_its_step(tmp_path: Path, at: int) -> No
     assert saved_steps(tmp_path) == [at]
 
 
-def test_a_request_stops_after_the_step_and_resuming_from_its_checkpoint_is_exact(tmp_path: Path) -> None:
+def test_a_requested_stop_resumes_exactly(tmp_path: Path) -> None:
     marks = Marks()
     stopped = make_trainer(callbacks={"ask": AskAt(marks, 7)}, checkpoints=manager(tmp_path), watched=link(marks))
     stopped.fit()
@@ -84,7 +84,7 @@ def test_a_request_stops_after_the_step_and_resuming_from_its_checkpoint_is_exac
 
 
 @pytest.mark.parametrize("end", ["last step", "callback"])
-def test_a_request_at_the_end_of_training_changes_nothing(end: str) -> None:
+def test_a_stop_at_the_end_changes_nothing(end: str) -> None:
     marks = Marks()
     step = 12 if end == "last step" else 4
     callbacks = {"ask": AskAt(marks, step), "recorder": Recorder(None if end == "last step" else {"step": 4})}
@@ -120,7 +120,7 @@ def stop_on_rank_1(context: Context, changes: dict[str, Any], stop_at: dict[str,
         ({"log_every_n_steps": 100, "val_check_interval": 2}, {"validation": 2}, 2),
     ],
 )
-def test_ranks_stop_together_at_the_next_log_evaluation_or_end_of_an_epoch(
+def test_ranks_stop_at_the_next_common_point(
     rank_pool: RankPool, changes: dict[str, Any], stop_at: dict[str, int], stopped: int
 ) -> None:
     reason = "good enough" if "validation" in stop_at else "seen enough"
@@ -140,7 +140,7 @@ def stop_as_asked(context: Context, asked_at: tuple[int, ...], store: str) -> tu
 
 
 @pytest.mark.parametrize("asked_at", [(1, 1), (2, 4), (1, 11), (11, 11)])
-def test_ranks_that_are_asked_at_different_times_stop_together(
+def test_ranks_asked_at_different_times_stop_together(
     rank_pool: RankPool, tmp_path: Path, asked_at: tuple[int, ...]
 ) -> None:
     """Two steps after the last one was asked, or at the end of training."""
@@ -158,7 +158,7 @@ def bad_on_rank_1(context: Context) -> str:
     return str(caught.value)
 
 
-def test_a_bad_loss_of_one_rank_ends_all_and_names_the_step(rank_pool: RankPool) -> None:
+def test_one_bad_loss_ends_all_ranks(rank_pool: RankPool) -> None:
     for message in rank_pool.run(bad_on_rank_1):
         assert "since step 3 " in message
 
@@ -196,7 +196,7 @@ def wish_at_step_4(context: Context, folder: str, *, resumes: bool) -> tuple[int
     return trainer.progress.step, trainer.stop.reason
 
 
-def test_a_request_of_a_callback_that_is_not_agreed_yet_is_saved(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_pending_stop_of_a_callback_is_saved(rank_pool: RankPool, tmp_path: Path) -> None:
     """Rank 1 asks at step 4, which is saved; all agree with the log at 5, in the resumed run too."""
     for resumes in (False, True):
         ends = rank_pool.run(wish_at_step_4, str(tmp_path), resumes=resumes)

@@ -58,7 +58,7 @@ def evaluate_sizes(context: Context, batch_size: int, is_even: bool) -> list[tup
 
 @pytest.mark.parametrize("is_even", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_every_sample_counts_once_whatever_the_number_of_ranks(rank_pool: RankPool, ranks: int, is_even: bool) -> None:
+def test_every_sample_counts_once_on_any_ranks(rank_pool: RankPool, ranks: int, is_even: bool) -> None:
     for batch_size in (1, 7):
         ends = [evaluate_sizes(cpu_context(), batch_size, is_even)]
         if ranks > 1:
@@ -91,7 +91,7 @@ def run(model: nn.Module, look: Callable[[nn.Module, Any], None], *, precision: 
     evaluate(model, {"val": batches}, task=Watching(look), precision=precision, context=cpu_context())
 
 
-def test_a_step_builds_no_graph_and_every_module_is_in_eval_mode_and_then_in_its_own() -> None:
+def test_evaluation_restores_the_mode_of_every_module() -> None:
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3), nn.Linear(3, 1)).train()
     model[1].eval()  # frozen
     modes: list[bool] = []
@@ -159,7 +159,7 @@ class Overwrites:
     training_step = validation_step
 
 
-def test_what_a_cuda_graph_returned_is_kept_when_it_runs_again() -> None:
+def test_outputs_of_a_cuda_graph_are_kept() -> None:
     batches = [MicroBatch(torch.tensor([value]), 1) for value in (1.0, 2.0, 3.0)]
     found = evaluate(
         Square(),

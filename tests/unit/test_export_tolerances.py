@@ -11,7 +11,7 @@ from framework.jobs.export.model_file import TOLERANCES, check_close
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_outputs_agree_up_to_a_share_of_the_largest_value(dtype):
+def test_outputs_agree_relative_to_the_largest_value(dtype):
     wide = torch.tensor([8.0, 0.0]).to(torch.complex128 if dtype.is_complex else torch.float64)
     wanted = wide.to(dtype)
     check_close([wanted], [(wide + 8 * 0.5 * TOLERANCES[dtype]).to(dtype)])
@@ -19,7 +19,7 @@ def test_outputs_agree_up_to_a_share_of_the_largest_value(dtype):
         check_close([wanted], [(wide + 8 * 3 * TOLERANCES[dtype]).to(dtype)])
 
 
-def test_values_that_are_not_finite_agree_only_with_themselves():
+def test_non_finite_values_agree_with_themselves_only():
     inf = math.inf
     nan = math.nan
     wanted = torch.tensor([1.0, inf, -inf, nan])

@@ -158,7 +158,7 @@ def test_weights_are_there_under_their_names(export, format_):
             assert found[name].dtype == value.dtype
 
 
-def test_what_is_no_tensor_stays_in_a_state_dict_only(export):
+def test_only_a_state_dict_keeps_other_values(export):
     path, _ = export(Counting(), "state_dict")
     assert torch.load(path, weights_only=True)["_extra_state"] == {"seen": 3}
     with pytest.raises(ConfigError, match=r"_extra_state of Counting isn't one.\nUse export\.format=state_dict"):
@@ -205,7 +205,7 @@ def test_a_graph_takes_batches_of_any_size(export, format_):
 
 
 @pytest.mark.parametrize("format_", GRAPHS)
-def test_a_graph_of_one_size_takes_that_of_the_evaluation(export, format_):
+def test_a_fixed_size_graph_takes_the_evaluations_size(export, format_):
     model = Fixed()
     fixed = ("export.dynamic_batch=false", "data.eval_batch_size=8")
     path, said = export(model, format_, *fixed)
@@ -247,7 +247,7 @@ def test_inputs_are_what_the_task_gives_the_model(export, format_):
     assert torch.equal(classes, wanted["classes"][0])
 
 
-def test_the_first_call_is_the_example_and_metadata_is_in_the_file(export):
+def test_the_first_call_becomes_the_example(export):
     path, said = export(ToyModel(), "torch_export", "trainer.precision=bf16-mixed", task="Twice")
     assert said["input"] == ["x: float32 [batch, 10]"]
     found = dict.fromkeys(("recipe", "step", "torch_version"), "")

@@ -16,7 +16,7 @@ def contents(folder):
     return {each.name: each.read_text() for each in folder.iterdir()}
 
 
-def test_a_name_is_made_absolute_and_what_can_not_be_written_is_refused(tmp_path, monkeypatch):
+def test_unwritable_names_are_refused(tmp_path, monkeypatch):
     def check(text):
         return checked_output(str(text), key=KEY, suffixes=[".pt"])
 
@@ -38,7 +38,7 @@ def test_a_name_is_made_absolute_and_what_can_not_be_written_is_refused(tmp_path
         check(tmp_path / "a.pt")
 
 
-def test_a_file_gets_its_name_when_it_is_whole(tmp_path):
+def test_a_file_is_whole_when_it_appears(tmp_path):
     output = tmp_path / "a.pt"
     with atomic_output(output, key=KEY) as path:
         assert (path.name, path.parent.parent) == ("a.pt", tmp_path)

@@ -56,6 +56,6 @@ def test_a_link_to_a_regular_file_is_followed(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" * 500 + "]" * 500, '{"a":' * 90_000, "", "{", b"\xff"])
-def test_json_that_cannot_be_used_is_a_value_error(text):
+def test_unusable_json_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"."):
         parse_json(text)

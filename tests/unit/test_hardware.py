@@ -98,7 +98,7 @@ def test_visible_gpus_are_those_cuda_shows(nvml, monkeypatch, visible, expected)
     assert [hardware.resolve_gpus(number) for number in (None, 0)] == [len(gpus), 0]
 
 
-def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(nvml):
+def test_a_broken_driver_is_an_error(nvml):
     nvml(on_init=NVMLError_DriverNotLoaded())
     assert hardware.count_gpus() == 0
     nvml(on_init=NVMLError("Driver/library version mismatch"))
@@ -113,7 +113,7 @@ class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818 (NVML's name)
 
 
 @pytest.mark.parametrize("error", [NVMLError_LibraryNotFound("no library"), NVMLError_DriverNotLoaded("no library")])
-def test_a_driver_that_nvml_cannot_reach_is_an_error_and_not_no_gpu(nvml, monkeypatch, tmp_path, error):
+def test_an_unreachable_driver_is_an_error(nvml, monkeypatch, tmp_path, error):
     """As in containers that have the device and not the library."""
     (tmp_path / "nvidiactl").touch()
     monkeypatch.setattr(hardware, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
@@ -152,7 +152,7 @@ def test_the_driver_is_asked_once(nvml, monkeypatch):
         (FOUR, "MIG-1,0", 3, ["has 2 GPUs"]),
     ],
 )
-def test_too_many_gpus_are_refused_with_what_there_is(nvml, monkeypatch, there, visible, asked, facts):
+def test_too_many_gpus_are_refused(nvml, monkeypatch, there, visible, asked, facts):
     nvml(there, mig=("MIG-1",))
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -188,7 +188,7 @@ def test_too_many_gpus_are_refused_with_what_there_is(nvml, monkeypatch, there, 
         ),
     ],
 )
-def test_cores_are_those_that_affinity_and_control_groups_leave(tmp_path, monkeypatch, files, expected):
+def test_cores_respect_affinity_and_control_groups(tmp_path, monkeypatch, files, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ def task_of_srun(local_rank, *, kind="mask_cpu:", listed="0x3,0xC,0x30,0xC0", ta
         ({}, Sharers(4, 2)),
     ],
 )
-def test_tasks_of_srun_share_cores_with_those_of_the_same_binding(monkeypatch, environ, expected):
+def test_srun_tasks_share_their_bindings_cores(monkeypatch, environ, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5}, raising=False)
     assert sharers_of_cores(local_rank=2, procs=4, environ=environ) == expected
 
@@ -252,7 +252,7 @@ def test_tasks_of_srun_share_cores_with_those_of_the_same_binding(monkeypatch, e
         ([], None, False),  # no /proc
     ],
 )
-def test_openmp_threads_spin_only_on_cores_of_their_own(monkeypatch, tmp_path, running, quota, passive):
+def test_openmp_spins_only_on_its_own_cores(monkeypatch, tmp_path, running, quota, passive):
     def to_the_next_reading(_seconds=0.0):
         (tmp_path / "proc/loadavg").write_text(f"9.00 9.00 9.00 {readings.pop(0)}/300 4711\n")
 

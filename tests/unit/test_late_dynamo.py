@@ -84,7 +84,7 @@ import_dynamo_late()
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [NOT_IMPORTED, IMPORTED], ids=["optimizers and DDP", "import"])
-def test_the_compiler_is_imported_only_when_it_is_needed_and_then_once(script: str) -> None:
+def test_the_compiler_is_imported_once_when_needed(script: str) -> None:
     ended = run_python("-c", script)
     assert ended.returncode == 0, ended.stderr
 
@@ -99,7 +99,7 @@ def test_the_compiler_is_imported_only_when_it_is_needed_and_then_once(script: s
         pytest.param("import torch.distributed.pipelining", marks=pytest.mark.exhaustive),
     ],
 )
-def test_however_it_is_first_used_each_of_its_modules_is_executed_once(statement: str) -> None:
+def test_each_compiler_module_is_executed_once(statement: str) -> None:
     ended = run_python("-c", EXECUTED.format(statement=statement))
     assert ended.returncode == 0, ended.stderr
     executed = ended.stdout.split()

@@ -35,13 +35,13 @@ def items(dataset: Any) -> list[int]:
     return [int(dataset[index][0]) for index in range(len(dataset))]
 
 
-def test_a_whole_number_counts_batches_and_a_float_is_a_share() -> None:
+def test_integers_are_batches_and_floats_are_shares() -> None:
     limits = (None, 3, 11, 0, 0.0, 1, 1.0, 0.55, 0.01)
     assert [apply_limit(10, limit) for limit in limits] == [10, 3, 10, 0, 0, 1, 10, 5, 1]
 
 
 @given(total=st.integers(0, 10_000), limit=st.one_of(st.integers(0, 10_000), st.floats(0, 1)))
-def test_a_limit_never_adds_and_leaves_something_if_it_is_above_zero(total: int, limit: float) -> None:
+def test_a_positive_limit_leaves_something_and_never_adds(total: int, limit: float) -> None:
     left = apply_limit(total, limit)
     assert 0 <= left <= total
     assert bool(left) == bool(total and limit)
@@ -79,7 +79,7 @@ def test_overfitting_uses_whole_global_batches_of_all_ranks() -> None:
         assert items(few.train) == list(range(left))
 
 
-def test_a_fast_run_has_few_batches_of_everything_whatever_else_is_set() -> None:
+def test_a_fast_run_overrides_every_limit() -> None:
     fast = apply_fast_dev_run(config(fast_dev_run=3, max_epochs=7, max_steps=1, val_check_interval=1)).trainer
     assert (fast.limit_train_batches, fast.limit_val_batches, fast.limit_test_batches) == (3, 3, 3)
     assert (fast.max_epochs, fast.max_steps, fast.log_every_n_steps) == (1, None, 1)
@@ -95,7 +95,7 @@ def test_total_steps_is_the_limit_that_comes_first() -> None:
 @pytest.mark.parametrize(
     ("to_exchange", "step", "found"), [(None, 7, 2), (1, 7, 1), (9, 7, 3), (2, 7, 2), (30, 10, 10), (30, 19, 1)]
 )
-def test_all_ranks_meet_in_an_exchange_or_a_log(to_exchange, step, found):
+def test_ranks_meet_at_an_exchange_or_log(to_exchange, step, found):
     strategy: Any = Strategy()
     if to_exchange is not None:
         strategy.steps_to_exchange = to_exchange

@@ -34,7 +34,7 @@ def filled(losses: Mapping[int, float]) -> Meter:
     return meter
 
 
-def test_a_loss_weighs_its_samples_and_metrics_are_sums_over_their_own_counts() -> None:
+def test_losses_and_metrics_are_weighted_means() -> None:
     meter = Meter()
     meter.add(output(1.0, 3, accuracy=(torch.tensor(2), 3), tokens=(10.0, 40), masked=(torch.tensor(0.0), 0)))
     meter.add(output(5.0, 1, accuracy=(torch.tensor(1), 1), tokens=(30.0, 10), masked=(torch.tensor(0.0), 0)))
@@ -67,7 +67,7 @@ def test_sums_are_rounded_once(values: list[Any], mean: float) -> None:
 
 
 @pytest.mark.parametrize("worst", [[math.inf, 1.0], [math.inf, -math.inf], [math.nan, 1.0]])
-def test_totals_of_what_is_not_finite_are_not_finite(worst: list[float]) -> None:
+def test_non_finite_values_give_non_finite_totals(worst: list[float]) -> None:
     assert not math.isfinite(filled(dict(enumerate(worst))).reduce(cpu_context())[0]["loss"])
 
 
@@ -79,7 +79,7 @@ def test_adding_keeps_no_graph() -> None:
 
 
 @pytest.mark.parametrize(("step", "bad"), [(1, math.nan), (1024, math.inf), (1025, -math.inf), (1500, math.nan)])
-def test_the_first_step_that_is_not_finite_is_known_exactly(step: int, bad: float) -> None:
+def test_the_first_non_finite_step_is_exact(step: int, bad: float) -> None:
     meter = filled({each: bad if each in (step, step + 3) else 1.0 for each in range(1, 1600)})
     assert not math.isfinite(meter.reduce(cpu_context())[0]["loss"])
     assert meter.first_nonfinite_step(cpu_context()) == step
@@ -122,7 +122,7 @@ def add_up(context: Context) -> list[Any]:
     ]
 
 
-def test_ranks_add_up_with_their_weights_whatever_each_of_them_has(rank_pool: RankPool) -> None:
+def test_ranks_add_up_with_their_weights(rank_pool: RankPool) -> None:
     samples = 1 + 2 * 2 + 3 * 3
     loss = (0 * 1 + (10 + 11) * 2 + (20 + 21 + 22) * 3) / samples
     right = (1 + 2 + 3) * 2 / (3 + 3 * 5)  # counts may be tensors, and are saved
@@ -157,9 +157,7 @@ def first_bad_step(context: Context, bad: dict[int, int]) -> int | None:
 
 
 @pytest.mark.parametrize(("bad", "first"), [({0: 9, 1: 4}, 4), ({}, None)])
-def test_the_first_bad_step_of_any_rank_is_known_on_all(
-    rank_pool: RankPool, bad: dict[int, int], first: int | None
-) -> None:
+def test_all_ranks_know_the_first_bad_step(rank_pool: RankPool, bad: dict[int, int], first: int | None) -> None:
     assert rank_pool.run(first_bad_step, bad) == [first] * 2
 
 
@@ -179,7 +177,7 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize(
     "weight", [3, 3.0, Fraction(3, 1), np.float64(3), torch.tensor(3), torch.tensor([3.0])], ids=repr
 )
-def test_a_weight_that_is_a_number_does_not_wait_for_the_device(weight: Any) -> None:
+def test_a_numeric_weight_needs_no_device_wait(weight: Any) -> None:
     """A copy from the host would: of the weight in the gradients, and of that in the logs."""
     loss = torch.zeros((), device="meta")
     output = StepOutput(loss, 1, weight=weight)

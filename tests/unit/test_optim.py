@@ -67,7 +67,7 @@ def test_cosine_refuses_numbers_out_of_range(wrong):
 # The step
 
 
-def test_step_hooks_and_the_profiler_see_a_step_without_its_mark():
+def test_step_hooks_see_an_unmarked_step():
     optimizer = sgd()
     skip_profiler_mark(optimizer)
     scheduler = StepLR(optimizer, step_size=2)
@@ -83,7 +83,7 @@ def test_step_hooks_and_the_profiler_see_a_step_without_its_mark():
     assert optimizer.param_groups[0]["params"][0].item() == 1 - 3
 
 
-def test_an_optimizer_with_a_step_that_torch_has_not_wrapped_keeps_it():
+def test_an_unwrapped_step_stays_unwrapped():
     def twice(self: torch.optim.SGD, closure: Any = None) -> None:
         for _ in range(2):
             torch.optim.SGD.step(self)
@@ -100,7 +100,7 @@ def test_an_optimizer_with_a_step_that_torch_has_not_wrapped_keeps_it():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_state_of_another_memory_format_is_laid_out_as_the_parameters_are(fused):
+def test_a_state_takes_the_parameters_memory_format(fused):
     def stepped(start: torch.Tensor, state: dict[str, Any] | None) -> tuple[torch.Tensor, dict[str, Any]]:
         parameter = nn.Parameter(start)
         optimizer = torch.optim.Adam([parameter], lr=0.1, fused=fused)

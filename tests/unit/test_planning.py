@@ -144,7 +144,7 @@ def test_batches_and_steps(overrides, procs, batch, steps):
     assert (found["steps"]["per_epoch"], found["steps"]["total"]) == steps
 
 
-def test_a_debug_run_has_the_schedule_of_the_whole_run():
+def test_a_debug_run_keeps_the_whole_schedule():
     debug = ("recipe=toy", "trainer=debug", "trainer.max_epochs=2", "scheduler=cosine")
     found = facts(*debug, "scheduler.schedule.warmup_steps=70")
     assert (found["steps"]["total"], found["checkpoint"]) == (1, None)
@@ -230,7 +230,7 @@ def test_what_training_would_refuse_is_refused(overrides, procs, error, said):
     assert said in str(caught.value)
 
 
-def test_an_optimizer_that_can_not_step_leaves_the_rest_known():
+def test_a_failing_optimizer_leaves_the_rest_known():
     found = facts("recipe=toy", optimizer={"_target_": "torch.optim.LBFGS"})
     assert (found["memory"]["optimizer"], found["memory"]["gradients"], found["checkpoint"]) == (None, 660, None)
     assert "closure" in found["notes"][0]

@@ -37,7 +37,7 @@ def test_batches_keep_their_form_and_only_floats_change():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_channels_last_changes_where_numbers_lie_and_not_what_they_are(own_state, precision):
+def test_channels_last_changes_no_number(own_state, precision):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))
     image_BCHW = torch.randn(4, 1, 8, 8)
@@ -88,6 +88,6 @@ def weighted() -> nn.Module:
         (Plain(), lambda task: task.losses["first"][0]),
     ],
 )
-def test_the_modules_of_a_task_move_to_the_device_in_the_precisions_type(task, loss):
+def test_task_modules_take_the_precisions_type(task, loss):
     assert PrecisionPlugin("64-true", device=torch.device("meta")).convert_task(task) is task
     assert (loss(task).weight.device.type, loss(task).weight.dtype) == ("meta", torch.float64)

@@ -40,7 +40,7 @@ def test_predictions_need_a_row_for_each_sample(prediction: Any, said: str) -> N
     assert said in str(caught.value)
 
 
-def test_csv_has_an_index_and_one_row_a_sample(tmp_path: Path) -> None:
+def test_csv_has_an_indexed_row_a_sample(tmp_path: Path) -> None:
     assert write_predictions([joined([NAMED, OTHER]), joined([OTHER])], tmp_path / "all.csv") == 4
     assert read(tmp_path / "all.csv") == [
         ["index", "class", "probability"],
@@ -53,9 +53,7 @@ def test_csv_has_an_index_and_one_row_a_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 2), (0, 0, 1)])
-def test_pt_has_the_tensors_as_they_were_and_ranks_without_samples_leave_no_gap(
-    tmp_path: Path, sizes: tuple[int, ...]
-) -> None:
+def test_pt_keeps_tensors_and_leaves_no_gap(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     whole = {"x": torch.arange(6.0 * sum(sizes)).reshape(-1, 2, 3).bfloat16(), "new": torch.arange(sum(sizes)) > 1}
     shares: list[Columns] = []
     for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
@@ -77,7 +75,7 @@ def test_numbers_in_csv_read_back_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 11, 12])
-def test_parts_of_ranks_that_took_turns_are_put_in_order(tmp_path: Path, count: int) -> None:
+def test_interleaved_parts_are_put_in_order(tmp_path: Path, count: int) -> None:
     """Two samples at a time each of three, and of what is left a share."""
     whole = list(range(count))
     shares: list[list[int]] = [[], [], []]

@@ -66,7 +66,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_each_data_set_has_a_lock_in_the_users_cache(cache: Path) -> None:
+def test_each_dataset_has_its_lock_file(cache: Path) -> None:
     file = lock_of(Data())
     assert file.parent == cache / "framework" / "locks"
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
@@ -85,7 +85,7 @@ def test_a_lock_that_is_held_is_named(monkeypatch: pytest.MonkeyPatch, capsys: p
     lock_of(Data())
 
 
-def test_without_a_cache_a_folder_of_the_users_own_is_used(cache: Path, tmp_path: Path) -> None:
+def test_without_a_cache_a_private_folder_is_used(cache: Path, tmp_path: Path) -> None:
     cache.write_text("a file, so there can be no folder")
     folder = lock_of(Data()).parent
     assert folder == tmp_path / f"framework_locks_{os.getuid()}"

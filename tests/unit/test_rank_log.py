@@ -25,7 +25,7 @@ def context(rank: int) -> Context:
     return Context(Topology(2, 2, 4, 2), rank, rank % 2, rank // 2, devices, "nccl")
 
 
-def test_every_rank_has_a_log_that_says_who_writes_and_keeps_records_of_the_framework(run_dir: RunDir) -> None:
+def test_every_rank_writes_its_own_log(run_dir: RunDir) -> None:
     before = (logger.level, list(logger.handlers))
     for rank in (0, 3, 0):  # a resumed run appends
         with rank_log(run_dir.rank_log(rank), place=context(rank).description):

@@ -99,7 +99,7 @@ def test_it_survives_sigkill() -> None:
         assert reader.failure() == {"exception": "größer \ud800"}
 
 
-def test_a_record_that_is_too_long_loses_its_middle(rank_status: RankStatus, reader: RankStatus) -> None:
+def test_a_long_record_loses_its_middle(rank_status: RankStatus, reader: RankStatus) -> None:
     """In JSON one letter takes up to twelve bytes."""
     for letter, size in (("x", 70_000), ("\U0001f389", 30_000)):
         text = f"begin {letter * size} end"
@@ -124,7 +124,7 @@ stand_still()
 """
 
 
-def test_stacks_of_a_main_thread_that_waits_in_c() -> None:
+def test_a_thread_waiting_in_c_has_a_stack() -> None:
     with program(WAITS_BESIDE_THREADS) as (process, reader):
         wait_for(lambda: reader.read().step)
 
@@ -137,7 +137,7 @@ def test_stacks_of_a_main_thread_that_waits_in_c() -> None:
         assert process.poll() is None
 
 
-def test_asking_for_stacks_does_not_end_a_process_that_is_leaving() -> None:
+def test_asking_for_stacks_spares_a_leaving_process() -> None:
     say = "with open('/proc/self/comm', 'w') as file: file.write('closed')"
     code = f"rank_status.mark_done()\nrank_status.close()\n{say}\ntime.sleep(300)"
     with program(code) as (process, _):
@@ -171,9 +171,7 @@ def test_the_heartbeat_counts_collectives_and_never_goes_back(
         assert count() == before + 3
 
 
-def test_a_monitor_in_the_rank_itself_writes_its_stacks_without_the_signal(
-    rank_status: RankStatus, tmp_path: Path
-) -> None:
+def test_a_monitor_in_the_rank_needs_no_signal(rank_status: RankStatus, tmp_path: Path) -> None:
     signals: list[int] = []
     rank_status.register()
     before = signal.signal(STACKS_SIGNAL, lambda number, _: signals.append(number))

@@ -41,7 +41,7 @@ def record(folder: Path, *, start: int = 0, steps: int = 4, disturb: Any = None)
     return folder
 
 
-def test_a_row_has_what_went_into_a_step_and_what_came_out(tmp_path: Path) -> None:
+def test_a_row_has_a_steps_inputs_and_outputs(tmp_path: Path) -> None:
     rows = read_rows(record(tmp_path) / "record" / "rank_0.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[1]["indices"] == [[2, 7], []]  # a stand-in is none
@@ -109,7 +109,7 @@ def test_missing_steps_ranks_and_records(tmp_path: Path) -> None:
         compare(one, tmp_path)
 
 
-def test_hooks_are_taken_off_and_a_copy_of_the_model_brings_none_along(tmp_path: Path) -> None:
+def test_hooks_are_removed_and_never_copied(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
     recorder = Recorder(run_dir=RunDir(tmp_path), context=cpu_context())

@@ -50,7 +50,7 @@ RESUMED = pytest.mark.parametrize(("attempt", "resume"), [(1, None), (0, ".")], 
 
 
 @RESUMED
-def test_ranks_that_see_another_disk_than_the_first_refuse(
+def test_ranks_that_see_different_disks_refuse(
     rank_pool: Any, tmp_path: Path, attempt: int, resume: str | None
 ) -> None:
     shared = disk(tmp_path / "shared", 8)
@@ -69,7 +69,7 @@ def test_ranks_that_see_another_disk_than_the_first_refuse(
             assert "on a disk that all nodes share" in text
 
 
-def test_if_no_checkpoint_is_whole_all_ranks_refuse_and_name_each(rank_pool: Any, tmp_path: Path) -> None:
+def test_without_a_whole_checkpoint_all_ranks_refuse(rank_pool: Any, tmp_path: Path) -> None:
     """A damaged file is found whichever rank reads it."""
     run = disk(tmp_path / "run", 10, 20, 30)
     (run / "checkpoints" / "last").unlink()
@@ -85,7 +85,7 @@ def test_if_no_checkpoint_is_whole_all_ranks_refuse_and_name_each(rank_pool: Any
         assert f"step_{step:08d}: {file} has another checksum" in text
 
 
-def test_a_checkpoint_that_is_named_is_never_replaced_by_another(rank_pool: Any, tmp_path: Path) -> None:
+def test_a_named_checkpoint_is_never_replaced(rank_pool: Any, tmp_path: Path) -> None:
     run = disk(tmp_path / "run", 10, 20, 30)
     flip(run / "checkpoints" / "step_00000020" / "training.pt")
     errors = rank_pool.run(refusal, [run] * 3, 0, "checkpoints/step_00000020", ranks=3)

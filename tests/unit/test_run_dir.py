@@ -32,7 +32,7 @@ class Noon(datetime):
         return cls(2030, 1, 2, 12, 0, 0)
 
 
-def test_a_run_directory_has_the_time_and_a_token_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_named_by_time_and_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_dir_module, "datetime", Noon)
     run_dir = create_run_dir(Path("outputs", "some"))
@@ -41,9 +41,7 @@ def test_a_run_directory_has_the_time_and_a_token_in_its_name(tmp_path: Path, mo
     assert list(run_dir.path.iterdir()) == []
 
 
-def test_runs_started_in_the_same_second_never_share_a_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simultaneous_runs_never_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only 16 names are possible; making the directory is what decides, as between processes."""
     own = random.Random(0)
     monkeypatch.setattr(run_dir_module, "datetime", Noon)
@@ -65,7 +63,7 @@ def test_runs_started_in_the_same_second_never_share_a_directory(
     assert len(list(tmp_path.glob("other/*/mine"))) == 1
 
 
-def test_a_refused_run_leaves_nothing_and_removes_no_other_run(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
     def refuse(parent: Path, *, beside: bool = False) -> None:
         with pytest.raises(RequestError), new_run_dir(parent) as run_dir:  # noqa: PT012
             run_dir.run_file.write_text("refused")
@@ -85,7 +83,7 @@ def test_a_refused_run_leaves_nothing_and_removes_no_other_run(tmp_path: Path) -
 # Small files
 
 
-def test_facts_are_added_and_a_reader_sees_only_whole_contents(tmp_path: Path) -> None:
+def test_readers_see_only_whole_facts(tmp_path: Path) -> None:
     """While one thread writes longer and shorter contents, another never reads a part, nor an older one again."""
     run_dir = RunDir(tmp_path)
     with pytest.raises(OSError, match=r"run\.json"):
@@ -111,9 +109,7 @@ def test_facts_are_added_and_a_reader_sees_only_whole_contents(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_content_is_on_the_disk_before_it_has_its_name_and_a_failure_leaves_the_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_flushed_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "some.json"
     write_atomically(path, "old")
     fsync = os.fsync
@@ -165,7 +161,7 @@ def test_one_process_at_a_time_uses_a_run(tmp_path: Path) -> None:
     assert {path.name for path in run_dir.path.iterdir()} == {"run.json"}
 
 
-def test_a_lock_is_gone_with_the_process_that_had_it(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     run_dir = create_run_dir(tmp_path / "some")
     program = "import sys; from pathlib import Path; from framework.system.run_dir import RunDir, locked\n"
     program += "with locked(RunDir(Path(sys.argv[1]))):\n    print('in', flush=True); sys.stdin.read()"

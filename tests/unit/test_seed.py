@@ -36,7 +36,7 @@ def draw() -> list[Any]:
     ]
 
 
-def test_a_seed_and_rank_draw_the_same_again_and_others_differ_in_every_generator(own_state):
+def test_seed_and_rank_decide_every_generator(own_state):
     drawn = []
     for seed, rank in ((7, 0), (7, 1), (8, 0), (7, 0)):
         seed_everything(seed, rank=rank)
@@ -46,7 +46,7 @@ def test_a_seed_and_rank_draw_the_same_again_and_others_differ_in_every_generato
         assert len(set(column)) == 3
 
 
-def test_states_read_back_with_weights_only_restore_bit_for_bit(own_state):
+def test_weights_only_states_restore_exactly(own_state):
     seed_everything(3, rank=0)
     draw()
     file = io.BytesIO()
@@ -58,7 +58,7 @@ def test_states_read_back_with_weights_only_restore_bit_for_bit(own_state):
     assert [draw() for _ in range(3)] == expected
 
 
-def test_states_of_other_devices_are_left_out_and_the_rest_is_restored(own_state):
+def test_states_of_other_devices_are_left_out(own_state):
     states = generator_states(CPU)
     states["devices"] = [{"kind": "cuda", "state": torch.zeros(16, dtype=torch.uint8)}]
     expected = draw()
@@ -72,7 +72,7 @@ def test_damaged_states_are_a_checkpoint_error(own_state):
             restore_generator_states({**generator_states(CPU), key: value}, devices=CPU)
 
 
-def test_mixing_is_the_same_everywhere_and_for_numpys_integers():
+def test_mixing_is_the_same_everywhere():
     """A change of these numbers changes every run's random numbers."""
     int64: Any = numpy.int64(1)
     assert mix(0) == 5621864261735219286

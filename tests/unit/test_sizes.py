@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_an_optimizers_state_is_as_large_as_a_real_one(make):
+def test_an_optimizers_estimated_state_is_exact(make):
     real = stepped(make, network())
     kept = [value for state in real.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     assert optimizer_state_bytes(make, network("meta").parameters()) == tensor_bytes(kept)
@@ -61,7 +61,7 @@ def estimated(model: nn.Module, make: Callable[..., torch.optim.Optimizer], **mo
 
 
 @pytest.mark.parametrize(("make", "world_size"), [("plain SGD", 1), ("Adam", 3)])
-def test_the_estimated_size_of_a_checkpoint_is_about_the_real_one(tmp_path, make, world_size):
+def test_a_checkpoints_estimated_size_is_close(tmp_path, make, world_size):
     model = network()
     optimizer = stepped(OPTIMIZERS[make], model)
     state = {

@@ -72,13 +72,13 @@ def judged(own: Own, *, world_size: int = 4, logs: int = 10) -> tuple[list[str],
 
 @pytest.mark.parametrize("world_size", [2, 3, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_slow_rank_and_no_other_is_named_with_what_a_step_would_gain(kind: str, world_size: int) -> None:
+def test_only_the_slow_rank_is_named(kind: str, world_size: int) -> None:
     named, reported = judged(lambda _, rank: {kind: 0.018} if rank == 1 else {}, world_size=world_size)
     assert named == [f"rank 1 (node0, cuda:1) is 18 % slower in {kind}"]
     assert reported == [(40, f"Rank 1 (node0, cuda:1) is 18 % slower in {kind} than the others, since step 1")]
 
 
-def test_several_ranks_may_be_slow_each_in_something_else() -> None:
+def test_several_ranks_may_be_slow_differently() -> None:
     slow = {0: {"compute": 0.02}, 1: {"data": 0.03}, 2: {"callbacks": 0.011}}
     named, ((step, news),) = judged(lambda _, rank: slow.get(rank, {}))
     assert [text.split()[1::8] for text in named] == [["1", "data"], ["0", "compute"], ["2", "callbacks"]]
@@ -101,7 +101,7 @@ def test_noise_names_nobody(own: Own, logs: int) -> None:
     assert judged(own, logs=logs) == ([], [])
 
 
-def test_a_rank_that_is_slow_for_a_while_is_reported_once_and_named_if_it_lasts() -> None:
+def test_a_lasting_slow_rank_is_reported_once() -> None:
     late = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log > 90 else {}, logs=100)
     assert late[0] == ["rank 3 (node1, cuda:1) is 20 % slower in data (steps 901 to 1,000)"]
     assert late[1] == [(940, "Rank 3 (node1, cuda:1) is 20 % slower in data than the others, since step 901")]
@@ -111,7 +111,7 @@ def test_a_rank_that_is_slow_for_a_while_is_reported_once_and_named_if_it_lasts(
     assert named == ["rank 3 (node1, cuda:1) is 20 % slower in data (steps 1 to 600)"]
 
 
-def test_short_logs_are_judged_together_from_the_first_known_steps_on() -> None:
+def test_short_logs_are_combined() -> None:
     ranks = SlowRanks(rank=0, world_size=2)
     ranks.start(["a, cpu", "b, cpu"], step=100)
     assert note(ranks, [Spent(), spent()], step=107) == {}  # of which a rank knows nothing
@@ -124,7 +124,7 @@ def test_short_logs_are_judged_together_from_the_first_known_steps_on() -> None:
     assert found.first_step == 108
 
 
-def test_what_is_logged_are_shares_of_a_step_and_how_far_ranks_are_apart() -> None:
+def test_shares_and_spread_are_logged() -> None:
     ranks = SlowRanks(rank=0, world_size=2)
     assert note(ranks, [spent(), spent(data=0.02)], step=10) == {
         "time/data": pytest.approx(0.2),
@@ -281,7 +281,7 @@ def found(context: Context, strategy: Any, slow: Slow) -> tuple[list[tuple[int, 
 
 
 @pytest.mark.multiproc
-def test_the_one_that_is_slow_is_named_and_not_who_waits_for_it(rank_pool: RankPool) -> None:
+def test_the_waiting_rank_is_not_named(rank_pool: RankPool) -> None:
     """What the other one waits in backward, and for buffers, isn't its own."""
     (named, values, texts), (others, _, no_texts) = rank_pool.run(found, DDP, {"forward": {1: 0.03}})
     assert named == [(1, "compute")]

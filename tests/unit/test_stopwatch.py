@@ -71,7 +71,7 @@ def log(watch: StepTimer, clock: Host) -> Spent:
 STEP = Spent(steps=1, step=0.5 * 35, data=0.5 * 3, compute=0.5 * 7, callbacks=0.5 * 5, waiting=0.5 * 20)
 
 
-def test_steps_since_the_last_log_are_added_up_by_kind() -> None:
+def test_steps_are_added_up_by_kind() -> None:
     clock = Host()
     watch = settled(made(clock), clock)
     for number in (2, 3):
@@ -84,7 +84,7 @@ def test_steps_since_the_last_log_are_added_up_by_kind() -> None:
     assert log(watch, clock) == STEP._replace(compute=0.0)
 
 
-def test_steps_before_the_first_log_or_with_unknown_waiting_are_left_out() -> None:
+def test_unknown_steps_are_left_out() -> None:
     clock = Host()
     watch = made(clock)
     watch.begin_waiting()  # while it is made and restored
@@ -100,7 +100,7 @@ def test_steps_before_the_first_log_or_with_unknown_waiting_are_left_out() -> No
 
 
 @pytest.mark.parametrize(("phase", "is_logged"), [(RankPhase.EVALUATE, True), (RankPhase.CHECKPOINT, False)])
-def test_an_evaluation_or_a_checkpoint_and_the_step_after_it_are_left_out(phase: RankPhase, is_logged: bool) -> None:
+def test_evaluations_and_checkpoints_are_left_out(phase: RankPhase, is_logged: bool) -> None:
     clock = Host()
     watch = settled(made(clock), clock)
     step(watch, clock, 2)

@@ -67,7 +67,7 @@ def test_what_fits_passes() -> None:
         ),
     ],
 )
-def test_each_mistake_names_its_key_and_what_is_right(given: Any, supplied: Any, message: str) -> None:
+def test_each_mistake_names_its_key(given: Any, supplied: Any, message: str) -> None:
     (mistake,) = check_node(given, "k", **supplied)
     assert message in mistake
 
@@ -86,7 +86,7 @@ def test_what_could_be_right_is_not_refused(given: Any, supplied: Any) -> None:
     assert list(check_node(given, "k", **supplied)) == []
 
 
-def test_every_section_is_checked_and_all_mistakes_are_reported_together() -> None:
+def test_every_mistake_of_every_section_is_reported() -> None:
     wrong = node("torch.no_such")
     sections: dict[str, Any] = dict.fromkeys(("model", "task", "strategy", "optimizer"), wrong)
     sections |= {"data": {"datasets": wrong, "collate_fn": None, "sampler": None}, "scheduler": {"schedule": wrong}}
@@ -108,7 +108,7 @@ def test_a_module_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: 
         import_target("failing_import.Thing")
 
 
-def test_what_a_target_takes_and_needs_is_known_by_name() -> None:
+def test_arguments_of_a_target_are_known() -> None:
     assert takes(node("Spread"), "devices")
     assert not takes(node("Anything"), "devices")
     assert requires(node("framework.optim.cosine"), "total_steps")

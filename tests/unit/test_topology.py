@@ -32,7 +32,7 @@ NUMBERS = r"(\d+(?: or \d+)*)"
 
 
 @given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 4), gpus=st.integers(0, 24))
-def test_the_topology_keeps_what_was_given_and_uses_every_gpu_once(procs, span, least, gpus):
+def test_every_gpu_is_used_once(procs, span, least, gpus):
     settings = asked(procs, span, least)
     if not _possible(procs, span, least, gpus):
         with pytest.raises(TopologyError, match=r"topology\."):
@@ -115,7 +115,7 @@ def test_ranks_are_numbered_node_by_node(nnodes, procs, gpus):
         ((2, 3, 1), True, 8, ["uses 6 of trainer.gpus=8", "Use trainer.gpus=6, or topology.procs_per_node=3 or more."]),
     ],
 )
-def test_a_topology_that_does_not_fit_says_what_does(settings, share, gpus, messages):
+def test_an_impossible_topology_is_refused_with_advice(settings, share, gpus, messages):
     with pytest.raises(TopologyError) as caught:
         resolve_topology(asked(*settings, share_gpus=share), gpus=gpus)
     assert [message for message in messages if message not in str(caught.value)] == []

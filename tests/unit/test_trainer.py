@@ -166,7 +166,7 @@ def test_training_equals_a_plain_loop_bit_for_bit(case: str) -> None:
     assert (trainer.progress.step, trainer.progress.epoch, trainer.progress.samples) == (len(plain.rates), 2, 0)
 
 
-def test_a_schedule_stands_still_in_the_steps_that_a_scaler_leaves_out() -> None:
+def test_a_schedule_waits_for_skipped_steps() -> None:
     steps: list[int] = []
 
     def counted(parameters: Any) -> SGD:
@@ -185,7 +185,7 @@ def test_a_schedule_stands_still_in_the_steps_that_a_scaler_leaves_out() -> None
     assert trainer.state.schedule.state_dict()["last_epoch"] == len(steps)
 
 
-def test_the_time_out_changes_once_after_the_first_step_of_a_run_or_a_resumed_one() -> None:
+def test_the_timeout_changes_after_the_first_step() -> None:
     calls: list[int] = []
     trainer = make_trainer(settings(max_steps=4), after_first_step=lambda: calls.append(trainer.progress.step))
     trainer.fit()
@@ -198,7 +198,7 @@ def test_the_time_out_changes_once_after_the_first_step_of_a_run_or_a_resumed_on
 # Logging
 
 
-def test_it_logs_every_n_steps_and_what_is_left_at_the_end() -> None:
+def test_it_logs_regularly_and_at_the_end() -> None:
     """Each time the mean over all samples since the last time; batches 6 and 10 aren't of the same size."""
     batches = [batch for epoch in range(2) for (batch,) in windows(epoch)]
     model = linear()
@@ -283,7 +283,7 @@ def noisy(**changes: Any) -> Trainer:
     return trainer
 
 
-def test_the_sanity_check_runs_the_first_batches_and_changes_nothing() -> None:
+def test_the_sanity_check_changes_nothing() -> None:
     plain = noisy()
     plain.fit()
     checked = noisy(num_sanity_val_steps=2)
@@ -294,7 +294,7 @@ def test_the_sanity_check_runs_the_first_batches_and_changes_nothing() -> None:
     assert_equal(weights(checked), weights(plain))
 
 
-def test_no_sanity_check_where_nothing_is_validated_or_training_has_begun() -> None:
+def test_the_sanity_check_is_only_for_fresh_validation() -> None:
     for changes in ({"num_sanity_val_steps": 0}, {"check_val_every_n_epoch": None}, {"max_steps": 1}):
         trainer = noisy(**changes)
         if "max_steps" in changes:  # as in a resumed run
@@ -322,7 +322,7 @@ LOSS = torch.zeros((), requires_grad=True)
         (StepOutput(LOSS, 4, {"acc": (torch.zeros(3), 4)}), r"Return a pair \(sum over samples, count\)"),
     ],
 )
-def test_a_wrong_step_output_is_refused_before_the_first_step(output: Any, message: str) -> None:
+def test_a_wrong_step_output_is_refused_early(output: Any, message: str) -> None:
     for method in ("training_step", "validation_step"):
         task = type("Wrong", (Squares,), {method: lambda *_: output})()
         trainer = make_trainer(task=task, val=samples(7))
@@ -331,7 +331,7 @@ def test_a_wrong_step_output_is_refused_before_the_first_step(output: Any, messa
         assert trainer.progress.step == 0
 
 
-def test_a_loss_without_a_gradient_and_a_wrong_prediction_are_refused() -> None:
+def test_unusable_losses_and_predictions_are_refused() -> None:
     detached = StepOutput(torch.zeros(()), 4)
     trainer = make_trainer(task=type("Cut", (Squares,), {"training_step": lambda *_: detached})())
     with pytest.raises(TargetError, match=r"^Cut\.training_step returned a loss that doesn't depend on a trained"):
@@ -342,7 +342,7 @@ def test_a_loss_without_a_gradient_and_a_wrong_prediction_are_refused() -> None:
     ("bad", "value", "log_every", "save_every"),
     [(7, math.nan, 5, 5), (1, math.inf, 100, 100), (7, math.inf, 100, 2), (12, math.nan, 100, None)],
 )
-def test_a_loss_that_is_not_finite_stops_training_with_its_step_and_nothing_is_saved_after_it(
+def test_a_non_finite_loss_stops_without_saving(
     tmp_path: Path, bad: int, value: float, log_every: int, save_every: int | None
 ) -> None:
     checkpoints = save_every and manager(tmp_path, every_n_steps=save_every)
@@ -362,7 +362,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
 # Observers
 
 
-def test_loggers_may_observe_steps_and_a_hook_that_nobody_wrote_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_existing_hooks_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
     for name in ("on_fit_start", "on_train_step_end", "on_validation_end"):
         monkeypatch.setattr(Callback, name, lambda *_, name=name: called.append(name))

@@ -62,7 +62,7 @@ def at_step(folder: Path, step: int) -> dict[str, Any]:
         ({"max_steps": 10, "val_check_interval": 3}, {"monitor": "val/loss"}, [3, 6, 9, 10]),
     ],
 )
-def test_a_checkpoint_is_saved_when_it_is_due_and_has_only_metrics_of_its_own_weights(
+def test_a_due_checkpoint_has_only_its_metrics(
     tmp_path: Path, how: dict[str, Any], keep: dict[str, Any], saved: list[int]
 ) -> None:
     numbers = Numbers()
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_saved_when_it_is_due_and_has_only_metrics_of_its_own_we
         assert dict(read_manifest(tmp_path / f"step_{step:08d}").metrics) == evaluated.get(step, {})
 
 
-def test_a_checkpoint_by_the_clock_comes_with_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timed_checkpoint_comes_with_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = iter(range(100))
     monkeypatch.setattr(CheckpointManager, "due_time", lambda _: next(passed) in (1, 3))
     keep = manager(tmp_path, every_n_minutes=1.0)
@@ -83,7 +83,7 @@ def test_a_checkpoint_by_the_clock_comes_with_a_log(tmp_path: Path, monkeypatch:
     assert saved_steps(tmp_path) == [4, 8, 9]
 
 
-def test_what_is_logged_does_not_depend_on_when_it_is_saved(tmp_path: Path) -> None:
+def test_saving_changes_no_logged_number(tmp_path: Path) -> None:
     numbers = Numbers()
     plain = Numbers()
     how = settings(log_every_n_steps=5, max_steps=12)
@@ -99,7 +99,7 @@ def test_what_is_logged_does_not_depend_on_when_it_is_saved(tmp_path: Path) -> N
         assert without_speed(later) == [row for row in without_speed(plain) if row[0] > step]
 
 
-def test_what_was_logged_is_flushed_before_a_checkpoint_counts(tmp_path: Path) -> None:
+def test_logs_are_flushed_before_a_checkpoint(tmp_path: Path) -> None:
     flushed: list[tuple[int, list[int]]] = []
 
     class Buffering(Numbers):
@@ -114,7 +114,7 @@ def test_what_was_logged_is_flushed_before_a_checkpoint_counts(tmp_path: Path) -
 # Beside training
 
 
-def test_what_is_written_beside_training_is_what_is_written_while_it_waits(tmp_path: Path) -> None:
+def test_background_and_waiting_saves_are_equal(tmp_path: Path) -> None:
     folders = {asynchronous: tmp_path / str(asynchronous) for asynchronous in (True, False)}
     for asynchronous, folder in folders.items():
         keep = manager(folder, every_n_steps=1, asynchronous=asynchronous)
@@ -129,7 +129,7 @@ def test_what_is_written_beside_training_is_what_is_written_while_it_waits(tmp_p
 
 
 @pytest.mark.parametrize("from_step", [1, 3])
-def test_a_model_that_changes_its_weights_in_forward_is_saved_correctly(tmp_path: Path, from_step: int) -> None:
+def test_a_self_modifying_model_is_saved_correctly(tmp_path: Path, from_step: int) -> None:
     """Even if torch doesn't count the change."""
 
     class Drifting(nn.Linear):
@@ -160,7 +160,7 @@ def test_a_model_that_changes_its_weights_in_forward_is_saved_correctly(tmp_path
 
 
 @pytest.mark.parametrize("recovers", [True, False])
-def test_a_last_save_that_fails_is_tried_again_and_then_an_error(tmp_path: Path, recovers: bool) -> None:
+def test_a_failing_last_save_is_retried(tmp_path: Path, recovers: bool) -> None:
     with ExitStack() as disk:
         disk.enter_context(full_at(100))
         keep = manager_of(tmp_path, monitor=None, warn=lambda _: disk.close() if recovers else None)
@@ -211,7 +211,7 @@ class Distilled(nn.Module):
 @pytest.mark.parametrize(
     ("optimizer", "accumulate", "stopped_at"), [(Adam, 1, 1), (Adam, 2, 4), (SGD, 2, 3), (SGD, 1, 6)]
 )
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, optimizer: Any, accumulate: int, stopped_at: int
 ) -> None:
     """After 1 step, in mid-epoch, and at the end of an epoch (of 6, or of 3 steps when two batches make one)."""
@@ -251,7 +251,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert tree_differences(*ends) == []
 
 
-def test_a_callback_that_is_new_in_a_resumed_run_gets_no_state() -> None:
+def test_a_new_callback_gets_no_state() -> None:
     trainer = make_trainer(settings(max_steps=4), callbacks={"old": Recorder()})
     trainer.fit()
     new = Recorder()
@@ -282,7 +282,7 @@ def test_resuming_a_finished_run_saves_nothing_again(tmp_path: Path) -> None:
     assert manifest.stat().st_mtime_ns == before
 
 
-def test_a_resumed_run_uses_the_kernels_that_it_has_chosen_itself() -> None:
+def test_a_resumed_run_chooses_its_own_kernels() -> None:
     """Not those of the saved run, which may have had another device or a sharded model."""
     before, after = (make_trainer(optimizer=partial(SGD, lr=0.05, foreach=own)).state for own in (True, False))
     after.load_state_dict(before.state_dict()["training"])

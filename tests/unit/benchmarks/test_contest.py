@@ -15,7 +15,7 @@ def python(name: str, code: str, *, needs: str | None = None) -> Contestant:
     return Contestant(name, ("-c", code), needs)
 
 
-def test_a_contestant_leaves_its_figures_and_sees_a_terminal_and_an_empty_folder() -> None:
+def test_a_contestant_leaves_figures_in_an_empty_folder() -> None:
     code = "import os, sys; from benchmarks.marks import report; here = os.listdir('.'); open('file', 'w').close()"
     code += "; report(terminal=sys.stdout.isatty(), files=len(here) - 1, folder=os.getcwd())"  # less that of reports
     outcome = run(python("one", code))
@@ -24,12 +24,12 @@ def test_a_contestant_leaves_its_figures_and_sees_a_terminal_and_an_empty_folder
     assert not Path(found["folder"]).exists()
 
 
-def test_a_contestant_that_fails_is_shown_with_its_output() -> None:
+def test_a_failing_contestant_is_shown_with_its_output() -> None:
     with pytest.raises(ContestError, match="no luck"):
         run(python("one", "raise SystemExit('no luck')"))
 
 
-def test_each_runs_once_a_round_and_another_one_begins() -> None:
+def test_rounds_rotate_who_begins() -> None:
     order: list[str] = []
 
     def measure(each: Contestant) -> dict[str, float]:
@@ -41,7 +41,7 @@ def test_each_runs_once_a_round_and_another_one_begins() -> None:
     assert contests["wall"].figures == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
 
 
-def test_a_contestant_that_is_not_installed_or_fails_is_left_out_and_named() -> None:
+def test_a_missing_or_failing_contestant_is_named() -> None:
     measured: list[str] = []
 
     def measure(each: Contestant) -> dict[str, float]:
@@ -61,7 +61,7 @@ def test_a_contestant_that_is_not_installed_or_fails_is_left_out_and_named() -> 
     assert (row.ours, row.theirs, row.reached) == ("failed", "failed", "–")
 
 
-def test_ratios_are_of_each_round_and_the_median_decides() -> None:
+def test_the_median_of_round_ratios_decides() -> None:
     contest = Contest({"ours": [1.0, 4.0, 3.0], "raw": [2.0, 2.0, 2.0]})
     row = compare("part", "claim", contest, ("ours", "raw"), unit=SECONDS, target=Target(1.4))
     assert str(row) == "| part | claim | 3.0 (1.0–4.0) s | 2.0 (2.0–2.0) s | 1.50 (0.50–2.00) | ≤ 1.40 | no |"

@@ -82,7 +82,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_a_cut_run_names_its_test_and_keeps_failures_whole(
+def test_a_cut_run_names_its_test_and_failures(
     fake_tests: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And ends what the test has started, in a session of its own, too. The cut is a signal's, so no time matters."""
@@ -150,7 +150,7 @@ class FakeCommand:
         return 7.0
 
 
-def test_the_report_names_the_running_test_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_always_names_the_running_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "GPU.md"
     begins = f"..{PREFIX}{json.dumps({'begins': 'tests/gpu/test_a.py::test_b[gpu]'})}"
     command = FakeCommand([begins], file)
@@ -160,9 +160,7 @@ def test_the_report_names_the_running_test_at_any_time(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("was_cut", [False, True])
-def test_rows_that_were_not_measured_are_listed_as_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_cut: bool
-) -> None:
+def test_missing_rows_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_cut: bool) -> None:
     """A row that is printed again, after another round, replaces the first."""
     file = tmp_path / "GPU.md"
     lines = [f"{PLANNED}a step ÷ theirs", f"{PLANNED}a compiled step ÷ theirs"]
@@ -227,7 +225,7 @@ def test_reports_are_joined_with_what_differs(tmp_path: Path) -> None:
 # The wheels
 
 
-def test_the_wheels_have_all_that_the_project_needs_but_for_what_is_with_torch() -> None:
+def test_the_wheels_cover_all_but_torch() -> None:
     listed = gpu_wheels.read_requirements().keys()
     project = (ROOT / "pyproject.toml").read_text()
     needed = re.findall(r'"([\w-]+)[^"]*"', project[project.index("dependencies = [") : project.index("[project.opt")])
@@ -235,7 +233,7 @@ def test_the_wheels_have_all_that_the_project_needs_but_for_what_is_with_torch()
     assert {"pytest", "pytest-timeout", "hypothesis", "lightning", "accelerate"} <= listed
 
 
-def test_torch_what_it_needs_and_what_is_there_are_left_out() -> None:
+def test_torch_and_installed_packages_are_left_out() -> None:
     packages = [
         Package("torch", "2.14", frozenset({"sympy", "cuda-toolkit"})),
         Package("sympy", "1.14", frozenset({"mpmath"})),

@@ -92,7 +92,7 @@ def bits(model: nn.Module) -> State:
     return {name: tensor.clone().view(torch.uint8) for name, tensor in model.state_dict().items() if tensor.dim()}
 
 
-def test_after_an_evaluation_the_training_weights_are_the_same_bits_in_the_same_memory() -> None:
+def test_evaluation_restores_the_same_training_weights_in_place() -> None:
     model = new_model()
     callback = start(EMAWeightAveraging(decay=0.9), model)
     train(callback, model, range(1, 4))
@@ -108,7 +108,7 @@ def test_after_an_evaluation_the_training_weights_are_the_same_bits_in_the_same_
     assert_equal(evaluated(callback, model), average)
 
 
-def test_before_the_first_update_the_model_is_evaluated_as_it_is() -> None:
+def test_before_an_update_the_model_is_evaluated() -> None:
     model = new_model()
     callback = start(EMAWeightAveraging(update_starting_at_step=100), model)
     train(callback, model, range(1, 4))

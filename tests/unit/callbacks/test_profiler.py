@@ -46,7 +46,7 @@ def test_a_failing_training_leaves_what_it_recorded(tmp_path, capsys):
     assert str(tmp_path / "profile") in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_made_does_not_hide_the_failure(tmp_path, caplog):
+def test_an_unwritable_folder_hides_no_failure(tmp_path, caplog):
     recording = failed(tmp_path, at=4)
     (tmp_path / "profile").write_text("")
     with caplog.at_level(logging.WARNING, logger="framework"):
@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_made_does_not_hide_the_failure(tmp_path, caplog
     assert "TorchProfiler can't write what it recorded" in caplog.text
 
 
-def test_a_run_that_records_nothing_says_so_despite_earlier_traces(tmp_path, caplog, capsys):
+def test_recording_nothing_is_reported_despite_earlier_traces(tmp_path, caplog, capsys):
     make_trainer(settings(max_steps=4), callbacks={"profiler": profiler(tmp_path)}).fit()
     earlier = recorded_steps(tmp_path)
     capsys.readouterr()

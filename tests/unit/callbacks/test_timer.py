@@ -38,7 +38,7 @@ def test_it_stops_when_the_time_is_used_up(clock: SimpleNamespace) -> None:
     assert "step 7" in stop.reason
 
 
-def test_a_resumed_run_has_the_time_that_is_left(clock: SimpleNamespace) -> None:
+def test_a_resumed_run_has_the_remaining_time(clock: SimpleNamespace) -> None:
     first = Timer(duration=90)
     first.on_fit_start(INFO)
     clock.now_s += 60

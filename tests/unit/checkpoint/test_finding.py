@@ -53,14 +53,14 @@ def folder(written: Path, tmp_path: Path) -> Path:
         ("checkpoints/step_00000020", 20),
     ],
 )
-def test_a_run_a_pointer_or_a_step_can_be_named_and_the_run_can_be_moved(folder: Path, path: str, step: int) -> None:
+def test_runs_pointers_and_steps_are_found_after_moving(folder: Path, path: str, step: int) -> None:
     moved = folder.parent.rename(folder.parent.with_name("elsewhere"))
     (moved.parent / "link").symlink_to(moved)
     for typed in (moved / path, moved.parent / "link" / path):
         assert find(typed) == moved / "checkpoints" / f"step_{step:08d}"
 
 
-def test_last_is_what_the_pointer_says_and_without_it_the_newest(folder: Path) -> None:
+def test_last_is_the_pointer_or_else_the_newest(folder: Path) -> None:
     point(folder, "last", step=20)
     assert find(folder).name == STEP_20
     (folder / "last").unlink()
@@ -81,7 +81,7 @@ def test_last_is_what_the_pointer_says_and_without_it_the_newest(folder: Path) -
         ("empty", "ended before its first checkpoint"),
     ],
 )
-def test_what_is_not_there_is_an_error_that_says_what_is(folder: Path, path: str, said: str) -> None:
+def test_a_missing_checkpoint_lists_what_exists(folder: Path, path: str, said: str) -> None:
     (folder / "gone").symlink_to("step_00000040")
     (folder / "step_00000050").mkdir()
     (folder / "incomplete").symlink_to("step_00000050")
@@ -114,7 +114,7 @@ def cut(file: Path, *, eighths: int) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_changed_file_is_found_and_an_earlier_checkpoint_used(folder: Path, name: str) -> None:
+def test_a_changed_file_means_an_earlier_checkpoint(folder: Path, name: str) -> None:
     file = folder / STEP_30 / name
     content = file.read_bytes()
     deeds: list[Callable[[], object]] = [
@@ -161,9 +161,7 @@ def replace_by_another_step(directory: Path) -> None:
         (replace_by_another_step, "its manifest.json is of step 10"),
     ],
 )
-def test_a_directory_that_is_something_else_is_passed_over(
-    folder: Path, deed: Callable[[Path], object], fault: str
-) -> None:
+def test_other_directories_are_skipped(folder: Path, deed: Callable[[Path], object], fault: str) -> None:
     deed(folder / STEP_30)
     name, damaged = chosen(folder)
     assert name == STEP_20
@@ -181,7 +179,7 @@ def test_a_checkpoint_newer_than_last_is_never_taken(folder: Path) -> None:
         last_undamaged(folder)
 
 
-def test_without_the_pointer_the_newest_whole_one_is_taken(folder: Path) -> None:
+def test_without_a_pointer_the_newest_whole_is_taken(folder: Path) -> None:
     copy = Path(shutil.copytree(folder, folder.parent / "copy", symlinks=False))
     assert chosen(copy) == (STEP_30, []), "a copy without symlinks"
     (folder / "last").unlink()
@@ -191,7 +189,7 @@ def test_without_the_pointer_the_newest_whole_one_is_taken(folder: Path) -> None
     assert last_undamaged(folder / "nowhere") == LastUndamaged(None)
 
 
-def test_a_checkpoint_of_a_newer_framework_is_not_passed_over(folder: Path) -> None:
+def test_a_newer_frameworks_checkpoint_is_not_skipped(folder: Path) -> None:
     newer = replace(read_manifest(folder / STEP_30), format_version=FORMAT_VERSION + 1)
     (folder / STEP_30 / "manifest.json").write_text(encode(newer))
     with pytest.raises(CheckpointError, match="Update the framework"):

@@ -77,7 +77,7 @@ def assert_usable(folder: Path, *, saved: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.usefixtures("no_waiting_for_the_disk")
-def test_whenever_a_save_is_killed_the_last_checkpoint_is_good(tmp_path: Path) -> None:
+def test_a_killed_save_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=save_and_copy, args=(tmp_path,))
     process.start()
     process.join()

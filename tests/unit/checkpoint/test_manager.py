@@ -107,7 +107,7 @@ def test_retention_is_as_a_simple_model_says(
             assert all((folder / f"step_{at:08d}" / "manifest.json").exists() for at in known)
 
 
-def test_a_damaged_checkpoint_is_not_the_best_nor_deleted_nor_kept_in_place_of_a_good_one(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_neither_best_nor_deleted(tmp_path: Path) -> None:
     manager = manager_of(tmp_path, save_top_k=2)
     for step, loss in ((1, 0.4), (2, 0.3), (3, 0.1)):
         save(manager, step, loss)
@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_not_the_best_nor_deleted_nor_kept_in_place_of_a
 
 
 @pytest.mark.parametrize("save_top_k", [2, -1])
-def test_after_a_resumption_from_an_older_checkpoint_later_ones_do_not_count(tmp_path: Path, save_top_k: int) -> None:
+def test_later_checkpoints_do_not_count_after_resuming(tmp_path: Path, save_top_k: int) -> None:
     manager = manager_of(tmp_path, save_top_k=-1)
     for step, loss in ((1, 0.4), (2, 0.3), (3, 0.1)):
         save(manager, step, loss)
@@ -140,7 +140,7 @@ def test_after_a_resumption_from_an_older_checkpoint_later_ones_do_not_count(tmp
     assert target(tmp_path, "best") is None
 
 
-def test_what_the_user_named_copied_or_deleted_is_respected(tmp_path: Path) -> None:
+def test_users_names_copies_and_deletions_are_respected(tmp_path: Path) -> None:
     manager = manager_of(tmp_path, save_top_k=2)
     save(manager, 1, 0.5)
     (tmp_path / "production").symlink_to("step_00000001")
@@ -155,7 +155,7 @@ def test_what_the_user_named_copied_or_deleted_is_respected(tmp_path: Path) -> N
     assert target(tmp_path, "best") == 5
 
 
-def test_a_pointer_that_a_copy_made_a_directory_is_a_pointer_again(tmp_path: Path) -> None:
+def test_a_pointer_copied_as_directory_is_replaced(tmp_path: Path) -> None:
     save(manager_of(tmp_path / "run"), 1, 0.5)
     copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False))
     save(manager_of(copy), 2, 0.9)
@@ -166,14 +166,14 @@ def test_a_pointer_that_a_copy_made_a_directory_is_a_pointer_again(tmp_path: Pat
 # What is refused
 
 
-def test_a_state_that_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_unreadable_state_is_refused_before_writing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"generators\[0\]"):
         manager_of(tmp_path).save({**small_state(), "generators": [object()]}, step=1, epoch=0, metrics=None)
     assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_disk_that_refuses_is_reported_and_the_next_save_may_work(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_refusing_disk_is_reported_and_retried(tmp_path: Path, asynchronous: bool) -> None:
     warnings: list[str] = []
     folder = tmp_path / "checkpoints"
     manager = manager_of(folder, asynchronous=asynchronous, monitor=None, warn=warnings.append)
@@ -198,7 +198,7 @@ def test_a_disk_that_refuses_is_reported_and_the_next_save_may_work(tmp_path: Pa
 # Beside the training that continues
 
 
-def test_each_checkpoint_holds_the_weights_of_its_own_step(tmp_path: Path) -> None:
+def test_each_checkpoint_holds_its_own_weights(tmp_path: Path) -> None:
     """Training changes them as soon as `save` returns."""
     manager = manager_of(tmp_path, asynchronous=True, monitor=None, save_top_k=-1)
     weights = torch.zeros(600_000)
@@ -215,7 +215,7 @@ def test_each_checkpoint_holds_the_weights_of_its_own_step(tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
-def test_a_copy_made_beside_training_is_equal_and_shares_memory_as_the_state_does(tmp_path: Path) -> None:
+def test_a_background_copy_is_equal_and_keeps_sharing(tmp_path: Path) -> None:
     whole = torch.arange(10.0)
     large = torch.rand(300, 301)
     plain = [1, 2.5, "three", None, (True, b"4"), {5, 6}, OrderedDict(a=torch.ones(2, 2))]

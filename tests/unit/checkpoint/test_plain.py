@@ -54,7 +54,7 @@ def test_what_is_accepted_is_really_read_back() -> None:
         (torch.ones(1).as_subclass(Branded), "Branded"),
     ],
 )
-def test_anything_else_is_refused_with_the_path_of_its_entry_and_advice(value: Any, advice: str) -> None:
+def test_anything_else_is_refused_with_its_path(value: Any, advice: str) -> None:
     with pytest.raises(CheckpointError, match=r"at callbacks\.my_cb\[1\]\.model a .*") as caught:
         check_plain({"callbacks": {"my_cb": [{}, {"model": value}]}})
     assert caught.match(advice)

@@ -119,7 +119,7 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, RowMeans])
-def test_it_is_read_by_a_sharded_model_and_by_a_plain_one(tmp_path: Path, optimizer: Any) -> None:
+def test_sharded_and_plain_models_read_it(tmp_path: Path, optimizer: Any) -> None:
     model, made = spread(optimizer)
     directory = save(tmp_path, model, made)
     other, other_made = spread(optimizer, steps=1)
@@ -138,9 +138,7 @@ def test_it_is_read_by_a_sharded_model_and_by_a_plain_one(tmp_path: Path, optimi
     assert tree_differences(state_of(plain, plain_made), wanted) == []
 
 
-def test_a_whole_checkpoint_is_read_by_a_sharded_model_and_of_replicas_that_differ_the_mean(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sharded_model_reads_whole_checkpoints_or_means(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     of_ranks: list[dict[str, Any]] = []
     for _ in range(2):
         plain = network()
@@ -259,7 +257,7 @@ def no_tensor(index: Any) -> Any:
         "no tensor",
     ],
 )
-def test_an_index_that_is_more_than_tensors_and_places_is_refused_and_runs_nothing(
+def test_a_malicious_index_is_refused_and_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -281,7 +279,7 @@ class PicklesEnumsByName(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 
-def test_an_index_that_another_python_has_written_is_read(tmp_path: Path) -> None:
+def test_an_index_of_another_python_is_read(tmp_path: Path) -> None:
     directory = save(tmp_path, *spread())
     before = load(directory, map_location="cpu")
     content = io.BytesIO()

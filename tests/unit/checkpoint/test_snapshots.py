@@ -71,7 +71,7 @@ def state() -> Mapping[str, Any]:
     return {"weights": large, "row": large[:3], "bias": torch.ones(3), "step": 5}
 
 
-def test_large_buffers_take_what_they_need_and_no_power_of_two(driver: Driver) -> None:
+def test_large_buffers_are_not_rounded_up(driver: Driver) -> None:
     snapshots = Snapshots()
     copied = snapshots.take(state())
     snapshots.wait()
@@ -82,7 +82,7 @@ def test_large_buffers_take_what_they_need_and_no_power_of_two(driver: Driver) -
     assert len(driver.sizes) == 2
 
 
-def test_the_driver_lets_go_of_memory_before_it_is_freed(driver: Driver) -> None:
+def test_the_driver_unpins_memory_before_freeing(driver: Driver) -> None:
     snapshots = Snapshots()
     snapshots.take({"weights": torch.zeros(MIB)})
     assert list(driver.sizes.values()) == [4 * MIB]

@@ -30,7 +30,7 @@ FILES = ["config.yaml", "generators.pt", "manifest.json", "model.pt", "training.
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_the_layout_and_the_manifest_are_readable_without_unpickling(tmp_path: Path, value: float) -> None:
+def test_layout_and_manifest_need_no_unpickling(tmp_path: Path, value: float) -> None:
     write_small(tmp_path, 30, value=1.0)
     metrics = {"val/loss": 0.1 + 0.2, "val/x": value}
     directory = write_small(tmp_path, 30, value=2.0, metrics=metrics, config_text="a: 1\n")
@@ -48,7 +48,7 @@ def test_the_layout_and_the_manifest_are_readable_without_unpickling(tmp_path: P
     assert math.isnan(read_manifest(directory).metrics["val/x"])
 
 
-def test_a_training_state_is_read_back_bit_for_bit_also_by_torch_alone(tmp_path: Path) -> None:
+def test_torch_alone_reads_back_a_state_exactly(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Linear(1, 300_001))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_a_training_state_is_read_back_bit_for_bit_also_by_torch_alone(tmp_path:
     assert tree_differences(torch.load(directory / "model.pt", weights_only=True), state["model"]) == []
 
 
-def test_only_the_parts_asked_for_are_read_and_only_the_model_is_moved(tmp_path: Path) -> None:
+def test_only_the_requested_parts_are_read(tmp_path: Path) -> None:
     directory = write_small(tmp_path, 1)
     read = load(directory, map_location="meta")
     assert read["model"]["weight"].device.type == "meta"
@@ -86,7 +86,7 @@ class Attack:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "training.pt", "generators.pt"])
-def test_a_file_that_would_run_code_is_refused_even_with_a_forged_manifest(tmp_path: Path, name: str) -> None:
+def test_code_is_refused_even_with_a_forged_manifest(tmp_path: Path, name: str) -> None:
     directory = write_small(tmp_path / "checkpoints", 1)
     as_torch_saves = io.BytesIO()
     torch.save({"weight": Attack(tmp_path / "attacked")}, as_torch_saves)
@@ -118,7 +118,7 @@ def test_a_manifest_that_is_newer_or_something_else(tmp_path: Path) -> None:
             read_manifest(file.parent)
 
 
-def test_weights_of_another_model_are_refused_with_names_and_shapes() -> None:
+def test_weights_of_another_model_are_refused() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 2)})
     given = nn.ModuleDict({"a": nn.Linear(4, 2), "c": nn.Linear(2, 2)}).state_dict()
     with pytest.raises(CheckpointError) as caught:
@@ -133,7 +133,7 @@ def test_weights_of_another_model_are_refused_with_names_and_shapes() -> None:
 # The disk
 
 
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     write_small(tmp_path, 1)
     state = {**small_state(), "model": {"weight": torch.zeros(1_000_000)}}
     with full_at(1_000_000), pytest.raises(DiskError, match=r"step 2 can't be written .*: File too large"):
@@ -165,9 +165,7 @@ def test_everything_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("lacks", ["direct writes", "flushing of directories"])
-def test_a_file_system_that_lacks_something_is_written_to_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
-) -> None:
+def test_limited_file_systems_are_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     real_open = os.open
     fsync = os.fsync
 

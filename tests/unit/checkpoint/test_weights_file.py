@@ -107,7 +107,7 @@ def test_a_folder_in_several_files(tmp_path: Path) -> None:
         find_weights(tmp_path)
 
 
-def test_what_may_be_a_checkpoint_of_ours_is_left_to_find(tmp_path: Path) -> None:
+def test_possible_checkpoints_are_left_to_find(tmp_path: Path) -> None:
     assert find_weights(tmp_path) is None
     assert find_weights(tmp_path / "nowhere") is None
 
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_named(state: Any, settings: InitConfig, kind: type
         load(Body(), state, settings)
 
 
-def test_without_strict_what_fits_is_loaded_and_the_rest_is_listed() -> None:
+def test_without_strict_the_rest_is_listed() -> None:
     model = Body()
     before = model.state_dict()["3.bias"].clone()
     loaded = load(model, without(STATE, "3.bias") | {"4.bias": torch.ones(3)}, init(strict=False))
@@ -209,7 +209,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_listed() -> None:
     assert_holds(model, {**STATE, "3.bias": before})
 
 
-def test_what_is_tied_to_a_skipped_name_is_skipped() -> None:
+def test_tied_names_are_skipped_together() -> None:
     model = Body()
     before = model.state_dict()["0.weight"].clone()
     loaded = load(model, without(STATE, "2.weight") | {"0.weight": torch.ones(9, 9)}, init(r"0\.weight"))
@@ -238,7 +238,7 @@ def parted(context: Context, kind: str) -> tuple[Loaded, dict[str, Tensor], list
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("kind", ["fsdp", "pipeline"])
-def test_each_rank_loads_its_part_and_knows_the_whole(rank_pool: Any, kind: str) -> None:
+def test_each_rank_loads_its_own_part(rank_pool: Any, kind: str) -> None:
     """Shards of each tensor, or stages: names of other ranks are neither missing nor unexpected."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
     for ranks in (2, 3):

@@ -156,7 +156,7 @@ REQUIRED = {
 }
 
 
-def test_only_keys_with_a_default_may_be_left_out() -> None:
+def test_only_keys_with_defaults_are_optional() -> None:
     required = REQUIRED | {key.partition(".")[0] for key in REQUIRED}  # and the sections they are in
     for key in known_keys():
         if key in required:
@@ -196,7 +196,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=50)  # composes once
 @given(VALUES, st.sampled_from(known_keys()))
-def test_any_value_anywhere_is_taken_or_refused_by_name(value: Any, key: str) -> None:
+def test_any_value_is_taken_or_refused_by_name(value: Any, key: str) -> None:
     said = key
     try:
         parse(raw_config({key: value}))
@@ -227,7 +227,7 @@ def test_nearest_names(name: str, allowed: list[str], guess: str | None) -> None
 
 
 @given(NAMES, st.lists(NAMES, max_size=5))
-def test_a_guess_is_one_of_those_allowed_and_the_same_name_if_it_is_one(name: str, allowed: list[str]) -> None:
+def test_a_suggestion_is_always_an_allowed_name(name: str, allowed: list[str]) -> None:
     for guess in (nearest(name, allowed), nearest_key(name, allowed)):
         assert guess is None or guess in allowed
     assert nearest_key(name, [*allowed, name]) == name
@@ -240,9 +240,7 @@ def test_a_right_section_makes_no_wrong_key_right() -> None:
 # Where configuration is found
 
 
-def test_the_configuration_in_the_package_is_used_before_the_repositorys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_packaged_configuration_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assets, "_PACKAGE", tmp_path / "framework")
     with pytest.raises(ConfigError, match="installation is incomplete"):
         assets.config_dir()

@@ -73,7 +73,7 @@ def test_a_printed_resume_survives_the_shell_and_hydra(path: str) -> None:
     assert resume_argument(plain) == f"resume={plain}"
 
 
-def test_a_missing_run_gets_the_nearest_and_a_folder_of_runs_the_newest(run_dir: RunDir, tmp_path: Path) -> None:
+def test_a_missing_run_suggests_the_nearest(run_dir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"no such directory[\s\S]*Did you mean resume={run_dir.path}\?"):
         load_saved(f"{run_dir.path}x")
     newer = RunDir(run_dir.path.with_name("9999-01-01_00-00-00_abcd"))

@@ -151,7 +151,7 @@ JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=tor
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
-def test_a_batch_of_any_form_is_moved_and_keeps_its_type(batch: Any) -> None:
+def test_a_moved_batch_keeps_its_type(batch: Any) -> None:
     batch = copy.deepcopy(batch) if isinstance(batch, (MovesInPlace, BatchEncoding)) else batch
     number = len(list(held_tensors(batch)))
     moved = to_device(batch, META)
@@ -159,7 +159,7 @@ def test_a_batch_of_any_form_is_moved_and_keeps_its_type(batch: Any) -> None:
     assert [tensor.device for tensor in held_tensors(moved)] == [META] * number
 
 
-def test_records_keep_what_is_no_field_and_what_is_unset() -> None:
+def test_records_keep_extra_and_unset_fields() -> None:
     given = Plain(X, "b")
     moved = to_device(given, META)
     assert (moved.name, moved.size, moved.mask.device, given.x.device) == ("b", 3, META, CPU)
@@ -168,7 +168,7 @@ def test_records_keep_what_is_no_field_and_what_is_unset() -> None:
     assert to_device(BatchEncoding({"x": X}), META).x.device == META
 
 
-def test_the_sizes_of_packed_sequences_stay_on_the_cpu() -> None:
+def test_packed_sequence_sizes_stay_on_the_cpu() -> None:
     moved = to_device([pack_sequence([torch.zeros(2), torch.zeros(3)], enforce_sorted=False)], META)[0]
     assert isinstance(moved, PackedSequence)
     assert (moved.data.device, moved.batch_sizes.device) == (META, CPU)
@@ -197,7 +197,7 @@ def test_nothing_is_copied_if_nothing_moves() -> None:
     assert to_device(record, META) is record
 
 
-def test_an_object_that_fails_to_move_is_an_error() -> None:
+def test_an_object_that_cannot_move_is_an_error() -> None:
     class Fails(Moves):
         def to(self, device: torch.device, **options: Any) -> Moves:
             raise RuntimeError("out of memory")
@@ -207,9 +207,7 @@ def test_an_object_that_fails_to_move_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
-def test_the_memory_of_all_that_a_batch_holds_is_kept_for_the_stream(
-    batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_memory_of_a_batch_outlives_the_stream(batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next copy could overwrite what the model still reads."""
     recorded: list[Tensor] = []
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, _stream: recorded.append(tensor))
@@ -219,7 +217,7 @@ def test_the_memory_of_all_that_a_batch_holds_is_kept_for_the_stream(
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_of_tensors_that_are_made_of_others_each_part_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_of_a_composed_tensor_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Tensor] = []
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, _stream: recorded.append(tensor))
     matrix = torch.eye(4)
@@ -286,7 +284,7 @@ def test_what_would_lose_its_type_is_not_pinned(pins: list[Any]) -> None:
     assert pins == []
 
 
-def test_what_a_worker_sends_is_pinned_in_every_form(pins: list[Any]) -> None:
+def test_worker_batches_are_pinned_in_every_form(pins: list[Any]) -> None:
     """By the DataLoader's thread, which calls this method. By itself it would take no dataclass."""
     item = _FromWorker(pickle.dumps(Slots(X))).pin_memory()
     assert isinstance(item, Slots)

@@ -92,7 +92,7 @@ BY_BATCH = TensorSamples(torch.zeros(SIZE, 1), transform=draw_once)
 
 @pytest.mark.parametrize("batch_size", [4, 5, 400])
 @pytest.mark.parametrize("options", [Options(), ONE_WORKER], ids=["resident", "worker"])
-def test_a_batch_transform_draws_again_for_a_repeated_sample(options: Options, batch_size: int) -> None:
+def test_repeated_samples_are_transformed_differently(options: Options, batch_size: int) -> None:
     def drawn(**how: Any) -> list[float]:
         start = how.pop("start", 0)
         own = loader(BY_BATCH, options, sampler=Repeating(), batch_size=batch_size, **how)
@@ -195,7 +195,7 @@ def wrapped(dataset: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generators_of_a_datasets_own_are_seeded_by_position(kind: str) -> None:
+def test_a_datasets_own_generators_are_seeded(kind: str) -> None:
     def drawn(options: Options = IN_PROCESS, **how: Any) -> list[float]:
         return numbers(wrapped(Draws(KINDS[kind]())), options, **how)
 
@@ -241,7 +241,7 @@ def test_a_generator_of_the_system_is_left_alone() -> None:
         found.seed(1)
 
 
-def test_properties_are_not_called_and_large_containers_are_not_read_to_their_end() -> None:
+def test_seeding_calls_no_property_and_skips_large_containers() -> None:
     class Odd:
         def __init__(self) -> None:
             self.many = [object() for _ in range(100_000)]
@@ -278,7 +278,7 @@ class WithGenerator:
 
 
 @pytest.mark.parametrize("make", [lambda: mixed, WithGenerator, lambda: WithGenerator().__call__])
-def test_a_collate_function_draws_by_the_position_of_its_first_sample(make: Callable[[], Any]) -> None:
+def test_collate_draws_by_its_first_sample(make: Callable[[], Any]) -> None:
     before = torch.get_rng_state()
 
     def drawn(options: Options = IN_PROCESS, *, epoch: int = 1, start: int = 0, **how: Any) -> list[Any]:

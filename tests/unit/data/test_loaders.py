@@ -188,7 +188,7 @@ PARTS.append(TensorSamples(torch.arange(10, 23), torch.zeros(13), transform=nois
     ],
     ids=["samples", "batches", "joined"],
 )
-def test_random_transforms_depend_on_seed_epoch_and_position_alone(dataset, loading, other):
+def test_transforms_depend_on_seed_epoch_and_position(dataset, loading, other):
     """On neither ranks nor workers nor the batch a sample comes in; and torch's own generators aren't touched."""
     before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state(legacy=False)["state"]
     wanted = drawn(dataset, loading)
@@ -258,7 +258,7 @@ def test_another_plan_takes_the_same_samples(way):
     loader.close()
 
 
-def test_batches_may_be_changed_in_place_and_hold_no_graph():
+def test_batches_are_writable_and_hold_no_graph():
     loader = make_train(TensorDataset(X.clone().requires_grad_(), LABEL), batch_size=8)
     weight = torch.ones(3, requires_grad=True)
     losses = []
@@ -317,7 +317,7 @@ def of_worker(index: int) -> Tensor:
     return torch.tensor([asked.value, os.getpid()])
 
 
-def test_workers_end_with_the_process_they_load_for_and_not_before():
+def test_workers_end_with_their_process():
     loader = make_train(Made(of_worker, 8), options=Options(num_workers=2))
     numbers = [micro.batch for window in loader.epoch(0) for micro in window.micro_batches]
     asked, pids = torch.cat(numbers).unbind(1)
@@ -349,7 +349,7 @@ def test_tensors_at_any_depth_are_moved():
     assert to_device(X, CPU) is X
 
 
-def test_the_next_copy_begins_before_a_batch_is_used():
+def test_the_next_copy_starts_early():
     seen: list[str] = []
 
     class Copies:

@@ -114,7 +114,7 @@ class Device:
         return self.taken
 
 
-def test_data_goes_to_the_device_while_its_share_lasts(monkeypatch):
+def test_data_is_resident_while_its_share_lasts(monkeypatch):
     device = Device(4000 * 2 * int(1 / DEVICE_SHARE) + 1000, kept=100)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     where = []
@@ -131,7 +131,7 @@ def test_data_goes_to_the_device_while_its_share_lasts(monkeypatch):
     assert shared.device == CPU
 
 
-def test_only_the_rows_that_are_samples_go_to_a_device(monkeypatch):
+def test_only_rows_of_samples_become_resident(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: Device(10_000))
     rows = chosen(TensorSamples(X, LABEL, rows=torch.tensor([1, 2])), META)
     assert isinstance(rows, TensorSamples)
@@ -156,7 +156,7 @@ def test_only_the_rows_that_are_samples_go_to_a_device(monkeypatch):
     ],
     ids=["host", "control group", "unknown"],
 )
-def test_memory_is_what_the_system_and_control_groups_leave(tmp_path, files, available):
+def test_memory_respects_control_groups(tmp_path, files, available):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -193,7 +193,7 @@ def test_samples_that_cannot_be_kept_are_named(make, words):
 
 
 @pytest.mark.usefixtures("own_state")
-def test_data_of_torchvision_give_the_numbers_of_a_plain_loop():
+def test_torchvision_data_equal_a_plain_loop():
     """Decoded once, or refused if a transform is random."""
     from torchvision import transforms as v1
     from torchvision.datasets import FakeData
@@ -254,6 +254,6 @@ def test_a_single_sample_draws_from_torchs_generator(own_state):
         ),
     ],
 )
-def test_tensors_and_transforms_that_do_not_fit_are_refused(make, words):
+def test_tensors_and_transforms_must_match(make, words):
     with pytest.raises(DataError, match=words):
         make()

@@ -57,7 +57,7 @@ def test_every_sample_is_taken_once_from_any_cursor(data, size, plan, shuffle, l
 
 
 @given(size=SIZES, plan=PLANS)
-def test_a_step_takes_the_same_samples_on_any_number_of_ranks(size, plan):
+def test_a_step_takes_the_same_samples_everywhere(size, plan):
     order = GlobalOrder(size, seed=0, shuffle=True)
     alone = steps_of(order, BatchPlan(plan.global_batch_size, 1, 1), epoch=1)
     together = steps_of(order, plan, epoch=1)
@@ -83,7 +83,7 @@ def test_batch_size_is_what_one_forward_takes(batch_size, world_size, accumulate
     assert cut == BatchPlan(plan.global_batch_size, accumulate * stage_cuts, world_size)
 
 
-def test_a_global_batch_size_wins_and_needs_a_sample_for_every_forward():
+def test_a_global_batch_needs_samples_for_every_forward():
     plan = plan_batches(batch_size=1000, global_batch_size=50, world_size=4, accumulate=3)
     (step,) = steps_of(GlobalOrder(50, seed=0, shuffle=False), plan, epoch=0)
     counts = [[micro.num_samples for micro in window.micro_batches] for window in step]
@@ -96,7 +96,7 @@ def test_a_global_batch_size_wins_and_needs_a_sample_for_every_forward():
 
 
 @given(data=st.data(), plan=PLANS)
-def test_samples_of_a_ranks_own_make_micro_batches_that_are_not_empty(data, plan):
+def test_own_samples_make_no_empty_micro_batch(data, plan):
     """A rank that reads a stream of its own has at most its share of a global batch."""
     rank = data.draw(st.integers(0, plan.world_size - 1))
     plan = replace(plan, global_batch_size=max(plan.global_batch_size, plan.world_size * plan.micro_batches))
@@ -116,7 +116,7 @@ def test_a_cursor_outside_the_epoch_is_refused(start):
         epoch_indices(order, plan, epoch=0, start=start, limit=2)
 
 
-def test_an_order_is_a_permutation_that_seed_and_epoch_decide():
+def test_seed_and_epoch_decide_the_permutation():
     before = torch.get_rng_state()
     orders = {
         (seed, epoch): tuple(GlobalOrder(100, seed, shuffle=True).indices(epoch).tolist())

@@ -41,7 +41,7 @@ def test_batches_have_samples_of_similar_length_each_once():
     assert max(spread) < 16
 
 
-def test_a_mixture_repeats_a_dataset_only_when_all_of_it_was_taken():
+def test_a_mixture_repeats_only_exhausted_datasets():
     parts: Any = ConcatDataset([TensorDataset(torch.zeros(size)) for size in (10, 100)])
     order = order_of(samplers.MixtureSampler(parts, [1, 1], num_samples=40))
     few = order[order < 10]
@@ -71,6 +71,6 @@ def test_what_cant_be_drawn_is_refused(make, message):
         make()
 
 
-def test_an_empty_dataset_of_weight_0_is_never_drawn():
+def test_an_empty_dataset_of_weight_0_is_skipped():
     order = order_of(samplers.MixtureSampler(ConcatDataset([EMPTY, DATA]), [0, 1]))
     assert sorted(order.tolist()) == [0, 1, 2]

@@ -93,7 +93,7 @@ def rows(loading: MapLoader, epoch: int, start: int = 0) -> set[tuple[float, ...
 
 
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)
-def test_every_object_is_told_once_before_the_first_batch_of_an_epoch(options: Options) -> None:
+def test_set_epoch_precedes_the_first_batch_once(options: Options) -> None:
     dataset = Samples()
     collate = Stack()
     whole: Any = ConcatDataset([Subset(dataset, range(4)), Subset(dataset, range(4, SIZE))])
@@ -171,7 +171,7 @@ DRAWS: dict[str, Callable[[Drawing, int], float]] = {
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_what_is_drawn_for_an_epoch_is_the_same_in_every_process(kind: str) -> None:
+def test_epoch_draws_are_equal_in_every_process(kind: str) -> None:
     def drawn(options: Options, epoch: int) -> list[Any]:
         loading = loader(Drawing(DRAWS[kind]), options)
         try:
@@ -185,7 +185,7 @@ def test_what_is_drawn_for_an_epoch_is_the_same_in_every_process(kind: str) -> N
     assert drawn(WAYS[0], 4) != wanted
 
 
-def test_one_that_passes_another_number_on_has_the_last_word() -> None:
+def test_a_wrapper_may_pass_on_another_epoch() -> None:
     class Halves(Noting, Dataset[Tensor]):
         inner = Samples()
 
@@ -202,7 +202,7 @@ def test_one_that_passes_another_number_on_has_the_last_word() -> None:
 
 
 @pytest.mark.parametrize("options", WAYS[:2], ids=NAMES[:2])
-def test_an_evaluation_tells_the_epoch_of_the_weights_and_draws_the_same(options: Options) -> None:
+def test_evaluation_sets_the_epoch_of_the_weights(options: Options) -> None:
     """Its dataset is often part of the one that is trained on."""
     train, val = random_split(Samples(), [6, 2])
     evaluation = eval_loader(val, batch_size=2, options=options)

@@ -121,7 +121,7 @@ CASES = (
 
 
 @pytest.mark.multiproc
-def test_every_sample_is_taken_once_in_as_many_steps_on_every_rank(rank_pool: RankPool) -> None:
+def test_every_sample_is_taken_once_in_step(rank_pool: RankPool) -> None:
     """In training and evaluation, of a shared stream and of shards of any lengths; resumed after any step."""
     by_rank = rank_pool.run(read, CASES, ranks=3)
     for case, *found in zip(CASES, *by_rank, strict=True):
@@ -166,7 +166,7 @@ def steps(context: Context, cases: list[Case]) -> list[Any]:
 
 
 @pytest.mark.multiproc
-def test_an_epoch_ends_with_the_last_stream_or_with_the_first(rank_pool: RankPool) -> None:
+def test_an_epoch_ends_as_stop_or_join_says(rank_pool: RankPool) -> None:
     join = Case((11, 5, 0), accumulate=2)
     stop = replace(join, stops_first=True)
     cases = [join, replace(stop, lengths=(11, 5, 6)), replace(join, limit=24), replace(join, limit=7, accumulate=1)]
@@ -224,7 +224,7 @@ def resume(context: Context, then: Case, now: Case, states: list[Any] | None, sa
 
 
 @pytest.mark.multiproc
-def test_a_shared_stream_resumes_on_another_number_of_ranks(rank_pool: RankPool) -> None:
+def test_a_shared_stream_resumes_on_other_ranks(rank_pool: RankPool) -> None:
     case = Case((25,), is_sharded=False, batch_size=3)
     two = rank_pool.run(resume, case, case, None, 12, ranks=2)
     wanted = parts_of((25,), 0)[0][12:]
@@ -245,7 +245,7 @@ def test_a_shared_stream_resumes_on_another_number_of_ranks(rank_pool: RankPool)
         ({"limit": 12}, None),
     ],
 )
-def test_shards_resume_by_the_rule_they_were_saved_with(rank_pool: RankPool, now: dict[str, Any], words: str) -> None:
+def test_shards_resume_by_their_saved_rule(rank_pool: RankPool, now: dict[str, Any], words: str) -> None:
     then = Case((9, 7))
     ends = rank_pool.run(resume, then, replace(then, **now), None, 8, ranks=2)
     for end in ends:
@@ -292,7 +292,7 @@ def compared(context: Context, changes: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.multiproc
-def test_ranks_that_should_read_the_same_stream_and_do_not_are_named(rank_pool: RankPool) -> None:
+def test_ranks_with_different_shared_streams_are_named(rank_pool: RankPool) -> None:
     """By content or by length; processors may differ in the last digits of what they compute."""
     same = [{}, {"mean": torch.tensor([0.5000001, 1.5, float("nan")])}]
     ends = rank_pool.run(compared, [*same, *DIFFERENT])
@@ -322,7 +322,7 @@ def read_alone(dataset: Any, epoch: int = 0, start: int = 0, **how: Any) -> list
 
 
 @pytest.mark.parametrize("in_worker", [False, True])
-def test_what_a_stream_draws_depends_on_seed_epoch_and_place_alone(in_worker: bool) -> None:
+def test_stream_draws_depend_on_seed_epoch_and_place(in_worker: bool) -> None:
     def drawn(epoch: int = 2, start: int = 0, **how: Any) -> list[tuple[float, ...]]:
         batches = read_alone(Drawing(), epoch, start, in_worker=in_worker, **how)
         return [row for (batch,) in batches for row in zip(*(column.tolist() for column in batch), strict=True)]
@@ -339,7 +339,7 @@ def test_what_a_stream_draws_depends_on_seed_epoch_and_place_alone(in_worker: bo
 
 
 @pytest.mark.parametrize("make", [Parts, Stateful])
-def test_a_stream_with_a_state_is_not_read_again(make: Any) -> None:
+def test_a_stateful_stream_is_not_reread(make: Any) -> None:
     dataset = make([11])
     before = make_loader(make([11]), batch_size=4)
     next(before.epoch(1))
@@ -353,7 +353,7 @@ def test_a_stream_with_a_state_is_not_read_again(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "in_worker"), [(KeepsItsPosition, False), (KeepsItsPosition, True), (Stateful, False)]
 )
-def test_an_epoch_begins_at_the_start_after_one_that_was_cut(make: Any, in_worker: bool) -> None:
+def test_an_epoch_after_a_cut_one_restarts(make: Any, in_worker: bool) -> None:
     """By a limit or left early, also one that was resumed."""
     loader = make_loader(make([7]), limit=5, in_worker=in_worker)
     loader.load_state_dict([state_at(2)], samples=2)
@@ -379,7 +379,7 @@ class Failing(Parts):
         raise StopIteration
 
 
-def test_an_error_before_the_first_sample_is_not_the_end_of_the_stream() -> None:
+def test_an_early_error_is_no_end_of_stream() -> None:
     with pytest.raises(RuntimeError, match="StopIteration"):
         read_alone(Failing([5]))
 
@@ -408,7 +408,7 @@ class Unsaved(Stateful):
         return {"position": np.int64(self.position)}
 
 
-def test_samples_and_states_that_do_not_fit_are_refused() -> None:
+def test_unfitting_samples_and_states_are_refused() -> None:
     with pytest.raises(RunError, match="Samples 0 to 1 of the train stream don't make a batch"):
         read_alone(Ragged())
     with pytest.raises(DataError, match=r"Drawing, has no shard\(num_shards, index\)"):

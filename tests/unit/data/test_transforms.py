@@ -59,7 +59,7 @@ def test_numbers_are_those_of_splitmix64(key, indices, low, size):
 
 
 @pytest.mark.parametrize(("low", "high"), [(3, 3), (3, 2), (0, 2**31 + 1)])
-def test_a_range_that_cannot_be_drawn_from_is_refused(low, high):
+def test_an_impossible_range_is_refused(low, high):
     with pytest.raises(ValueError, match="high must be above low"):
         draws([1]).integers(low, high, 1)
 
@@ -87,7 +87,7 @@ def flipped(image_CHW: Tensor, own: Draws) -> Tensor:
     ids=["shift", "flip"],
 )
 @given(shape=SHAPES, indices=INDICES, is_bytes=st.booleans())
-def test_each_image_is_changed_as_in_a_loop_over_them(transform, of_one, shape, indices, is_bytes):
+def test_batched_transforms_equal_a_loop(transform, of_one, shape, indices, is_bytes):
     batch = images(indices, shape, is_bytes=is_bytes)
     before = batch.clone()
     wanted = torch.stack([of_one(image, draws([i])) for i, image in zip(indices, batch, strict=True)])
@@ -121,7 +121,7 @@ def test_an_affine_transform_is_that_of_affine_grid(shape, indices):
 
 
 @pytest.mark.parametrize("is_bytes", [True, False])
-def test_an_image_is_changed_the_same_in_a_batch_of_any_size(is_bytes):
+def test_the_batch_size_changes_no_image(is_bytes):
     every: Any = transforms.Compose(
         [
             transforms.RandomAffine(15, translate=(0.1, 0.1), scale=(0.9, 1.1)),
@@ -139,7 +139,7 @@ def test_an_image_is_changed_the_same_in_a_batch_of_any_size(is_bytes):
     assert not torch.equal(every(batch, draws(indices, key=18)), together)
 
 
-def test_bytes_are_scaled_and_normalised_bit_for_bit_as_one_by_one():
+def test_scaled_bytes_equal_single_images_exactly():
     batch = images([1, 2], (3, 28, 28), is_bytes=True)
     own = draws([1, 2])
     assert torch.equal(transforms.Scale()(batch, own), batch.float().div_(255))

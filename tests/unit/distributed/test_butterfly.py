@@ -17,7 +17,7 @@ SIZES = (0, 1, 7, 24, 100_003)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 7, 12])
-def test_partners_swap_in_the_same_round_until_each_of_the_inner_ranks_has_one_part(num_ranks: int) -> None:
+def test_partners_swap_in_the_same_round(num_ranks: int) -> None:
     by_rank = [list(rounds(rank, num_ranks)) for rank in range(num_ranks)]
     inner = 1 << (num_ranks.bit_length() - 1)
     assert {len(swaps) for swaps in by_rank} == {inner.bit_length() - 1 + (inner < num_ranks)}
@@ -76,5 +76,5 @@ def reduce_everything(context: Context) -> int:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 4, 5, 6))])
-def test_it_is_an_all_reduce_for_any_size_type_and_layout(rank_pool: RankPool, ranks: int) -> None:
+def test_butterfly_equals_an_all_reduce(rank_pool: RankPool, ranks: int) -> None:
     assert rank_pool.run(reduce_everything, ranks=ranks) == [3 * (4 * len(TYPES) + 1)] * ranks

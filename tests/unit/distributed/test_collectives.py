@@ -110,9 +110,7 @@ def wait_alone(context: Context, call: Callable[[torch.Tensor, dist.ProcessGroup
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("call", "older"), [(all_reduce, False), (all_reduce, True), (butterfly, False)])
-def test_a_collective_waits_no_longer_than_the_time_out_set_last(
-    rank_pool: RankPool, call: object, older: bool
-) -> None:
+def test_a_collective_uses_the_latest_timeout(rank_pool: RankPool, call: object, older: bool) -> None:
     """By torch's public function and, before there was one, its private one."""
     assert "200ms" in rank_pool.run(wait_alone, call, older=older)[0]
 
@@ -132,7 +130,7 @@ def exchange_alone(context: Context) -> str:
 
 
 @pytest.mark.multiproc
-def test_an_exchange_that_times_out_names_the_rank_and_the_key_to_raise(rank_pool: RankPool) -> None:
+def test_a_timed_out_exchange_names_rank_and_key(rank_pool: RankPool) -> None:
     message = rank_pool.run(exchange_alone)[0]
     assert message.startswith("Rank 0 ")
     assert "backend.timeout" in message

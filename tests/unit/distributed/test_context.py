@@ -48,7 +48,7 @@ def four_gpus(monkeypatch):
         ),
     ],
 )
-def test_a_rank_owns_its_span_of_devices_and_auto_is_what_suits_them(topology, place, name, rank, devices, backend):
+def test_a_rank_owns_its_span_of_devices(topology, place, name, rank, devices, backend):
     context = make_context(topology, node_rank=place[0], local_rank=place[1], backend_name=name)
     assert (context.rank, context.world_size, context.is_main) == (rank, topology.world_size, rank == 0)
     assert [str(device) for device in context.devices] == devices

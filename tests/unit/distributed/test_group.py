@@ -24,7 +24,7 @@ def backend(*, init_timeout_s: float = 20.0) -> BackendConfig:
     )
 
 
-def test_a_group_of_one_needs_no_other_and_is_destroyed_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_group_is_always_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     with process_group(cpu_context(), backend(), rendezvous=None):
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
         dist.all_reduce(torch.ones(2))
@@ -41,13 +41,13 @@ def test_a_group_of_one_needs_no_other_and_is_destroyed_after_an_error_too(monke
     assert not dist.is_initialized()
 
 
-def test_further_groups_have_the_time_out_of_the_first() -> None:
+def test_further_groups_share_the_first_timeout() -> None:
     """Not torch's, which is half an hour."""
     with process_group(cpu_context(), backend(init_timeout_s=7.0), rendezvous=None):
         assert group_timeout(new_subgroup([[0]], cpu_context())) == timedelta(seconds=7)
 
 
-def test_the_gpu_is_chosen_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_chosen_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the first collective of every rank opens a context on GPU 0."""
     calls: list[tuple[str, object]] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: calls.append(("device", device)))
@@ -76,7 +76,7 @@ def test_gloo_serves_the_cpu_beside_nccl_if_asked() -> None:
     assert backends(cpu_context(), with_cpu=True) == "gloo"
 
 
-def test_ranks_that_do_not_come_are_reported_with_what_to_do(tmp_path: Path) -> None:
+def test_missing_ranks_are_reported_with_advice(tmp_path: Path) -> None:
     context = cpu_context(world_size=2)
     url = f"file://{tmp_path}/meeting"
     with (

@@ -69,7 +69,7 @@ def test_one_process_takes_gloo_and_says_so_once(
     assert "gloo takes its place" in printed
 
 
-def test_the_advice_is_about_other_ranks_if_there_are_any(broken: list[tuple[str, Any]]) -> None:
+def test_advice_mentions_other_ranks_only_if_present(broken: list[tuple[str, Any]]) -> None:
     with (
         pytest.raises(RunError, match="backend nccl could not start") as alone,
         process_group(context(world_size=1), NCCL, rendezvous=None),

@@ -56,7 +56,7 @@ def test_auto_follows_from_what_is_asked_for(changes: dict[str, Any], name: str)
     assert request(changes).placement.launcher == name
 
 
-def test_ranks_that_torchrun_has_started_are_adopted_by_no_other_launcher(external_ranks: ExternalRanks) -> None:
+def test_only_external_adopts_ranks_of_torchrun(external_ranks: ExternalRanks) -> None:
     ranks = request({"topology.nnodes": 2, "trainer.gpus": 0}, external_ranks=external_ranks)
     assert ranks.placement.launcher == "external"
     with pytest.raises(ConfigError, match="launcher=elastic is configured, but torchrun has started"):
@@ -95,7 +95,7 @@ def test_a_sweep_is_of_one_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["auto", "elastic"])
-def test_only_a_plan_needs_no_gpus_and_no_endpoint(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+def test_only_a_plan_needs_no_gpus(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
     monkeypatch.setattr("framework.system.hardware.visible_gpus", lambda: [])
     planned = request({"topology.nnodes": 2, "trainer.gpus": 8, "launcher.name": launcher})
     assert plan(planned).topology.world_size == 16

@@ -46,7 +46,7 @@ def test_commands_for_several_nodes() -> None:
     assert "--rdzv-endpoint=node0:4000 --nproc-per-node=8 --max-restarts=3 " in found["torchrun"]
 
 
-def test_the_environment_of_the_first_and_the_last_rank() -> None:
+def test_first_and_last_ranks_have_their_environment() -> None:
     config = parse(raw_config({"topology.nnodes": 2, "topology.rdzv_endpoint": "[fe80::1]:4000"}))
     words = shlex.split(lines(TWO_NODES, topology__nnodes=2, topology__rdzv_endpoint="[fe80::1]:4000")["framework"])
     assert words[-1] == "topology.rdzv_endpoint='[fe80::1]:4000'"  # quoted for Hydra

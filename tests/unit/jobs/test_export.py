@@ -41,7 +41,7 @@ def test_a_file_is_named_after_recipe_and_step(tmp_path, monkeypatch, format_, s
         export.check(asked)
 
 
-def test_a_missing_package_is_named_and_a_folder_of_that_name_is_none(tmp_path, monkeypatch):
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "onnx").mkdir()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     for name in ("onnx", "onnxscript"):

@@ -54,7 +54,7 @@ SHARED = {"trainer.gpus": 1, "topology.share_gpus": True, "topology.gpus_per_pro
         (SHARED, (1, 1, 1), (3, 1, 1)),
     ],
 )
-def test_each_process_gets_as_many_gpus_as_in_the_run(
+def test_processes_get_the_runs_number_of_gpus(
     changes: dict[str, Any], one: tuple[int, ...], many: tuple[int, ...]
 ) -> None:
     asked = request(changes)
@@ -67,7 +67,7 @@ def test_each_process_gets_as_many_gpus_as_in_the_run(
 
 
 @pytest.mark.usefixtures("gpus")
-def test_too_few_gpus_and_processes_started_by_something_else_are_refused() -> None:
+def test_missing_gpus_and_external_ranks_are_refused() -> None:
     with pytest.raises(TopologyError, match=r"8 GPUs; there are 4\.\nUse fewer \(parity\.processes\)"):
         parity.check_setup(request({"trainer.gpus": 2, "parity.processes": 8}))
     place = detect({**TORCHRUN, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
@@ -76,7 +76,7 @@ def test_too_few_gpus_and_processes_started_by_something_else_are_refused() -> N
         parity.check_setup(request({}, external_ranks=ExternalRanks(place, [])))
 
 
-def test_a_training_is_the_users_own_but_for_what_is_compared() -> None:
+def test_a_training_differs_only_in_what_is_compared() -> None:
     changes = {
         "callbacks": {"mine": {"_target_": "recipes.some.Callback"}},
         "strategy": {"_target_": "framework.strategies.FSDP", "mp_policy": {"param_dtype": "bf16"}},

@@ -59,7 +59,7 @@ def test_revision_and_uncommitted_changes_are_recorded(run_dir: RunDir, monkeypa
     assert started(run_dir)["git"] is None
 
 
-def test_a_resumed_run_keeps_its_earlier_starts_and_ends(run_dir: RunDir) -> None:
+def test_a_resumed_run_keeps_its_earlier_record(run_dir: RunDir) -> None:
     first = started(run_dir, "note=two words")
     assert (first["topology"]["world_size"], first["hardware"]["cpu_cores"]) == (2, cpu_count())
     record_end(run_dir, status="interrupted")

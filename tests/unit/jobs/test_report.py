@@ -14,7 +14,7 @@ VALUES = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=3 * MAX
 
 
 @given(values=VALUES)
-def test_a_thinned_curve_has_the_ends_and_the_extremes(values: list[float | None]) -> None:
+def test_a_thinned_curve_keeps_ends_and_extremes(values: list[float | None]) -> None:
     curve = list(enumerate(values))
     found = thinned(curve)
     assert len(found) <= MAX_POINTS
@@ -27,7 +27,7 @@ def test_a_thinned_curve_has_the_ends_and_the_extremes(values: list[float | None
         assert (min(kept), max(kept)) == (min(finite), max(finite))
 
 
-def test_ten_thousand_steps_keep_their_spike_and_their_gap() -> None:
+def test_thinning_keeps_a_spike_and_a_gap() -> None:
     curve: list[tuple[int, float | None]] = [(step, math.sin(step / 500)) for step in range(10_000)]
     curve[5_001] = (5_001, 40.0)
     curve[7_000:7_200] = [(step, None) for step in range(7_000, 7_200)]

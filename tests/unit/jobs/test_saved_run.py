@@ -57,14 +57,14 @@ def test_a_damaged_configuration_of_a_checkpoint_is_refused(run_dir: RunDir) -> 
         saved_run([f"checkpoint.path={place}"])
 
 
-def test_a_run_whose_last_checkpoint_is_gone_can_be_resumed(run_dir: RunDir) -> None:
+def test_a_run_without_its_last_checkpoint_resumes(run_dir: RunDir) -> None:
     (run_dir.checkpoints / "last").symlink_to("step_00000030")
     for what in (".", "checkpoints/last"):
         resumed = named(f"resume={run_dir.path / what}")
         assert (resumed.checkpoint, resumed.run_dir) == (None, run_dir)
 
 
-def test_the_runs_own_overrides_are_composed_with_the_typed_ones(run_dir: RunDir) -> None:
+def test_saved_and_typed_overrides_are_composed(run_dir: RunDir) -> None:
     typed = [f"checkpoint.path={run_dir.path}", "trainer.max_epochs=9", "job=eval"]
     expected = ["recipe=some", "optimizer.lr=0.5", "trainer.max_epochs=9", "job=eval"]
     composed = {"path": {"outputs": str(run_dir.path.parent)}}
@@ -107,7 +107,7 @@ def configured(
     return base.configuration(raw_config(composed))
 
 
-def test_the_saved_configuration_is_used_with_what_is_typed_and_all_that_follows_from_it(run_dir: RunDir) -> None:
+def test_typed_keys_change_the_saved_configuration(run_dir: RunDir) -> None:
     changes = {"data.root": "two", "data.datasets.root": "two", "job": "eval"}
     raw = configured(run_dir, "data.root=two", "job=eval", composed=changes)
     path = {"checkpoint.path": str(run_dir.checkpoints / "step_00000020")}
@@ -123,7 +123,7 @@ def test_an_evaluation_forgets_the_runs_initial_weights(run_dir: RunDir) -> None
     assert configured(run_dir, key="resume")["init_from"] == "elsewhere"
 
 
-def test_what_can_not_go_with_a_saved_run_is_refused(run_dir: RunDir) -> None:
+def test_options_that_contradict_a_saved_run_are_refused(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.path=a,b: must be one run directory"):
         saved_run(["checkpoint.path=a,b"])
     with pytest.raises(ConfigError, match="resume can't go with a sweep"):
@@ -173,7 +173,7 @@ def test_auto_is_the_newest_unfinished_training(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err == ""
 
 
-def test_only_auto_is_looked_up_and_not_for_a_sweep(tmp_path: Path) -> None:
+def test_only_auto_is_searched_and_not_in_sweeps(tmp_path: Path) -> None:
     assert found(tmp_path, "seed=1", "resume=some/where") == ["seed=1", "resume=some/where"]
     assert found(tmp_path, "seed=1") == ["seed=1"]
     with pytest.raises(ConfigError, match="can't go with a sweep"):

@@ -67,7 +67,7 @@ def test_how_a_run_ended(run_dir: RunDir, status: int, results: dict[str, Any], 
     assert "tensorboard" not in text  # there are no curves
 
 
-def test_a_failed_run_shows_where_its_logs_are_and_no_results(run_dir: RunDir) -> None:
+def test_a_failed_run_shows_logs_and_no_results(run_dir: RunDir) -> None:
     text = closing(run_dir, 1, {"steps": 5, "last": {"step": 5, "metrics": {"val/loss": 1.0}}})
     assert "Finished" not in text
     assert "val/loss" not in text

@@ -48,9 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     return lambda *seeds: run_sweep([request(seed) for seed in seeds])
 
 
-def test_what_a_job_raises_is_shown_and_the_others_run(
-    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_job_is_shown_and_others_run(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(0, 1, 2, 3) == 1
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]

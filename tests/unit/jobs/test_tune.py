@@ -33,7 +33,7 @@ def given_command(typed: list[str], found: dict[str, Any], *, starter: str | Non
         ("data.batch_size=1 data.batch_size=2", {"data.batch_size": 8}, "data.batch_size=8"),
     ],
 )
-def test_what_was_found_takes_the_place_of_what_was_typed(typed: str, found: dict[str, Any], expected: str) -> None:
+def test_found_values_replace_typed_ones(typed: str, found: dict[str, Any], expected: str) -> None:
     assert given_command(typed.split(), found) == f"python -m framework {expected}"
 
 

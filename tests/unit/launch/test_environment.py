@@ -119,7 +119,7 @@ def test_tasks_of_srun_meet_where_something_says(added, endpoint, expected):
 
 
 @given(job=st.integers(1, 10**8), step=st.integers(0, 10**4))
-def test_a_derived_port_is_below_those_of_outgoing_connections_and_differs_between_steps(job, step):
+def test_a_derived_port_differs_between_steps(job, step):
     def port(**changed: int) -> int:
         return found({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(changed.get("step", step))}).port
 
@@ -142,7 +142,7 @@ def test_a_derived_port_is_below_those_of_outgoing_connections_and_differs_betwe
     ],
     ids=range(9),
 )
-def test_a_process_that_is_no_rank_is_left_alone(environ):
+def test_a_process_without_a_rank_is_untouched(environ):
     assert detect(environ) is None
 
 
@@ -190,7 +190,7 @@ def test_a_contradiction_is_refused_with_both_numbers(environ, message):
     ("changed", "quiet"),
     [({"WORLD_SIZE": "7", "RANK": "0"}, False), ({"WORLD_SIZE": "7"}, True), ({"LOCAL_RANK": "2"}, False)],
 )
-def test_what_all_ranks_see_is_reported_by_rank_0_alone(changed, quiet):
+def test_rank_0_alone_reports_common_findings(changed, quiet):
     with pytest.raises(TopologyError) as error:
         detect({**TORCHRUN, **changed})
     assert isinstance(error.value, ReportedByRankZeroError) is quiet
@@ -204,7 +204,7 @@ def test_an_endpoint_is_a_host_and_a_port():
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40))
-def test_tasks_per_node_are_read_as_slurm_writes_them(counts):
+def test_slurm_task_counts_are_parsed(counts):
     runs: list[list[int]] = []
     for count in counts:
         if runs and runs[-1][0] == count:

@@ -71,7 +71,7 @@ def settled(children: list[psutil.Process]) -> list[psutil.Process]:
     return processes.settle(running, within_s=DEADLINE_S)
 
 
-def test_every_way_to_end_has_its_status_and_the_output_is_kept(
+def test_every_ending_has_its_status_and_output(
     start: Callable[..., RunServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library that can't be loaded is the failure of the child that needs it."""
@@ -91,7 +91,7 @@ def test_every_way_to_end_has_its_status_and_the_output_is_kept(
     assert "no data here" in logs["no data here"]
 
 
-def test_a_signal_reaches_only_the_child_of_that_key(start: Callable[..., RunServer], tmp_path: Path) -> None:
+def test_a_signal_reaches_only_its_child(start: Callable[..., RunServer], tmp_path: Path) -> None:
     server = start()
     _, other = waiting(server, tmp_path, "one", "other")
     server.kill("never")
@@ -104,9 +104,7 @@ def test_a_signal_reaches_only_the_child_of_that_key(start: Callable[..., RunSer
     assert settled([other]) == []  # though it ignores SIGTERM
 
 
-def test_the_end_of_the_server_is_noticed_and_ends_its_children(
-    start: Callable[..., RunServer], tmp_path: Path
-) -> None:
+def test_a_dead_server_is_noticed_and_ends_children(start: Callable[..., RunServer], tmp_path: Path) -> None:
     server = start()
     children = waiting(server, tmp_path, "one")
     parent = children[0].parent()

@@ -45,7 +45,7 @@ def test_a_fingerprint_has_every_source_of_configurations(tmp_path: Path):
     assert difference.startswith("mine/code.py: sha256 ")
 
 
-def test_a_rank_with_another_secret_is_named_and_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = listener.getsockname()[:2]
     how: dict[str, Any] = {"endpoint": endpoint, "noun": "node", "named": "the store", "port_option": "a port"}
@@ -61,7 +61,7 @@ def test_a_rank_with_another_secret_is_named_and_takes_nothing(monkeypatch: pyte
     zero.close(2)
 
 
-def test_ranks_that_differ_or_do_not_come_are_named_together() -> None:
+def test_different_and_missing_ranks_are_named_together() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = listener.getsockname()[:2]
 

@@ -15,7 +15,7 @@ from framework.launch.plan import network_environment
         ("no-such-host.invalid", 2, None, {}),
     ],
 )
-def test_nodes_meet_on_the_device_of_the_endpoint_unless_the_user_names_one(
+def test_nodes_meet_on_the_endpoints_device(
     monkeypatch: pytest.MonkeyPatch, host: str, nnodes: int, set_by_user: str | None, expected: dict[str, str]
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

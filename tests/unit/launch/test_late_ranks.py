@@ -105,7 +105,7 @@ def groups(draw: st.DrawFn) -> list[RankState]:
 
 
 @given(groups(), st.randoms())
-def test_a_rank_that_waits_is_never_blamed_whatever_the_order(ranks: list[RankState], random: Any) -> None:
+def test_a_waiting_rank_is_never_blamed(ranks: list[RankState], random: Any) -> None:
     late, waited_s = waited_for(ranks)
     assert all(each.alive and not each.done for each in late)
     assert waited_s == 0.0 or len(late) < len(ranks)
@@ -159,7 +159,7 @@ def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
         yield lambda count=2, **limits: Watched(stack, count=count, folder=tmp_path, **limits)
 
 
-def test_a_late_rank_is_announced_once_and_again_when_it_has_caught_up(watched: Callable[..., Watched]) -> None:
+def test_late_ranks_are_announced_and_catch_up(watched: Callable[..., Watched]) -> None:
     at = watched()
     slow, fast = at.ranks
     slow.set_phase(RankPhase.DATA)
@@ -187,7 +187,7 @@ def test_a_late_rank_is_announced_once_and_again_when_it_has_caught_up(watched: 
 
 
 @pytest.mark.parametrize(("steps", "limit_s"), [((0, 0), 60.0), ((1, 1), 20.0), ((0, 1), 60.0)])
-def test_a_rank_hangs_past_the_time_out_in_force(
+def test_a_rank_hangs_past_the_current_timeout(
     watched: Callable[..., Watched], steps: Sequence[int], limit_s: float
 ) -> None:
     """Until every rank has done its first step that of set-up; and 5 s later, so that torch's own is heard first."""
@@ -200,7 +200,7 @@ def test_a_rank_hangs_past_the_time_out_in_force(
     assert at.after(0.2) == ["late", "hung"]  # late, so that the report can tell which one it was
 
 
-def test_a_node_whose_ranks_all_lag_behind_another_is_late(watched: Callable[..., Watched]) -> None:
+def test_a_node_that_lags_entirely_is_late(watched: Callable[..., Watched]) -> None:
     at = watched()
     for rank in at.ranks:
         rank.beat(9)
@@ -213,7 +213,7 @@ NCCL = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
 
 
 @pytest.mark.parametrize(("status", "crashed"), [(-11, True), (1, False), (None, True)])
-def test_the_log_of_a_rank_tells_why_it_ended(
+def test_a_ranks_log_tells_why_it_ended(
     watched: Callable[..., Watched], tmp_path: Path, status: int | None, crashed: bool
 ) -> None:
     log = tmp_path / "rank_0.log"

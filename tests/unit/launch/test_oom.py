@@ -11,9 +11,7 @@ from framework.monitoring.node_monitor import count_oom_kills, killed_since
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("at_mount", [False, True])
-def test_kills_in_the_control_group_are_counted_from_when_a_process_is_seen(
-    tmp_path: Path, version: int, at_mount: bool
-) -> None:
+def test_only_later_oom_kills_are_counted(tmp_path: Path, version: int, at_mount: bool) -> None:
     """A container may see the host's path, and its own group at the mount."""
     (tmp_path / "proc/7").mkdir(parents=True)
     lines = {1: "5:cpu:/\n4:memory,hugetlb:/jobs/a\n0::/\n", 2: "0::/jobs/a\n"}[version]

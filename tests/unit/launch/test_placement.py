@@ -63,12 +63,12 @@ def test_what_needs_a_launcher_of_ours_is_refused(key, value):
         (8, {"trainer.gpus": 0}, (0, 1, False)),
     ],
 )
-def test_spans_follow_from_the_gpus_of_a_node_and_those_in_view(visible, keys, expected):
+def test_spans_follow_from_gpus_of_the_node(visible, keys, expected):
     found = topology(visible, **keys)
     assert (found.gpus_per_node, found.span, found.own_view) == expected
 
 
-def test_a_process_that_sees_only_its_own_gpus_counts_them_from_0():
+def test_visible_gpus_are_counted_from_0():
     found = topology(2, **{"trainer.gpus": 8})
     assert [found.device_indices(rank) for rank in range(4)] == [(0, 1)] * 4
     assert found.gpus_in_view == 2

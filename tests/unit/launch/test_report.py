@@ -55,7 +55,7 @@ def test_a_silent_end_is_explained_by_its_status(status: int | None, oom: bool, 
         ("Segmentation fault", 3, None),
     ],
 )
-def test_if_nobody_saw_the_end_the_stack_names_the_signal(words: str, status: int | None, name: str | None) -> None:
+def test_the_stack_names_an_unseen_signal(words: str, status: int | None, name: str | None) -> None:
     stacks = f'Fatal Python error: {words}\n\nCurrent thread 0x1 (most recent call first):\n  File "a", line 1 in f\n'
     first = report_of(told(0), told(1, exit=end(time=1.0, status=status), stacks=stacks)).first
     assert (first.kind, first.signal, first.status) == (FailureKind.SIGNAL if name else FailureKind.EXIT, name, status)
@@ -121,7 +121,7 @@ LOST = (
 )
 
 
-def test_a_silent_end_comes_before_the_errors_of_those_it_left_however_they_are_wrapped() -> None:
+def test_a_silent_end_precedes_the_errors_it_caused() -> None:
     wrapped = record(time=5.0, error="MyError: training failed", of_peers=LOST_PEER)
     assert order(report_of(told(0, record=wrapped), ended(1, 5.5, 0, early=True), raised(2, 5.1, LOST[2]))) == [1, 0, 2]
 
@@ -129,7 +129,7 @@ def test_a_silent_end_comes_before_the_errors_of_those_it_left_however_they_are_
 # Who hung
 
 
-def test_the_living_rank_that_others_waited_for_is_first() -> None:
+def test_the_living_rank_others_awaited_is_first() -> None:
     report = report_of(
         told(state(0, still_s=31.0), record=record(time=5.0, error=TIMED_OUT)),
         told(state(1, collectives=19, phase=RankPhase.DATA), stacks="its stacks"),
@@ -141,7 +141,7 @@ def test_the_living_rank_that_others_waited_for_is_first() -> None:
     assert report.living == {"2": "another's"}
 
 
-def test_a_rank_that_failed_of_itself_does_not_hang_while_it_leaves() -> None:
+def test_a_failed_rank_does_not_hang_while_leaving() -> None:
     error = "torch.distributed.DistStoreError: wait timeout after 30000ms, keys: /mine"
     report = report_of(told(0), told(state(1, collectives=19), record=record(time=5.0, error=error)))
     assert (order(report), report.first.kind) == ([1], FailureKind.EXCEPTION)
@@ -151,7 +151,7 @@ def test_a_rank_that_failed_of_itself_does_not_hang_while_it_leaves() -> None:
     "error",
     ["RuntimeError: the feature database: timed out waiting for an answer", "BrokenPipeError: [Errno 32] Broken pipe"],
 )
-def test_an_error_that_sounds_like_the_loss_of_a_peer_is_a_ranks_own(error: str) -> None:
+def test_an_own_error_is_no_lost_peer(error: str) -> None:
     """As are the lines of source code in its traceback."""
     said = record(time=5.0, error=error, traceback=f"    raise {LOST_PEER}\n{error}")
     hung = told(state(1, collectives=19, phase=RankPhase.DATA), stacks="asleep")
@@ -169,7 +169,7 @@ def test_an_error_that_sounds_like_the_loss_of_a_peer_is_a_ranks_own(error: str)
     ],
 )
 @pytest.mark.parametrize("hung", [False, True])
-def test_nobody_hung_unless_the_others_waited_for_half_of_the_time_out(error: str, hung: bool) -> None:
+def test_half_a_timeout_of_waiting_means_a_hang(error: str, hung: bool) -> None:
     report = report_of(
         told(state(0, still_s=10.1 if hung else 9.9), record=record(time=5.0, error=error)),
         told(state(1, collectives=19, still_s=50.0)),
@@ -178,7 +178,7 @@ def test_nobody_hung_unless_the_others_waited_for_half_of_the_time_out(error: st
     assert order(report) == ([1, 0] if hung else [0])
 
 
-def test_a_rank_that_came_when_the_others_had_gone_is_who_they_waited_for() -> None:
+def test_a_rank_that_arrived_too_late_is_first() -> None:
     waited = told(
         state(0, alive=False, still_s=12.5),
         record=record(time=5.0, error=TIMED_OUT),
@@ -190,7 +190,7 @@ def test_a_rank_that_came_when_the_others_had_gone_is_who_they_waited_for() -> N
     assert (report.first.kind, report.first.node, report.first.host) == (FailureKind.HUNG, 1, "host1")
 
 
-def test_a_silent_node_is_first_if_its_ranks_were_waited_for() -> None:
+def test_a_silent_node_that_was_awaited_is_first() -> None:
     at = {"rank": 2, "local_rank": 0, "pid": 0, "devices": "", "phase": "unknown", "step": 0, "log": "log"}
     silent = [RankFailure(kind=FailureKind.UNREACHABLE, node=1, host="", time=9.0, waited_s=7.0, **at)]  # type: ignore[arg-type]
     for of_node_0 in (raised(0, 5.0, LOST_PEER), told(0)):
@@ -199,7 +199,7 @@ def test_a_silent_node_is_first_if_its_ranks_were_waited_for() -> None:
     assert [failure.kind for failure in (own.first, *own.others)] == [FailureKind.EXCEPTION, FailureKind.UNREACHABLE]
 
 
-def test_a_rank_that_caught_up_just_as_the_report_was_made_is_named() -> None:
+def test_a_rank_that_just_caught_up_is_named() -> None:
     late = [{"rank": 1, "phase": "data", "step": 3, "seconds": 65.0}, {"rank": 0, "phase": "data", "seconds": 2.0}]
     report = make_report([statement(told(0), told(1), late=late)], world_size=2)
     assert (report.first.rank, report.first.kind, report.first.phase) == (1, FailureKind.HUNG, "data")
@@ -208,7 +208,7 @@ def test_a_rank_that_caught_up_just_as_the_report_was_made_is_named() -> None:
 
 
 @given(st.integers(2, 6), st.data())
-def test_whoever_hangs_is_first_whatever_becomes_of_those_that_wait(size: int, data: st.DataObject) -> None:
+def test_the_hung_rank_is_first_whatever_others_do(size: int, data: st.DataObject) -> None:
     hung = data.draw(st.integers(0, size - 1))
     phase = data.draw(st.sampled_from([phase for phase in RankPhase if phase > RankPhase.MEETING]))
     at = state(hung, collectives=19, phase=phase, stopped=data.draw(st.booleans()))
@@ -229,7 +229,7 @@ def test_whoever_hangs_is_first_whatever_becomes_of_those_that_wait(size: int, d
 
 
 @given(st.integers(2, 6), st.data())
-def test_whoever_dies_is_first_in_any_order_of_arrival(size: int, data: st.DataObject) -> None:
+def test_the_dead_rank_is_first_in_any_order(size: int, data: st.DataObject) -> None:
     dead = data.draw(st.integers(0, size - 1))
     seen = st.floats(100, 104)  # the end of a process is seen late, and nodes' clocks differ
     ranks = [
@@ -250,7 +250,7 @@ def test_whoever_dies_is_first_in_any_order_of_arrival(size: int, data: st.DataO
 
 
 @given(st.data())
-def test_there_is_one_report_in_any_order_of_statements(data: st.DataObject) -> None:
+def test_statements_in_any_order_give_one_report(data: st.DataObject) -> None:
     time = st.floats(0, 20)
     ranks = []
     for rank in range(data.draw(st.integers(1, 6))):

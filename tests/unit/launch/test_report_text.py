@@ -18,7 +18,7 @@ def report_of(*ranks: dict[str, Any], world_size: int | None = None) -> FailureR
     return make_report([statement(*ranks)], world_size=world_size or len(ranks))
 
 
-def test_an_unexpected_error_is_its_traceback_and_then_which_rank_was_first_and_where() -> None:
+def test_an_unexpected_error_shows_traceback_and_rank() -> None:
     lost = [told(rank, record=record(time=5.0, error=LOST_PEER)) for rank in (0, 2, 3)]
     report = report_of(*lost, told(1, record=record(time=5.0), exit=end(time=5.1, status=1)))
     assert render(replace(report, file="runs/x/failure.json")) == (
@@ -42,7 +42,7 @@ STACKS = (
 )
 
 
-def test_a_hung_rank_is_shown_with_its_stack_and_what_to_try() -> None:
+def test_a_hung_rank_is_shown_with_advice() -> None:
     at = state(1, collectives=19, phase=RankPhase.DATA, still_s=40.0)
     waiting = told(state(0, still_s=30.0), record=record(time=5.0, error=TIMED_OUT))
     text = render(report_of(waiting, told(at, stacks=STACKS), told(state(2, still_s=31.0))))
@@ -52,7 +52,7 @@ def test_a_hung_rank_is_shown_with_its_stack_and_what_to_try() -> None:
     assert "try      It was loading data" in text
 
 
-def test_an_expected_error_is_its_message_without_a_traceback() -> None:
+def test_an_expected_error_shows_no_traceback() -> None:
     wrong = record(time=1.0, error="optimizer.lr=lots isn't a number.", expected=True, exit_status=2)
     refused = report_of(told(0, record=wrong), told(1, record={**wrong, "time": 1.1}))
     assert (render(refused), refused.first.exit_status) == ("optimizer.lr=lots isn't a number.", 2)

@@ -95,7 +95,7 @@ def advance(able: list[SimulatedRank], *, last_step: int, data: st.DataObject) -
     every=st.none() | st.integers(1, 7),
     data=st.data(),
 )
-def test_all_ranks_stop_after_the_same_step_however_they_are_interleaved(
+def test_all_ranks_stop_after_the_same_step(
     sees_at: list[int], last_step: int, lag: int, every: int | None, data: st.DataObject
 ) -> None:
     """A rank ends step n once all have begun n - lag: a strategy may use gradients a step late. With `every`, they

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from framework.distributed.store import SECRET, RunStore, UnverifiedError, listen
 
 
-def test_a_value_is_taken_only_from_who_has_the_secret_and_only_under_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_needs_its_secret_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setenv(SECRET, "one")
     ours = RunStore(store)

@@ -104,7 +104,7 @@ def in_backward() -> None:
         ("recipes.mine", False),
     ],
 )
-def test_what_torchs_collectives_raise_is_known_by_the_module(record: Record, module: str, is_of_peers: bool) -> None:
+def test_errors_of_torchs_collectives_are_recognised(record: Record, module: str, is_of_peers: bool) -> None:
     """The innermost frame of Python is in one of these modules; C++ adds none."""
     said = record(throw_in(module, RuntimeError(DATABASE)))
     assert (said["of_peers"], said["exception"]) == (DATABASE if is_of_peers else "", f"RuntimeError: {DATABASE}")
@@ -121,9 +121,7 @@ def test_what_torchs_collectives_raise_is_known_by_the_module(record: Record, mo
         (in_backward, ""),
     ],
 )
-def test_the_loss_of_a_peer_is_found_whatever_is_wrapped_around_it(
-    record: Record, call: Callable[[], object], of_peers: str
-) -> None:
+def test_a_wrapped_lost_peer_is_recognised(record: Record, call: Callable[[], object], of_peers: str) -> None:
     said = record(call)["of_peers"]
     assert of_peers in said
     assert bool(said) is bool(of_peers)
@@ -138,8 +136,6 @@ def test_the_loss_of_a_peer_is_found_whatever_is_wrapped_around_it(
         (OSError(), False, 1),
     ],
 )
-def test_what_would_fail_again_in_the_same_way_says_so(
-    record: Record, error: Exception, is_final: bool, status: int
-) -> None:
+def test_permanent_errors_are_marked_final(record: Record, error: Exception, is_final: bool, status: int) -> None:
     said = record(lambda: throw(error))
     assert (said["is_final"], said["exit_status"]) == (is_final, status)

@@ -49,9 +49,7 @@ def started(**keywords: Any) -> ConsoleLogger:
     return logger
 
 
-def test_a_pipe_gets_a_line_every_few_seconds_and_one_for_each_evaluation(
-    clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_gets_occasional_lines(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     logger = started()
     for step in range(1, 26):
         clock.now_s += 0.5
@@ -79,7 +77,7 @@ def test_a_pipe_gets_a_line_every_few_seconds_and_one_for_each_evaluation(
         ({"start_step": 40}, "epoch 4/9  step 44/100  0.3636 steps/s"),
     ],
 )
-def test_runs_by_steps_or_without_end_and_resumed_ones(
+def test_length_and_resume_are_shown(
     clock: SimpleNamespace, capsys: pytest.CaptureFixture[str], keywords: dict[str, Any], line: str
 ) -> None:
     logger = started(**keywords)
@@ -153,9 +151,7 @@ def last_rows(text: str) -> list[str]:
 
 @pytest.mark.usefixtures("own_state")  # rich draws random numbers when it is loaded
 @pytest.mark.parametrize("columns", [60, 200])
-def test_a_terminal_shows_rows_that_are_redrawn_below_what_is_printed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int
-) -> None:
+def test_a_terminal_redraws_rows_below_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last").symlink_to("step_00000090")
     text = on_a_terminal(monkeypatch, columns=columns, run_dir=RunDir(tmp_path))
@@ -194,7 +190,7 @@ def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rich", {"TERM": "dumb"}),
     ],
 )
-def test_plain_lines_on_request_in_a_notebook_and_on_a_terminal_that_cannot_redraw(
+def test_plain_lines_are_used_where_redrawing_fails(
     monkeypatch: pytest.MonkeyPatch, progress: ProgressMode, environment: dict[str, str]
 ) -> None:
     text = on_a_terminal(monkeypatch, progress=progress, environment=environment)
@@ -209,7 +205,7 @@ def test_nothing_is_printed_if_progress_is_off(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("own_state")
-def test_the_live_view_on_request_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_live_view_can_be_forced(capsys: pytest.CaptureFixture[str]) -> None:
     logger = ConsoleLogger("rich")
     logger.fit_start(info())
     logger.step(report(7))

@@ -125,7 +125,7 @@ def test_nothing_logged_leaves_no_file_behind(begin: Begin, tmp_path: Path) -> N
 # metrics.jsonl
 
 
-def test_numbers_that_are_not_finite_are_null_and_named(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_null_and_named(tmp_path: Path) -> None:
     logger = JsonlLogger(run_dir=RunDir(tmp_path))
     logger.metrics({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1, epoch=0)
     logger.close()
@@ -139,7 +139,7 @@ def test_numbers_that_are_not_finite_are_null_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [3, None])
-def test_a_line_that_a_kill_cut_short_is_removed(tmp_path: Path, start: int | None) -> None:
+def test_a_truncated_line_is_removed(tmp_path: Path, start: int | None) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'\xff\xfe\n[1]\n{"epoch": 1}\n' * (start is not None)
@@ -170,7 +170,7 @@ def test_texts_are_code_blocks_at_their_steps(tmp_path: Path) -> None:
     assert [event.step for event in results.events(tmp_path).Tensors("note/text_summary")] == [37]
 
 
-def test_charts_are_those_of_the_numbers_that_are_there(tmp_path: Path) -> None:
+def test_charts_show_the_numbers_that_exist(tmp_path: Path) -> None:
     logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
     logger.fit_start(info(0))
     for step, name in enumerate(("train/loss", "train/gan/loss", "train/lr/head", "val/accuracy", "skew/rank_0"), 1):
@@ -187,9 +187,7 @@ def test_charts_are_those_of_the_numbers_that_are_there(tmp_path: Path) -> None:
     assert len(titles) == 4  # one as soon as a chart is added, which is not at each log
 
 
-def test_a_full_disk_is_reported_once_and_numbers_are_missing_until_the_next_flush(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As with a checkpoint or an evaluation. The thread that SummaryWriter loses prints no traceback."""
     logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
     logger.fit_start(info(0))
@@ -208,6 +206,6 @@ def test_a_full_disk_is_reported_once_and_numbers_are_missing_until_the_next_flu
     assert printed.err == ""
 
 
-def test_importing_the_loggers_loads_neither_torch_nor_tensorboard_nor_rich() -> None:
+def test_importing_loggers_loads_no_large_library() -> None:
     program = "import sys, framework.loggers; sys.exit(bool({'torch', 'tensorboard', 'rich'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -32,7 +32,7 @@ def steps(path: Path) -> list[int]:
     return [row["step"] for row in read_rows(path)]
 
 
-def test_a_refusal_and_its_end_are_each_reported_once_and_so_is_what_was_lost(
+def test_refusal_recovery_and_loss_are_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "file"
@@ -65,7 +65,7 @@ def test_closing_tries_again(tmp_path: Path) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(st.tuples(st.integers(1, 40), st.one_of(st.none(), st.integers(0, 500))), max_size=12))
-def test_no_row_is_torn_and_none_is_out_of_order(tmp_path: Path, events: list[tuple[int, int | None]]) -> None:
+def test_rows_are_whole_and_in_order(tmp_path: Path, events: list[tuple[int, int | None]]) -> None:
     """(length of a text in a row, what is free for the file or None for enough)."""
     path = tmp_path / "file"
     path.unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def test_a_damaged_newline_costs_no_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [b"", b"}", b'{"step": 9, "lo'])
-def test_of_a_cut_end_the_whole_rows_are_kept(tmp_path: Path, left: bytes) -> None:
+def test_whole_rows_before_a_cut_are_kept(tmp_path: Path, left: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(ROWS) + left)
     assert reopened(path) == [*range(1, 9)]

@@ -23,7 +23,7 @@ def test_differences_are_shares_of_the_size() -> None:
     assert [tensor_difference(*pair) for pair in pairs] == [0.0, 0.5, 1.0, 0.0, 0.0]
 
 
-def test_what_is_allowed_is_more_than_rounding_and_far_less_than_all() -> None:
+def test_the_tolerance_lies_between_rounding_and_everything() -> None:
     for precision, dtypes, unit in (
         ("32-true", [torch.float32, torch.int64], 2.0**-24),
         ("64-true", [torch.float64], 2.0**-53),
@@ -40,7 +40,7 @@ def test_what_is_allowed_is_more_than_rounding_and_far_less_than_all() -> None:
     # The last is of the numbers between 1 and 2, which bfloat16 has only so many of.
     [(torch.float32, 1.0, 2.0**-18), (torch.bfloat16, 1.5, 2.0**-7)],
 )
-def test_weights_are_moved_by_rounding_and_no_generator_moves(dtype: torch.dtype, value: float, step: float) -> None:
+def test_weights_move_by_rounding_without_generators(dtype: torch.dtype, value: float, step: float) -> None:
     model = nn.Linear(20, 20).to(dtype)
     with torch.no_grad():
         model.weight.fill_(value)
@@ -53,7 +53,7 @@ def test_weights_are_moved_by_rounding_and_no_generator_moves(dtype: torch.dtype
     assert torch.equal(model.weight, again.weight)
 
 
-def test_every_dropout_of_torch_is_switched_off_and_counted() -> None:
+def test_every_dropout_is_switched_off_and_counted() -> None:
     dropouts = [nn.Dropout(0.1), nn.Dropout2d(0.2), nn.AlphaDropout(0.3), nn.Dropout(0.0)]
     attention = nn.MultiheadAttention(4, 2, dropout=0.1)
     recurrent = nn.GRU(2, 2, num_layers=2, dropout=0.1)
@@ -63,7 +63,7 @@ def test_every_dropout_of_torch_is_switched_off_and_counted() -> None:
     assert switch_off_dropout(model) == 0
 
 
-def test_the_distance_of_sketches_is_about_that_of_tensors() -> None:
+def test_sketch_distances_approximate_tensor_distances() -> None:
     for size in (5, 300_000):
         one = drawn(size)
         other = drawn(size, seed=1)
@@ -71,7 +71,7 @@ def test_the_distance_of_sketches_is_about_that_of_tensors() -> None:
         assert off == pytest.approx(float((one - other).norm()), rel=0.1)
 
 
-def test_no_value_is_lost_alone_or_in_a_pattern() -> None:
+def test_no_single_or_patterned_change_is_lost() -> None:
     for place in (0, 1, 1023, 1024, 99_999):
         values = torch.zeros(100_000)
         values[place] = 1.0
@@ -84,7 +84,7 @@ def test_no_value_is_lost_alone_or_in_a_pattern() -> None:
         assert torch.isfinite(moments(odd)).all()
 
 
-def test_moments_are_those_of_the_parts_wherever_the_samples_are_but_not_of_normalised_parts() -> None:
+def test_moments_are_those_of_the_parts() -> None:
     whole = drawn(7, 6, 5)
     for dimension in range(3):
         parts = whole.split([1, whole.shape[dimension] - 1], dim=dimension)

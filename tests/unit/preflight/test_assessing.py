@@ -94,7 +94,7 @@ GENEROUS = {
 
 
 @pytest.mark.parametrize("keys", [{}, GENEROUS])
-def test_without_a_fault_and_within_all_limits_it_passes(keys: dict[str, Any]) -> None:
+def test_a_healthy_cluster_passes(keys: dict[str, Any]) -> None:
     result = assessed({}, **keys)
     assert (result["passed"], result["failures"], result["notes"]) == (True, [], [])
 
@@ -154,7 +154,7 @@ def test_without_a_fault_and_within_all_limits_it_passes(keys: dict[str, Any]) -
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_fails_is_named_with_its_place_value_and_limit(
+def test_failures_name_place_value_and_limit(
     given: dict[str, Any], keys: dict[str, Any], name: str, parts: list[str]
 ) -> None:
     result = assessed(given, **keys)
@@ -166,7 +166,7 @@ def test_what_fails_is_named_with_its_place_value_and_limit(
         assert assessed(given, **dict.fromkeys(keys))["passed"]
 
 
-def test_a_folder_of_data_may_be_missing_everywhere_and_not_somewhere() -> None:
+def test_a_data_folder_may_be_missing_everywhere() -> None:
     def roots(*states: str) -> dict[str, Any]:
         return {
             "ranks": [rank(number, data_root={"path": "/d", "state": states[NODES[number]]}) for number in range(4)]
@@ -178,7 +178,7 @@ def test_a_folder_of_data_may_be_missing_everywhere_and_not_somewhere() -> None:
     assert "/d is missing on node 1, host2" in failure["text"]
 
 
-def test_a_clock_within_the_error_of_its_measurement_passes() -> None:
+def test_a_clock_within_measurement_error_passes() -> None:
     given = with_ranks({"clock": {"ahead_s": 1.2, "error_s": 0.3}}, 1)
     assert [assessed(given, max_clock_offset=limit)["passed"] for limit in (1, 0.8)] == [True, False]
 
@@ -226,7 +226,7 @@ def test_the_slowest_link_compared_with_its_kind(
     assert slow["times_slower"] == pytest.approx(times)
 
 
-def test_the_median_it_is_compared_with_is_the_one_that_is_shown() -> None:
+def test_the_shown_median_is_the_compared_one() -> None:
     given = links_at(374e6, 417e6, 3065e6)
     page = render(assessed({**given, "num_links": {WITHIN: 0, BETWEEN: 3}}))
     assert "median 100 µs one way, 417 MB/s at 4 MiB" in page

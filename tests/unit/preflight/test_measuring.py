@@ -28,7 +28,7 @@ from tests.helpers.rank_pool import RankPool
 CPU = torch.device("cpu")
 
 
-def test_the_clock_offset_is_that_of_the_shortest_barrier() -> None:
+def test_the_shortest_barrier_gives_the_clock_offset() -> None:
     """The other clock is 5 s ahead; in the second barrier one rank was held up for 0.4 s after it."""
     first, second = clock_offsets([[(0.2, 100.0), (0.5, 200.4)], [(0.1, 105.1), (0.1, 205.0)]])
     assert first["ahead_s"] == 0.0
@@ -52,7 +52,7 @@ def measure_nodes(context: Context) -> tuple[list[list[int]], list[str], list[tu
 
 
 @pytest.mark.multiproc
-def test_every_link_is_measured_and_every_clock_compared_with_the_first(rank_pool: RankPool) -> None:
+def test_every_link_and_clock_is_measured(rank_pool: RankPool) -> None:
     links, faults, barriers = zip(*rank_pool.run(measure_nodes, ranks=4), strict=True)
     assert sorted(chain(*links)) == [list(each) for each in combinations(range(4), 2)]
     assert not any(faults)
@@ -61,7 +61,7 @@ def test_every_link_is_measured_and_every_clock_compared_with_the_first(rank_poo
 
 
 @pytest.mark.parametrize(("nnodes", "procs"), [(1, 1), (1, 5), (2, 1), (2, 3), (3, 1), (4, 2), (5, 3)])
-def test_every_link_is_measured_once_and_none_disturbs_another(nnodes: int, procs: int) -> None:
+def test_links_are_measured_once_without_interference(nnodes: int, procs: int) -> None:
     for is_within, rounds in zip((True, False), link_rounds(nnodes, procs), strict=True):
         expected = [
             (one, other)
@@ -74,7 +74,7 @@ def test_every_link_is_measured_once_and_none_disturbs_another(nnodes: int, proc
             assert set(nodes.values()) == {1}  # no two pairs share a node's memory or card
 
 
-def test_whenever_time_ends_all_nodes_have_had_as_many_links_by_all_their_cards() -> None:
+def test_ending_early_measures_all_nodes_equally() -> None:
     nnodes = 9
     procs = 4
     _, between = link_rounds(nnodes, procs)
@@ -96,7 +96,7 @@ def test_every_rank_and_every_place_has_its_value() -> None:
         assert not torch.equal(whole[:32], whole.roll(block)[:32])
 
 
-def test_wrong_values_are_counted_and_the_first_is_shown() -> None:
+def test_wrong_values_are_counted_and_shown() -> None:
     peers = Peers(Context(Topology(1, 1, 0, 1), 0, 0, 0, (CPU,), "gloo"), None, CPU)
     expected = torch.arange(2000.0)
     peers.compare(expected.clone(), expected, label="")

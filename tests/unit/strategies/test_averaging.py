@@ -174,7 +174,7 @@ def share_buffers(context: Context, name: str, *, broadcasts: bool) -> list[Any]
 
 
 @pytest.mark.parametrize("name", list(BUFFERS))
-def test_buffers_are_those_of_the_first_rank_or_each_has_its_own(rank_pool: RankPool, name: str) -> None:
+def test_buffers_come_from_rank_0_or_stay_separate(rank_pool: RankPool, name: str) -> None:
     one, other = rank_pool.run(share_buffers, name, broadcasts=True)
     # Before the first and the third forward, which begin steps, not before the second and fourth.
     assert [mine == theirs for mine, theirs in zip(one[0], other[0], strict=True)] == [True, False, True, False]
@@ -214,7 +214,7 @@ def fail_in_steps(context: Context) -> float:
     return model.weight.grad.item()
 
 
-def test_sparse_gradients_are_refused_and_after_an_error_nothing_is_exchanged(rank_pool: RankPool) -> None:
+def test_sparse_gradients_are_refused_without_an_exchange(rank_pool: RankPool) -> None:
     assert rank_pool.run(fail_in_steps, ranks=2) == [0.0, 1.0]
 
 
@@ -232,6 +232,6 @@ def step_with_sparse_gradients(context: Context) -> list[float]:
     return moved
 
 
-def test_local_sgd_steps_with_sparse_gradients_of_each_rank(rank_pool: RankPool) -> None:
+def test_local_sgd_accepts_sparse_gradients(rank_pool: RankPool) -> None:
     for moved in rank_pool.run(step_with_sparse_gradients, ranks=3):
         assert moved == pytest.approx([-2 / 3, -2 / 3, -2 / 3, 0.0])

@@ -23,7 +23,7 @@ from tests.helpers.rank_pool import RankPool
 pytestmark = pytest.mark.usefixtures("own_state")
 
 
-def test_auto_is_single_for_one_process_and_ddp_for_several() -> None:
+def test_auto_is_single_or_ddp() -> None:
     assert isinstance(auto(context=cpu_context()), Single)
     assert isinstance(auto(context=cpu_context(world_size=2), static_graph=True), DDP)
 
@@ -48,7 +48,7 @@ def on_gpus(*indices: int) -> Context:
     [(cpu_context(world_size=2), None), (on_gpus(3), [3]), (on_gpus(2, 3), None)],
     ids=["cpu", "gpu", "gpus"],
 )
-def test_options_are_handed_to_torch_and_device_ids_for_a_replica_that_is_one_gpu(
+def test_options_and_device_ids_reach_torch(
     given: dict[str, Any], context: Context, device_ids: list[int] | None
 ) -> None:
     options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": False, "bucket_cap_mb": 3}
@@ -57,7 +57,7 @@ def test_options_are_handed_to_torch_and_device_ids_for_a_replica_that_is_one_gp
     assert False in (given.get("broadcast_buffers"), given.get("forward_sync_buffers"))
 
 
-def test_batch_norm_over_all_ranks_keeps_names_and_parameters(given: dict[str, Any]) -> None:
+def test_sync_batch_norm_keeps_names_and_parameters(given: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     parameters = list(model.parameters())
     names = list(model.state_dict())
@@ -103,7 +103,7 @@ def leave_out_a_layer(context: Context) -> None:
 
 
 @pytest.mark.multiproc
-def test_parameters_without_a_gradient_are_named_in_the_next_step(rank_pool: RankPool) -> None:
+def test_parameters_without_gradients_are_named_later(rank_pool: RankPool) -> None:
     """With the setting that is named it trains; other errors pass as they are."""
     rank_pool.run(leave_out_a_layer, ranks=2)
 
@@ -158,5 +158,5 @@ def bring_back_errors(context: Context) -> list[bool]:
 
 
 @pytest.mark.multiproc
-def test_what_thin_matrices_left_out_is_kept_and_brought_back(rank_pool: RankPool) -> None:
+def test_thin_matrix_errors_are_fed_back(rank_pool: RankPool) -> None:
     assert rank_pool.run(bring_back_errors, ranks=2) == [[True, False, False, False]] * 2

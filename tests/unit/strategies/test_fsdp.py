@@ -124,7 +124,7 @@ def compute_in_short_weights(context: Context) -> None:
         assert parameter.dtype == parameter.grad.dtype == torch.float32
 
 
-def test_weights_are_computed_with_in_a_short_format_and_statistics_in_their_own(rank_pool: RankPool) -> None:
+def test_weights_are_cast_and_statistics_are_not(rank_pool: RankPool) -> None:
     rank_pool.run(compute_in_short_weights, ranks=2)
 
 
@@ -150,7 +150,7 @@ def groups_of(context: Context) -> tuple[list[int], set[timedelta | None]]:
 
 
 @pytest.mark.exhaustive
-def test_groups_of_a_sharded_model_get_the_time_out_of_the_run(rank_pool: RankPool) -> None:
+def test_sharded_groups_get_the_runs_timeout(rank_pool: RankPool) -> None:
     """A rank that waits for one of its own copy waits no longer than for any other."""
     assert rank_pool.run(groups_of, ranks=4) == [([2, 2], {timedelta(seconds=33)})] * 4
 
@@ -184,5 +184,5 @@ def overflow_once(context: Context, strategy: str) -> tuple[list[bool], float]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "allreduce"])
-def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(rank_pool: RankPool, strategy: str) -> None:
+def test_an_overflow_on_one_rank_skips_all(rank_pool: RankPool, strategy: str) -> None:
     assert rank_pool.run(overflow_once, strategy, ranks=2) == [([True, False, True], 16384.0)] * 2

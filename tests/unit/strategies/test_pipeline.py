@@ -69,7 +69,7 @@ def cut(context: Context, widths: Sequence[int], frozen: int) -> tuple[list[str]
     ],
     ids=str,
 )
-def test_a_sequential_is_cut_where_the_largest_stage_is_smallest(
+def test_a_sequential_is_cut_evenly(
     rank_pool: RankPool, widths: tuple[int, ...], frozen: int, wanted: list[str]
 ) -> None:
     """Each stage has something to train; a rank's state has the names of the whole model."""
@@ -159,7 +159,7 @@ def refusal_of(context: Context, task: Any) -> str:
         (Calls(_adds), "a tensor of shape (2, 3), a int"),
     ],
 )
-def test_a_task_that_a_pipeline_cannot_serve_is_refused(rank_pool: RankPool, task: Any, message: str) -> None:
+def test_a_task_unsuited_to_pipelines_is_refused(rank_pool: RankPool, task: Any, message: str) -> None:
     assert all(message in refusal for refusal in rank_pool.run(refusal_of, task, ranks=2))
 
 
@@ -174,7 +174,7 @@ class Twice:
 
 
 @pytest.mark.exhaustive
-def test_a_task_that_calls_the_model_twice_is_refused_in_the_first_step(
+def test_calling_the_model_twice_is_refused(
     train: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Which only the last stage's rank sees."""

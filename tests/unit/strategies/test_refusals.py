@@ -158,7 +158,7 @@ def test_models_that_cannot_be(make: Make, model: nn.Module, kind: type[Framewor
         make(context=FOUR).wrap(model)
 
 
-def test_one_process_may_evaluate_a_pipeline_and_not_train_it() -> None:
+def test_one_process_only_evaluates_a_pipeline() -> None:
     alone = Pipeline(context=cpu_context(), num_stages=4)
     assert alone.data_share(cpu_context()) == DataShare(0, 1)
     with pytest.raises(TopologyError, match="on several processes, and there is one"):

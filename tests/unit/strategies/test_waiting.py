@@ -96,7 +96,7 @@ SOME = ["gradient"] * 2
         ("ddp powersgd", [(True, False)], False, [ALL]),
     ],
 )
-def test_a_rank_waits_from_where_its_own_gradients_are_there(
+def test_waiting_starts_once_local_gradients_exist(
     rank_pool: RankPool, name: str, steps: list[tuple[bool, bool]], known: bool, wanted: list[list[str]]
 ) -> None:
     assert rank_pool.run(watch, name, steps, ranks=2) == [(known, wanted)] * 2

@@ -65,14 +65,14 @@ def test_mean_absolute_error_is_over_elements():
     assert (float(total), int(count)) == (4.0, 2)
 
 
-def test_mean_absolute_error_adds_in_single_precision_and_refuses_to_broadcast():
+def test_mean_absolute_error_refuses_to_broadcast():
     total, count = MeanAbsoluteError()(torch.ones(5000, dtype=torch.bfloat16), torch.zeros(5000, dtype=torch.bfloat16))
     assert (total.dtype, total.item(), count) == (torch.float32, 5000.0, 5000)
     with pytest.raises(DataError, match=r"\(4, 1\) and targets of shape \(4,\)"):
         MeanAbsoluteError()(torch.zeros(4, 1), torch.zeros(4))
 
 
-def test_the_best_class_and_its_probability_are_predicted_in_single_precision():
+def test_predictions_are_in_single_precision():
     found = Classes()(torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0 + torch.log(torch.tensor(2.0)), -100.0]]))
     assert torch.equal(found["class"], torch.tensor([1, 1]))
     torch.testing.assert_close(found["probability"], torch.tensor([0.66524094, 2 / 3]))

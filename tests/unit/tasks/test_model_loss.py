@@ -44,7 +44,7 @@ def token_labels(*, high: int = 11) -> Tensor:
         ("AutoModelForSeq2SeqLM", T5, 11, 22),
     ],
 )
-def test_losses_of_tokens_add_up_however_samples_are_split(kind: str, config: Any, high: int, counted: int) -> None:
+def test_token_losses_add_up_however_samples_split(kind: str, config: Any, high: int, counted: int) -> None:
     model = getattr(transformers, kind).from_config(config).eval()
     task: Task = ModelLoss()
     batch = batch_of(token_labels(high=high))
@@ -62,7 +62,7 @@ def test_losses_of_tokens_add_up_however_samples_are_split(kind: str, config: An
     assert all(each.grad is None or not each.grad.any() for each in model.parameters())
 
 
-def test_a_class_for_each_sample_is_a_mean_over_classes() -> None:
+def test_sample_classes_give_a_mean_over_classes() -> None:
     model = transformers.AutoModelForSequenceClassification.from_config(BERT).eval()
     batch = batch_of(torch.tensor([0, 1, 2, 2, 1, 0]))
     output = ModelLoss().validation_step(model, batch)

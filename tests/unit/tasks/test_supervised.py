@@ -30,7 +30,7 @@ def summed(output: StepOutput, name: str) -> tuple[torch.Tensor, torch.Tensor | 
     return total, count
 
 
-def test_training_gives_the_mean_loss_and_validation_the_metrics(classification, model):
+def test_training_gives_losses_and_validation_metrics(classification, model):
     assert isinstance(classification, Task)
     output = classification.training_step(model, [X, LABELS])
     assert output.loss.equal(nn.functional.cross_entropy(model(X), LABELS))
@@ -87,7 +87,7 @@ def test_what_is_no_mean_loss_is_refused(model):
             Supervised(loss=nn.CrossEntropyLoss(reduction=reduction))
 
 
-def test_target_and_loss_follow_the_output_to_its_device():
+def test_target_and_loss_follow_the_outputs_device():
     class EndsElsewhere(nn.Module):
         def forward(self, x):
             return x.to("meta")

@@ -25,7 +25,7 @@ NUMBERS = st.integers(1, 300)
 
 
 @given(limit=st.integers(0, 200_000), start=SIZES, most=SIZES)
-def test_what_is_found_fits_and_the_next_size_does_not(limit: int, start: int, most: int) -> None:
+def test_the_found_size_is_the_largest_that_fits(limit: int, start: int, most: int) -> None:
     asked: list[int] = []
 
     def fits(size: int) -> bool:
@@ -97,7 +97,7 @@ def test_the_suggestion_moves_with_the_curve(knee: float) -> None:
     assert knee / 30 < best["begins"] < best["lr"] < best["minimum"] < 50 * knee
 
 
-def test_the_suggestion_depends_neither_on_the_first_rate_nor_on_the_scale_of_the_loss() -> None:
+def test_the_suggestion_ignores_scale_and_first_rate() -> None:
     whole = found(loss_at, noise=0.01)
     later = assess([(point["lr"], point["loss"]) for point in whole["points"][30:]], threshold=4.0)
     assert later["suggestion"]["lr"] == pytest.approx(whole["suggestion"]["lr"], rel=0.3)

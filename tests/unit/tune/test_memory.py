@@ -37,7 +37,7 @@ def test_errors_that_are_about_memory(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
 
 
-def test_the_peak_is_this_processs_since_it_was_cleared() -> None:
+def test_the_peak_counts_since_it_was_cleared() -> None:
     memory = HostMemory(sharing=1, margin=0.0)
     memory.clear()
     first = memory.peak_bytes()
@@ -53,7 +53,7 @@ def test_the_peak_is_this_processs_since_it_was_cleared() -> None:
     assert again < after - 32 * MIB
 
 
-def test_the_hosts_room_is_shared_by_the_processes_of_a_node(tmp_path: Path) -> None:
+def test_the_nodes_processes_share_its_memory(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
     (tmp_path / "proc/self/status").write_text("VmHWM:\t 700 kB\nVmRSS:\t 500 kB\n")
@@ -62,7 +62,7 @@ def test_the_hosts_room_is_shared_by_the_processes_of_a_node(tmp_path: Path) -> 
     assert memory.peak_bytes() == 200 * 1024
 
 
-def test_a_gpus_free_memory_is_shared_by_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_a_gpus_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with 700 bytes free, of which this process has 60 already."""
     state = {"peak": 60}
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(mem_get_info=None))
