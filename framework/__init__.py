@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from framework.api.train import train
     from framework.data import samplers, transforms
     from framework.data.tensor_samples import TensorSamples
-    from framework.strategies.base import Strategy
+    from framework.strategies.base import Strategy, StrategyCosts
 
 __all__ = [
     "Artifact",
@@ -70,6 +70,7 @@ __all__ = [
     "StepOutput",
     "Stop",
     "Strategy",
+    "StrategyCosts",
     "SumCount",
     "Table",
     "Task",
@@ -85,6 +86,7 @@ _IMPORTED_LATE = {
     "Run": "framework.api.run",
     "RunFailedError": "framework.api.call",
     "Strategy": "framework.strategies.base",
+    "StrategyCosts": "framework.strategies.base",
     "TensorSamples": "framework.data.tensor_samples",
     "load": "framework.api.run",
     "train": "framework.api.train",

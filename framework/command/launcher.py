@@ -7,7 +7,7 @@ from pathlib import Path
 
 from framework.checkpoint import find, find_weights
 from framework.config.schema import BackendName, Config
-from framework.config.topology import Topology, check_strategy_fits, resolve_topology
+from framework.config.topology import Topology, resolve_topology
 from framework.errors import ConfigError, RequestError, TopologyError
 from framework.launch.external import external_topology
 from framework.launch.handshake import ExternalRanks
@@ -52,10 +52,6 @@ def place(
     if topology.nnodes > 1 and external_ranks is None:
         _check_several_nodes(config, is_swept=is_swept)
     backend = _backend(config, topology)
-
-    module, _, strategy = config.strategy["_target_"].rpartition(".")
-    if module == "framework.strategies":
-        check_strategy_fits(strategy, topology, backend=backend)
     return Placement(launcher, topology, backend)
 
 

@@ -1,7 +1,7 @@
 """Rules between keys: names that must exist, and values that exclude each other.
 
-Rules that depend on the GPUs of the machine are in `config.topology` and `jobs.launcher_choice`. Each message says what
-was set, what it conflicts with, and what to do.
+Rules that depend on the machine are in `command.launcher`; a strategy's own rules are in its class, on the ranks. Each
+message says what was set, what it conflicts with, and what to do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def check(config: Config) -> None:
     """Raise one ConfigError with all rules that `config` breaks."""
     rules = (
         *(_limits, _trainer, _processes, _data, _optimizer, _scheduler),
-        *(_metrics, _validation, _jobs, _init, _pipeline),
+        *(_metrics, _validation, _jobs, _init),
     )
     raise_mistakes([mistake for rule in rules for mistake in rule(config)])
 
@@ -94,14 +94,6 @@ def _data(config: Config) -> Iterator[str]:
     for name in ("root", "mirrors"):
         if getattr(data, name) is not None and name not in data.datasets:
             yield f"data.{name} is set, but data.datasets ({data.datasets['_target_']}) doesn't take it."
-    accumulate, procs = config.trainer.accumulate_grad_batches, config.topology.procs_per_node or 1
-    parts = accumulate * procs
-    # The processes of a pipeline don't all have samples of their own.
-    if data.global_batch_size is not None and data.global_batch_size < parts and not _is_pipeline(config):
-        yield (
-            f"data.global_batch_size={data.global_batch_size} can't be split: trainer.accumulate_grad_batches="
-            f"{accumulate} times {procs} process(es) makes {parts} micro-batches. Use at least {parts}."
-        )
     if data.loader == "resident" and data.num_workers:
         yield (
             f"data.num_workers={data.num_workers} can't go with data.loader=resident, which has nothing to load. "
@@ -208,20 +200,3 @@ def _init(config: Config) -> Iterator[str]:
                 re.compile(pattern)
             except re.error as error:
                 yield f"init.{key}: {pattern!r} isn't a regular expression: {error}."
-
-
-def _pipeline(config: Config) -> Iterator[str]:
-    if _is_pipeline(config) and config.trainer.precision == "16-mixed":
-        yield (
-            "strategy=pipeline can't go with trainer.precision=16-mixed: each stage would decide by itself to skip "
-            "a step that overflows. Use trainer.precision=bf16-mixed."
-        )
-    if _is_pipeline(config) and config.job == "parity":
-        yield (
-            "strategy=pipeline can't go with job=parity: it compares what whole models compute, and no "
-            "process has one. Use strategy=ddp, which gives the same weights as a pipeline."
-        )
-
-
-def _is_pipeline(config: Config) -> bool:
-    return bool(config.strategy["_target_"].rpartition(".")[2] == "Pipeline")

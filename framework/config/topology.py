@@ -120,31 +120,3 @@ def _misfit(settings: TopologyConfig, *, gpus: int) -> str:
         ways.append(f"share GPUs: topology.share_gpus=true topology.gpus_per_process={span or least}")
         ways.append("the CPU: trainer.gpus=0")
     return f"trainer.gpus={gpus} can't be split into processes with {shown}.\nUse {', or '.join(ways)}."
-
-
-_SHARDING = {"FSDP": "fsdp", "Pipeline": "pipeline"}  # strategies that shard the model: class → option
-
-
-def check_strategy_fits(strategy: str, topology: Topology, *, backend: str) -> None:
-    """Raise TopologyError if a built-in strategy can't run with these processes or their backend.
-
-    strategy: the name of its class, so that the command can check it without torch, before it starts any process.
-    """
-    if strategy == "Single" and topology.world_size > 1:
-        gpus = topology.span if topology.gpus_per_node else 0
-        raise TopologyError(
-            f"strategy=single is for one process, and there are {topology.world_size}.\n"
-            f"Use strategy=ddp (or auto), or topology.nnodes=1 topology.procs_per_node=1 trainer.gpus={gpus}."
-        )
-    if strategy not in _SHARDING:
-        return
-    if topology.span > 1:
-        raise TopologyError(
-            f"strategy={_SHARDING[strategy]} needs processes of one device each, and these have {topology.span}.\n"
-            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
-        )
-    if topology.gpus_per_node and backend == "gloo":
-        raise TopologyError(
-            f"strategy={_SHARDING[strategy]} sends from GPU to GPU, which backend=gloo can't.\n"
-            "Use backend=nccl with a GPU for each process, or trainer.gpus=0."
-        )

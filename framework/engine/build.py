@@ -305,8 +305,8 @@ def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: Run
 def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
     """Raise ConfigError for a callback that can't go with the strategy.
 
-    One with `evaluation_weights` needs whole models, one with `compares_replicas` equal replicas, and one that averages
-    buffers (unless its keyword `averages_buffers_by` is false) equal buffers.
+    One with `evaluation_weights` needs whole models, one with `compares_replicas` equal and whole ones, and one that
+    averages buffers (unless its keyword `averages_buffers_by` is false) equal buffers.
     """
     kind = type(strategy).__name__
     for name, node in nodes.items():
@@ -317,6 +317,11 @@ def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
                 f"{comparing} compares what each process has after every step with what one process has, and under "
                 f"{kind} each has gradients and weights of its own between two averages.\n"
                 "Compare with strategy=allreduce: everything else that depends on the number of processes is the same."
+            )
+        if strategy.num_stages is not None and comparing is not None:
+            raise ConfigError(
+                f"strategy={kind.lower()} can't go with {comparing}: it compares what whole models compute, and no "
+                "process has one.\nUse strategy=ddp, which gives the same weights as a pipeline."
             )
         keyword = getattr(target, "averages_buffers_by", None)
         has_own_buffers = strategy.buffers_differ and not strategy.replicas_differ

@@ -76,5 +76,6 @@ def checkpoint_bytes(
     trained_bytes = tensor_bytes(each for each in model.parameters() if each.requires_grad)
     replicas = world_size if strategy.replicas_differ else 1
     own = optimizer_bytes + averages_bytes + (weight_bytes if averages or replicas > 1 else 0)
-    kept = (1 + strategy.weight_copies) * weight_bytes + world_size * strategy.gradients_kept * trained_bytes
+    costs = strategy.costs()
+    kept = (1 + costs.weight_copies) * weight_bytes + world_size * costs.gradients_kept * trained_bytes
     return kept + replicas * own + world_size * _BYTES_PER_RANK + _REST_BYTES

@@ -13,7 +13,7 @@ from framework.distributed.butterfly import butterfly_all_reduce_mean
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
 from framework.strategies.averaging import MB, SyncedBuffers, average_gradients, begin_all_reduce_mean, broadcast
-from framework.strategies.base import NO_CONTEXT
+from framework.strategies.base import NO_CONTEXT, StrategyCosts
 from framework.strategies.parameters import check_dense, check_same_change, trained
 from framework.types import Waiting
 
@@ -31,14 +31,17 @@ class AllReduce(SyncedBuffers):
             a call for each gradient.
     """
 
-    name = "allreduce"  # in messages
-    copies_gradients = True
+    # In messages.
+    name = "allreduce"
 
     def __init__(self, *, context: Context, broadcast_buffers: bool = True, bucket_cap_mb: float = 25) -> None:
         super().__init__(context, broadcast_buffers=broadcast_buffers)
         self._is_alone = context.world_size == 1
         self._cap_bytes = bucket_cap_mb * MB
         self._trained: dict[str, nn.Parameter] = {}
+
+    def costs(self) -> StrategyCosts:
+        return StrategyCosts(copies_gradients=True)
 
     def begin_mean(self, values: Tensor) -> dist.Work | None:
         """Start to replace `values` by their mean over ranks; return what to wait for, or None if it is done."""

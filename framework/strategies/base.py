@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from typing import Any, final
 
 import torch
@@ -11,14 +12,31 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from framework.config.schema import Precision
-from framework.config.topology import check_strategy_fits
 from framework.distributed.context import Context
-from framework.errors import ConfigError
+from framework.errors import ConfigError, TopologyError
 from framework.monitoring.rank_status import RankPhase
 from framework.strategies.parameters import described_change
 from framework.types import DataShare, NumberFormats, StepOutput, Task, Waiting, Window
 
 NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+
+
+@dataclass(frozen=True)
+class StrategyCosts:
+    """What a strategy takes in memory, in checkpoints and on the network: for job=plan and estimated sizes."""
+
+    # Over how many neighbouring ranks a copy of the model is sharded.
+    num_shards: int = 1
+    # The formats in which ranks gather weights and reduce gradients; None: as they are stored.
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    # Optimizer steps from one exchange to the next. If there are more than 1, weights are exchanged.
+    exchanges_every: int = 1
+    # Gradients are copied to exchange them.
+    copies_gradients: bool = False
+    # Copies of all gradients, and of the trained weights, that are kept from step to step and in checkpoints.
+    gradients_kept: int = 0
+    weight_copies: int = 0
 
 
 class Strategy:
@@ -32,11 +50,6 @@ class Strategy:
 
     # Ranks communicate in every forward, evaluation included, so each must run as many as any other.
     forward_communicates: bool = False
-    # For job=plan: over how many neighbouring ranks a copy of the model is sharded, and in which formats they gather
-    # weights and reduce gradients; None: as they are stored.
-    num_shards: int = 1
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
     # Ranks with the same index hold the same weights, which are compared at each checkpoint; None: compared with none.
     shard_index: int | None = 0
     # The number of stages the model is split into: then it is built on the CPU, and `wrap` moves it. None: not split.
@@ -51,15 +64,8 @@ class Strategy:
     buffers_differ: bool = False
     # Each rank trains weights of its own between exchanges.
     replicas_differ: bool = False
-    # Optimizer steps between two exchanges.
-    exchanges_every: int = 1
     # Steps until the next exchange; None: one in every step.
     steps_to_exchange: int | None = None
-    # Memory, for job=plan: a second copy of all gradients to exchange them in; copies of all gradients, and of the
-    # trained weights, kept from step to step and in checkpoints.
-    copies_gradients: bool = False
-    gradients_kept: int = 0
-    weight_copies: int = 0
 
     def data_share(self, context: Context) -> DataShare:
         """Return which part of the samples this rank gets.
@@ -68,6 +74,14 @@ class Strategy:
         numbers, and what they log and evaluate counts once.
         """
         return DataShare(context.rank, context.world_size)
+
+    def costs(self) -> StrategyCosts:
+        """Return what the strategy takes besides one copy of the model, its gradients and the optimizer's state."""
+        # Strategies of users had these as attributes before there was this method.
+        attributes = {
+            field.name: getattr(self, field.name) for field in fields(StrategyCosts) if hasattr(self, field.name)
+        }
+        return StrategyCosts(**attributes)
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError if the strategy doesn't support `trainer.precision`."""
@@ -159,7 +173,13 @@ class Single(Strategy):
     """One process. Raises TopologyError with more than one."""
 
     def __init__(self, *, context: Context) -> None:
-        check_strategy_fits("Single", context.topology, backend=context.backend)
+        topology = context.topology
+        if topology.world_size > 1:
+            gpus = topology.span if topology.gpus_per_node else 0
+            raise TopologyError(
+                f"strategy=single is for one process, and there are {topology.world_size}.\n"
+                f"Use strategy=ddp (or auto), or topology.nnodes=1 topology.procs_per_node=1 trainer.gpus={gpus}."
+            )
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
         return model

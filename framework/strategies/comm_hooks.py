@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from framework.distributed.collectives import gather_to_first
 from framework.distributed.context import Context
 from framework.errors import ConfigError
-from framework.strategies.parameters import check_one_device
+from framework.strategies.processes import check_one_device
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 

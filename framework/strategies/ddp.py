@@ -18,9 +18,10 @@ from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.strategies.averaging import SyncedBuffers, broadcast
-from framework.strategies.base import Single
+from framework.strategies.base import Single, StrategyCosts
 from framework.strategies.comm_hooks import HOOKS, POWERSGD, PowerSGD, parse_comm_hook
-from framework.strategies.parameters import check_dense, check_one_device, check_same_change, trained
+from framework.strategies.parameters import check_dense, check_same_change, trained
+from framework.strategies.processes import check_one_device
 from framework.types import Waiting
 
 _UNUSED = re.compile(
@@ -60,7 +61,6 @@ class DDP(SyncedBuffers):
         if sync_batchnorm:
             _check_sync_batchnorm(context)
             self.buffers_differ = False  # statistics over all samples are the same on all ranks
-        self.copies_gradients = not gradient_as_bucket_view
         self._options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -77,11 +77,17 @@ class DDP(SyncedBuffers):
         self._powersgd = None
         if self._hook == POWERSGD:
             self._powersgd = PowerSGD(hook_options, context=context, cap_mb=bucket_cap_mb)
-        self.gradients_kept = int(self._powersgd is not None and self._powersgd.keeps_errors)
         self._must_report = False  # this step's waiting hasn't been reported yet
         self._exchanges = 0
         self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
         self._handles: list[RemovableHandle] = []  # of hooks on parameters
+
+    def costs(self) -> StrategyCosts:
+        keeps_errors = self._powersgd is not None and self._powersgd.keeps_errors
+        return StrategyCosts(
+            copies_gradients=not self._options["gradient_as_bucket_view"],
+            gradients_kept=1 if keeps_errors else 0,
+        )
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss with a hook that keeps errors of earlier gradients."""

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from framework.config.schema import Precision
-from framework.config.topology import check_strategy_fits
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
 from framework.errors import ConfigError, TopologyError
 from framework.strategies.averaging import SyncedBuffers, broadcast
-from framework.strategies.base import NO_CONTEXT
+from framework.strategies.base import NO_CONTEXT, StrategyCosts
 from framework.strategies.parameters import check_dense, check_same_change
+from framework.strategies.processes import check_gpus_are_connected, check_one_device
 from framework.strategies.wrapping import AUTO, READ_FROM_OUTSIDE, by_class, has_forward
 
 
@@ -63,23 +63,30 @@ class FSDP(SyncedBuffers):
         cpu_offload: bool = False,
         data_parallel_shard_degree: int | str | None = None,
     ) -> None:
-        check_strategy_fits("FSDP", context.topology, backend=context.backend)
+        check_one_device(context, option="strategy=fsdp")
+        check_gpus_are_connected(context, option="strategy=fsdp")
         super().__init__(context, broadcast_buffers=broadcast_buffers)
         self._classes = None if wrap == AUTO else frozenset([wrap] if isinstance(wrap, str) else wrap)
         self._min_num_params = min_num_params
         self._reshard_after_forward = reshard_after_forward
         self._policy = _parse_policy(mp_policy)
-        self.num_shards = _shard_degree(data_parallel_shard_degree, context)
-        if cpu_offload and (not context.topology.gpus_per_node or self.num_shards < context.world_size):
+        self._num_shards = _shard_degree(data_parallel_shard_degree, context)
+        if cpu_offload and (not context.topology.gpus_per_node or self._num_shards < context.world_size):
             raise ConfigError(
                 "strategy.cpu_offload=true is for GPUs, and for one copy of the model over all processes.\n"
                 "Use strategy.cpu_offload=false, or strategy.data_parallel_shard_degree=null on GPUs."
             )
         self._offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
         self.exchanges_on_cpu = cpu_offload
-        self.param_dtype, self.reduce_dtype = self._policy.param_dtype, self._policy.reduce_dtype
-        self.shard_index = context.rank % self.num_shards
+        self.shard_index = context.rank % self._num_shards
         self._synchronises = True
+
+    def costs(self) -> StrategyCosts:
+        return StrategyCosts(
+            num_shards=self._num_shards,
+            param_dtype=self._policy.param_dtype,
+            reduce_dtype=self._policy.reduce_dtype,
+        )
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for fp16 without a loss scaler."""
@@ -141,7 +148,7 @@ class FSDP(SyncedBuffers):
 
     def _make_mesh(self) -> DeviceMesh:
         """Return the mesh of all ranks; with several copies its first dimension is that of the copies."""
-        context, degree = self._context, self.num_shards
+        context, degree = self._context, self._num_shards
         # Given explicitly: torch would take a GPU if there is one, even for a run on the CPU.
         kind = context.device.type
         # Groups of our own: those that init_device_mesh makes have torch's time-out, half an hour.

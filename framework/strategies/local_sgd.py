@@ -20,7 +20,7 @@ from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.strategies.allreduce import AllReduce
 from framework.strategies.averaging import average_gradients, broadcast
-from framework.strategies.base import NO_CONTEXT
+from framework.strategies.base import NO_CONTEXT, StrategyCosts
 from framework.strategies.parameters import check_same_change
 
 
@@ -72,9 +72,15 @@ class LocalSGD(AllReduce):
         self._steps = 0
         self._source = 0  # the rank whose buffers are broadcast with the next average
         self.replicas_differ = not self._is_alone
-        self.exchanges_every = every_n_steps
-        self.copies_gradients = warmup_steps > 0
-        self.weight_copies = 1 + (outer_momentum > 0)
+
+    def costs(self) -> StrategyCosts:
+        has_momentum = self._outer["momentum"] > 0
+        return StrategyCosts(
+            exchanges_every=self._every,
+            copies_gradients=self._warmup > 0,
+            # The anchors, and their momentum.
+            weight_copies=2 if has_momentum else 1,
+        )
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss: each rank would skip other steps."""

@@ -14,7 +14,7 @@ from framework.config.optimizers import Pattern
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.sharded import layout_of
-from framework.errors import ConfigError, RunError, TopologyError
+from framework.errors import ConfigError, RunError
 
 _SHOWN = 4
 _requires_grad = operator.attrgetter("requires_grad")
@@ -61,15 +61,6 @@ def check_dense(model: nn.Module, *, strategy: str) -> None:
         raise ConfigError(
             f"strategy={strategy} averages dense gradients, and there is a sparse one: {', '.join(names)}.\n"
             "Make it dense (sparse=False of nn.Embedding), or use strategy=ddp with backend=gloo and comm_hook=null."
-        )
-
-
-def check_one_device(context: Context, *, option: str) -> None:
-    """Raise TopologyError if the processes have several devices."""
-    if len(context.devices) > 1:
-        raise TopologyError(
-            f"{option} is for processes of one device each, and these have {len(context.devices)}.\n"
-            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1."
         )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from framework.config.topology import check_strategy_fits
+from framework.config.schema import Precision
 from framework.distributed.collectives import broadcast_object
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
@@ -20,9 +20,10 @@ from framework.distributed.sharded import StageLayout, set_layout
 from framework.errors import ConfigError, TargetError, TopologyError
 from framework.monitoring.rank_status import RankPhase
 from framework.strategies.averaging import MB, average_gradients, begin_all_reduce_mean, broadcast
-from framework.strategies.base import Strategy
+from framework.strategies.base import Strategy, StrategyCosts
 from framework.strategies.parameters import check_dense, check_same_change
 from framework.strategies.pipeline_stages import check_trained, drop_other_stages, split_into_stages
+from framework.strategies.processes import check_gpus_are_connected, check_one_device
 from framework.types import Batch, DataShare, MicroBatch, NumberFormats, StepOutput, Task, Window
 
 _SCHEDULES: dict[str, Any] = {
@@ -72,7 +73,8 @@ class Pipeline(Strategy):
         num_microbatches: int | None = None,
         bucket_cap_mb: float = 25,
     ) -> None:
-        check_strategy_fits("Pipeline", context.topology, backend=context.backend)
+        check_one_device(context, option="strategy=pipeline")
+        check_gpus_are_connected(context, option="strategy=pipeline")
         self._schedule = schedule
         self.num_stages: int
         self.num_stages, self._ranks = _size_of(schedule, num_stages, stages_per_rank, context)
@@ -84,8 +86,6 @@ class Pipeline(Strategy):
         self._position, copy = divmod(context.rank, copies)
         self.shard_index = self._position
         self._share = DataShare(copy, copies, self._microbatches if context.world_size > 1 else 1)
-        self.copies_gradients = copies > 1
-        self.num_shards = self._ranks if context.world_size > 1 else 1
         self._cap_bytes = bucket_cap_mb * MB
         self._copies_group: dist.ProcessGroup | None = None  # ranks with the same stages
         self._pipeline_group: dist.ProcessGroup | None = None
@@ -98,6 +98,22 @@ class Pipeline(Strategy):
 
     def data_share(self, context: Context) -> DataShare:
         return self._share
+
+    def costs(self) -> StrategyCosts:
+        is_split = self._context.world_size > 1
+        return StrategyCosts(
+            num_shards=self._ranks if is_split else 1,
+            # Only several pipelines exchange gradients.
+            copies_gradients=self._share.world_size > 1,
+        )
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise ConfigError for a scaled loss."""
+        if precision == "16-mixed":
+            raise ConfigError(
+                "strategy=pipeline can't go with trainer.precision=16-mixed: each stage would decide by itself to skip "
+                "a step that overflows. Use trainer.precision=bf16-mixed."
+            )
 
     def allow_unused_parameters(self) -> None:
         """Raise ConfigError: every stage takes part in every backward."""

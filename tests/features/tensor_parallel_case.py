@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from framework import Batch, Datasets, StepOutput, Strategy
+from framework import Batch, Datasets, StepOutput, Strategy, StrategyCosts
 from framework.distributed.context import Context
 from framework.types import DataShare
 
@@ -34,6 +34,9 @@ class TensorParallel(Strategy):
         self.shard_index = context.rank % self.num_shards
         self.context = context
         self.plan = plan
+
+    def costs(self) -> StrategyCosts:
+        return StrategyCosts(num_shards=self.num_shards)
 
     def data_share(self, context: Context) -> DataShare:
         return DataShare(context.rank // self.num_shards, context.world_size // self.num_shards)

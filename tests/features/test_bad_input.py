@@ -97,6 +97,32 @@ def test_a_strategy_that_does_not_exist(command, tmp_path):
     assert answer.err.count("Did you mean framework.strategies.ddp?") == 1
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("strategy=single", "strategy=single is for one process, and there are 2.\nUse strategy=ddp (or auto), or"),
+        (
+            "strategy=pipeline topology=model_parallel",
+            "strategy=pipeline needs processes of one device each, and these have 2.\nUse topology.gpus_per_process=1",
+        ),
+        pytest.param(
+            "strategy=pipeline trainer.precision=16-mixed",
+            "strategy=pipeline can't go with trainer.precision=16-mixed",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "data.global_batch_size=3 trainer.accumulate_grad_batches=2",
+            "data.global_batch_size=3 is less than one sample for each of the 4 forward passes",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_processes_that_the_strategy_cannot_use(command, tmp_path, overrides, said):
+    answer = command("recipe=toy", *overrides.split(), "topology.procs_per_node=2")
+    assert (answer.status, answer.err.count(said)) == (2, 1)
+    assert left(tmp_path) == set()
+
+
 def test_a_file_of_weights_is_no_checkpoint(command, tmp_path):
     (tmp_path / "backbone.pt").write_bytes(b"weights")
     answer = command("job=eval", "checkpoint.path=backbone.pt")

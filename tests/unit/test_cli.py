@@ -130,10 +130,6 @@ RARELY_WRONG: dict[str, list[str]] = {
     "--config-name nope": ["Cannot find primary config 'nope'."],
     "--cfg job recipe=digts": ["Did you mean recipe=digits?"],
     "--cfg job -m seed=1,2": ["Leave one of them out."],
-    "recipe=toy strategy=pipeline topology.procs_per_node=2 topology=model_parallel": [
-        "strategy=pipeline needs processes of one device each, and these have 4.\nUse topology.gpus_per_process=1"
-    ],
-    "recipe=toy strategy=single topology.procs_per_node=2": ["Use strategy=ddp (or auto), or"],
     "recipe=toy trainer.gpus=0 launcher=external": ["this process isn't one of several"],
     "recipe=toy trainer.gpus=0 init_from=nowhere": ["There is no nowhere"],
     "recipe=toy trainer.gpus=0 init_from=/": ["init_from also takes a folder with model.safetensors or pytorch_model"],

@@ -215,6 +215,7 @@ RECORDING = (
         ),
         (("strategy=local_sgd", "trainer.precision=16-mixed"), 2, ConfigError, "Under strategy=local_sgd each process"),
         (("strategy=local_sgd", RECORDING), 2, ConfigError, "job=parity compares what each process has"),
+        (("strategy=pipeline", RECORDING), 2, ConfigError, "strategy=pipeline can't go with job=parity"),
         ((), 1601, DataError, "The train dataset has 1600 samples for 1601 processes"),
         (("data.global_batch_size=3",), 4, ConfigError, "less than one sample for each of the 4 forward passes"),
         (("trainer.activation_checkpointing=[Blok]",), 1, ConfigError, "ToyModel has no module of the class Blok"),

@@ -102,15 +102,15 @@ def load_source(config: Config, *, span: int) -> Source:
     # A file has weights as their shapes say, whatever layout was the fastest to train in.
     config = replace(config, trainer=replace(config.trainer, channels_last=False))
     assembled = assemble(config, context, weights=directory)
+    model = assembled.model
+    model.eval()
     metadata = {
         "recipe": config.recipe,
         "step": str(step),
         "framework_version": installed_versions(["framework"])["framework"],
         "torch_version": str(torch.__version__),
     }
-    return Source(
-        config, context, assembled.model.eval(), assembled.task, assembled.precision, step=step, metadata=metadata
-    )
+    return Source(config, context, model, assembled.task, assembled.precision, step=step, metadata=metadata)
 
 
 # Weights

@@ -99,11 +99,12 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         total=steps["total"],
         notes=notes,
     )
+    costs = strategy.costs()
     least, most = plan.global_batch_size // plan.world_size, plan.largest_share
     return {
         "strategy": type(strategy).__name__,
-        "exchanges_every": strategy.exchanges_every,
-        "shards": strategy.num_shards,
+        "exchanges_every": costs.exchanges_every,
+        "shards": costs.num_shards,
         "batch": {
             "global": plan.global_batch_size,
             "per_rank": {"least": least, "most": most},
@@ -199,10 +200,12 @@ def _sizes(
             )
     states = [group["state"] for group in groups]
     state_bytes = None if None in states else sum(states)
-    world, shards = context.world_size, strategy.num_shards
+    world = context.world_size
+    costs = strategy.costs()
+    shards = costs.num_shards
     stages = 1 if strategy.num_stages is None else shards  # a stage exchanges gradients only with its copies
-    gathered = tensor_bytes(model.parameters(), strategy.param_dtype)
-    reduced = -(-tensor_bytes(trainable, strategy.reduce_dtype) // stages) if world > stages else 0
+    gathered = tensor_bytes(model.parameters(), costs.param_dtype)
+    reduced = -(-tensor_bytes(trainable, costs.reduce_dtype) // stages) if world > stages else 0
     if strategy.num_stages is not None:
         split_into_stages(model, strategy.num_stages)  # raises FrameworkError for a model that can't be split
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)  # raises FrameworkError, too
@@ -218,14 +221,16 @@ def _sizes(
         "memory": {
             "parameters": -(-parameters // shards),
             "gradients": -(-gradients // shards),
-            "buckets": reduced if strategy.copies_gradients else 0,
+            "buckets": reduced if costs.copies_gradients else 0,
             "optimizer": None if state_bytes is None else -(-state_bytes // shards),
             "buffers": buffers,
             "averages": averages * average_bytes((*model.parameters(), *model.buffers())),
-            "anchors": strategy.weight_copies * gradients,
-            "errors": strategy.gradients_kept * gradients,
+            "anchors": costs.weight_copies * gradients,
+            "errors": costs.gradients_kept * gradients,
         },
-        "traffic": _traffic(strategy, shards // stages, world // stages, reduced=reduced, gathered=gathered),
+        "traffic": _traffic(
+            costs.exchanges_every, shards // stages, world // stages, reduced=reduced, gathered=gathered
+        ),
         "optimizer": described(config.optimizer),
         "groups": groups,
         "checkpoint": checkpoint,
@@ -242,13 +247,15 @@ def _state_bytes(
         return None
 
 
-def _traffic(strategy: Strategy, ranks: int, world: int, *, reduced: int, gathered: int) -> dict[str, int]:
-    """Return the bytes of one step. ranks: over how many each copy of the model is sharded.
+def _traffic(every: int, ranks: int, world: int, *, reduced: int, gathered: int) -> dict[str, int]:
+    """Return the bytes of one step.
+
+    every: steps from one exchange to the next. ranks: over how many each copy of the model is sharded.
 
     Within a copy, gradients go around the ring once and weights twice; between copies, gradient shards go twice. An
     exchange of weights instead is as large as one of gradients.
     """
-    copies, every = world // ranks, strategy.exchanges_every
+    copies = world // ranks
     within = (ranks - 1) * (reduced + 2 * gathered) // ranks
     between = 2 * (copies - 1) * (reduced // ranks) // copies
     return {"reduced": reduced // every, "ring_per_rank": (within + between) // every}

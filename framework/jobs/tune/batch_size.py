@@ -278,7 +278,7 @@ class Trials:
         self._exchange = setup.exchange  # over the CPU
         self._exchange.open()
         # Gradients that are exchanged are copied; some strategies keep copies of weights.
-        gradients = int(self._context.world_size > 1) + setup.strategy.weight_copies
+        gradients = int(self._context.world_size > 1) + setup.strategy.costs().weight_copies
         model = self._trainer.state.bare_model
         self._copies = []
         for tensor in (*model.parameters(), *model.buffers()):

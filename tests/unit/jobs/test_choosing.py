@@ -78,10 +78,6 @@ def test_only_external_adopts_ranks_of_torchrun(external_ranks: ExternalRanks) -
             "in_process runs one process",
         ),
         ({"trainer.gpus": 0, "backend.name": "nccl"}, "backend.name=nccl needs GPUs"),
-        (
-            {"trainer.gpus": 0, "topology.procs_per_node": 2, "strategy": {"_target_": "framework.strategies.Single"}},
-            "strategy=single is for one process",
-        ),
     ],
 )
 def test_a_plan_refuses_what_a_run_does(changes: dict[str, Any], said: str, is_planned: bool) -> None:

@@ -128,12 +128,16 @@ def test_weights_are_cast_and_statistics_are_not(rank_pool: RankPool) -> None:
     rank_pool.run(compute_in_short_weights, ranks=2)
 
 
+def shards(strategy: FSDP) -> int:
+    return strategy.costs().num_shards
+
+
 def test_over_how_many_ranks_a_copy_is_sharded() -> None:
     four = cpu_context(world_size=4)
     nodes = replace(four, topology=Topology(2, 2, 0, 1))
-    degrees = {given: FSDP(context=nodes, data_parallel_shard_degree=given).num_shards for given in (None, "auto", 1)}
+    degrees = {given: shards(FSDP(context=nodes, data_parallel_shard_degree=given)) for given in (None, "auto", 1)}
     assert degrees == {None: 4, "auto": 2, 1: 1}
-    assert FSDP(context=cpu_context(), data_parallel_shard_degree=8).num_shards == 1
+    assert shards(FSDP(context=cpu_context(), data_parallel_shard_degree=8)) == 1
     gpus = Context(Topology(1, 4, 4, 1), 0, 0, 0, (torch.device("cuda", 0),), "nccl")
     assert FSDP(context=gpus, cpu_offload=True).exchanges_on_cpu
 

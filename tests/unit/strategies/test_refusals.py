@@ -177,8 +177,8 @@ def test_fp16_needs_a_loss_scaler(key: str) -> None:
             strategy.check_precision(precision)
 
 
-@pytest.mark.parametrize("make", [LocalSGD, partial(DDP, comm_hook="powersgd")])
-def test_a_scaled_loss(make: Callable[..., LocalSGD | DDP]) -> None:
+@pytest.mark.parametrize("make", [LocalSGD, Pipeline, partial(DDP, comm_hook="powersgd")])
+def test_a_scaled_loss(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"(?s)precision=16-mixed.*Use trainer\.precision=bf16-mixed"):
         make(context=FOUR).check_precision("16-mixed")
     make(context=FOUR).check_precision("bf16-mixed")
