@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 DATA_VARIABLE = "FRAMEWORK_TEST_DATA"
 
 
-settings.register_profile("no_deadline", deadline=None)  # how long an example takes depends on the machine's load
+# How long an example takes depends on the machine's load.
+settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
 
 # Tests run beside each other. Read when torch is loaded, here and in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+# Nothing is downloaded.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m select
+# Select before -k and -m do.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that are marked `exhaustive`, unless asked for by option, by `-m` or by their own name."""
     if config.option.exhaustive or "exhaustive" in config.option.markexpr:
@@ -104,14 +107,16 @@ def fork_server() -> Iterator[ForkServer]:
     from framework.launch.fork_server import PRELOAD, ForkServer
 
     costly = ("framework.strategies.fsdp", "framework.strategies.pipeline", "framework.checkpoint.sharded_state")
-    server = ForkServer((*PRELOAD, *costly))  # else each rank that needs them imports them for seconds
+    # Without these, each rank that needs them spends seconds on importing them.
+    server = ForkServer((*PRELOAD, *costly))
     yield server
     server.close()
 
 
 def run_dirs(folder: Path) -> set[Path]:
     """The directories of all jobs that were run in a folder, also of those that have only begun."""
-    return {logs.parent for logs in folder.glob("outputs/**/logs") if "wandb" not in logs.parts}  # which has logs, too
+    # wandb keeps folders of logs, too.
+    return {logs.parent for logs in folder.glob("outputs/**/logs") if "wandb" not in logs.parts}
 
 
 @pytest.fixture

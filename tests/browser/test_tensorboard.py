@@ -17,13 +17,15 @@ SHORT = (
     "trainer.max_epochs=2",
     "trainer.limit_train_batches=30",
     "trainer.log_every_n_steps=5",
-    "trainer.val_check_interval=5",  # the page leaves outliers out of sight: of a few points, almost all
+    # The page hides outliers; with few points that is almost all of them.
+    "trainer.val_check_interval=5",
     "trainer.limit_test_batches=0",
 )
 LEARNING_RATES = (0.05, 0.01)
 SHOWN_S = 15.0
 """How long the page may take for a chart: its data are fetched and drawn once it is in sight."""
-ROUNDED = 5.1e-5  # the table has four digits after the point
+# The table shows four digits after the decimal point.
+ROUNDED = 5.1e-5
 WORDS = {
     "custom_scalars": ["validation", "learning rate", "gradient norm", "samples per second", "shares of a step"],
     # The key that differs comes first.

@@ -41,13 +41,15 @@ def test_every_option_composes(turn: int) -> None:
     for group in GROUPS:
         options = [option.partition("=")[2] for option in OPTIONS if option.startswith(f"{group}=")]
         chosen[group] = options[turn % len(options)]
-    if chosen["optimizer"] == "lightning":  # one_cycle takes optimizer.lr, which the module has
+    if chosen["optimizer"] == "lightning":
+        # one_cycle takes optimizer.lr, which only the module knows.
         chosen["scheduler"] = "lightning"
     typed = [f"{group}={option}" for group, option in chosen.items()]
     extra = [text for option in typed for text in TYPED.get(option, [])]
     config = parse(composed(*typed, *extra))
     assert config.recipe == chosen["recipe"]
-    own = sections_of_recipe(chosen["recipe"])  # they add to what the options say
+    # The recipe's own sections add to what the options say.
+    own = sections_of_recipe(chosen["recipe"])
     for group in {"optimizer", "model", "strategy"} - own:
         assert getattr(config, group).keys() == keys_of_file(group, chosen[group])
 
@@ -100,6 +102,7 @@ def test_values_of_the_recipes() -> None:
     assert read("recipe=toy_model_parallel").topology.min_gpus_per_process == 2
     schedule = read("scheduler=one_cycle", "optimizer.lr=0.5").scheduler.schedule
     assert schedule is not None
-    assert schedule["max_lr"] == 0.5  # follows the optimizer
+    # The schedule follows the optimizer.
+    assert schedule["max_lr"] == 0.5
     with pytest.raises(ConfigError, match=r"data\.datasets has no value\. It must be a mapping with `_target_`"):
         read("data=default")

@@ -17,7 +17,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric
 
-SIZES = (40, 24)  # of the validation sets
+# The sizes of the validation sets.
+SIZES = (40, 24)
 ASKED = (
     "world_size",
     "num_nodes",

@@ -166,7 +166,8 @@ def test_an_own_callback_and_logger_see_everything(train, folder):
     mean = sum(line[4] for line in steps[:5]) / 5
     assert results.curve(run_dir, "train/loss")[5] == pytest.approx(mean, rel=1e-5)
     training = "train/grad_norm train/loss train/lr train/samples_per_s train/tflop_per_s"
-    timed = f"time/backward time/callbacks time/data time/forward time/optimizer {training}"  # from the second time on
+    # Logged from the second time on.
+    timed = f"time/backward time/callbacks time/data time/forward time/optimizer {training}"
     # Once a second there is the memory, too.
     lines = (run_dir / "lines_0").read_text().replace("device/memory_gb ", "").splitlines()
     assert lines.pop(0).startswith("mine summary ")
@@ -195,7 +196,8 @@ def test_a_callback_stops_the_run_and_is_resumed(train, folder):
 def test_one_rank_stops_all_at_the_same_step(train, folder, log_every, end):
     """Asked for after step 3; the ranks agree when they log, and at the end of the epoch at the latest."""
     rank_1 = ("topology.procs_per_node=2", "+callbacks.notes.rank=1", "+callbacks.notes.stop_after=3")
-    unseen = ("trainer.check_val_every_n_epoch=null", "checkpoint=none")  # else they agree then, too
+    # Without validation, a difference between ranks is noticed at the end only.
+    unseen = ("trainer.check_val_every_n_epoch=null", "checkpoint=none")
     run_dir = train(*OBSERVED, *rank_1, *unseen, f"trainer.log_every_n_steps={log_every}")
     assert results.results(run_dir)["steps"] == end
     for rank in range(2):
@@ -374,4 +376,5 @@ def test_a_failing_close_hides_no_failure(train, tmp_path, falls, exception):
     assert failure["exception"] == exception
     log = results.log(run_dir)
     assert "FailsToClose.close failed" in log
-    assert "closed" in log  # the others are closed all the same
+    # The other callbacks are closed all the same.
+    assert "closed" in log

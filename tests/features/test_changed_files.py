@@ -50,7 +50,8 @@ def test_edited_keys_are_shown_and_must_be_typed(train, run, shared_run, capfd):
     assert "max_steps" not in printed
     train(f"resume={run}", "trainer.max_steps=30", "seed=0")
     results.assert_same(results.weights(run), results.weights(shared_run(*STOPPED, "trainer.max_steps=30")))
-    train(f"resume={run}")  # its config.yaml is the run's own again
+    # The config.yaml is the run's own again.
+    train(f"resume={run}")
 
 
 def test_added_and_removed_keys_are_shown(train, run, capfd):

@@ -53,7 +53,8 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(train, run, shared_run, 
         assert log.count(f"WARNING The checkpoint {text}") == 1
         assert log.count(text) == 2, "printed, too"
     assert "Resuming after step 10, in epoch 0" in log
-    assert results.saved_steps(run) == [10, 20, 30, 40]  # replaced when training came to their steps again
+    # Damaged checkpoints are replaced when training reaches their steps again.
+    assert results.saved_steps(run) == [10, 20, 30, 40]
     whole = shared_run(*THREE, "trainer.max_steps=40")
     tolerance = 0.0 if procs == 1 else 1e-6
     results.assert_same(results.weights(run), results.weights(whole), tolerance=tolerance)

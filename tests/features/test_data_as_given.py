@@ -216,7 +216,8 @@ def test_a_failing_collate_function_is_named(run, capfd):
     err = capfd.readouterr().err
     assert "The collate function, given samples" in err
     assert "in fails: raise ValueError" in err
-    run({}, status=1)  # of samples of different lengths
+    # The samples have different lengths.
+    run({}, status=1)
     assert "data.collate_fn" in capfd.readouterr().err
 
 

@@ -34,7 +34,8 @@ def read_until(terminal: int, end: bytes, *, timeout_s: float = 60.0) -> bytes:
         assert select.select([terminal], [], [], deadline - time.monotonic())[0], output.decode()
         try:
             output += os.read(terminal, 65536)
-        except OSError:  # how a terminal says that nobody has it open
+        except OSError:
+            # A terminal reports in this way that nobody has it open any more.
             break
     return output
 

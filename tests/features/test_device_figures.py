@@ -23,9 +23,11 @@ def test_a_run_logs_memory_flops_and_shares(shared_run, more):
     rows = [row for row in results.rows(run_dir) if "train/samples_per_s" in row]
     for row in rows:
         assert row["train/tflop_per_s"] * 1e12 / row["train/samples_per_s"] == pytest.approx(TOY_FLOPS)
-        assert "train/mfu" not in row  # of a CPU
+        # The CPU's peak isn't known.
+        assert "train/mfu" not in row
     shares = [{name: value for name, value in row.items() if name.startswith("time/")} for row in rows]
-    assert not shares[0]  # steps before the first log aren't timed
+    # The steps before the first log aren't timed.
+    assert not shares[0]
     for each in shares[1:]:
         assert each.keys() >= {"time/data", "time/forward", "time/backward", "time/optimizer", "time/callbacks"}
         assert sum(each.values()) == pytest.approx(1)
@@ -78,7 +80,8 @@ def test_what_is_recomputed_is_not_the_models_work(train):
         ("NVIDIA L40S", "bf16-mixed", 362e12),
         ("NVIDIA L4", "bf16-mixed", 121e12),
         ("Tesla V100-PCIE-16GB", "16-mixed", 112e12),
-        ("Tesla V100-SXM2-16GB", "bf16-mixed", None),  # it has none of it
+        # The V100 has no bfloat16.
+        ("Tesla V100-SXM2-16GB", "bf16-mixed", None),
         ("NVIDIA H100 80GB HBM3", "64-true", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed", None),
         ("NVIDIA GeForce RTX 3090 Ti", "bf16-mixed", None),

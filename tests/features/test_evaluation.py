@@ -98,7 +98,8 @@ def test_ranks_that_log_different_keys_are_named(train, tmp_path, capfd, since, 
 def test_tensorboard_has_what_metrics_jsonl_has(trained):
     events = results.events(trained)
     names = {name for row in results.rows(trained) for name in row if "/" in name}
-    assert set(events.Tags()["scalars"]) == names | {"best/val/loss"}  # the latter for the hyperparameters' table
+    # The best value is logged for the table of hyperparameters.
+    assert set(events.Tags()["scalars"]) == names | {"best/val/loss"}
     for name in names:
         points = {event.step: event.value for event in events.Scalars(name)}
         assert points == {step: pytest.approx(value, rel=1e-6) for step, value in results.curve(trained, name).items()}

@@ -27,7 +27,8 @@ _COMMANDS = {
 _RUN = re.compile(r"outputs/\w+/(?:\.\.\.|[\d_-]+_[0-9a-f]{4})")
 _NUMBER = re.compile(r"\d[\d,.]*\b")
 
-_ANSWERS = [command for command in _COMMANDS if not command.startswith("-m ")]  # sweeps print what they measured
+# Sweeps print measured times.
+_ANSWERS = [command for command in _COMMANDS if not command.startswith("-m ")]
 
 Typed = Callable[..., tuple[int, str]]
 
@@ -83,7 +84,8 @@ def test_documented_run_files_and_damaged_checkpoint(typed: Typed, tmp_path: Pat
         assert " ".join(words(line, numbers=False)) in log
 
 
-_MASKS = (  # for what depends on the machine or the run
+# What depends on the machine or the run is replaced.
+_MASKS = (
     (re.compile(r"(?:/\S*/)?outputs/\S+"), "RUN"),
     (re.compile(r"\bcpu [A-Z].*"), "cpu"),
     (re.compile(r"digits_\d+"), "MODEL"),

@@ -83,7 +83,8 @@ def test_a_full_disk_fails_a_resumable_run(train, small_disk, tmp_path, capfd):
     assert printed.count("The checkpoint of step") == 1
     assert whole_steps(run_dir) == [results.pointed(run_dir, "last")] == [10]
     assert results.run_file(run_dir)["status"] != "finished"
-    before = {row["step"] for row in results.rows(run_dir)}  # every line is whole
+    # Every line is whole.
+    before = {row["step"] for row in results.rows(run_dir)}
     assert {*range(1, 11)} <= before < {*range(1, 51)}, "what the checkpoint of step 10 wrote out, at least"
     (tmp_path / "outputs" / "filler").unlink()
     train(f"resume={run_dir}", "~callbacks.own")
@@ -98,7 +99,8 @@ def test_the_next_save_works_once_there_is_room(train, small_disk, tmp_path):
     run_dir = train(*SHORT, waiting, *filled(tmp_path, start=15, end=35))
     assert whole_steps(run_dir) == [50]
     assert results.run_file(run_dir)["status"] == "finished"
-    assert_all_logged(run_dir, missing_in_tensorboard=range(11, 41))  # from one checkpoint that is written to the next
+    # What is missing lies between one written checkpoint and the next.
+    assert_all_logged(run_dir, missing_in_tensorboard=range(11, 41))
     warnings = [line for line in results.log(run_dir).splitlines() if "WARNING" in line]
     assert [line for line in warnings if "The checkpoint of step" in line] == [
         line for step in (20, 30) for line in warnings if f"The checkpoint of step {step} can't be written" in line

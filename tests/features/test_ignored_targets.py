@@ -268,7 +268,8 @@ def numbers() -> Any:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SIZE, 3, generator=generator)
     y = x.sum(dim=1)
-    y[: SIZE // 4] = -1.0  # whole micro-batches
+    # Whole micro-batches are ignored.
+    y[: SIZE // 4] = -1.0
     return TensorDataset(x, y)
 
 

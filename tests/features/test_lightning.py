@@ -17,7 +17,8 @@ from tests.helpers.source import ROOT
 
 CASES = "tests.features.lightning_cases"
 HABITS = "tests.features.lightning_habits"
-TRAINER: dict[str, dict[str, Any]] = {  # as `lightning_cases.CASES`, which takes seconds to import
+# The names are those of `lightning_cases.CASES`, which takes seconds to import.
+TRAINER: dict[str, dict[str, Any]] = {
     "Regression": {},
     "ConvNet": {},
     "LanguageModel": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
@@ -113,7 +114,8 @@ def test_one_process_equals_lightnings_trainer_exactly(run, reference, name):
     for key, value in wanted["weights"].items():
         assert torch.equal(weights[key], value), key
     accumulated = TRAINER[name].get("accumulate_grad_batches", 1)
-    batches = iter(wanted["losses"])  # Lightning divides them by the number of batches in a step
+    # Lightning divides losses by the number of batches in a step.
+    batches = iter(wanted["losses"])
     losses = [sum(each) for each in zip(*[batches] * accumulated, strict=True)]
     assert list(results.curve(run_dir, "train/loss").values()) == losses
     rates = results.curve(run_dir, "train/lr/0" if name == "Autoencoder" else "train/lr").values()
@@ -124,14 +126,16 @@ def test_one_process_equals_lightnings_trainer_exactly(run, reference, name):
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    "name",  # BatchNorm sees each process's part of a batch, as it does in Lightning
+    # BatchNorm sees each process's part of a batch, as it does in Lightning.
+    "name",
     ["Classifier", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINER if name[0] not in "C")],
 )
 def test_two_processes_compute_the_same(run, reference, name):
     run_dir = trained(run, name, *TWO)
     wanted = reference[name]
     for key, value in wanted["weights"].items():
-        if not key.endswith("in_proj_bias"):  # a third of it has no gradient: Adam makes steps of rounding errors
+        if not key.endswith("in_proj_bias"):
+            # A third of this bias has no gradient: Adam turns rounding errors into steps.
             torch.testing.assert_close(results.weights(run_dir)[key], value, atol=2e-6, rtol=1e-5)
     names = {theirs: ours for theirs, ours in VALIDATED[name].items() if ours not in ("first", "weighted")}
     same_metrics(run_dir, wanted["validations"], part="val", names=names, rel=1e-5)
@@ -173,7 +177,8 @@ def test_another_number_of_processes_resumes_what_was_logged(run, train):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("strategy=fsdp", *TWO[:2], "data.eval_batch_size=3"),  # with stand-ins for the last samples
+        # Stand-ins replace the last samples.
+        ("strategy=fsdp", *TWO[:2], "data.eval_batch_size=3"),
         ("strategy=allreduce", *TWO),
         ("trainer.precision=64-true", "callbacks=ema", "callbacks.ema.decay=0"),
         ("trainer.compile=default",),
@@ -192,7 +197,8 @@ def test_strategies_and_options(run, reference, overrides):
 def test_hooks_and_what_they_see_of_the_trainer(run, tmp_path):
     file = tmp_path / "hooks"
     run_dir = run({"_target_": f"{CASES}.Watched", "file": str(file)}, "trainer.max_epochs=9", several=True)
-    validation = ["start", "epoch_start", "epoch_end", "end"]  # once, though there are two sets
+    # Hooks are called once, though there are two sets.
+    validation = ["start", "epoch_start", "epoch_end", "end"]
 
     def validated(step, epoch, also=""):
         return [f"on_validation_{each} {epoch} {step}{also}" for each in validation]

@@ -10,7 +10,8 @@ from framework.checkpoint import complete_steps
 from tests.helpers import results
 from tests.helpers.loops import plain_loop, toy_batches, toy_loss
 
-SHORT = ("recipe=toy", "logger=jsonl")  # 1,600 training samples: 80 batches of 20
+# There are 1,600 training samples: 80 batches of 20.
+SHORT = ("recipe=toy", "logger=jsonl")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,8 @@ def test_a_limit_of_0_leaves_evaluation_out(train):
 
 def test_fast_dev_run_runs_everything_and_leaves_nothing(train):
     callbacks = ("callbacks=[early_stopping,ema]", "callbacks.early_stopping.monitor=val/no_such")
-    warm_up = ("scheduler=cosine", "scheduler.schedule.warmup_steps=20")  # longer than this run, not than the whole one
+    # The warm-up is longer than this run, but not than the whole one.
+    warm_up = ("scheduler=cosine", "scheduler.schedule.warmup_steps=20")
     run_dir = train("recipe=toy", "trainer.fast_dev_run=3", "data.eval_batch_size=20", *callbacks, *warm_up)
     assert results.results(run_dir)["steps"] == 3
     assert results.metrics(run_dir).keys() == {"val/loss", "test/loss"}
@@ -79,7 +81,8 @@ def test_epochs_are_counted_from_0_everywhere(train):
     assert "epoch 1/1  step 14/14" in log
     manifests = complete_steps(run_dir / "checkpoints").values()
     assert {manifest.step: manifest.epoch for _, manifest in manifests} == shown
-    assert results.results(run_dir)["epochs"] == 2  # done
+    # These epochs were trained before.
+    assert results.results(run_dir)["epochs"] == 2
     train(f"resume={run_dir}", "trainer.max_epochs=3")
     assert "Resuming after step 14, in epoch 2\n" in results.log(run_dir)
 

@@ -124,7 +124,8 @@ def plain_loop(name: str) -> tuple[dict[str, Tensor], list[float], float]:
 def test_weighted_losses_train_as_in_a_plain_loop(run, name, overrides):
     run_dir = run(TASKS[name], *(each for text in overrides for each in text.split()))
     weights, means, whole = plain_loop(name)
-    results.assert_same(results.weights(run_dir), weights, tolerance=1e-6)  # weights are summed in single precision
+    # Weights are summed in single precision.
+    results.assert_same(results.weights(run_dir), weights, tolerance=1e-6)
     assert list(results.curve(run_dir, "train/loss").values()) == pytest.approx(means, rel=1e-5)
     assert results.curve(run_dir, "val/loss")[8] == pytest.approx(whole, rel=1e-5)
 

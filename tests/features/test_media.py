@@ -46,8 +46,10 @@ def lines(run_dir: Path) -> list[list[Any]]:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.multiproc)])
 def test_rank_0_makes_media_for_logged_steps(train, tmp_path, ranks):
     run_dir = train(*LOGGED, *SHOWING, f"topology.procs_per_node={ranks}")
-    assert results.log(run_dir).count("SHOWN training") == 2  # steps 5 and 10, one of two micro-batches
-    assert results.log(run_dir).count("SHOWN validation") == 1  # of many batches, and not in the sanity check
+    # Steps 5 and 10 are shown, each with one of two micro-batches.
+    assert results.log(run_dir).count("SHOWN training") == 2
+    # One of many batches is shown, and none in the sanity check.
+    assert results.log(run_dir).count("SHOWN validation") == 1
     assert ranks == 1 or "SHOWN" not in results.log(run_dir, 1)
     events = results.events(run_dir)
     assert {"train/output", "val/output"} <= set(events.Tags()["histograms"])
@@ -73,7 +75,8 @@ def test_what_callbacks_report(train):
     run_dir = train(*REPORTING, TWO, "trainer.max_epochs=2", f"+logger.lines._target_={CASES}.Lines")
     assert results.curve(run_dir, "train/epoch_start") == {0: 0, 10: 1}
     assert results.curve(run_dir, "train/epoch_end") == {10: 0, 20: 1}
-    assert results.curve(run_dir, "train/third") == {3: 3}  # rank 0's, in the step that isn't logged otherwise
+    # The value is rank 0's, of the step that isn't logged otherwise.
+    assert results.curve(run_dir, "train/third") == {3: 3}
     # Pairs: the sums of both ranks over those of the counts, since the last log.
     expected = {at: sum(step * 3 for step in range(at - 4, at + 1)) / 15 for at in (5, 10, 15, 20)}
     assert results.curve(run_dir, "train/step_sum") == expected
@@ -83,7 +86,8 @@ def test_what_callbacks_report(train):
     once = lambda step: [  # noqa: E731
         ["images", "val/image", step, [[3, 4, 5]]],
         ["images", "val/images", step, [[2, 2], [1, 2, 2]]],
-        ["images", "val/figure", step, [[3, 100, 200]]],  # the logger has no method for figures
+        # The logger has no method for figures.
+        ["images", "val/figure", step, [[3, 100, 200]]],
         ["histogram", "val/histogram", step, 10],
         ["table", "val/table", step, [["a|b", 0.5], [None, 1], ["torch.float32", 1]]],
         ["text", "val/text", step, "some *text*"],
@@ -114,7 +118,8 @@ def test_loggers_get_what_they_have_methods_for(train):
         *REPORTING, f"+logger.figures._target_={CASES}.Figures", f"+logger.numbers._target_={CASES}.Numbers"
     )
     assert ["figure", "val/figure", 10, "Figure"] in lines(run_dir)
-    assert results.repeated(run_dir) == {}  # and the JSON lines have numbers only
+    # The JSON lines hold numbers only.
+    assert results.repeated(run_dir) == {}
 
 
 def test_hparams_and_final_metrics_are_logged_once(train, tmp_path):
@@ -232,10 +237,10 @@ def test_the_worst_mistakes_are_those_of_all_ranks(ranks, ignored):
 def test_metrics_that_cannot_be_drawn_show_nothing():
     right = WorstMistakes()
     right.update(torch.eye(3), torch.arange(3), torch.zeros(3, 1, 2, 2))
-    assert right.media() == {}  # no mistake
+    assert right.media() == {}
     other = WorstMistakes()
     other.update(torch.eye(3), torch.tensor([1, 2, 0]), torch.zeros(3, 5))
-    assert other.media() == {}  # no images
+    assert other.media() == {}
     chart = PredictedAgainstTrue(number=3)
     chart.update(torch.zeros(2, 1), torch.zeros(2))
     assert chart.media() == {}

@@ -47,10 +47,12 @@ def test_gradients_are_clipped(train, overrides, clip):
     assert norm > 2
     clip(model.parameters())
     for name, parameter in model.named_parameters():
-        moved = (begun[name] - results.weights(run_dir)[name]) / LR  # what the optimizer was given
+        # The gradient that the optimizer was given.
+        moved = (begun[name] - results.weights(run_dir)[name]) / LR
         torch.testing.assert_close(moved, parameter.grad, rtol=1e-3, atol=2e-4)
     if "value" not in overrides[-1]:
-        assert results.curve(run_dir, "train/grad_norm")[1] == pytest.approx(norm, rel=1e-5)  # before clipping
+        # The norm is measured before clipping.
+        assert results.curve(run_dir, "train/grad_norm")[1] == pytest.approx(norm, rel=1e-5)
 
 
 def test_accumulated_batches_are_the_big_batch(train):

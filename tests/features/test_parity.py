@@ -50,7 +50,8 @@ def compared(fork_server, tmp_path, monkeypatch, capfd) -> Compared:
     [
         # Adam, an epoch whose last batch is of 13 samples, and then of the next epoch; the average copies the model.
         ((*POINTS, model("Plain"), "parity.processes=3", "parity.steps=4", "callbacks=ema"), 7, 4, []),
-        pytest.param(  # the last step has one sample: of two processes one has none
+        # The last step has one sample: one of two processes has none.
+        pytest.param(
             (*POINTS, model("Plain"), "trainer.accumulate_grad_batches=2", "data.global_batch_size=16",
              "+data.datasets.size=33", "optimizer=sgd"), 7, 3, [], marks=OPTIONAL,
         ),
@@ -72,7 +73,8 @@ def test_the_same(compared: Compared, overrides: tuple[str, ...], layers: int, s
         assert greatest["difference"] < 0.5 * greatest["allowed"] < 0.05
 
 
-HEAD = ("two", "Linear", "input")  # what is between two layers is done by the model itself
+# What is between two layers is computed by the model itself.
+HEAD = ("two", "Linear", "input")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ SHORT = ("recipe=digits", "trainer.max_steps=4", "trainer.limit_val_batches=0", 
 
 def test_model_data_and_processes_are_shown_first(train):
     run_dir = train(*SHORT, "data.batch_size=8", "trainer.accumulate_grad_batches=2", "optimizer=adam")
-    lines = [line.split() for line in results.log(run_dir).splitlines()]  # which has what is printed, too
+    # The log also holds what is printed.
+    lines = [line.split() for line in results.log(run_dir).splitlines()]
     for line in (
         "model parameters trainable",
         "ConvNet 600,810 all",
@@ -35,7 +36,8 @@ def test_progress_off_prints_start_end_and_warnings(train, capfd):
     logs = [results.log(train(*SHORT, f"trainer.progress={progress}")) for progress in ("plain", "off")]
     assert ["step 4  test/accuracy" in log for log in logs] == [True, False]
     assert ["epoch 0/14  step 4/4" in log for log in logs] == [True, False]
-    assert [log.count("600,810  all") for log in logs] == [2, 1]  # the one that is printed, and the full one
+    # Rank 0's log holds the printed summary and the full one.
+    assert [log.count("600,810  all") for log in logs] == [2, 1]
     for printed in capfd.readouterr().out.split("Training digits: 1 process, CPU")[1:]:
         assert "Finished digits after 4 steps" in printed
 

@@ -44,7 +44,8 @@ def test_a_killed_run_resumes_exactly(train, tmp_path):
         started.assert_all_gone()
     (killed,) = tmp_path.glob("outputs/*/*")
     assert results.run_file(killed)["status"] == "running"
-    assert results.pointed(killed, "last") in (119, 126)  # the one being written when it was killed may be lost
+    # The checkpoint that was being written when the run was killed may be lost.
+    assert results.pointed(killed, "last") in (119, 126)
     (tmp_path / "go").touch()
     whole = train(*OVERRIDES, *overrides, "topology.procs_per_node=2", *PAUSE)
     resumed = train(f"resume={killed}")
@@ -79,7 +80,8 @@ def test_a_callbacks_stop_holds_unless_limits_change(train):
     assert results.results(stopped)["ended_by"].startswith("EarlyStopping: ")
     assert results.curve(stopped, "train/loss") == curve
     train(f"resume={stopped}", "callbacks.early_stopping.patience=3")
-    assert results.results(stopped)["steps"] == 80  # two more validations without an improvement
+    # There were two more validations without an improvement.
+    assert results.results(stopped)["steps"] == 80
 
 
 def test_a_killed_runs_test_is_logged_once(train, shared_run, tmp_path):

@@ -77,9 +77,11 @@ def test_the_list_fits_the_terminal_completely(answer: Command, made: Made) -> N
         for text in ("outputs/toy/2026-01-01_10-00-00_aaaa", "outputs/multirun/2026-01-02_10-00-00_bbbb/0"):
             assert text in out
         for text in ("finished", "val/loss", "25:30:05", "2026-01-01 1", "optimizer.lr=0.01"):
-            assert text in " ".join(out.split())  # however it is wrapped
+            # Lines may be wrapped anywhere.
+            assert text in " ".join(out.split())
         assert out.endswith("2 runs in outputs: 2 finished\n")
-    one_line = answer("job=runs").out.splitlines()  # in a pipe
+    # The output is a pipe.
+    one_line = answer("job=runs").out.splitlines()
     assert len(one_line) == 1 + 2 + 2
     assert all(text in one_line[-3] for text in SHORT[1:])
 
@@ -221,7 +223,8 @@ def test_changes_of_the_same_size_are_told_apart(answer: Command, made: Made) ->
 def test_a_rerun_has_the_same_weights(train, capfd, tmp_path: Path) -> None:
     original = train(*SHORT, "optimizer.lr=0.02", "seed=3")
     capfd.readouterr()
-    changed = tmp_path / "conf/optimizer/sgd.yaml"  # a default that is another one since
+    # A default changed after the run.
+    changed = tmp_path / "conf/optimizer/sgd.yaml"
     changed.parent.mkdir(parents=True)
     changed.write_text("{_target_: torch.optim.SGD, lr: 0.5, momentum: 0.9, weight_decay: 0, nesterov: false}\n")
     again = train(f"rerun={original}")
@@ -297,7 +300,8 @@ def test_a_report_is_whole_and_loads_nothing(answer: Command, made: Made) -> Non
     shutil.rmtree(other / "media")
     logger = JsonlLogger(run_dir=RunDir(other))
     worst = [Image(torch.zeros(4, 4), caption="<u>"), Image(torch.ones(4, 4))]
-    for step in (20, 40):  # the newest of a name counts
+    for step in (20, 40):
+        # The newest evaluation of a name counts.
         logger.images("val/worst", worst, step=step)
         logger.table("val/errors", Table(["index", "label"], [[7, "<i>"]]), step=step)
     status, out, _ = answer("job=report", "runs=outputs/toy")
@@ -340,7 +344,8 @@ def test_a_report_has_confusion_matrices_and_failures(train, answer: Command, tm
     assert answer("job=report", f"runs=[{run_dir},{failed}]").status == 0
     page = Page(Path("report.html").read_text())
     matrices = [attributes for tag, attributes in page.tags if attributes.get("class") == "matrix"]
-    assert len(matrices) == 3  # the last validation, the test, and the evaluation
+    # The last validation, the test and the evaluation have one each.
+    assert len(matrices) == 3
     for text in ("val/confusion", "test/confusion", "Evaluations", "ValueError: an <error>"):
         assert text in page.text
 

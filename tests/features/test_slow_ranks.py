@@ -35,13 +35,15 @@ def test_a_slow_rank_is_named_and_charted(train, tmp_path: Path, capfd: pytest.C
     data = ("data.datasets._target_=sleepy.datasets", "data.num_workers=0", "logger=[console,jsonl,tensorboard]")
     run = train("recipe=toy", "topology.procs_per_node=2", *SHORT, *data)
 
-    slow = results.results(run)["slow_ranks"][0]  # the worst
+    # The slowest rank comes first.
+    slow = results.results(run)["slow_ranks"][0]
     assert (slow["rank"], slow["kind"], slow["throughout"]) == (1, "data", True)
     assert slow["place"] == f"{socket.gethostname()}, cpu"
     assert f"\n  rank 1 ({slow['place']}) is {slow['share'] * 100:.0f} % slower in data\n" in capfd.readouterr().out
     begins = f"Rank 1 ({slow['place']}) is "
     log = results.log(run)
-    assert (log.count(f"WARNING {begins}"), log.count(f"\n{begins}")) == (1, 1)  # recorded, and printed
+    # The warning is recorded once and printed once.
+    assert (log.count(f"WARNING {begins}"), log.count(f"\n{begins}")) == (1, 1)
 
     events = results.events(run)
     names = {"time/data", "time/waiting", "skew/worst", "skew/slowest_rank", "skew/rank_0", "skew/rank_1"}

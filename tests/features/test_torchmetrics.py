@@ -79,7 +79,8 @@ class Recalls(torchmetrics.Metric):
 
 def values(context: Context, shares: list[list[int]]) -> dict[str, float]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torchmetrics: of memory, and on a rank without samples
+        # torchmetrics warns of memory, and of ranks without samples.
+        warnings.simplefilter("ignore")
         task = Metrics()
         metrics = StatefulMetrics(task, context)
         for batch in shares[context.rank]:

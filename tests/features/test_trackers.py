@@ -51,11 +51,13 @@ def killed_run(train):
     """Return a function that trains on two processes with these loggers, is killed after a step, and resumes."""
 
     def run(logger: str, *overrides: str) -> Path:
-        resumable = ("checkpoint.every_n_steps=20", "checkpoint.asynchronous=false")  # from step 20
+        # The run can be resumed from step 20.
+        resumable = ("checkpoint.every_n_steps=20", "checkpoint.asynchronous=false")
         saves = ("trainer.max_epochs=3", *resumable, "topology.procs_per_node=2")
         killed = f"+callbacks.killed._target_={CASES}.KilledOnce"
         run_dir: Path = train(*SHORT, f"logger=[jsonl,{logger}]", *saves, killed, *overrides, status=1)
-        before = results.run_file(run_dir).get("trackers", {})  # nothing, if it wasn't even begun
+        # There is nothing if the run hadn't even started.
+        before = results.run_file(run_dir).get("trackers", {})
         assert train(f"resume={run_dir}") == run_dir
         after = results.run_file(run_dir).get("trackers", {})
         for tracker, key in (("wandb", "id"), ("mlflow", "run_id")):
@@ -77,7 +79,8 @@ def test_a_killed_wandb_run_stays_one_run(killed_run):
         assert csv_curve(run_dir, name) == wanted
     assert list(results.curve(run_dir, "train/loss")) == list(range(5, 61, 5))
     run, history, summary = wandb_run(run_dir)
-    assert [row["_step"] for row in history if "summary/_type" in row] == [0, 20]  # the text, at each start
+    # The text is logged at each start.
+    assert [row["_step"] for row in history if "summary/_type" in row] == [0, 20]
     known = results.run_file(run_dir)["trackers"]["wandb"]
     assert (run.project, list(run.tags), run.run_id) == ("toy", ["baseline", "big"], known["id"])
     assert summary["best/val/loss"] == results.results(run_dir)["score"]

@@ -58,7 +58,8 @@ def foreign(shared_run, tmp_path: Path) -> Path:
     (tmp_path / "bad_module.py").write_text(
         "from pathlib import Path\nPath('ran').touch()\nclass Bad:\n    def on_train_step_end(self, report): pass\n"
     )
-    (run_dir / "run.json").unlink()  # with its checksums, as somebody would who wants to be believed
+    # An attacker would remove the record with its checksums, too.
+    (run_dir / "run.json").unlink()
     return run_dir
 
 
@@ -166,7 +167,8 @@ def test_a_group_counts_unless_it_is_ones_own(command, own, monkeypatch):
     status, printed = command(f"resume={own}", "trainer.max_steps=30")
     assert status == 2
     assert "the group nogroup can write" in printed
-    monkeypatch.setattr(trust, "_is_local", lambda _: False)  # as on NFS, where owners may be others
+    # On NFS, for example, owners may be other people.
+    monkeypatch.setattr(trust, "_is_local", lambda _: False)
     assert command(f"resume={own}", "trainer.max_steps=30")[0] == 0
 
 

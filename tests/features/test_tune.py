@@ -52,7 +52,8 @@ def test_tune_finds_batch_rate_and_a_working_command(train: Train, capfd: pytest
     assert line == f"python -m framework {kept} data.batch_size=40 optimizer.lr={rate}"
     assert results.run_file(run_dir)["results"] == {"overrides": found["overrides"]}
 
-    assert list(run_dir.rglob("*.pt")) == []  # nothing is kept of what was trained
+    # Nothing that was trained is kept.
+    assert list(run_dir.rglob("*.pt")) == []
     assert not (run_dir / "checkpoints").exists()
     if importlib.util.find_spec("matplotlib") is None:
         assert "No learning_rate.svg: it needs `pip install framework[plot]`" in printed
@@ -83,7 +84,8 @@ def test_no_rate_is_suggested_without_a_falling_loss(train: Train, capfd: pytest
     assert (found["lr"]["suggestion"], found["overrides"], len(found["lr"]["points"])) == (None, {}, 40)
     assert "No learning rate: the loss didn't fall by more than its noise." in printed
     assert "Use:" not in printed
-    assert "learning_rate.svg" in printed  # the plot shows why, or what it needs
+    # The plot shows the reason, or what it needs.
+    assert "learning_rate.svg" in printed
 
 
 @pytest.mark.exhaustive
@@ -136,7 +138,8 @@ def test_an_error_ends_the_search_and_is_explained(
     printed = capfd.readouterr()
     assert [part for part in parts if part not in printed.err] == [], printed.err
     assert "Use:" not in printed.out
-    if "+model.late=true" in changes:  # what was found before stays
+    if "+model.late=true" in changes:
+        # Earlier results stay.
         assert "Largest batch: 20" in printed.out
 
 

@@ -88,7 +88,8 @@ def test_swa_is_that_of_torch_with_its_batchnorm(train, folder):
 @pytest.mark.usefixtures("own_state")
 def test_swa_anneals_to_its_own_learning_rate(train, folder):
     own = ("callbacks.swa.swa_lrs=0.001", "callbacks.swa.annealing_epochs=2")
-    first = train(*SWA, *own, "trainer.max_steps=41")  # in the middle of the fourth epoch
+    # The run stops in the middle of the fourth epoch.
+    first = train(*SWA, *own, "trainer.max_steps=41")
     run = train(f"resume={first}", "trainer.max_steps=null")
     share = (1 - math.cos(math.pi / 2)) / 2
     lrs = {3: 0.001 * share + 0.01 * (1 - share), 4: 0.001}

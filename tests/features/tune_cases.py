@@ -21,7 +21,8 @@ class Limited(ToyModel):
 
     def __init__(self, most: int = 1000, wrong: bool = False, late: bool = False) -> None:
         super().__init__()
-        Limited.made += 1  # the second is that of all ranks together
+        # The second attempt is the one of all ranks together.
+        Limited.made += 1
         self.most = 0 if late and Limited.made == 2 else most
         self.wrong = wrong
 

@@ -36,7 +36,8 @@ class Quiet:
         self.guarded = 0
 
     def on_train_step_end(self, report: StepInfo) -> None:
-        may_wait = report.step < self.first or report.step % self.every == 0  # then it is logged
+        # Such a step is logged.
+        may_wait = report.step < self.first or report.step % self.every == 0
         self.guarded += not may_wait
         if report.loss.is_cuda:
             torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
@@ -153,7 +154,8 @@ class Faulty:
 
     def _out_of_range(self, x: Tensor) -> Tensor:
         if x.is_cuda and self.runs_ahead:
-            torch.cuda._sleep(100_000_000)  # cycles
+            # The number is in cycles.
+            torch.cuda._sleep(100_000_000)
         found = x.flatten()[torch.full((4,), x.numel() + 7, device=x.device)].sum()
         if x.is_cuda and not self.runs_ahead:
             torch.cuda.synchronize(x.device)

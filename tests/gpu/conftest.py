@@ -24,7 +24,8 @@ def need_gpus(number: int) -> None:
         missing("gpu", f"needs {number} GPU(s), and torch {torch.__version__} sees {seen}")
 
 
-@pytest.hookimpl(trylast=True)  # after fixtures have grouped the tests
+# Fixtures have grouped the tests before.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the compiled models last: a run that is cut has the results of all other tests by then."""
     items.sort(key=lambda item: item.path == Path(__file__).with_name("test_compiled.py"))
@@ -49,7 +50,8 @@ def gpus(request: pytest.FixtureRequest) -> int:
     if number:
         import torch
 
-        torch.cuda.mem_get_info(0)  # opens the GPU before the leak guards of any test look
+        # Open the GPU before the leak guards of any test look.
+        torch.cuda.mem_get_info(0)
     return number
 
 

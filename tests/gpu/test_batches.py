@@ -63,5 +63,6 @@ def test_a_stream(train: Run, gpus: int, workers: int) -> None:
     data = ("~data.datasets.num_samples", "~data.datasets.seed", f"data.datasets._target_={CASES}.stream")
     steps = (*TOY, *RECORDED, *data, "data.shuffle=false", "trainer.max_epochs=2", f"data.num_workers={workers}")
     there = records(train(*steps, on(gpus)), "inputs")
-    assert len(there) == 34  # the last of each epoch is short
+    # The last batch of each epoch is short.
+    assert len(there) == 34
     assert there == records(train(*steps, on(0)), "inputs")

@@ -118,7 +118,8 @@ def test_an_overflow_skips_the_step_and_schedule(train: Run, gpus: int) -> None:
     assert two == three
     assert three != four != five
     rates = list(results.curve(run_dir, "train/lr").values())
-    assert rates == pytest.approx([1e-3, 1e-4, 1e-5, 1e-5, 1e-6])  # step 4 has the rate of step 3, which was left out
+    # Step 4 has the rate of step 3, which was skipped.
+    assert rates == pytest.approx([1e-3, 1e-4, 1e-5, 1e-5, 1e-6])
     assert all(map(math.isfinite, losses(run_dir)))
     assert results.saved(run_dir)["training"]["scaler"]["scale"] == 2.0**15
 
@@ -250,14 +251,16 @@ def test_evaluating_predicting_and_exporting(
     assert shown is not None
     assert float(shown[1]) == pytest.approx(of_test, rel=1e-3, abs=1e-4)
     assert command("job=predict", "recipe=digits", checkpoint, on(gpus), "predict.output=said.csv") == 0
-    assert len((tmp_path / "said.csv").read_text().splitlines()) == 361  # and the names of columns
+    # The first line names the columns.
+    assert len((tmp_path / "said.csv").read_text().splitlines()) == 361
     assert command("job=export", checkpoint, "export.format=torch_export", "export.output=net.pt2") == 0
     exported = torch.export.load(tmp_path / "net.pt2").module()
     assert exported(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 
 
 def test_fsdp_with_one_rank(train: Run, gpus: int, digits_on_cpu: Path) -> None:
-    offloads = ("false", "true") if gpus else ("false",)  # offloading needs a GPU
+    # Offloading needs a GPU.
+    offloads = ("false", "true") if gpus else ("false",)
     for offload in offloads:
         fsdp = ("strategy=fsdp", f"strategy.cpu_offload={offload}", "strategy.min_num_params=1000")
         run_dir = train(*DIGITS, on(gpus), *fsdp, "trainer.max_steps=10")
@@ -269,7 +272,8 @@ def test_ddp_knows_the_gpu_of_its_replica(train: Run, gpus: int, tmp_path: Path)
     train("recipe=toy", *ddp, on(gpus))
     assert json.loads((tmp_path / "device_ids.json").read_text()) == ([0] if gpus else None)
     spread = ("recipe=toy_model_parallel", "topology.gpus_per_process=2", f"topology.share_gpus={bool(gpus)}")
-    train(*spread, *ddp, on(gpus))  # both on the one GPU
+    # Both ranks share the one GPU.
+    train(*spread, *ddp, on(gpus))
     assert json.loads((tmp_path / "device_ids.json").read_text()) is None
 
 

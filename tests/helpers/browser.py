@@ -22,12 +22,15 @@ from tests.helpers.requirements import missing
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
-_ANSWER_S = 30.0  # for one command; the first waits for the browser to start
+# The time for one command; the first waits for the browser to start.
+_ANSWER_S = 30.0
 _POLL_S = 0.1
-_PIPE_FROM = 10  # the browser reads from descriptor 3 and writes to 4, so its pipes begin beyond these
+# The browser reads from descriptor 3 and writes to 4, so its pipes begin beyond these.
+_PIPE_FROM = 10
 _FLAGS = (
     "--headless",
-    "--no-sandbox",  # it refuses to run as root otherwise; only local pages are opened
+    # As root, the browser refuses to run with its sandbox. Only local pages are opened.
+    "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
     "--disable-breakpad",
@@ -162,7 +165,8 @@ def _start(command: list[str], *, home: str) -> tuple[int, int, int]:
         (os.POSIX_SPAWN_DUP2, its_output, 4),
         *((os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in (0, 1, 2)),
     ]
-    environment = {**os.environ, "HOME": home}  # nothing is read from or left in the user's own folders
+    # Nothing is read from the user's own folders or left there.
+    environment = {**os.environ, "HOME": home}
     try:
         pid = os.posix_spawn(command[0], command, environment, file_actions=actions, setpgroup=0)
     except OSError:

@@ -60,7 +60,8 @@ def forked(*arguments: str, cwd: Path, env: Mapping[str, str], output: Path) -> 
     """
     output.mkdir(parents=True)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)  # as of `RankPool`: there is one server
+    # There is one fork server, which `RankPool` uses, too.
+    context.set_forkserver_preload(PRELOAD)
     given = {**os.environ, **env}
     process = context.Process(target=_command, args=(arguments, given, str(cwd), str(output)))
     process.start()

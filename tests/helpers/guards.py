@@ -29,13 +29,17 @@ GRACE_S = 20.0
 """Ending takes a moment: a thread or process that is about to be gone isn't a leak."""
 
 _ENVIRONMENT_OF_OTHERS = {
-    "PYTEST_CURRENT_TEST",  # pytest changes it within a test
+    # pytest changes this one within a test.
+    "PYTEST_CURRENT_TEST",
     processes.MARK,
-    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets both when it is imported
+    # scikit-learn sets both when it is imported.
+    "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
-    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it at the first optimizer step
+    # torch sets this one at the first optimizer step.
+    "TORCHINDUCTOR_CACHE_DIR",
 }
-_DRAWS_WHEN_IMPORTED = {"sklearn.datasets", "rich.console"}  # from Python's generator
+# These modules draw from Python's generator.
+_DRAWS_WHEN_IMPORTED = {"sklearn.datasets", "rich.console"}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -72,7 +76,8 @@ def _processes(mark: str) -> Check:
     started = processes.num_started()
 
     def find() -> list[Any]:
-        multiprocessing.active_children()  # reaps those that have ended
+        # Reap children that have ended.
+        multiprocessing.active_children()
         known = before | _multiprocessing_helpers() | processes.LONG_LIVED
         # To look at every process of the machine takes 10 ms: only after a test that has started some.
         orphans = processes.marked(mark) if processes.num_started() > started else ()
@@ -111,7 +116,8 @@ def _files() -> Check:
     def check() -> list[str]:
         left = _open_files() - before
         if left:
-            gc.collect()  # what only a cycle holds open is about to be closed; Python warns about it itself
+            # What only a cycle keeps open is about to be closed; Python warns about it itself.
+            gc.collect()
             left = _open_files() - before
         return [f"open file {path}" for path in left]
 
@@ -125,10 +131,12 @@ def _open_files() -> Counter[str]:
     for link in folder.iterdir() if folder.is_dir() else ():
         try:
             path = link.readlink()
-            is_cached_font = "/mpl-data/fonts/" in str(path)  # matplotlib keeps them open
+            # matplotlib keeps its fonts open.
+            is_cached_font = "/mpl-data/fonts/" in str(path)
             if path.is_absolute() and stat.S_ISREG(path.stat().st_mode) and not is_cached_font:
                 paths[str(path)] += 1
-        except OSError:  # closed meanwhile, such as the one that lists the folder, or deleted
+        except OSError:
+            # The file was closed meanwhile, such as the one that lists the folder, or deleted.
             continue
     return paths
 
@@ -193,7 +201,8 @@ def _environment() -> Check:
 def _cwd_or_root() -> Path:
     try:
         return Path.cwd()
-    except FileNotFoundError:  # it was deleted
+    except FileNotFoundError:
+        # The file was deleted.
         return Path("/")
 
 

@@ -25,7 +25,8 @@ from tests.helpers.command import Started, started_program
 
 _PREFIX = "fxt"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-")
-_CONFIG = Path("/etc/netns")  # what lies in NAME/ here is seen in /etc by `ip netns exec NAME`
+# `ip netns exec NAME` shows what lies in NAME/ here as /etc.
+_CONFIG = Path("/etc/netns")
 _LIMIT_S = 20.0
 _PROGRAMS = ("ip", "unshare", "hostname")
 _count = itertools.count()
@@ -131,7 +132,8 @@ def _remove(name: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         _ip("netns", "delete", name)
     shutil.rmtree(_CONFIG / name, ignore_errors=True)
-    with suppress(OSError):  # others' folders are in it, or there is none
+    with suppress(OSError):
+        # Folders of others may be in it, or it doesn't exist.
         _CONFIG.rmdir()
 
 

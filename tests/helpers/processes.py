@@ -56,7 +56,8 @@ def marked(mark: str) -> list[psutil.Process]:
     for pid in (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()):
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:  # another user's, or gone
+        except OSError:
+            # The process is another user's, or gone.
             continue
         if any(variable.startswith(needle) for variable in environment.split(b"\0")):
             pids.append(pid)
@@ -90,7 +91,8 @@ def children() -> list[psutil.Process]:
 def _children_on_linux(pid: int) -> list[int]:
     """Those of one process. A tenth of the time of psutil, which reads the state of every process there is."""
     found: list[int] = []
-    with suppress(OSError):  # it ended
+    with suppress(OSError):
+        # The process may have ended.
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, Path(task, "children").read_text().split())
     return found

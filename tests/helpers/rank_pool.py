@@ -44,7 +44,8 @@ class RankPool:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder  # where the ranks of a group meet
+        # The ranks of a group meet in this folder.
+        self._folder = folder
         self._groups: dict[int, list[tuple[BaseProcess, Connection]]] = {}
 
     def run(self, function: Callable[..., Any], /, *args: Any, ranks: int = 2, **kwargs: Any) -> list[Any]:
@@ -128,7 +129,8 @@ def _serve(rank: int, ranks: int, store: str, calls: Connection) -> None:
         try:
             content = calls.recv_bytes()
         except EOFError:
-            os._exit(0)  # without peers, the destruction of the group could wait
+            # Destroying a group whose peers are gone could wait.
+            os._exit(0)
         try:
             function, args, kwargs, cwd = pickle.loads(content)
             os.chdir(cwd)

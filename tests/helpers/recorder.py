@@ -43,7 +43,8 @@ class Recorder:
     def on_fit_start(self, info: FitInfo) -> None:
         self._file = JsonLines(self._folder / f"rank_{self._context.rank}.jsonl", last_step=info.start_step)
         if self._context.is_main:
-            for path in self._folder.glob("rank_*.jsonl"):  # of ranks that no longer exist
+            for path in self._folder.glob("rank_*.jsonl"):
+                # Records of ranks that no longer exist go, too.
                 if int(path.stem.removeprefix("rank_")) >= self._context.world_size:
                     JsonLines(path, last_step=info.start_step).close()
         self._model = info.model

@@ -23,7 +23,8 @@ from tests.helpers.command import Started
 from tests.helpers.network import Host
 
 NUM_NODES = 2
-CPUS_PER_NODE = 8  # said to be there: tasks share those there are
+# SLURM is told of more CPUs than there are; tasks share those.
+CPUS_PER_NODE = 8
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "setpriv")
 _START_S = 30.0
 _END_S = 10.0
@@ -156,7 +157,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 def _write_files(cluster: Cluster) -> None:
     folder = cluster.folder
     hosts = cluster.hosts
-    folder.chmod(0o755)  # munged wants its socket where anybody could reach it
+    # munged wants its socket where anybody could reach it.
+    folder.chmod(0o755)
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
@@ -167,7 +169,8 @@ def _write_files(cluster: Cluster) -> None:
     controller = f"{hosts[0].name}({hosts[0].address})"
     for host in hosts:
         (folder / host.name).mkdir()
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # of which nothing is used: none need be mounted
+    # No controller is used, so that none need be mounted.
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (folder / "slurm.conf").write_text(_CONFIG.format(folder=folder, controller=controller, nodes=nodes))
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 _BLOCK = 32768
-_HEAD = struct.Struct("<IHB")  # checksum, length, kind
-_ENDS = (1, 4)  # kinds of a part that ends a record: all of it, or its last part
+# The checksum, length and kind of a part.
+_HEAD = struct.Struct("<IHB")
+# The kinds of a part that ends a record: a whole record, or its last part.
+_ENDS = (1, 4)
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
@@ -25,7 +27,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
     at = 7
     whole = b""
     while at + _HEAD.size <= len(content):
-        if _BLOCK - at % _BLOCK < _HEAD.size:  # the rest of a block is padding
+        if _BLOCK - at % _BLOCK < _HEAD.size:
+            # The rest of a block is padding.
             at += _BLOCK - at % _BLOCK
             continue
         _, length, kind = _HEAD.unpack_from(content, at)

@@ -35,9 +35,11 @@ def assert_right(found: dict[str, list[list[str]]], procs: int) -> None:
     ranks = range(procs)
     who = found["Who each rank is, and what it reads from its environment (–: not set)"]
     assert [row[0] for row in who] == [row[4] for row in who] == [str(rank) for rank in ranks]
-    assert len({row[2] for row in who}) == procs  # pids
+    # Every rank has its own pid.
+    assert len({row[2] for row in who}) == procs
     assert after(found, "barrier") == [[rank + 1] for rank in ranks]
-    last = procs - 1 if procs % 2 else procs  # who has no partner
+    # A rank beyond the largest power of two has no partner.
+    last = procs - 1 if procs % 2 else procs
     assert after(found, "ping_pong") == [[10.0 if rank < last else 0.0] for rank in ranks]
     assert after(found, "send_recv") == [[sum(range(1, (rank or procs - 1) + 2))] for rank in ranks]
     sent = [rank - 1 if rank % 2 else rank for rank in ranks]
@@ -47,7 +49,8 @@ def assert_right(found: dict[str, list[list[str]]], procs: int) -> None:
     assert after(found, "reduce_scatter") == [[sum(columns[rank])] for rank in ranks]
     assert after(found, "all_gather") == [columns[0]] * procs
     mean = [sum(column) / procs for column in columns[: 1 << (procs.bit_length() - 1)]]
-    assert after(found, "butterfly") == [pytest.approx(mean, rel=1e-5)] * procs  # as printed
+    # Values are compared as printed.
+    assert after(found, "butterfly") == [pytest.approx(mean, rel=1e-5)] * procs
     assert after(found, "broadcast") == [[0, 1, 2, 3]] * procs
     assert after(found, "all_to_all") == [columns[rank] for rank in ranks]
 

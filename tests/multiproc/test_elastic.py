@@ -22,7 +22,8 @@ from tests.helpers.trouble import EVERY, Deed
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 exhaustive = pytest.mark.exhaustive
 
-START_S = 120.0  # to training, on a machine with few cores
+# The time to start training on a machine with few cores.
+START_S = 120.0
 END_S = 60.0
 STEPS = 3 * EVERY
 ENDLESS = ("trainer.max_steps=100000",)

@@ -42,7 +42,8 @@ def test_whichever_process_is_killed_none_is_left(tmp_path: Path, who: str | int
     with started_framework("recipe=trouble", "topology.procs_per_node=2", *WORKERS, cwd=tmp_path) as started:
         done = trouble.wait_until_done(tmp_path, started, timeout=START_S)
         processes = started.processes()
-        assert len(processes) >= 2 + 2 + 2 * 2  # the command, the server, two ranks and their workers
+        # There are the command, the server, two ranks and their workers.
+        assert len(processes) >= 2 + 2 + 2 * 2
         (rank,) = [process for process in processes if process.pid == done["pid"]]
         server = rank.parent()
         assert server is not None
@@ -94,7 +95,8 @@ def test_ranks_finish_without_a_reader_of_output(tmp_path: Path) -> None:
     wait_until(lambda: run_file(tmp_path)["status"] != "running")
     assert (tmp_path / "errors").read_text() == ""
     assert run_file(tmp_path)["status"] == "finished"
-    assert "  Linear  " in (trouble.run_dir(tmp_path) / "logs" / "rank_0.log").read_text()  # the model's summary
+    # The log holds the model's summary.
+    assert "  Linear  " in (trouble.run_dir(tmp_path) / "logs" / "rank_0.log").read_text()
 
 
 @exhaustive

@@ -88,7 +88,8 @@ def test_the_first_cause_is_reported_once(
         assert frame in first["stacks"]
         assert "recipes/trouble.py" in first["stacks"]
     out, err = (stream.getvalue() for stream in screen)
-    assert SHOW_CURSOR in out  # whoever had hidden it
+    # The cursor is visible again, whoever had hidden it.
+    assert SHOW_CURSOR in out
     # An exception of the user's data names the sample instead.
     assert err.count("Traceback") == (first["kind"] == "exception" and deed.phase != "data")
     (header,) = [line for line in err.splitlines() if line.removeprefix(SHOW_CURSOR).startswith("────")]
@@ -130,7 +131,8 @@ def test_a_rank_that_is_late_is_waited_for(misbehave: Callable[..., Path], scree
     lines = [line for line in screen[1].getvalue().splitlines() if line.startswith("Rank")]
     assert [bool(re.match(r"Rank 1 (\(pid \d+\) is late|caught up)", line)) for line in lines] == [True, True]
     assert not (run_dir / "failure.json").exists()
-    assert SHOW_CURSOR not in screen[0].getvalue()  # nobody was ended early
+    # No rank was ended early.
+    assert SHOW_CURSOR not in screen[0].getvalue()
 
 
 TOGETHER = """

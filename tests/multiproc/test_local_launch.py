@@ -62,7 +62,8 @@ def test_ranks_get_torchruns_variables_and_the_world(
         assert (each["cwd"], each["argv"], each["stdin"]) == (str(tmp_path), ["framework", "recipe=some"], "")
         lines = (run_dir / "logs" / f"rank_{rank}.log").read_text().splitlines()
         assert {"printed", "complained"} <= set(lines)
-        assert ("from a descriptor" in lines) is (rank > 0)  # what C code of rank 0 writes goes to the terminal
+        # What C code of rank 0 writes goes to the terminal.
+        assert ("from a descriptor" in lines) is (rank > 0)
     assert len({each["environment"]["MASTER_PORT"] for each in seen}) == 1
 
 

@@ -21,7 +21,8 @@ from tests.helpers.trouble import Deed
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300), pytest.mark.exhaustive]
 
-START_S = 120.0  # two hosts share few cores
+# Two hosts share few cores.
+START_S = 120.0
 TIMEOUT_S = 6.0
 REPORT_S = 60.0
 PAUSE_S = 0.05

@@ -72,7 +72,8 @@ def test_cells_train_fail_and_are_interrupted(tmp_path: Path) -> None:
     notebook = write_notebook(tmp_path / "cells.ipynb", [DEFINITIONS, TRAIN, FAIL, STOP])
     _, trained, failed, stopped = run_notebook(notebook, cwd=tmp_path)
     assert "Training interactive: 2 processes, CPU" in trained
-    assert "epoch 0  step 8  val/loss" in trained  # printed by rank 0
+    # Rank 0 prints this line.
+    assert "epoch 0  step 8  val/loss" in trained
     assert "finished ['val/loss'] True" in trained
     assert "RunFailedError" in failed
     assert "Rank 1 of 2" in failed

@@ -21,7 +21,8 @@ Train = Callable[..., Path]
 CASES = "tests.multiproc.preflight_cases"
 PREFLIGHT = ("job=preflight", "recipe=toy", "preflight.seconds=0.3", "preflight.max_bytes=4096")
 THREE = "topology.procs_per_node=3"
-BUS_FACTORS = {  # of three ranks, as https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md has them
+# For three ranks, following https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+BUS_FACTORS = {
     "send/recv": 1,
     "broadcast": 1,
     "all_reduce": 4 / 3,
@@ -78,7 +79,8 @@ def test_what_is_wrong_is_named(train: Train, capfd: pytest.CaptureFixture[str])
     found = found_in(run_dir)
     faults = {(fault["check"], fault["rank"]) for fault in found["faults"]}
     expected = {("ping-pong", 0), ("ping-pong", 1), ("send/recv", 0), ("all_gather", 1)}
-    assert faults == expected | {("butterfly", rank) for rank in range(3)}  # the sum has what rank 2 sends
+    # The sum includes what rank 2 sends.
+    assert faults == expected | {("butterfly", rank) for rank in range(3)}
     assert all(fault["text"].startswith("from rank 2: ") for fault in found["faults"] if fault["check"] == "ping-pong")
     assert (found["slowest_link"]["ranks"], found["slowest_link"]["stands_out"]) == ([1, 2], True)
     printed = capfd.readouterr().out
@@ -131,7 +133,8 @@ def throttle(host: Host, other: Host) -> None:
     device = ("dev", "eth0")
     chosen = ("u32", "match", "ip", "dst", f"{other.address}/32", "flowid", "1:1")
     for arguments in (
-        ("qdisc", "add", *device, "root", "handle", "1:", "htb"),  # what no filter chooses is held to nothing
+        # Traffic that no filter chooses isn't limited.
+        ("qdisc", "add", *device, "root", "handle", "1:", "htb"),
         ("class", "add", *device, "parent", "1:", "classid", "1:1", "htb", "rate", "8mbit"),
         ("filter", "add", *device, "protocol", "ip", "parent", "1:0", "prio", "1", *chosen),
     ):
@@ -155,7 +158,8 @@ def test_a_slow_link_between_hosts_is_named(tmp_path: Path) -> None:
             for rank, host in enumerate(hosts)
         ]
         statuses = [each.wait(timeout=START_S) for each in all_started]
-        assert statuses == [1, 0, 0], all_started[0].printed()  # the first reports
+        # The first host reports.
+        assert statuses == [1, 0, 0], all_started[0].printed()
         for each in all_started:
             each.assert_all_gone()
         (run_dir,) = tmp_path.glob("outputs/toy/preflight/*")

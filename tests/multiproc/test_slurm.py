@@ -23,7 +23,8 @@ from tests.helpers.trouble import Deed
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300), pytest.mark.exhaustive]
 
 FRAMEWORK = (sys.executable, "-m", "framework", "trainer.gpus=0")
-START_S = 120.0  # every task loads torch by itself, on few cores
+# Every task loads torch by itself, on few cores.
+START_S = 120.0
 TIMEOUT_S = 6.0
 REPORT_S = 60.0
 PAUSE_S = 0.05
@@ -138,4 +139,5 @@ def test_a_task_that_dies_is_reported(slurm: Cluster, tmp_path: Path, what: str,
     assert (first["node"], first["host"]) == (rank // 2, f"host{rank // 2 + 1}")
     assert f"Rank {rank} of 4 (pid {done['pid']}) failed first" in result.stderr
     how = "Killed" if what == "SIGKILL" else "Exited"
-    assert re.search(rf"host{rank // 2 + 1}: tasks? ([\d,-]*\b)?{rank}: {how}", result.stderr)  # perhaps "tasks 2-3"
+    # srun may write several tasks as "tasks 2-3".
+    assert re.search(rf"host{rank // 2 + 1}: tasks? ([\d,-]*\b)?{rank}: {how}", result.stderr)

@@ -136,7 +136,8 @@ class Sender:
     ("number", "override", "status"),
     [
         (signal.SIGTERM, "checkpoint.enabled=true", EXIT_STOPPED),
-        (signal.SIGINT, "checkpoint.enabled=true", EXIT_INTERRUPTED),  # Python's own, which debuggers rely on
+        # Python's own handler, on which debuggers rely.
+        (signal.SIGINT, "checkpoint.enabled=true", EXIT_INTERRUPTED),
         (signal.SIGTERM, "checkpoint.enabled=false", EXIT_INTERRUPTED),
     ],
 )
@@ -154,7 +155,8 @@ def test_a_rank_in_process_handles_signals_itself(
     sender = ("+callbacks.sender._target_=sender.Sender", f"+callbacks.sender.number={int(number)}")
     try:
         run_dir = train(*OVERRIDES, "launcher=in_process", override, *sender, status=status)
-    except KeyboardInterrupt:  # would end pytest
+    except KeyboardInterrupt:
+        # The exception would end pytest.
         pytest.fail("the command did not handle the signal")
     printed = capfd.readouterr()
     assert "Traceback" not in printed.err

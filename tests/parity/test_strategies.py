@@ -137,7 +137,8 @@ class LowRank:
         self.thin: dict[int, Tensor] = {}
 
     def __call__(self, place: int, gradients: Sequence[Tensor]) -> Tensor:
-        step = self.calls // 6  # three weights and three biases
+        # A step has three weights and three biases.
+        step = self.calls // 6
         self.calls += 1
         if place not in (0, 2) or step < self.start:
             return mean(place, gradients)

@@ -65,7 +65,8 @@ class How(NamedTuple):
     clip: float | None = 0.5
     algorithm: ClipAlgorithm = "norm"
     passes: int = 2
-    size: int = 73  # samples; the last global batch of an epoch is a short one, and some ranks have none of it
+    # In samples. The last global batch of an epoch is short, and some ranks have none of it.
+    size: int = 73
     channels_last: bool = False
     recomputed: tuple[str, ...] = ()
 

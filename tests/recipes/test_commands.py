@@ -123,7 +123,8 @@ def test_the_output_shows_what_was_run_and_found(default: Run) -> None:
         assert re.search(rf"^ +{name} .*\b{value:.4f}\b", shown, re.MULTILINE), name
     best, last = (results.results(default.run_dir)[name]["step"] for name in ("best", "last"))
     assert best == last or all(f"{name} (step {step})" in shown for name, step in (("best", best), ("last", last)))
-    assert not {"\x1b", "\r"} & set(shown)  # plain lines: this is no terminal
+    # The lines are plain because this is no terminal.
+    assert not {"\x1b", "\r"} & set(shown)
     assert default.stderr == ""
 
 
@@ -133,7 +134,8 @@ def test_run_json_records_what_was_run(default: Run) -> None:
     assert record["started"] <= record["ended"]
     assert {"python", "framework", "torch", "torchvision", "hydra-core", "omegaconf"} <= record["versions"].keys()
     assert "not installed" not in (record["versions"]["torch"], record["versions"]["hydra-core"])
-    assert record["git"] is None  # an empty folder is no repository
+    # An empty folder is no repository.
+    assert record["git"] is None
     assert record["topology"]["world_size"] == 1
 
 

@@ -72,14 +72,16 @@ def run_of(answer: Answer, folder: Path, tmp_path: Path) -> Callable[[str], Path
             short = ("trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.max_steps=2", "scheduler=none")
             limits = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
             assert answer(f"recipe={recipe}", "path.outputs=ended", "trainer.gpus=0", *short, *limits) == 0
-        first = min(folder.glob(f"ended/{recipe}/*"))  # evaluations lie there too
+        # Evaluations lie there, too.
+        first = min(folder.glob(f"ended/{recipe}/*"))
         return Path(shutil.copytree(first, tmp_path / "run", symlinks=True))
 
     return copy
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("own_state")  # launcher=in_process trains in this process
+# launcher=in_process trains in this process.
+@pytest.mark.usefixtures("own_state")
 @pytest.mark.parametrize(
     "command",
     chosen(),
@@ -92,7 +94,8 @@ def test_a_documented_command_runs(command: Command, answer: Answer, request: py
     capture = request.config.pluginmanager.getplugin("capturemanager")
     capture.read_global_capture()
     status = answer(*typed)
-    printed = "".join(capture.read_global_capture())  # of the ranks, too, whose server is older than any `capfd`
+    # Include the ranks, whose server is older than any `capfd`.
+    printed = "".join(capture.read_global_capture())
     assert status == 0, printed
     assert "Warning" not in printed
 

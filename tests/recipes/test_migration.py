@@ -75,7 +75,8 @@ def in_order(folder: Path) -> None:
 def before(name: str, folder: Path) -> float:
     """Run the program as it was, and return its last accuracy."""
     done = run_python(*BEFORE[name], cwd=folder, timeout=150)
-    if "terminate called without an active exception" in done.stderr:  # by torch, sometimes, after the last line
+    if "terminate called without an active exception" in done.stderr:
+        # torch sometimes does so after the last line.
         done = run_python(*BEFORE[name], cwd=folder, timeout=150)
     return accuracy(done)
 
@@ -115,7 +116,8 @@ def start_weights(folder: Path, *, hidden: int, seed: int) -> str:
 
 def test_torchrun(folder: Path) -> None:
     in_order(folder)
-    padded = before("torchrun", folder)  # of 298 samples, one of them twice
+    # One of the 298 samples comes twice.
+    padded = before("torchrun", folder)
     assert after("torchrun", folder) == pytest.approx(padded, abs=1 / 297)
     assert_close(weights(folder, "after_torchrun"), torch.load(folder / "net.pt"))
 
@@ -165,7 +167,8 @@ def test_weights_of_lightning(folder: Path) -> None:
 
 def lightning_weights(folder: Path) -> dict[str, Tensor]:
     (checkpoint,) = folder.rglob("best.ckpt")
-    state = torch.load(checkpoint, weights_only=False)["state_dict"]  # with the module's own hyperparameters
+    # The checkpoint holds the module's own hyperparameters.
+    state = torch.load(checkpoint, weights_only=False)["state_dict"]
     return {name.removeprefix("net."): value for name, value in state.items() if name.startswith("net.")}
 
 

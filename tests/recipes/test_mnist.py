@@ -125,7 +125,8 @@ def test_packed_and_unpacked_files_stay_unchanged(data: Datasets, data_root: Pat
         assert all(map(torch.equal, one, other))
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # torchvision closes no answer of a mirror without the file
+# torchvision doesn't close the answer of a mirror that lacks the file.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.usefixtures("own_state")
 def test_missing_files_are_downloaded_once(data: Datasets, data_root: Path, tmp_path: Path, monkeypatch) -> None:
     """By one of those that ask; a damaged one is replaced."""
@@ -139,7 +140,8 @@ def test_missing_files_are_downloaded_once(data: Datasets, data_root: Path, tmp_
     class Handler(SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
-            with suppress(ConnectionError):  # torchvision looks for a redirect first, and doesn't read on
+            with suppress(ConnectionError):
+                # torchvision looks for a redirect first, and doesn't read on.
                 super().do_GET()
 
         def log_message(self, *arguments: Any) -> None: ...

@@ -83,7 +83,8 @@ def test_seeded_data_ignores_the_number_of_threads(own_state, make, sizes):
     assert torch.equal(torch.get_rng_state(), before)
     assert [len(part) for part in data] == sizes
     everything = torch.cat([tensors(part)[0].flatten(1) for part in data])
-    assert len(everything.unique(dim=0)) == sum(sizes)  # no sample is in two parts
+    # No sample is in two parts.
+    assert len(everything.unique(dim=0)) == sum(sizes)
 
 
 def test_digits_are_normalised_images_of_all_classes(own_state):

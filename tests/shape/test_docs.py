@@ -68,7 +68,8 @@ def test_the_readme_shows_commands() -> None:
     assert len(shown) >= 10
 
 
-@pytest.mark.usefixtures("own_state")  # Hydra logs when it is asked for information
+# Hydra logs when it is asked for information.
+@pytest.mark.usefixtures("own_state")
 @pytest.mark.parametrize("command", DIFFERENT, ids=lambda command: f"{command.place}: {command.text}")
 def test_a_shown_command_composes_and_fits_its_targets(
     command: Command, shown: Path, requests: list[Request], capsys: pytest.CaptureFixture[str]

@@ -86,7 +86,8 @@ def test_hooks_that_nobody_wrote_are_never_called(tmp_path: Path, monkeypatch: p
 
     idle = "+callbacks.idle._target_=tests.shape.test_frames.Idle"
     silent = "+callbacks.silent._target_=tests.shape.test_frames.Silent"
-    calls(1, idle)  # what happens once in a process
+    # Do what happens once in a process beforehand.
+    calls(1, idle)
     bare, observed, reporting = (calls(20, *given) - calls(10, *given) for given in ((), (idle,), (silent,)))
     assert bare.total() > 20
     assert observed == reporting == bare

@@ -25,7 +25,8 @@ ORPHANING = (
     "import subprocess, sys;"
     "streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.DEVNULL};"
     f"child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True, **streams);"
-    "child.stdout.readline();"  # right after exec, a process has no environment yet
+    # Right after exec, a process has no environment yet.
+    "child.stdout.readline();"
     "print(child.pid)"
 )
 

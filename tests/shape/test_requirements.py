@@ -10,7 +10,8 @@ from tests.helpers.requirements import REQUIRE_VARIABLE, require
 
 def test_missing_tools_skip_unless_they_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(slurm, "why_not", slurm.why_not.__wrapped__)  # its answer is cached
+    # The answer is cached.
+    monkeypatch.setattr(slurm, "why_not", slurm.why_not.__wrapped__)
     monkeypatch.setenv(REQUIRE_VARIABLE, "chromium,netns")
     with pytest.raises(pytest.skip.Exception, match="apt-get install slurm-wlm munge"):
         require("slurm")

@@ -222,7 +222,8 @@ class BadAt(Squares):
         output = super().training_step(model, batch)
         if self.steps != self.step:
             return output
-        if self.gradient_only:  # the derivative of a square root at 0
+        if self.gradient_only:
+            # The derivative of a square root at 0 is infinite.
             return output._replace(loss=output.loss + (output.loss - output.loss.detach()).sqrt())
         return output._replace(loss=output.loss * self.value)
 

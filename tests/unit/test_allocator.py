@@ -58,5 +58,6 @@ def test_what_the_user_has_set_is_left(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", lambda _: Library)
     assert not tune_malloc({"MALLOC_TRIM_THRESHOLD_": "1000"})
     assert not tune_malloc({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000"})
-    monkeypatch.setattr("ctypes.CDLL", lambda _: object())  # another C library
+    # Another C library lacks the function.
+    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
     assert not tune_malloc({})

@@ -86,7 +86,8 @@ def large() -> list[nn.Parameter]:
         ("torch.optim.SGD", {}, large, True, True, None),
         ("torch.optim.SGD", {}, large, False, None, False),
         ("torch.optim.SGD", {"foreach": True}, large, True, None, True),
-        ("torch.optim.RMSprop", {}, large, True, None, False),  # it has no fused form
+        # The optimizer has no fused form.
+        ("torch.optim.RMSprop", {}, large, True, None, False),
         ("torch.optim.SGD", {}, parameters, True, None, False),
     ],
 )

@@ -182,7 +182,8 @@ def test_unknown_rates_are_refused() -> None:
     for make in (FOLLOWING["StepLR"], PLATEAU):
         old = optimizer_of(OLD)
         old_schedule = scheduled(old, make)
-        old.param_groups[0]["lr"] *= 0.5  # as a callback may
+        # A callback may change a rate.
+        old.param_groups[0]["lr"] *= 0.5
         with pytest.raises(ConfigError, match="Something else sets it, such as a callback"):
             resumed(make, old, old_schedule, CHANGED)
 

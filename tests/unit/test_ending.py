@@ -57,7 +57,8 @@ class AskAt:
 @pytest.mark.parametrize("at", [4, STEPS_PER_EPOCH])
 def test_a_callback_stops_training_after_its_step(tmp_path: Path, at: int) -> None:
     recorder = Recorder({"step": at})
-    alone = settings(log_every_n_steps=100)  # nobody to agree with
+    # There is nobody to agree with.
+    alone = settings(log_every_n_steps=100)
     trainer = make_trainer(alone, callbacks={"recorder": recorder}, checkpoints=manager(tmp_path))
     trainer.fit()
     assert (trainer.progress.step, trainer.stop.reason) == (at, "seen enough")
@@ -115,7 +116,8 @@ def stop_on_rank_1(context: Context, changes: dict[str, Any], stop_at: dict[str,
     ("changes", "stop_at", "stopped"),
     [
         ({"log_every_n_steps": 2}, {"step": 1}, 2),
-        ({"log_every_n_steps": 100}, {"step": 1}, 3),  # the end of an epoch
+        # Ranks meet at the end of an epoch.
+        ({"log_every_n_steps": 100}, {"step": 1}, 3),
         ({"log_every_n_steps": 100, "val_check_interval": 2}, {"step": 1}, 2),
         ({"log_every_n_steps": 100, "val_check_interval": 2}, {"validation": 2}, 2),
     ],

@@ -93,7 +93,8 @@ def run(model: nn.Module, look: Callable[[nn.Module, Any], None], *, precision: 
 
 def test_evaluation_restores_the_mode_of_every_module() -> None:
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3), nn.Linear(3, 1)).train()
-    model[1].eval()  # frozen
+    # This part is frozen.
+    model[1].eval()
     modes: list[bool] = []
     outputs: list[Tensor] = []
 

@@ -76,7 +76,8 @@ class Rich(nn.Module):
 
     def forward(self, given: dict[str, Tensor], *, mask: Tensor, scale: float, shift: Tensor) -> dict[str, Any]:
         out: Tensor = self.layer(given["x"]) * mask[:, None] * scale + shift
-        given["x"].zero_()  # what it is given is its own
+        # Changing the argument must not change what is kept.
+        given["x"].zero_()
         return {"out": out, "classes": (out.argmax(1), None)}
 
 
@@ -174,7 +175,8 @@ def test_tied_weights_keep_their_names(export, tmp_path):
     facts = {"recipe": "toy", "step": "7", "torch_version": torch.__version__}
     assert facts.items() <= metadata.items()
     (tmp_path / "plain").touch()
-    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # readable by those who may read new files
+    # Whoever may read new files may read this one.
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 @pytest.mark.parametrize(

@@ -229,10 +229,13 @@ def task_of_srun(local_rank, *, kind="mask_cpu:", listed="0x3,0xC,0x30,0xC0", ta
     [
         (task_of_srun(2), Sharers(1, 0)),
         (task_of_srun(2, tasks="4(x2)"), Sharers(1, 0)),
-        (task_of_srun(2, listed="3,C"), Sharers(2, 1)),  # typed masks come without 0x, and begin again
+        # Typed masks come without 0x and are repeated.
+        (task_of_srun(2, listed="3,C"), Sharers(2, 1)),
         (task_of_srun(2, listed="0x3,0x3,0x30,0x30"), Sharers(2, 0)),
-        (task_of_srun(2, kind="map_cpu:", listed="4,5,6,7"), Sharers(4, 2)),  # not in force: there would be one core
-        (task_of_srun(0), Sharers(4, 2)),  # a process that a task has started
+        # The binding isn't in force: otherwise there would be one core.
+        (task_of_srun(2, kind="map_cpu:", listed="4,5,6,7"), Sharers(4, 2)),
+        # A task has started this process.
+        (task_of_srun(0), Sharers(4, 2)),
         ({**task_of_srun(2), "TORCHELASTIC_RUN_ID": "none"}, Sharers(4, 2)),
         ({}, Sharers(4, 2)),
     ],
@@ -247,9 +250,11 @@ def test_srun_tasks_share_their_bindings_cores(monkeypatch, environ, expected):
     [
         ([1], None, False),
         ([3, 4, 3], None, True),
-        ([9, 3, 1], None, False),  # the others had something to do for a moment
+        # The other threads were busy for a moment.
+        ([9, 3, 1], None, False),
         ([1], 3, True),
-        ([], None, False),  # no /proc
+        # There is no /proc.
+        ([], None, False),
     ],
 )
 def test_openmp_spins_only_on_its_own_cores(monkeypatch, tmp_path, running, quota, passive):

@@ -92,7 +92,8 @@ def test_the_compiler_is_imported_once_when_needed(script: str) -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import torch._dynamo.config",  # which refuses to set attributes
+        # This module refuses to set attributes.
+        "import torch._dynamo.config",
         "torch._dynamo.config.suppress_errors = True",
         pytest.param("from torch._dynamo import OptimizedModule", marks=pytest.mark.exhaustive),
         pytest.param("from torch._dynamo.utils import counters", marks=pytest.mark.exhaustive),

@@ -54,8 +54,10 @@ def test_a_positive_limit_leaves_something_and_never_adds(total: int, limit: flo
         (3, 1, 3),
         (100, 1, 10),
         (0.5, 1, 5),
-        (4, 2, 2),  # of 20 batches in 10 windows
-        (3, 2, 2),  # an optimizer step is never begun with a part of its batches
+        # There are 20 batches in 10 windows.
+        (4, 2, 2),
+        # An optimizer step never starts with a part of its batches.
+        (3, 2, 2),
         (0.5, 2, 5),
         (1, 4, 1),
     ],

@@ -38,8 +38,10 @@ def test_losses_and_metrics_are_weighted_means() -> None:
     meter = Meter()
     meter.add(output(1.0, 3, accuracy=(torch.tensor(2), 3), tokens=(10.0, 40), masked=(torch.tensor(0.0), 0)))
     meter.add(output(5.0, 1, accuracy=(torch.tensor(1), 1), tokens=(30.0, 10), masked=(torch.tensor(0.0), 0)))
-    expected = {"accuracy": 3 / 4, "loss": (1.0 * 3 + 5.0) / 4, "tokens": 40 / 50}  # none of a name without samples
-    for _ in range(2):  # reading changes nothing
+    # A name without samples has no mean.
+    expected = {"accuracy": 3 / 4, "loss": (1.0 * 3 + 5.0) / 4, "tokens": 40 / 50}
+    for _ in range(2):
+        # Reading changes nothing.
         assert meter.reduce(cpu_context(), extra=[2.0, 0.5]) == (expected, [2.0, 0.5])
     meter.clear()
     assert meter.reduce(cpu_context()) == ({}, [])
@@ -50,12 +52,15 @@ def test_losses_and_metrics_are_weighted_means() -> None:
 @pytest.mark.parametrize(
     ("values", "mean"),
     [
-        ([torch.tensor(2.0**24), *[torch.tensor(1.0)] * 1024], (2**24 + 1024) / 1025),  # lost in single precision
+        # Single precision would lose the ones.
+        ([torch.tensor(2.0**24), *[torch.tensor(1.0)] * 1024], (2**24 + 1024) / 1025),
         ([torch.tensor(1.0, dtype=torch.bfloat16)] * 1000, 1.0),
-        ([2.0**24 + 1, torch.tensor(2.0)], (2**24 + 3) / 2),  # plain numbers aren't rounded
+        # Plain numbers aren't rounded.
+        ([2.0**24 + 1, torch.tensor(2.0)], (2**24 + 3) / 2),
         ([2**24 + 1, torch.tensor(2.0)], (2**24 + 3) / 2),
         ([torch.tensor(float(step)) for step in range(2500)], 2499 / 2),
-        ([torch.tensor(1e308, dtype=torch.float64)] * 3, math.inf),  # beyond the largest number
+        # The sum exceeds the largest number.
+        ([torch.tensor(1e308, dtype=torch.float64)] * 3, math.inf),
     ],
     ids=["single", "bfloat16", "float", "int", "many", "large"],
 )
@@ -102,7 +107,8 @@ def add_up(context: Context) -> list[Any]:
     absent = Meter()
     counted = Meter()
     resumed = Meter()
-    for number in range(rank + 1):  # rank r has r + 1 batches of r + 1 samples
+    for number in range(rank + 1):
+        # Rank r has r + 1 batches of r + 1 samples.
         weighed.add(output(float(10 * rank + number), rank + 1, seen=(1.0, rank + 1)))
     for name in ("a", "z") if rank == 0 else ("z", "a"):
         named.add(output(1.0, 1, a=(1.0, 1), z=(100.0, 1)) if name == "a" else output(1.0, 1, z=(100.0, 1), a=(1.0, 1)))
@@ -125,12 +131,16 @@ def add_up(context: Context) -> list[Any]:
 def test_ranks_add_up_with_their_weights(rank_pool: RankPool) -> None:
     samples = 1 + 2 * 2 + 3 * 3
     loss = (0 * 1 + (10 + 11) * 2 + (20 + 21 + 22) * 3) / samples
-    right = (1 + 2 + 3) * 2 / (3 + 3 * 5)  # counts may be tensors, and are saved
+    # Counts may be tensors, and are saved.
+    right = (1 + 2 + 3) * 2 / (3 + 3 * 5)
     expected = [
         ({"loss": loss, "seen": (1 + 2 + 3) / samples}, [3.0, 3.0]),
-        {"a": 1.0, "loss": 1.0, "z": 100.0},  # names come in another order
-        {"loss": (2.0 + 4.0) / 2, "right": 0.5},  # rank 1 has none
-        ({}, [3.0]),  # nobody has any
+        # The names come in another order.
+        {"a": 1.0, "loss": 1.0, "z": 100.0},
+        # Rank 1 has no samples.
+        {"loss": (2.0 + 4.0) / 2, "right": 0.5},
+        # No rank has any loss.
+        ({}, [3.0]),
         {"loss": 1.0, "right": right},
         {"loss": 1.0, "right": right},
     ]

@@ -169,7 +169,8 @@ def test_steps_of_missing_data_are_unknown_unless_given():
     found = facts("recipe=toy", "plan.train_samples=1600", data=data, procs=2)
     assert found["data"] == {**unknown, "train": 1600, "source": "plan.train_samples"}
     assert (found["steps"]["per_epoch"], found["notes"]) == (40, [])
-    assert facts("recipe=toy", "plan.train_samples=5")["data"]["train"] == 1600  # the real data counts
+    # The size of the real data counts.
+    assert facts("recipe=toy", "plan.train_samples=5")["data"]["train"] == 1600
 
 
 def test_steps_of_a_stream_are_unknown_unless_limited():

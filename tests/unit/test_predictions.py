@@ -69,7 +69,8 @@ def test_pt_keeps_tensors_and_leaves_no_gap(tmp_path: Path, sizes: tuple[int, ..
 
 def test_numbers_in_csv_read_back_the_same(tmp_path: Path) -> None:
     bits = torch.randint(-(2**31), 2**31 - 1, (1000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    numbers = bits.view(torch.float32).nan_to_num()  # of all sizes
+    # Random bits give numbers of all magnitudes.
+    numbers = bits.view(torch.float32).nan_to_num()
     write_predictions([{"x": numbers}], tmp_path / "all.csv")
     assert torch.equal(torch.tensor([float(row[1]) for row in read(tmp_path / "all.csv")[1:]]), numbers)
 

@@ -27,7 +27,8 @@ def context(rank: int) -> Context:
 
 def test_every_rank_writes_its_own_log(run_dir: RunDir) -> None:
     before = (logger.level, list(logger.handlers))
-    for rank in (0, 3, 0):  # a resumed run appends
+    for rank in (0, 3, 0):
+        # A resumed run appends.
         with rank_log(run_dir.rank_log(rank), place=context(rank).description):
             logger.warning("saved %s", "é")
             logging.getLogger("framework.some.part").info("from a part")
@@ -41,7 +42,8 @@ def test_every_rank_writes_its_own_log(run_dir: RunDir) -> None:
     assert f"pid {os.getpid()}, rank 3, local rank 1, world size 4, backend nccl, node 1 (" in first
     assert first.endswith("devices cuda:2, cuda:3")
     assert [line.split(" ", 2)[2] for line in records[:2]] == ["WARNING saved é", "INFO from a part"]
-    assert len(records) == 3  # the first line again
+    # The first line is repeated.
+    assert len(records) == 3
     assert run_dir.rank_log(0).read_text(encoding="utf-8").count("saved é") == 2
 
 

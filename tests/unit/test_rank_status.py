@@ -112,7 +112,8 @@ def test_a_long_record_loses_its_middle(rank_status: RankStatus, reader: RankSta
             assert said.endswith(f"{letter} end")
             assert "\n[…]\n" in said
             assert len(said) > 2000
-        assert reader.stacks_size() == 0  # it hasn't run over
+        # The file hasn't overflowed.
+        assert reader.stacks_size() == 0
 
 
 WAITS_BESIDE_THREADS = """
@@ -153,7 +154,8 @@ def test_the_heartbeat_counts_collectives_and_never_goes_back(
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
 
     def count() -> int:
-        for _ in range(2):  # the second beat began after this call
+        for _ in range(2):
+            # The second heartbeat began after this call.
             before = reader.read().beat_ns
             wait_for(lambda before=before: reader.read().beat_ns > before)  # type: ignore[misc]
         return reader.read().collectives

@@ -44,7 +44,8 @@ def record(folder: Path, *, start: int = 0, steps: int = 4, disturb: Any = None)
 def test_a_row_has_a_steps_inputs_and_outputs(tmp_path: Path) -> None:
     rows = read_rows(record(tmp_path) / "record" / "rank_0.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert rows[1]["indices"] == [[2, 7], []]  # a stand-in is none
+    # A stand-in has no indices.
+    assert rows[1]["indices"] == [[2, 7], []]
     assert len(rows[1]["inputs"]) == 1
     parameters = {f"{layer}.{part}" for layer in range(3) for part in ("weight", "bias")}
     assert rows[1]["weights"].keys() == rows[1]["gradients"].keys() == parameters
@@ -114,7 +115,8 @@ def test_hooks_are_removed_and_never_copied(tmp_path: Path) -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     recorder = Recorder(run_dir=RunDir(tmp_path), context=cpu_context())
     recorder.on_fit_start(FitInfo(model, 0, None, 10, None, optimizer))
-    copy.deepcopy(model)  # as an average of the weights is begun
+    # An average of the weights starts with such a copy.
+    copy.deepcopy(model)
     recorder.on_fit_end()
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks

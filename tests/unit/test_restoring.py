@@ -31,7 +31,8 @@ def refusal(context: Context, disks: list[Path], attempt: int, resume: str | Non
         attempt=attempt,
         context=context,
     )
-    trainer: Any = None  # it isn't touched before the checkpoint is found
+    # The trainer isn't used before the checkpoint is found.
+    trainer: Any = None
     resumes = mock.patch.object(resume_module, "_resume", side_effect=FoundError)
     with resumes, pytest.raises((RunError, CheckpointError, FoundError)) as caught:
         restore(rank, trainer, own_checkpoint(rank))

@@ -154,7 +154,8 @@ def test_one_process_at_a_time_uses_a_run(tmp_path: Path) -> None:
         assert_in_use(run_dir, "another process")
         running(run_dir)
         assert_in_use(run_dir, f"process {os.getpid()} on there")
-        run_dir.update_run({"status": "finished"})  # of an earlier start: nothing is known of who uses it now
+        # The record is of an earlier start: who uses the run now is unknown.
+        run_dir.update_run({"status": "finished"})
         assert_in_use(run_dir, "another process")
     with locked(run_dir):
         pass

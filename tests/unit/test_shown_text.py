@@ -25,7 +25,8 @@ def test_no_character_of_a_text_steers_the_terminal(text: str) -> None:
     one_line = printable(text)
     assert {unicodedata.category(each) for each in one_line} & {"Cc", "Cs", "Zl", "Zp"} == set()
     assert printable(one_line) == one_line
-    one_line.encode()  # lone surrogates can't be
+    # Lone surrogates couldn't be encoded.
+    one_line.encode()
     assert printable(text, multiline=True).count("\n") == text.count("\n")
 
 

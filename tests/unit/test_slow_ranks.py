@@ -89,11 +89,16 @@ def test_several_ranks_may_be_slow_differently() -> None:
 @pytest.mark.parametrize(
     ("own", "logs"),
     [
-        (lambda _, rank: {"compute": 0.0095} if rank == 1 else {}, 10),  # a little
-        (lambda log, rank: {"data": 0.03} if rank == 1 and log == 6 else {}, 10),  # once
-        (lambda log, rank: {"data": 0.03} if rank == 1 and log % 5 in (0, 1, 3) else {}, 10),  # at times
-        (lambda log, rank: {"compute": 0.05} if log % 4 == rank else {}, 40),  # each in turn
-        (lambda _, rank: {"data": 0.03} if rank == 1 else {}, OF_THEM - 1),  # a short run
+        # The rank is only a little slower.
+        (lambda _, rank: {"compute": 0.0095} if rank == 1 else {}, 10),
+        # The rank is slow once.
+        (lambda log, rank: {"data": 0.03} if rank == 1 and log == 6 else {}, 10),
+        # The rank is slow at times.
+        (lambda log, rank: {"data": 0.03} if rank == 1 and log % 5 in (0, 1, 3) else {}, 10),
+        # Each rank is slow in turn.
+        (lambda log, rank: {"compute": 0.05} if log % 4 == rank else {}, 40),
+        # The run is too short.
+        (lambda _, rank: {"data": 0.03} if rank == 1 else {}, OF_THEM - 1),
     ],
     ids=["a little", "once", "at times", "in turn", "short"],
 )
@@ -114,7 +119,8 @@ def test_a_lasting_slow_rank_is_reported_once() -> None:
 def test_short_logs_are_combined() -> None:
     ranks = SlowRanks(rank=0, world_size=2)
     ranks.start(["a, cpu", "b, cpu"], step=100)
-    assert note(ranks, [Spent(), spent()], step=107) == {}  # of which a rank knows nothing
+    # Nothing is known about one rank.
+    assert note(ranks, [Spent(), spent()], step=107) == {}
     for log in range(4 * LAST_STRETCHES):
         short = [Spent(*(number * STRETCH_S / 4 for number in spent(data=0.03 * rank))) for rank in range(2)]
         assert note(ranks, short, step=108 + log)["skew/worst"] == pytest.approx(0.3)
@@ -264,7 +270,8 @@ def found(context: Context, strategy: Any, slow: Slow) -> tuple[list[tuple[int, 
     steps = EVERY * LOGS
     data: Any = Worked(clock, steps * BATCH * context.world_size)
     torch.manual_seed(0)
-    with mock.patch.object(slow_ranks, "STRETCH_S", 0.0):  # every log is judged by itself
+    with mock.patch.object(slow_ranks, "STRETCH_S", 0.0):
+        # Every log counts by itself.
         trainer = make_trainer(
             settings(max_steps=steps, max_epochs=None, log_every_n_steps=EVERY, check_val_every_n_epoch=None),
             model=Working(clock),
@@ -292,7 +299,8 @@ def test_the_waiting_rank_is_not_named(rank_pool: RankPool) -> None:
     assert tag == "slow_rank"
     assert text.startswith("Rank 1 (")
     assert "slower in compute than the others" in text
-    assert (others, no_texts) == ([], [])  # the first rank reports
+    # Only rank 0 reports.
+    assert (others, no_texts) == ([], [])
 
 
 THREE = {"data": {1: 0.03}, "backward": {2: 0.03}, "callbacks": {0: 0.03}}

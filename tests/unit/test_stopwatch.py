@@ -80,14 +80,16 @@ def test_steps_are_added_up_by_kind() -> None:
     step(watch, clock, 4, data=6)
     assert log(watch, clock) == Spent(3, 3 * STEP.step + 1.5, 6.0, 3 * STEP.compute, 3 * STEP.callbacks, 30.0)
     step(watch, clock, 5)
-    watch.knows_waiting = False  # nothing is known to be computing
+    # It isn't known what is computing.
+    watch.knows_waiting = False
     assert log(watch, clock) == STEP._replace(compute=0.0)
 
 
 def test_unknown_steps_are_left_out() -> None:
     clock = Host()
     watch = made(clock)
-    watch.begin_waiting()  # while it is made and restored
+    # The checkpoint is made and restored meanwhile.
+    watch.begin_waiting()
     watch.start()
     watch.set_phase(RankPhase.DATA)
     step(watch, clock, 1)
@@ -109,7 +111,8 @@ def test_evaluations_and_checkpoints_are_left_out(phase: RankPhase, is_logged: b
         assert watch.read() == STEP
     watch.leave_step(phase)
     work(clock, 500)
-    watch.leave_step(RankPhase.CHECKPOINT)  # one may follow the other
+    # One may follow the other.
+    watch.leave_step(RankPhase.CHECKPOINT)
     work(clock, 500)
     watch.set_phase(RankPhase.DATA)
     step(watch, clock, 3, data=100)

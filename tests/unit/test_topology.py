@@ -67,7 +67,8 @@ def test_shared_gpus_wrap_around_and_each_is_used(procs, span, least, gpus):
     assert topology.shares_gpus == (len(uses) > gpus)
     counts = [uses.count(gpu) for gpu in range(gpus)]
     assert max(counts) - min(counts) <= 1
-    if procs is None:  # no more processes than it takes
+    if procs is None:
+        # There are no more processes than are needed.
         assert (topology.procs_per_node - 1) * span < gpus
 
 

@@ -89,7 +89,8 @@ class PlainLoop:
                     scaler.scale(loss * (len(targets) * scale)).backward()
                 scaler.unscale_(optimizer)
                 norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-                self.norms.append(str(norm.item()))  # as text, so that NaN equals NaN
+                # As text, NaN equals NaN.
+                self.norms.append(str(norm.item()))
                 self.rates.append(optimizer.param_groups[0]["lr"])
                 if clip is not None:
                     clip(self.model.parameters())
@@ -181,7 +182,8 @@ def test_a_schedule_waits_for_skipped_steps() -> None:
         interval="step",
     )
     trainer.fit()
-    assert 0 < len(steps) < trainer.progress.step  # the first scale is too large
+    # The first scale is too large.
+    assert 0 < len(steps) < trainer.progress.step
     assert trainer.state.schedule.state_dict()["last_epoch"] == len(steps)
 
 
@@ -287,7 +289,8 @@ def test_the_sanity_check_changes_nothing() -> None:
     plain = noisy()
     plain.fit()
     checked = noisy(num_sanity_val_steps=2)
-    assert checked.sanity_check() == ["val/loss", "val/masked"]  # also of a metric without samples in these batches
+    # Metrics without samples in these batches are checked, too.
+    assert checked.sanity_check() == ["val/loss", "val/masked"]
     assert vars(checked.state.task)["validations"] == 2
     assert checked.state.bare_model.training
     checked.fit()
@@ -297,7 +300,8 @@ def test_the_sanity_check_changes_nothing() -> None:
 def test_the_sanity_check_is_only_for_fresh_validation() -> None:
     for changes in ({"num_sanity_val_steps": 0}, {"check_val_every_n_epoch": None}, {"max_steps": 1}):
         trainer = noisy(**changes)
-        if "max_steps" in changes:  # as in a resumed run
+        if "max_steps" in changes:
+            # The step is that of a resumed run.
             trainer.fit()
         assert trainer.sanity_check() == []
         assert not vars(trainer.state.task)
@@ -378,7 +382,8 @@ def test_only_existing_hooks_are_called(monkeypatch: pytest.MonkeyPatch) -> None
         def step(self, report: StepInfo) -> None:
             called.append(report.step)
 
-    only: Any = OnlyAtTheEnd  # what it leaves out is the protocol's, and empty
+    # The methods that it leaves out are the protocol's, and empty.
+    only: Any = OnlyAtTheEnd
     trainer = make_trainer(
         settings(max_steps=3, val_check_interval=3),
         callbacks={"only": only(), "nothing": object()},
@@ -410,7 +415,8 @@ def test_the_rank_status_shows_each_phase(tmp_path: Path) -> None:
         "data",
         "checkpoint",
         "logging",
-        "checkpoint",  # what is left at the end, and until that is written
+        # At the end, the rest is logged until the checkpoint is written.
+        "checkpoint",
     ]
 
 

@@ -55,7 +55,8 @@ def at_step(folder: Path, step: int) -> dict[str, Any]:
     ("how", "keep", "saved"),
     [
         ({"max_epochs": 2}, {"every_n_epochs": 1}, [6, 12]),
-        ({"max_epochs": 3}, {"every_n_epochs": 2}, [12, 18]),  # and the end
+        # The end of training is saved, too.
+        ({"max_epochs": 3}, {"every_n_epochs": 2}, [12, 18]),
         ({"max_steps": 10}, {"every_n_steps": 4}, [4, 8, 10]),
         ({"max_steps": 10}, {}, [10]),
         ({"max_epochs": 2}, {"every_n_epochs": 1, "every_n_steps": 6}, [6, 12]),
@@ -238,7 +239,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     torch.manual_seed(5)
     first.fit()
     state = load(find(tmp_path / "parts"), map_location="cpu")
-    torch.manual_seed(999)  # another process, which has drawn other numbers
+    # Another process has drawn other numbers.
+    torch.manual_seed(999)
     second = make(tmp_path / "parts", max_steps=9, numbers=parts)
     resume(second, state)
     assert restore_generator_states(state["generators"][0], devices=[CPU])

@@ -17,7 +17,8 @@ def python(name: str, code: str, *, needs: str | None = None) -> Contestant:
 
 def test_a_contestant_leaves_figures_in_an_empty_folder() -> None:
     code = "import os, sys; from benchmarks.marks import report; here = os.listdir('.'); open('file', 'w').close()"
-    code += "; report(terminal=sys.stdout.isatty(), files=len(here) - 1, folder=os.getcwd())"  # less that of reports
+    # Leave out the file of reports.
+    code += "; report(terminal=sys.stdout.isatty(), files=len(here) - 1, folder=os.getcwd())"
     outcome = run(python("one", code))
     (found,) = outcome.reports
     assert (found["terminal"], found["files"], outcome.seconds > 0) == (True, 0, True)

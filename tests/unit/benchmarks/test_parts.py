@@ -18,7 +18,8 @@ def named(contestants: list[Contestant], name: str) -> Contestant:
 
 def time_steps() -> None:
     (report,) = run(named(steps.contestants(), "ours")).reports
-    assert 0 < report["wall_s"] * steps.STEPS <= report["ended"] - report["begun"] + 0.01  # after the warm-up
+    # The steps are timed after the warm-up.
+    assert 0 < report["wall_s"] * steps.STEPS <= report["ended"] - report["begun"] + 0.01
     assert report["cpu_s"] > 0
 
 

@@ -77,7 +77,8 @@ def processes_of(folder: Path) -> list[str]:
         try:
             if link.resolve() == folder.resolve():
                 found.append((link.parent / "cmdline").read_text())
-        except OSError:  # it has ended, or is another user's
+        except OSError:
+            # The process has ended, or is another user's.
             continue
     return found
 

@@ -13,7 +13,8 @@ from framework.errors import ConfigError
 from framework.types import FitInfo, StepInfo
 
 State = dict[str, torch.Tensor]
-OPTIMIZER: Any = None  # nothing here looks at it
+# The callback doesn't look at it.
+OPTIMIZER: Any = None
 
 
 def new_model() -> nn.Module:

@@ -16,7 +16,8 @@ from tests.unit.small_trainer import BadAt, make_trainer, settings
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")  # as the profiler itself sets it
+    # The profiler itself sets it to this value.
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")
 
 
 def profiler(folder, **keywords):

@@ -14,7 +14,8 @@ from framework.checkpoint.writer import check_plain
 from framework.errors import ConfigError
 from framework.types import FitInfo, StepInfo, Stop
 
-OPTIMIZER: Any = None  # nothing here looks at it
+# The callback doesn't look at it.
+OPTIMIZER: Any = None
 INFO = FitInfo(nn.Identity(), 0, total_steps=None, steps_per_epoch=10, max_epochs=None, optimizer=OPTIMIZER)
 REPORT = StepInfo(7, 0, torch.zeros(()), 1)
 
@@ -44,7 +45,8 @@ def test_a_resumed_run_has_the_remaining_time(clock: SimpleNamespace) -> None:
     clock.now_s += 60
     state = first.state_dict()
     check_plain(state)
-    clock.now_s += 10_000  # between the two runs
+    # The time between the two runs doesn't count.
+    clock.now_s += 10_000
     second = Timer(duration=90)
     second.load_state_dict(state)
     assert second.state_dict() == state

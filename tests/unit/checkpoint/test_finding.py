@@ -128,7 +128,8 @@ def test_a_changed_file_means_an_earlier_checkpoint(folder: Path, name: str) -> 
         assert step == STEP_20
         assert fault.startswith(f"{STEP_30}: ")
         assert name in fault
-        if name != "config.yaml":  # which no training state is read from
+        if name != "config.yaml":
+            # No training state is read from config.yaml.
             with pytest.raises(CheckpointError, match=rf"{STEP_30} .*\nUse another one of .*: {STEP_10}, {STEP_20}$"):
                 load(find(folder), map_location="cpu")
         file.write_bytes(content)

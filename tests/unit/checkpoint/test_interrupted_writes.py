@@ -18,7 +18,8 @@ from framework.checkpoint.writer import point
 from tests.unit.checkpoint.states import manager_of, names, target, write_small
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.truncate"}
-SAVES = ((1, 0.3), (2, 0.5), (2, 0.6), (3, 0.1))  # (step, loss): after the second, training resumes from the first
+# Pairs of step and loss. After the second, training resumes from the first.
+SAVES = ((1, 0.3), (2, 0.5), (2, 0.6), (3, 0.1))
 
 
 def before_every_change(call: Callable[[], None]) -> None:
@@ -58,7 +59,8 @@ def save_and_copy(folder: Path) -> None:
         manager.save(state, step=step, epoch=0, metrics={"val/loss": loss})
         assert manager.wait() is None
         saved = number
-    os._exit(0)  # Python never forgets such a hook
+    # Python never removes such a hook.
+    os._exit(0)
 
 
 def assert_usable(folder: Path, *, saved: int) -> None:

@@ -117,7 +117,8 @@ def test_damaged_checkpoints_are_neither_best_nor_deleted(tmp_path: Path) -> Non
     save(resumed, 4, 0.2)
     save(resumed, 5, 0.9)
     assert (target(tmp_path, "best"), steps_in(tmp_path)) == (4, [2, 3, 4, 5])
-    save(resumed, 3, 0.05)  # training has come to its step again
+    # Training has reached its step again.
+    save(resumed, 3, 0.05)
     save(resumed, 6, 0.9)
     assert (target(tmp_path, "best"), steps_in(tmp_path)) == (3, [3, 4, 6])
 
@@ -132,7 +133,8 @@ def test_later_checkpoints_do_not_count_after_resuming(tmp_path: Path, save_top_
     best = resumed.best
     assert best is not None
     assert (target(tmp_path, "best"), best.step, best.metrics) == (2, 2, {"val/loss": 0.3})
-    assert steps_in(tmp_path) == [1, 2, 3]  # until another is saved
+    # All stay until another is saved.
+    assert steps_in(tmp_path) == [1, 2, 3]
     save(resumed, 5, 0.35)
     assert steps_in(tmp_path) == ([2, 5] if save_top_k == 2 else [1, 2, 3, 5])
     assert (target(tmp_path, "best"), target(tmp_path, "last")) == (2, 5)

@@ -128,7 +128,8 @@ def test_sharded_and_plain_models_read_it(tmp_path: Path, optimizer: Any) -> Non
     wanted = state_of(model, made)
     assert tree_differences(state_of(other, other_made), wanted) == []
 
-    dist.destroy_process_group()  # what is read as a whole needs none
+    # Reading everything needs no group.
+    dist.destroy_process_group()
     plain = network()
     plain_made = optimizer(plain.parameters())
     state = load(directory, map_location="cpu")

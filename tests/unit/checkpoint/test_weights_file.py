@@ -89,7 +89,8 @@ def test_files(tmp_path: Path, name: str, write: Callable[[dict[str, Tensor], Pa
 def test_a_folder_in_several_files(tmp_path: Path) -> None:
     model = Body()
     state = values(model)
-    del state["2.weight"]  # as transformers leaves out what is tied
+    # transformers leaves out tied weights, too.
+    del state["2.weight"]
     places = {name: f"model-0000{number % 2}.safetensors" for number, name in enumerate(state)}
     for file in sorted(set(places.values())):
         save_file({name: state[name] for name in state if places[name] == file}, tmp_path / file)

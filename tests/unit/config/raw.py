@@ -48,7 +48,8 @@ def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
     for override in OverridesParser.create().parse_overrides(keys):
         OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_add())
     before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(with_hydra)  # what ${hydra:...} looks in
+    # ${hydra:...} is looked up there.
+    HydraConfig.instance().set_config(with_hydra)
     try:
         raw: Any = OmegaConf.to_container(config, resolve=True)
     finally:

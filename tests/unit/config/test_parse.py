@@ -157,7 +157,8 @@ REQUIRED = {
 
 
 def test_only_keys_with_defaults_are_optional() -> None:
-    required = REQUIRED | {key.partition(".")[0] for key in REQUIRED}  # and the sections they are in
+    # Include the sections they are in.
+    required = REQUIRED | {key.partition(".")[0] for key in REQUIRED}
     for key in known_keys():
         if key in required:
             assert f"{key} is missing. It must be " in mistake({}, without=(key,))
@@ -194,7 +195,8 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=50)  # composes once
+# Each example composes once.
+@settings(max_examples=50)
 @given(VALUES, st.sampled_from(known_keys()))
 def test_any_value_is_taken_or_refused_by_name(value: Any, key: str) -> None:
     said = key

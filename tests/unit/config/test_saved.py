@@ -129,6 +129,7 @@ def test_only_what_was_typed_changes_the_saved_configuration() -> None:
         "trainer": {"gpus": 1, "max_epochs": 5},
         "optimizer": {"lr": 9, "new": [0]},
         "logger": {},
-        "o": {"betas": [1, 3], "x": 1},  # a part of a list takes the whole list
+        # A change within a list replaces the whole list.
+        "o": {"betas": [1, 3], "x": 1},
     }
     assert saved["trainer"] == {"gpus": 1, "max_epochs": 2}

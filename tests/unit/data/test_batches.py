@@ -46,7 +46,8 @@ class Plain:
 
     def __post_init__(self) -> None:
         self.size = len(self.x)
-        self.mask = self.x > 0  # not a field
+        # This attribute is not a field.
+        self.mask = self.x > 0
 
 
 @dataclass(frozen=True)

@@ -313,7 +313,8 @@ def of_worker(index: int) -> Tensor:
     """Survive what a scheduler sends to every process, and return which signal the parent's death would send."""
     os.kill(os.getpid(), signal.SIGTERM)
     asked = ctypes.c_int()
-    ctypes.CDLL(None).prctl(2, ctypes.byref(asked))  # PR_GET_PDEATHSIG
+    # Ask for PR_GET_PDEATHSIG.
+    ctypes.CDLL(None).prctl(2, ctypes.byref(asked))
     return torch.tensor([asked.value, os.getpid()])
 
 

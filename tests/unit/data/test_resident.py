@@ -92,7 +92,8 @@ def test_data_that_does_not_fit_is_refused(monkeypatch):
     assert isinstance(chosen(OWN, kind=RESIDENT), TensorSamples)
     with pytest.raises(DataError, match=r"val dataset can't be resident(.|\n)*data.loader=dataloader"):
         chosen(OWN, kind=RESIDENT, procs_on_node=2)
-    monkeypatch.setattr(loading, "available_memory", lambda: None)  # as on macOS
+    # On macOS, the memory isn't known.
+    monkeypatch.setattr(loading, "available_memory", lambda: None)
     assert isinstance(chosen(OWN, kind=RESIDENT, procs_on_node=100), TensorSamples)
 
 

@@ -31,7 +31,8 @@ from tests.unit.config.raw import raw_config
 from tests.unit.small_trainer import samples
 from tests.unit.streams import Drawing, KeepsItsPosition, Parts, Stateful, make_eval_loader, make_loader, opened, sample
 
-pytestmark = pytest.mark.usefixtures("own_state")  # a DataLoader's worker sets a handler for SIGCHLD
+# A DataLoader's worker sets a handler for SIGCHLD.
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def targets(window: Any) -> list[list[float]]:
     """Return the targets of the samples that count, by micro-batch."""
     micro_batches = list(window.micro_batches)
     assert len(micro_batches) == window.num_micro_batches == len(window.indices)
-    assert all(len(each.batch[0]) for each in micro_batches)  # a stand-in is a batch, too
+    # A stand-in is a batch, too.
+    assert all(len(each.batch[0]) for each in micro_batches)
     assert [each.num_samples for each in window.indices] == [each.num_samples for each in micro_batches]
     return [each.batch[1].tolist() if each.num_samples else [] for each in micro_batches]
 
@@ -135,7 +137,8 @@ def test_every_sample_is_taken_once_in_step(rank_pool: RankPool) -> None:
             assert len({tuple(window[1:]) for window in step}) == 1, case
             assert len({len(window[0]) for window in step}) == 1, case
             assert (step[0][1], step[0][2]) == (len(taken), number == len(steps) - 1), case
-            if not case.is_sharded:  # as data of known length: one global order
+            if not case.is_sharded:
+                # The order is global, as with data of known length.
                 assert taken == flat(parts)[number * global_batch : (number + 1) * global_batch], case
                 assert step[0][3] is None
             else:
@@ -418,7 +421,8 @@ def test_unfitting_samples_and_states_are_refused() -> None:
         next(
             make_loader(Unsaved([9]), check_state=partial(check_plain, name="the train stream's state_dict()")).epoch(0)
         )
-    assert len(read_alone(Unsaved([9]))) == 5  # nothing is saved
+    # Nothing is saved.
+    assert len(read_alone(Unsaved([9]))) == 5
     inputs, _ = first_batch(Parts([3]), number=5, split="test")
     assert torch.equal(inputs[3:], inputs[:2])
     with pytest.raises(DataError, match="The test stream gives no sample"):

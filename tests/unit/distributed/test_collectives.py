@@ -54,7 +54,8 @@ def every_collective(context: Context, folder: str) -> None:
     assert any_over_ranks(False, context) is False
     values = gather_to_all({"rank": mine, "names": ["x"] * mine}, context)
     assert values == [{"rank": other, "names": ["x"] * other} for other in range(world)]
-    large = bytes([mine]) * ((17 << 20) - 1000 * mine)  # more than goes at once, and of different sizes
+    # This is more than is sent at once, and sizes differ.
+    large = bytes([mine]) * ((17 << 20) - 1000 * mine)
     gathered = gather_to_first(large, context)
     if mine:
         assert gathered == []

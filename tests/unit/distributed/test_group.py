@@ -63,7 +63,8 @@ def test_the_gpu_is_chosen_before_the_group(monkeypatch: pytest.MonkeyPatch) -> 
         ("init", gpus[0]),
         ("destroy", None),
         ("device", gpus[0]),
-        ("init", None),  # a replica over several has no single one
+        # A replica over several devices has no single one.
+        ("init", None),
         ("destroy", None),
         ("init", None),
         ("destroy", None),

@@ -49,7 +49,8 @@ def test_commands_for_several_nodes() -> None:
 def test_first_and_last_ranks_have_their_environment() -> None:
     config = parse(raw_config({"topology.nnodes": 2, "topology.rdzv_endpoint": "[fe80::1]:4000"}))
     words = shlex.split(lines(TWO_NODES, topology__nnodes=2, topology__rdzv_endpoint="[fe80::1]:4000")["framework"])
-    assert words[-1] == "topology.rdzv_endpoint='[fe80::1]:4000'"  # quoted for Hydra
+    # The value is quoted for Hydra.
+    assert words[-1] == "topology.rdzv_endpoint='[fe80::1]:4000'"
     found = environment(config, TWO_NODES)
     assert found["first_rank"] == {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
     assert found["last_rank"] == {"RANK": "15", "LOCAL_RANK": "7", "GROUP_RANK": "1"}

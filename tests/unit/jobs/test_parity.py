@@ -95,7 +95,8 @@ def test_a_training_differs_only_in_what_is_compared() -> None:
     assert mine == "mine"
     # Rounding is that of the format in which the strategy computes.
     assert config.callbacks[recording]["precision"] == "bf16-mixed"
-    assert config.trainer.max_steps == 1000  # schedules keep their length
+    # Schedules keep their length.
+    assert config.trainer.max_steps == 1000
     assert (config.trainer.fast_dev_run, config.trainer.limit_val_batches) == (False, 0)
     assert (config.checkpoint.enabled, config.logger, config.launcher.max_restarts) == (False, {}, 0)
     assert (config.model, config.optimizer, config.seed) == (asked.config.model, asked.config.optimizer, 0)
@@ -103,7 +104,8 @@ def test_a_training_differs_only_in_what_is_compared() -> None:
 
 # What it says
 
-pytestmark = pytest.mark.usefixtures("own_state")  # importing rich draws a random number
+# Importing rich draws a random number.
+pytestmark = pytest.mark.usefixtures("own_state")
 
 WORST = {"name": "fc.weight", "rank": 2, "difference": 0.4, "allowed": 2e-5, "rounding": 3e-6}
 LAYER = {

@@ -71,5 +71,6 @@ def test_a_resumed_run_keeps_its_earlier_record(run_dir: RunDir) -> None:
     assert (run["status"], run["ended"], run["command"]) == ("running", None, "python -m framework number=2")
     assert [(each["command"], each["status"], each["ended"]) for each in run["earlier"]] == [
         ("python -m framework 'note=two words'", "interrupted", ended["ended"]),
-        ("python -m framework number=1", "running", None),  # it was killed
+        # The run was killed.
+        ("python -m framework number=1", "running", None),
     ]

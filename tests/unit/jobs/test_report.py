@@ -35,7 +35,8 @@ def test_thinning_keeps_a_spike_and_a_gap() -> None:
     assert len(found) <= MAX_POINTS
     assert (5_001, 40.0) in found
     drawn = chart([found, None], name="val/loss")
-    assert len(drawn.lines) == 2  # before and after the gap
+    # There is a line before and one after the gap.
+    assert len(drawn.lines) == 2
 
 
 @given(low=st.floats(-1e9, 1e9), size=st.floats(1e-3, 1e9))

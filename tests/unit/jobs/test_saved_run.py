@@ -112,7 +112,8 @@ def test_typed_keys_change_the_saved_configuration(run_dir: RunDir) -> None:
     raw = configured(run_dir, "data.root=two", "job=eval", composed=changes)
     path = {"checkpoint.path": str(run_dir.checkpoints / "step_00000020")}
     assert raw == raw_config({"data.batch_size": 77, **changes, **path})
-    assert configured(run_dir, "data.batch_size=4")["data"]["batch_size"] == 4  # today's default, but typed
+    # The value equals today's default, but was typed.
+    assert configured(run_dir, "data.batch_size=4")["data"]["batch_size"] == 4
 
 
 def test_an_evaluation_forgets_the_runs_initial_weights(run_dir: RunDir) -> None:
@@ -163,7 +164,8 @@ def test_auto_is_the_newest_unfinished_training(tmp_path: Path, capsys: pytest.C
     running = make_run(folder, "2026-01-02", status="running")
     make_run(folder, "2026-01-03", status="finished")
     make_run(folder, "2026-01-04", status="failed", job="eval")
-    make_run(folder, "2026-01-05", status=None)  # killed before it had begun
+    # The run was killed before it had started.
+    make_run(folder, "2026-01-05", status=None)
     create_run_dir(folder, name="2026-01-06")
     write_small(running.checkpoints, 20)
     assert named(*found(outputs, "resume=auto", "seed=3")).run_dir == running

@@ -64,7 +64,8 @@ def test_a_start_says_what_runs_where(run_dir: RunDir) -> None:
 def test_how_a_run_ended(run_dir: RunDir, status: int, results: dict[str, Any], facts: list[str]) -> None:
     text = closing(run_dir, status, results)
     assert [fact for fact in facts if fact not in text] == []
-    assert "tensorboard" not in text  # there are no curves
+    # There are no curves.
+    assert "tensorboard" not in text
 
 
 def test_a_failed_run_shows_logs_and_no_results(run_dir: RunDir) -> None:
@@ -83,7 +84,8 @@ def test_the_slowest_rank_is_named(run_dir: RunDir) -> None:
 
 
 def test_resuming_is_offered_only_with_a_complete_checkpoint(run_dir: RunDir) -> None:
-    (run_dir.checkpoints / "step_00000010").mkdir(parents=True)  # one that was being written
+    # This checkpoint was being written.
+    (run_dir.checkpoints / "step_00000010").mkdir(parents=True)
     command = f"python -m framework resume=outputs/some/{run_dir.path.name}"
     assert "resume" not in closing(run_dir, 1)
     assert "No checkpoint yet" in interrupted_message(parse(raw_config()), run_dir)

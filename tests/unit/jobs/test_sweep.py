@@ -56,16 +56,20 @@ def test_a_failing_job_is_shown_and_others_run(run: Callable[..., int], capsys: 
         ["[0]", "seed=0", "finished"],
         *(["[" + str(number) + "]", f"seed={number}", "FAILED"] for number in (1, 2, 3)),
     ]
-    table = [row[:-1] for row in rows if row and row[0] in "0123"]  # without the seconds
+    # Leave out the column of seconds.
+    table = [row[:-1] for row in rows if row and row[0] in "0123"]
     assert table[0] == ["0", "seed=0", "finished", "0.2500"]
     assert table[3] == ["3", "seed=3", "FAILED", "(2)", "–"]
     assert "3 of 4 jobs failed: 1, 2, 3" in printed.out
-    assert "log: outputs/multirun/x/1" in printed.out  # no rank came to open one
-    assert "outputs/multirun/x/3" not in printed.out  # it has no directory
+    # No rank opened a log.
+    assert "log: outputs/multirun/x/1" in printed.out
+    # The job has no directory.
+    assert "outputs/multirun/x/3" not in printed.out
     assert "tensorboard --logdir outputs/multirun/x" in printed.out
     assert "the disk is gone\n" in printed.err
     assert "ZeroDivisionError: unexpected" in printed.err
-    assert printed.err.count("Traceback") == 1  # of what nobody expected
+    # Only an unexpected error has a traceback.
+    assert printed.err.count("Traceback") == 1
 
 
 @pytest.mark.parametrize(("seeds", "not_started"), [((0, 4, 6, 7), 2), ((0, 5, 6), 1)])

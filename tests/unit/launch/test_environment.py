@@ -131,12 +131,17 @@ def test_a_derived_port_differs_between_steps(job, step):
     "environ",
     [
         {},
-        without(SRUN, "SLURM_STEP_ID"),  # a batch script
-        {**SRUN, "SLURM_STEP_ID": "4294967290"},  # salloc's interactive shell
-        {**SRUN, "SLURM_PTY_PORT": "45418"},  # srun --pty bash
+        # A batch script has no step.
+        without(SRUN, "SLURM_STEP_ID"),
+        # This is the step of salloc's interactive shell.
+        {**SRUN, "SLURM_STEP_ID": "4294967290"},
+        # srun --pty bash sets this variable.
+        {**SRUN, "SLURM_PTY_PORT": "45418"},
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_NODES": "1"},
-        {**KUBERNETES, "WORLD_SIZE": "1", "RANK": "0"},  # a single pod
-        without(TORCHRUN, "TORCHELASTIC_RUN_ID"),  # a command that one of our own ranks has started
+        # The job is a single pod.
+        {**KUBERNETES, "WORLD_SIZE": "1", "RANK": "0"},
+        # One of our own ranks has started the command.
+        without(TORCHRUN, "TORCHELASTIC_RUN_ID"),
         {"WORLD_SIZE": "8"},
         {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
     ],
@@ -151,7 +156,8 @@ def test_a_process_without_a_rank_is_untouched(environ):
     [
         ({}, 1, 0, 1, 4, 1),
         ({"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto"}, 1, 0, 1, 4, 1),
-        ({"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 3, 1, 1, 2, 2),  # set by hand
+        # The variables were set by hand.
+        ({"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 3, 1, 1, 2, 2),
     ],
 )
 def test_kubernetes_is_seen(added, rank, local_rank, node_rank, nnodes, procs_per_node):

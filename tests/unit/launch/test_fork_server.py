@@ -97,11 +97,13 @@ def test_a_signal_reaches_only_its_child(start: Callable[..., RunServer], tmp_pa
     server.kill("never")
     server.kill("one")
     assert {key: event["status"] for key, event in ends(server).items()} == {"one": -signal.SIGKILL}
-    server.spawn(child("end", how=5))  # a key may be used again; requests are served in order
+    # A key may be reused; requests are served in order.
+    server.spawn(child("end", how=5))
     assert ends(server)["one"]["status"] == 5
     assert other.is_running()
     server.close()
-    assert settled([other]) == []  # though it ignores SIGTERM
+    # The child ignores SIGTERM and is ended nevertheless.
+    assert settled([other]) == []
 
 
 def test_a_dead_server_is_noticed_and_ends_children(start: Callable[..., RunServer], tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def test_a_fingerprint_has_every_source_of_configurations(tmp_path: Path):
     after = fingerprint(["a=1", "topology.node_rank=0"], working_dir=tmp_path)
     assert {"conf/recipe/mine.yaml", "mine/code.py"} <= after.keys()
     (tmp_path / "mine/code.py").write_text("x = 2\n")
-    other = fingerprint(["a=1", "topology.node_rank=1"], working_dir=tmp_path)  # the number of a node may differ
+    # The number of a node may differ.
+    other = fingerprint(["a=1", "topology.node_rank=1"], working_dir=tmp_path)
     (difference,) = differences(other, after)
     assert difference.startswith("mine/code.py: sha256 ")
 

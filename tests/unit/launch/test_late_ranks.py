@@ -197,7 +197,8 @@ def test_a_rank_hangs_past_the_current_timeout(
     at.ranks[1].beat(1)
     assert at.after(0.0) == []
     assert at.after(limit_s + 4.9) == []
-    assert at.after(0.2) == ["late", "hung"]  # late, so that the report can tell which one it was
+    # The rank is announced as late first, so that the report can tell which one it was.
+    assert at.after(0.2) == ["late", "hung"]
 
 
 def test_a_node_that_lags_entirely_is_late(watched: Callable[..., Watched]) -> None:
@@ -217,7 +218,8 @@ def test_a_ranks_log_tells_why_it_ended(
     watched: Callable[..., Watched], tmp_path: Path, status: int | None, crashed: bool
 ) -> None:
     log = tmp_path / "rank_0.log"
-    log.write_text(NCCL + CRASH)  # of the attempt before
+    # The log holds an earlier attempt's crash.
+    log.write_text(NCCL + CRASH)
     at = watched(1)
     end = {0: {"status": status, "time": 1.0, "early": False}}
     (said,) = at.monitor.statement(end)["ranks"]

@@ -24,4 +24,5 @@ def test_only_later_oom_kills_are_counted(tmp_path: Path, version: int, at_mount
     assert not killed_since(before)
     file.write_text("oom 5\noom_kill 4\n")
     assert killed_since(before)
-    assert not killed_since(count_oom_kills(8, tmp_path))  # a process without a control group
+    # The process has no control group.
+    assert not killed_since(count_oom_kills(8, tmp_path))

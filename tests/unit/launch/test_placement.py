@@ -55,10 +55,12 @@ def test_what_needs_a_launcher_of_ours_is_refused(key, value):
     ("visible", "keys", "expected"),
     [
         (4, {}, (4, 1, False)),
-        (8, {}, (4, 1, False)),  # a process takes what its model needs, as under torchrun anywhere
+        # A process takes what its model needs, as under torchrun.
+        (8, {}, (4, 1, False)),
         (8, {"trainer.gpus": 8}, (8, 2, False)),
         (8, {"topology.min_gpus_per_process": 2}, (8, 2, False)),
-        (1, {}, (4, 1, True)),  # srun --gpus-per-task=1
+        # This is srun --gpus-per-task=1.
+        (1, {}, (4, 1, True)),
         (2, {"trainer.gpus": 8}, (8, 2, True)),
         (8, {"trainer.gpus": 0}, (0, 1, False)),
     ],

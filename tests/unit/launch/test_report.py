@@ -33,7 +33,8 @@ def order(report: FailureReport) -> list[int]:
     [
         (-signal.SIGSEGV, False, "killed by SIGSEGV"),
         (-signal.SIGKILL, True, "killed by SIGKILL; the system was out of memory"),
-        (-(signal.SIGRTMIN + 3), False, str(signal.SIGRTMIN + 3)),  # without a name
+        # This signal has no name.
+        (-(signal.SIGRTMIN + 3), False, str(signal.SIGRTMIN + 3)),
         (0, False, "exited with status 0 before its work was done"),
         (77, False, "exited with status 77 and without an error"),
         (None, False, "its process is gone"),
@@ -101,7 +102,8 @@ def ended(rank: int, time: float, status: int | None = -9, *, early: bool = Fals
         ([raised(0, 5.0, LOST_PEER), ended(2, 9.9)], [2, 0]),
         ([raised(0, 5.0, LOST_PEER), ended(2, 10.1)], [0, 2]),
         ([raised(0, 5.0), ended(2, 5.5)], [0, 2]),
-        ([raised(0, 5.0, LOST_PEER), raised(1, 6.5)], [1, 0]),  # nodes' clocks may differ
+        # Clocks of nodes may differ.
+        ([raised(0, 5.0, LOST_PEER), raised(1, 6.5)], [1, 0]),
     ],
 )
 def test_the_first_is_who_failed_first_of_itself(ranks: list[dict[str, Any]], expected: list[int]) -> None:
@@ -231,7 +233,8 @@ def test_the_hung_rank_is_first_whatever_others_do(size: int, data: st.DataObjec
 @given(st.integers(2, 6), st.data())
 def test_the_dead_rank_is_first_in_any_order(size: int, data: st.DataObject) -> None:
     dead = data.draw(st.integers(0, size - 1))
-    seen = st.floats(100, 104)  # the end of a process is seen late, and nodes' clocks differ
+    # The end of a process is seen late, and clocks of nodes differ.
+    seen = st.floats(100, 104)
     ranks = [
         told(
             rank,

@@ -50,7 +50,8 @@ class SimulatedRank:
     done: int = 0
     ended: bool = False
     stopped: bool = False
-    every: int | None = None  # steps from one exchange to the next, where they are several
+    # The steps between exchanges, if there are several.
+    every: int | None = None
 
     def begin(self, *, last_step: int) -> None:
         """What lies between two steps, then the next step up to where it needs the others."""

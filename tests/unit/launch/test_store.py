@@ -34,7 +34,8 @@ def test_a_store_listens_where_it_is_reached(monkeypatch: pytest.MonkeyPatch) ->
 
     assert [address(host) for host in ("127.0.0.1", "localhost", "127.0.0.2")] == ["127.0.0.1"] * 2 + ["127.0.0.2"]
     with pytest.raises(OSError, match="Cannot assign"):
-        address("192.0.2.1")  # an address for documentation, which nobody has
+        # The address is reserved for documentation: nobody has it.
+        address("192.0.2.1")
     found = socket.getaddrinfo("127.0.1.1", 0, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert address("debian") == "0.0.0.0"

@@ -28,7 +28,8 @@ LOSS = torch.zeros((), device="meta")
 
 
 def info(*, start_step: int = 0, total_steps: int | None = 100, max_epochs: int | None = 10) -> FitInfo:
-    optimizer: Any = None  # nothing here looks at it
+    # The logger doesn't look at it.
+    optimizer: Any = None
     return FitInfo(nn.Identity(), start_step, total_steps, 10, max_epochs, optimizer)
 
 
@@ -103,7 +104,8 @@ def on_a_terminal(
         while True:
             try:
                 data = os.read(master, 65536)
-            except OSError:  # how a terminal says that nobody writes to it any more
+            except OSError:
+                # A terminal reports in this way that nobody writes to it any more.
                 return
             output.append(data)
 
@@ -149,13 +151,15 @@ def last_rows(text: str) -> list[str]:
     return lines[lines.index("said in between") + 1 : lines.index("after")][-6:]
 
 
-@pytest.mark.usefixtures("own_state")  # rich draws random numbers when it is loaded
+# rich draws random numbers when it is loaded.
+@pytest.mark.usefixtures("own_state")
 @pytest.mark.parametrize("columns", [60, 200])
 def test_a_terminal_redraws_rows_below_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last").symlink_to("step_00000090")
     text = on_a_terminal(monkeypatch, columns=columns, run_dir=RunDir(tmp_path))
-    assert text.index("\x1b[?25l") < text.index("\x1b[?25h")  # the cursor is hidden, and shown again
+    # The cursor is hidden first and shown again later.
+    assert text.index("\x1b[?25l") < text.index("\x1b[?25h")
     rows = last_rows(text)
     assert max(map(len, rows)) <= columns
     for row, pattern in zip(
@@ -185,7 +189,8 @@ def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     ("progress", "environment"),
     [
         ("plain", {}),
-        ("auto", {"JPY_PARENT_PID": "1"}),  # `!python -m framework` in a notebook
+        # `!python -m framework` in a notebook sets it.
+        ("auto", {"JPY_PARENT_PID": "1"}),
         ("auto", {"TERM": "dumb"}),
         ("rich", {"TERM": "dumb"}),
     ],

@@ -24,7 +24,8 @@ from tests.helpers.disks import full_at
 
 Logger = JsonlLogger | TensorBoardLogger
 Curves = dict[str, list[tuple[int, Any]]]
-OPTIMIZER: Any = None  # nothing here looks at it
+# The loggers don't look at it.
+OPTIMIZER: Any = None
 
 
 def info(start_step: int) -> FitInfo:
@@ -91,7 +92,8 @@ def test_what_was_flushed_outlives_a_kill(begin: Begin, curves: Read) -> None:
     """As before every checkpoint, which must not be ahead of what is logged."""
     threads = set(threading.enumerate())
     logger = begin()
-    logger.flush()  # nothing is open yet
+    # Nothing is open yet.
+    logger.flush()
     for step in (1, 2, 3):
         logger.metrics({"train/loss": 0.5}, step=step, epoch=0)
         logger.flush()
@@ -184,7 +186,8 @@ def test_charts_show_the_numbers_that_exist(tmp_path: Path) -> None:
     titles = [[chart.title for category in layout.category for chart in category.chart] for layout in layouts]
     assert titles[0] == ["loss"]
     assert titles[-1] == ["loss", "validation", "learning rate", "skew: own time beyond the other ranks', of a step"]
-    assert len(titles) == 4  # one as soon as a chart is added, which is not at each log
+    # A title is written as soon as a chart is added, not at each log.
+    assert len(titles) == 4
 
 
 def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

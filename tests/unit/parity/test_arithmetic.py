@@ -59,7 +59,8 @@ def test_every_dropout_is_switched_off_and_counted() -> None:
     recurrent = nn.GRU(2, 2, num_layers=2, dropout=0.1)
     layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.1)
     model = nn.ModuleList([*dropouts, attention, recurrent, layer])
-    assert switch_off_dropout(model) == 5 + 4  # three and the attention's in the last
+    # The last layer has three, and that of its attention.
+    assert switch_off_dropout(model) == 5 + 4
     assert switch_off_dropout(model) == 0
 
 

@@ -10,7 +10,8 @@ from framework.config.parse import parse
 from framework.jobs.preflight.report import BETWEEN, WITHIN, assess, render
 from tests.unit.config.raw import raw_config
 
-pytestmark = pytest.mark.usefixtures("own_state")  # importing rich draws a random number
+# Importing rich draws a random number.
+pytestmark = pytest.mark.usefixtures("own_state")
 
 NODES = (0, 0, 1, 1)
 PAIRS = ((0, 1), (0, 2), (1, 3), (2, 3))
@@ -121,7 +122,8 @@ def test_a_healthy_cluster_passes(keys: dict[str, Any]) -> None:
             ["rank 3 (host2) on cuda:1: 20 GFLOP/s", "min_matmul allows 30 GFLOP/s at least"],
         ),
         (
-            with_ranks({"free_disk_bytes": 10**9}, 2, 3),  # said once of a node
+            # The space is reported once for each node.
+            with_ranks({"free_disk_bytes": 10**9}, 2, 3),
             {"min_free_disk": 1.5},
             "free_disk",
             ["node 1, host2: 1 GB", "min_free_disk allows 1.5 GB at least"],
@@ -140,7 +142,8 @@ def test_a_healthy_cluster_passes(keys: dict[str, Any]) -> None:
             ["rank 1 (host1) – rank 3 (host2): 12.3 MB/s", "allows 100 MB/s at least"],
         ),
         (
-            {"checks": [check("broadcast"), check("all_reduce", bus=2e8)]},  # at its best size
+            # The best size counts.
+            {"checks": [check("broadcast"), check("all_reduce", bus=2e8)]},
             {"min_bus_bandwidth": 201},
             "bus bandwidth",
             ["all_reduce: 200 MB/s", "min_bus_bandwidth allows 201 MB/s"],
@@ -162,7 +165,8 @@ def test_failures_name_place_value_and_limit(
     assert [each["check"] for each in result["failures"]] == [name]
     text = result["failures"][0]["text"]
     assert [part for part in parts if part not in text] == [], text
-    if keys:  # without the limit nothing is wrong
+    if keys:
+        # Without the limit, nothing is wrong.
         assert assessed(given, **dict.fromkeys(keys))["passed"]
 
 
@@ -173,7 +177,8 @@ def test_a_data_folder_may_be_missing_everywhere() -> None:
         }
 
     assert assessed(roots("there", "there"))["passed"]
-    assert assessed(roots("missing", "missing"))["passed"]  # it may yet be downloaded
+    # The data may still be downloaded.
+    assert assessed(roots("missing", "missing"))["passed"]
     (failure,) = assessed(roots("there", "missing"))["failures"]
     assert "/d is missing on node 1, host2" in failure["text"]
 

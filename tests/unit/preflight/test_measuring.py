@@ -71,7 +71,8 @@ def test_links_are_measured_once_without_interference(nnodes: int, procs: int) -
         assert sorted(chain(*rounds)) == expected
         for pairs in rounds:
             nodes = Counter(node for one, other in pairs for node in {one // procs, other // procs})
-            assert set(nodes.values()) == {1}  # no two pairs share a node's memory or card
+            # No two pairs share a node's memory or card.
+            assert set(nodes.values()) == {1}
 
 
 def test_ending_early_measures_all_nodes_equally() -> None:
@@ -87,7 +88,8 @@ def test_ending_early_measures_all_nodes_equally() -> None:
 
 def test_every_rank_and_every_place_has_its_value() -> None:
     whole = sent_values([3], 2500, device=CPU)
-    assert torch.equal(whole, whole.round())  # sums are exact
+    # Sums of whole numbers are exact.
+    assert torch.equal(whole, whole.round())
     assert torch.equal(sent_values([3], 50, device=CPU, begin=2450), whole[2450:])
     ranks = torch.stack([sent_values([rank], 75, device=CPU)[5:] for rank in range(3)])
     assert torch.equal(sent_values(range(3), 70, device=CPU, begin=5), ranks.sum(dim=0))

@@ -133,7 +133,8 @@ def average_weights(context: Context) -> None:
         for name, value in model.state_dict().items():
             assert torch.equal(value, seen[name] if step % 2 == 0 else own[name])
     for name in ("never.weight", "frozen.weight"):
-        assert torch.equal(model.state_dict()[name], begun[name])  # also where a third isn't exact
+        # This holds where a third isn't exact, too.
+        assert torch.equal(model.state_dict()[name], begun[name])
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:
@@ -180,8 +181,10 @@ def test_buffers_come_from_rank_0_or_stay_separate(rank_pool: RankPool, name: st
     assert [mine == theirs for mine, theirs in zip(one[0], other[0], strict=True)] == [True, False, True, False]
     assert one[1] != other[1]
     assert one[2] == other[2] == one[1]
-    assert (one[3], other[3]) == (7.0, 8.0)  # a state has none of them
-    assert (one[4], other[4]) == (8.0, 8.0)  # of the rank that was asked for
+    # A state holds no gradients.
+    assert (one[3], other[3]) == (7.0, 8.0)
+    # The state is that of the rank that was asked for it.
+    assert (one[4], other[4]) == (8.0, 8.0)
     one, other = rank_pool.run(share_buffers, name, broadcasts=False)
     for found in (one, other):
         assert found[1] == found[2] == found[3]

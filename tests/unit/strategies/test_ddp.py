@@ -135,7 +135,8 @@ def bring_back_errors(context: Context) -> list[bool]:
     """Whether gradients are as without a stop: with all that was kept, without errors, with other buckets or ranks."""
     one = Thin(context)
     one.steps(0, 1, 2, 3)
-    (saved, *_) = gather_to_all(copy.deepcopy(one.strategy.state_dict(one.wrapped)), context)  # rank 0's is kept
+    # The state of rank 0 is saved.
+    (saved, *_) = gather_to_all(copy.deepcopy(one.strategy.state_dict(one.wrapped)), context)
     errors = saved["powersgd"]["errors"]
     assert len(errors) == context.world_size
     assert len(errors[0]) > 1

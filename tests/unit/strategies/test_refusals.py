@@ -101,7 +101,8 @@ class Net(nn.Module):
 class Holds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList([nn.Linear(1, 1)])  # a module of that name is no method
+        # A module of that name is no method.
+        self.stages = nn.ModuleList([nn.Linear(1, 1)])
 
 
 class Counting(nn.Linear):

@@ -17,7 +17,8 @@ SCORES = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.3, 0.1, 0.6], [0.2, 
         (Accuracy(), [1, 0, 2, 0], 3, 4),
         (Accuracy(), [0, 1, 0, 2], 0, 4),
         (Accuracy(top_k=2), [2, 2, 0, 0], 3, 4),
-        (Accuracy(ignore_index=0), [1, 0, 2, 0], 2, 2),  # a class that the model predicts
+        # The model predicts the ignored class once.
+        (Accuracy(ignore_index=0), [1, 0, 2, 0], 2, 2),
         (Accuracy(top_k=2, ignore_index=0), [1, 0, 0, 0], 1, 1),
     ],
 )

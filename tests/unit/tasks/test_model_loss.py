@@ -38,7 +38,8 @@ def token_labels(*, high: int = 11) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "config", "high", "counted"),
     [
-        ("AutoModelForCausalLM", GPT2, 11, 18),  # no label at the first place
+        # The first token of a text has no label.
+        ("AutoModelForCausalLM", GPT2, 11, 18),
         ("AutoModelForMaskedLM", BERT, 11, 22),
         ("AutoModelForTokenClassification", BERT, 3, 22),
         ("AutoModelForSeq2SeqLM", T5, 11, 22),
@@ -57,7 +58,8 @@ def test_token_losses_add_up_however_samples_split(kind: str, config: Any, high:
     assert all(each.metrics == {} for each in parts)
     total = sum((each.loss * each.weight for each in parts if each.weight is not None), torch.tensor(0.0))
     torch.testing.assert_close(total / counted, whole.loss)
-    parts[-1].loss.backward()  # without a label
+    # This part has no label.
+    parts[-1].loss.backward()
     assert parts[-1].loss == 0 == parts[-1].weight
     assert all(each.grad is None or not each.grad.any() for each in model.parameters())
 

@@ -43,7 +43,8 @@ def test_training_gives_losses_and_validation_metrics(classification, model):
 @pytest.mark.parametrize(
     ("loss", "metric", "ignored"),
     [
-        (nn.CrossEntropyLoss(), Accuracy(), -100),  # torch's default
+        # -100 is torch's default.
+        (nn.CrossEntropyLoss(), Accuracy(), -100),
         (nn.CrossEntropyLoss(ignore_index=0), Accuracy(), 0),
         (nn.CrossEntropyLoss(ignore_index=0), Accuracy(ignore_index=1), 1),
         (nn.functional.cross_entropy, Accuracy(), None),

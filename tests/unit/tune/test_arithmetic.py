@@ -110,7 +110,8 @@ def test_where_the_test_ends() -> None:
     assert smoothed[-2] <= 4 * min(smoothed) < smoothed[-1]
     assert curve["stopped"].startswith(f"the loss had risen to {smoothed[-1]:.3g} at {curve['points'][-1]['lr']:.2g}")
     assert len(found(loss_at, threshold=None)["points"]) == 100
-    assert found(lambda lr: loss_at(lr) - 5.0)["points"][-1]["lr"] > 0.5  # a loss below zero hasn't risen yet
+    # A loss below zero hasn't risen yet.
+    assert found(lambda lr: loss_at(lr) - 5.0)["points"][-1]["lr"] > 0.5
     for bad in (math.nan, math.inf):
         curve = found(lambda lr, bad=bad: loss_at(lr) if lr < 0.3 else bad)  # type: ignore[misc]
         assert curve["stopped"].startswith(f"the loss was {bad} at 0.3")

@@ -75,7 +75,8 @@ def test_processes_share_a_gpus_free_memory(monkeypatch: pytest.MonkeyPatch) -> 
     }.items():
         monkeypatch.setattr(torch.accelerator, name, fake)
     memory = DeviceMemory([CUDA, CUDA], sharing=2, margin=0.1)
-    assert memory.room_bytes == 315  # of 700 without a tenth, for two
+    # Two processes share 700 less a tenth.
+    assert memory.room_bytes == 315
     state["peak"] = 260
     assert memory.peak_bytes() == 200
     memory.clear()
