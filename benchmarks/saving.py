@@ -30,6 +30,7 @@ import torch.utils.serialization
 from torch import nn
 
 from benchmarks.contest import Asked, Contest, Row, Target, Unit, compare
+from framework.checkpoint import LocalStorage
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.schema import CheckpointConfig
 from framework.config.topology import Topology
@@ -82,8 +83,13 @@ def ways(training: Training, folder: Path) -> list[Way]:
         return save
 
     def managed(asynchronous: bool) -> Callable[[], None]:
+        storage = LocalStorage(folder / str(asynchronous))
         manager = CheckpointManager(
-            _settings(asynchronous), folder / str(asynchronous), config_text="", is_writer=True, warn=sys.exit
+            _settings(asynchronous),
+            storage,
+            config_text="",
+            is_writer=True,
+            warn=sys.exit,
         )
         count = iter(range(1, 1000))
         parameters = list(training.model.parameters())

@@ -1,6 +1,7 @@
-"""Checkpoints: what is in one (layout), finding, reading and writing them, and when a run does that (manager).
+"""Checkpoints: what is in one (layout), where they are kept (storage), and when a run saves one: start with `manager`.
 
-`find` and what else is imported here need no torch.
+`writer` and `reader` write and read one, `retention` decides which ones are deleted, `lookup` finds what a path means.
+For sharded models see sharded_state and shards. What is imported here needs no torch until `load` is called.
 """
 
 from __future__ import annotations
@@ -9,13 +10,31 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.checkpoint.layout import PARTS, SHARDS, read_manifest
-from framework.checkpoint.lookup import check_file, complete_steps, find, find_weights
+from framework.checkpoint.layout import PARTS
+from framework.checkpoint.lookup import (
+    complete_steps,
+    find,
+    find_damage,
+    find_weights,
+    manifest_or_none,
+    read_manifest,
+)
+from framework.checkpoint.storage import CheckpointStorage, LocalStorage
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["complete_steps", "find", "find_weights", "load", "read_manifest"]
+__all__ = [
+    "CheckpointStorage",
+    "LocalStorage",
+    "complete_steps",
+    "find",
+    "find_damage",
+    "find_weights",
+    "load",
+    "manifest_or_none",
+    "read_manifest",
+]
 
 
 def load(directory: Path, *, map_location: str | torch.device, parts: Collection[str] = PARTS) -> dict[str, Any]:
@@ -29,14 +48,7 @@ def load(directory: Path, *, map_location: str | torch.device, parts: Collection
             move their state beside the parameters, step counters on a GPU would cost a wait per step, and generators
             take CPU tensors.
     """
-    from framework.checkpoint.reader import load_files
+    from framework.checkpoint.reader import load_checkpoint
 
-    manifest = read_manifest(directory)
-    if not manifest.is_sharded:
-        return load_files(directory, manifest, parts=parts, map_location=map_location)
-    from framework.checkpoint.sharded_state import load_whole  # takes most of a second to import
-
-    for name in manifest.files:
-        if name.startswith(f"{SHARDS}/"):
-            check_file(directory, name, manifest)
-    return load_whole(directory, manifest, parts=parts, map_location=map_location)
+    storage, checkpoint = LocalStorage.of(directory)
+    return load_checkpoint(storage, checkpoint, map_location=map_location, parts=parts)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint directory, and its manifest: the file that says the others are complete. No torch.
+"""What is in a checkpoint, and its manifest: the file that says the others are complete. No torch.
 
     checkpoints/step_00001200/
       model.pt         the unwrapped model's plain state dict: the weights to evaluate and to use
@@ -20,14 +20,14 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
 from framework.errors import CheckpointError
 from framework.system.files import FileFacts as FileFacts
-from framework.system.files import file_damage, read_json
+from framework.system.files import parse_json
 
 FORMAT_VERSION = 2
 """The version that is written, and the newest that is read. Version 1 had no sharded models."""
@@ -61,9 +61,22 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a directory's name, None if it has none."""
-    found = _STEP_NAME.fullmatch(name)
-    return int(found[1]) if found and step_name(int(found[1])) == name else None
+    """Return the step in the name of a checkpoint, None if it has none."""
+    match = _STEP_NAME.fullmatch(name)
+    if match is None:
+        return None
+    step = int(match[1])
+    return step if step_name(step) == name else None
+
+
+def steps_of(names: Iterable[str]) -> set[int]:
+    """Return the steps in the names of checkpoints; other names are left out."""
+    steps = set()
+    for name in names:
+        step = step_of(name)
+        if step is not None:
+            steps.add(step)
+    return steps
 
 
 @final
@@ -90,71 +103,37 @@ def encode(manifest: Manifest) -> str:
     return json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n"
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a step directory. Raises CheckpointError, NewerFormatError for a newer format."""
-    found = _manifest_or_fault(directory)
-    if isinstance(found, str):
-        raise CheckpointError(f"The checkpoint {directory} can't be used: {found}.")
-    return found
+def decode(text: bytes, *, source: object) -> Manifest:
+    """Return the manifest that `encode` has made a text of.
 
-
-def manifest_or_none(directory: Path) -> Manifest | None:
-    try:
-        return read_manifest(directory)
-    except CheckpointError:
-        return None
-
-
-def _manifest_or_fault(directory: Path) -> Manifest | str:
-    """Return the manifest, or what is wrong with it. Raises NewerFormatError for a newer format.
-
-    The manifest's own checksum is compared first, so that a damaged version number isn't taken for a newer one.
+    Raises ValueError if it is damaged, NewerFormatError, which names `source`, for a newer format.
     """
     try:
-        content = read_json(directory / MANIFEST_NAME)
+        content = parse_json(text)
         version = content["format_version"]
         checksum = content.pop("checksum", None)
-        if checksum != _checksum(content) and not (checksum is None and version > FORMAT_VERSION):
+
+        # The checksum is compared first, so that a damaged version number isn't taken for a newer one. A newer format
+        # may have another checksum, or none.
+        is_newer_without = checksum is None and version > FORMAT_VERSION
+        if checksum != _checksum(content) and not is_newer_without:
             raise ValueError("its checksum differs")
         if version > FORMAT_VERSION:
             raise NewerFormatError(
-                f"{directory} has checkpoint format {version}, written by framework {content['framework_version']}; "
+                f"{source} has checkpoint format {version}, written by framework {content['framework_version']}; "
                 f"this one reads up to format {FORMAT_VERSION}.\nUpdate the framework to use it."
             )
-        metrics = {name: math.nan if value is None else float(value) for name, value in content["metrics"].items()}
-        files = {_checked_name(name): FileFacts(**facts) for name, facts in content["files"].items()}
-        manifest = Manifest(**{**content, "metrics": metrics, "files": files})
+
+        content["metrics"] = {
+            name: math.nan if value is None else float(value) for name, value in content["metrics"].items()
+        }
+        content["files"] = {_checked_name(name): FileFacts(**facts) for name, facts in content["files"].items()}
+        manifest = Manifest(**content)
         if type(manifest.step) is not int or type(manifest.epoch) is not int:
             raise ValueError("its step and epoch must be numbers")
         return manifest
-    except FileNotFoundError:
-        return f"it has no {MANIFEST_NAME}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        return f"its {MANIFEST_NAME} is damaged ({reason})"
-
-
-def find_damage(directory: Path, *, thorough: bool = True, rank: int = 0, world_size: int = 1) -> str | None:
-    """Return what is wrong with a step directory, such as "model.pt is missing"; None if nothing is.
-
-    Unpickles nothing, so a file of unknown origin can't run code. Raises NewerFormatError for a newer format.
-
-    Args:
-        thorough: read every file and compare its checksum; else only the manifest and the sizes are checked.
-        rank: check every `world_size`-th file from this one on, if ranks share the work.
-    """
-    if not directory.is_dir():
-        return "it isn't a directory" if directory.exists() else "it is gone"
-    manifest = _manifest_or_fault(directory)
-    if isinstance(manifest, str):
-        return manifest
-    if step_of(directory.name) not in (None, manifest.step):  # someone renamed it
-        return f"its {MANIFEST_NAME} is of step {manifest.step}"
-    faults = {
-        name: file_damage(directory / name, manifest.files[name], thorough=thorough)
-        for name in sorted(manifest.files)[rank::world_size]
-    }
-    return "; ".join(f"{name} {fault}" for name, fault in faults.items() if fault is not None) or None
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
 
 
 def _checked_name(name: str) -> str:

@@ -9,21 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import final
 
-from framework.checkpoint.layout import (
-    LAST,
-    MANIFEST_NAME,
-    Manifest,
-    find_damage,
-    manifest_or_none,
-    read_manifest,
-    step_name,
-    step_of,
-)
+from framework.checkpoint.layout import LAST, MANIFEST_NAME, Manifest, step_name, step_of, steps_of
+from framework.checkpoint.storage import LocalStorage
 from framework.config.suggest import nearest
 from framework.errors import CheckpointError, ConfigError
-from framework.system.files import file_damage, read_json
+from framework.system.files import read_json
 
-_NAMES_SHOWN = 8
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _INDEX = ".index.json"
 # Of transformers, in the order in which it looks for them.
@@ -33,6 +24,49 @@ _IN_FOLDER = (
     "pytorch_model.bin",
     f"pytorch_model.bin{_INDEX}",
 )
+
+
+# A checkpoint that is given as a directory
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a step directory. Raises CheckpointError, NewerFormatError for a newer format."""
+    storage, checkpoint = LocalStorage.of(directory)
+    return storage.read_manifest(checkpoint)
+
+
+def manifest_or_none(directory: Path) -> Manifest | None:
+    """Return the manifest of a step directory; None if it can't be used."""
+    storage, checkpoint = LocalStorage.of(directory)
+    return storage.manifest_or_none(checkpoint)
+
+
+def complete_steps(folder: Path) -> dict[int, tuple[Path, Manifest]]:
+    """Return every complete checkpoint of a checkpoints folder: step → (directory, manifest), in the order of steps.
+
+    Only manifests and the files' sizes are checked; `find_damage` reads the files.
+    """
+    manifests = LocalStorage(folder).complete_steps()
+    return {step: (folder / step_name(step), manifest) for step, manifest in manifests.items()}
+
+
+def find_damage(directory: Path, *, thorough: bool = True, rank: int = 0, world_size: int = 1) -> str | None:
+    """Return what is wrong with a step directory; see `CheckpointStorage.find_damage`."""
+    if not directory.exists():
+        return "it is gone"
+    if not directory.is_dir():
+        return "it isn't a directory"
+    storage, checkpoint = LocalStorage.of(directory)
+    return storage.find_damage(checkpoint, thorough=thorough, rank=rank, world_size=world_size)
+
+
+def describe_others(directory: Path) -> str:
+    """Return what to use instead of a checkpoint that can't be used."""
+    storage, checkpoint = LocalStorage.of(directory)
+    return storage.describe_others(checkpoint)
+
+
+# What a path means
 
 
 @final
@@ -142,49 +176,19 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def check_file(directory: Path, name: str, manifest: Manifest) -> None:
-    """Raise CheckpointError if a file of a step directory is damaged."""
-    facts = manifest.files.get(name)
-    fault = f"isn't in its {MANIFEST_NAME}" if facts is None else file_damage(directory / name, facts)
-    if fault is not None:
-        raise CheckpointError(f"The checkpoint {directory} is damaged: {name} {fault}.\n{describe_others(directory)}")
-
-
-def complete_steps(folder: Path) -> dict[int, tuple[Path, Manifest]]:
-    """Return every complete checkpoint of a checkpoints folder: step → (directory, manifest), in the order of steps.
-
-    Only manifests and the files' sizes are checked; `find_damage` reads the files.
-    """
-    found = {}
-    for path in folder.glob("step_*"):
-        manifest = None if path.is_symlink() else manifest_or_none(path)
-        # A directory that was renamed by hand would be taken for another step, and deleted as that.
-        if manifest is None or path.name != step_name(manifest.step):
-            continue
-        if find_damage(path, thorough=False) is None:
-            found[manifest.step] = path, manifest
-    return dict(sorted(found.items()))
-
-
-def describe_others(directory: Path) -> str:
-    """Return what to use instead of a checkpoint that can't be used."""
-    others = [path.name for path, _ in complete_steps(directory.parent).values() if path.name != directory.name]
-    if not others:
-        return "There is no other complete checkpoint beside it."
-    return f"Use another one of {directory.parent}: {', '.join(others[-_NAMES_SHOWN:])}"
-
-
 def _from_last(folder: Path) -> Iterator[Path]:
     """Yield what `last` names, then the checkpoints of earlier steps, damaged or not, the newest first."""
+    last = folder / LAST
     newest = None
-    if (folder / LAST).is_symlink():
-        first = (folder / LAST).resolve()
-        newest = step_of(first.name)
-        yield first
-    found = {step_of(path.name): path for path in folder.glob("step_*") if not path.is_symlink()}
-    for step, path in sorted(((step, path) for step, path in found.items() if step is not None), reverse=True):
+    if last.is_symlink():
+        target = last.resolve()
+        newest = step_of(target.name)
+        yield target
+
+    names = [path.name for path in folder.glob("step_*") if not path.is_symlink()]
+    for step in sorted(steps_of(names), reverse=True):
         if newest is None or step < newest:
-            yield path
+            yield folder / step_name(step)
 
 
 def _what_is_near(path: Path) -> str:

@@ -1,22 +1,21 @@
-"""When to save, which checkpoint is `last` and `best`, and which ones are kept."""
+"""Save the checkpoints of a run: when one is due, writing it beside training, and moving `last` and `best`."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from framework.checkpoint.layout import BEST, LAST, PARTS, Manifest, manifest_or_none, step_name, step_of
-from framework.checkpoint.lookup import complete_steps
+from framework.checkpoint.layout import BEST, LAST, PARTS, Manifest, step_name, steps_of
+from framework.checkpoint.retention import Retention
 from framework.checkpoint.snapshot import Snapshots
-from framework.checkpoint.writer import check_plain, clean, point, remove, write
+from framework.checkpoint.storage import CheckpointStorage, LocalStorage, disk_errors
+from framework.checkpoint.writer import check_plain, delete, point, write
 from framework.config.schema import CheckpointConfig
-from framework.errors import DiskError
+from framework.errors import CheckpointError, DiskError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves the checkpoints of one run. Every rank has one. `close` it.
 
-    By default training waits only while the state is copied; a thread writes the copy. The ranking is read back from
-    the manifests on the disk when a run is resumed.
+    By default training waits only while the state is copied; a thread writes the copy. When a run is resumed, the
+    ranking is read back from the manifests.
     """
 
     def __init__(
         self,
         settings: CheckpointConfig,
-        folder: Path,
+        storage: CheckpointStorage,
         *,
         config_text: str,
         is_writer: bool,
@@ -45,40 +44,39 @@ class CheckpointManager:
         """Remove what a killed save has left.
 
         Args:
-            folder: the run's checkpoints folder.
+            storage: where the checkpoints are kept; a `LocalStorage` if the model is sharded.
             config_text: each checkpoint's config.yaml.
             is_writer: this rank, and no other, writes.
             warn: called, maybe from the thread, with the reason why a save failed; training continues.
             shard_group: all ranks, for a sharded model, of which each writes its shards and the writer everything else;
                 a process group that is used for nothing else.
         """
+        if shard_group is not None and not isinstance(storage, LocalStorage):
+            raise CheckpointError(
+                f"Checkpoints of a sharded model can't be written to {storage}: torch.distributed.checkpoint writes to "
+                "paths. Use a LocalStorage."
+            )
         self._settings = settings
-        self._folder = folder
+        self._storage = storage
         self._config_text = config_text
         self._is_writer = is_writer
         self._warn = warn
         self._shard_group = shard_group
+        self._retention = Retention(settings)
         self._snapshots = Snapshots()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None  # at most one: the next save waits for it
-        self._failure: str | None = None  # of the last save
+        # At most one save is being written: the next one waits for it.
+        self._writing: Future[None] | None = None
+        # Why the last save failed.
+        self._failure: str | None = None
         self._saved_s = time.monotonic()
-        self._scores: dict[int, float] = {}  # step → the monitored metric, NaN if there is none
-        self._abandoned: set[int] = set()  # steps after the one resumed from
-        if is_writer and folder.is_dir():
-            clean(folder)
-            self._scores = {step: self._score(found[1].metrics) for step, found in complete_steps(folder).items()}
 
-    @property
-    def monitor(self) -> str | None:
-        """The metric that decides which checkpoint is `best`; None without one."""
-        return self._settings.monitor
+        if is_writer:
+            storage.clean()
+            for step, manifest in storage.complete_steps().items():
+                self._retention.add(step, manifest.metrics)
 
-    @property
-    def best(self) -> Manifest | None:
-        """The manifest of the best checkpoint; None without one, and on ranks other than the writer. `wait` first."""
-        ranking = self._ranking()
-        return manifest_or_none(self._folder / step_name(ranking[0])) if ranking else None
+    # When to save
 
     def due_step(self, step: int) -> bool:
         """Return True if a save is due after optimizer step `step`, counted from 1."""
@@ -97,10 +95,10 @@ class CheckpointManager:
             return False
         return time.monotonic() - self._saved_s >= every * 60.0
 
-    def save(self, state: Mapping[str, Any], *, step: int, epoch: int, metrics: Mapping[str, float] | None) -> None:
-        """Begin to write a checkpoint; then `last` and `best` move, and checkpoints that aren't kept are deleted.
+    # Saving
 
-        Kept are the save_last_k newest, the save_top_k best (all with -1), and what any symlink in the folder names.
+    def save(self, state: Mapping[str, Any], *, step: int, epoch: int, metrics: Mapping[str, float] | None) -> None:
+        """Begin to write a checkpoint; then `last` and `best` move, and what isn't kept (see `Retention`) is deleted.
 
         Every rank must call it. Waits for the previous save. Raises CheckpointError on the writer if it can't save the
         state. A disk error is reported through `warn` and by `wait`; any other error of the previous save is raised.
@@ -114,31 +112,26 @@ class CheckpointManager:
             return
         self._wait()
         self._saved_s = time.monotonic()
-        own = {part: state[part] for part in PARTS if part in state} if self._is_writer else {}
-        for part, value in own.items():
+
+        parts: dict[str, Any] = {}
+        if self._is_writer:
+            parts = {part: state[part] for part in PARTS if part in state}
+        for part, value in parts.items():
             # Entries of `training` are named as the user knows them: callbacks.early_stopping, not training.callbacks…
             check_plain(value, name="" if part == "training" else part)
+
         shards: Shards | None = state.get("shards")
         tensors = {} if shards is None else shards.tensors
         if self._settings.asynchronous:
-            own, tensors = self._snapshots.take((own, tensors))
+            parts, tensors = self._snapshots.take((parts, tensors))
         if shards is not None:
             shards = replace(shards, tensors=tensors, group=self._shard_group)
-        write_state = partial(self._write, own, shards, step=step, epoch=epoch, metrics=dict(metrics or {}))
+
+        write_state = partial(self._write, parts, shards, step=step, epoch=epoch, metrics=dict(metrics or {}))
         if self._settings.asynchronous:
             self._writing = self._thread.submit(write_state)
         else:
             write_state()
-
-    def resume_from(self, step: int, *, damaged: Collection[int] = ()) -> None:
-        """Rank only undamaged checkpoints up to `step`. The next save deletes later ones, unless all are kept."""
-        self._scores = {at: score for at, score in self._scores.items() if at not in damaged}
-        self._abandoned = {at for at in self._scores if at > step}
-        self._scores = {at: score for at, score in self._scores.items() if at <= step}
-        if self._is_writer:
-            self._move_best()
-            if not self._ranking() and (self._folder / BEST).is_symlink():
-                (self._folder / BEST).unlink()  # an abandoned one
 
     def wait(self) -> str | None:
         """Wait until nothing is being written. Return why the last save failed, and the last good checkpoint.
@@ -148,16 +141,18 @@ class CheckpointManager:
         self._wait()
         if self._failure is None:
             return None
-        last = self._folder / LAST
-        good = f"The last good checkpoint is {last.resolve().name}." if last.exists() else "There is no checkpoint."
-        return f"{self._failure}\n{good}"
+        last = self._storage.pointers().get(LAST)
+        if last is None or last not in self._storage.list():
+            return f"{self._failure}\nThere is no checkpoint."
+        return f"{self._failure}\nThe last good checkpoint is {last}."
 
     def close(self) -> None:
         """Finish writing, and end the thread. Raises no error of the writing: `wait` does."""
         self._thread.shutdown(wait=True)
 
     def _wait(self) -> None:
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -168,7 +163,7 @@ class CheckpointManager:
         try:
             self._snapshots.wait()
             write(
-                self._folder,
+                self._storage,
                 state,
                 step=step,
                 epoch=epoch,
@@ -177,59 +172,58 @@ class CheckpointManager:
                 shards=shards,
             )
             if self._is_writer:
-                self._point_and_clean(step, metrics)
+                with disk_errors(f"The checkpoints in {self._storage} can't be listed"):
+                    self._point_and_delete(step, metrics)
             self._failure = None
         except DiskError as error:
             self._failure = str(error)
             if self._is_writer:
                 self._warn(f"{error}\nTraining continues without it.")
 
-    def _point_and_clean(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move `last` and `best` after a save, and delete checkpoints that aren't kept."""
-        self._scores[step] = self._score(metrics)
-        point(self._folder, LAST, step=step)
-        # The checkpoint is saved; a failure from here on only leaves an old `best` or files that aren't needed.
-        self._abandoned.discard(step)
+    # What follows from a save
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric that decides which checkpoint is `best`; None without one."""
+        return self._settings.monitor
+
+    @property
+    def best(self) -> Manifest | None:
+        """The manifest of the best checkpoint; None without one, and on ranks other than the writer. `wait` first."""
+        ranking = self._retention.ranking()
+        return self._storage.manifest_or_none(step_name(ranking[0])) if ranking else None
+
+    def resume_from(self, step: int, *, damaged: Collection[int] = ()) -> None:
+        """Rank only undamaged checkpoints up to `step`. The next save deletes later ones, unless all are kept."""
+        self._retention.resume_from(step, damaged=damaged)
+        if not self._is_writer:
+            return
         self._move_best()
-        for other in self._others(step):
+        if not self._retention.ranking() and BEST in self._storage.pointers():
+            # It names an abandoned one.
+            self._storage.delete(BEST)
+
+    def _point_and_delete(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move `last` and `best` after a save, and delete checkpoints that aren't kept."""
+        self._retention.add(step, metrics)
+        point(self._storage, LAST, step=step)
+
+        # The checkpoint is saved; a failure from here on only leaves an old `best` or files that aren't needed.
+        self._move_best()
+        pointed = steps_of(self._storage.pointers().values())
+        for other in self._retention.to_delete(step, pointed=pointed):
             try:
-                remove(self._folder / step_name(other))
+                delete(self._storage, other)
             except DiskError as error:
                 self._warn(str(error))
-            self._scores.pop(other, None)
-            self._abandoned.discard(other)
-
-    def _score(self, metrics: Mapping[str, float]) -> float:
-        monitor = self._settings.monitor
-        return math.nan if monitor is None else metrics.get(monitor, math.nan)
-
-    def _ranking(self) -> list[int]:
-        """Return the steps with a finite score from best to worst; of equal scores, the earlier is better."""
-        sign = 1 if self._settings.mode == "min" else -1
-        ranked = [step for step, score in self._scores.items() if math.isfinite(score)]
-        return sorted(ranked, key=lambda step: (sign * self._scores[step], step))
+            self._retention.remove(other)
 
     def _move_best(self) -> None:
-        self._scores = {
-            step: score for step, score in self._scores.items() if (self._folder / step_name(step)).is_dir()
-        }  # someone may have deleted one by hand
-        ranking = self._ranking()
+        self._retention.remove_missing(steps_of(self._storage.list()))
+        ranking = self._retention.ranking()
         if self._settings.save_top_k == 0 or not ranking:
             return
         try:
-            point(self._folder, BEST, step=ranking[0])
+            point(self._storage, BEST, step=ranking[0])
         except DiskError as error:
             self._warn(str(error))
-
-    def _others(self, last: int) -> list[int]:
-        """Return the steps to delete once `last` is saved."""
-        if self._settings.save_top_k == -1:
-            return []
-        newest = sorted(step for step in self._scores if step <= last)[-self._settings.save_last_k :]
-        kept = {*self._ranking()[: self._settings.save_top_k], *newest} | self._named_by_symlinks()
-        return sorted((self._scores.keys() | self._abandoned) - kept)
-
-    def _named_by_symlinks(self) -> set[int]:
-        links = [path for path in self._folder.iterdir() if path.is_symlink()]
-        steps = {step_of(link.readlink().name) for link in links}
-        return {step for step in steps if step is not None}

@@ -10,27 +10,57 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.checkpoint.layout import Manifest, part_file
-from framework.checkpoint.lookup import check_file
+from framework.checkpoint.layout import PARTS, SHARDS, Manifest, part_file
+from framework.checkpoint.storage import CheckpointStorage, LocalStorage
 from framework.distributed.sharded import shard_like
 from framework.errors import CheckpointError
 
 
+def load_checkpoint(
+    storage: CheckpointStorage, checkpoint: str, *, map_location: str | torch.device, parts: Collection[str] = PARTS
+) -> dict[str, Any]:
+    """Return the parts of a checkpoint; see `framework.checkpoint.load`."""
+    manifest = storage.read_manifest(checkpoint)
+    if not manifest.is_sharded:
+        return load_files(storage, checkpoint, manifest, parts=parts, map_location=map_location)
+
+    if not isinstance(storage, LocalStorage):
+        raise CheckpointError(
+            f"The checkpoint {storage}/{checkpoint} is of a sharded model, which torch.distributed.checkpoint reads "
+            "from paths. Copy it to a disk."
+        )
+    for file in manifest.files:
+        if file.startswith(f"{SHARDS}/"):
+            storage.check_file(checkpoint, file, manifest)
+
+    # Takes most of a second to import.
+    from framework.checkpoint.sharded_state import load_whole
+
+    return load_whole(storage.folder / checkpoint, manifest, parts=parts, map_location=map_location)
+
+
 def load_files(
-    directory: Path, manifest: Manifest, *, parts: Collection[str], map_location: str | torch.device = "cpu"
+    storage: CheckpointStorage,
+    checkpoint: str,
+    manifest: Manifest,
+    *,
+    parts: Collection[str],
+    map_location: str | torch.device = "cpu",
 ) -> dict[str, Any]:
     """Return parts of a checkpoint that are files of their own; `map_location` is where the tensors of `model` go."""
-    found = {}
+    state = {}
     for part in parts:
-        name, device = part_file(part), map_location if part == "model" else "cpu"
-        check_file(directory, name, manifest)
+        name = part_file(part)
+        device = map_location if part == "model" else "cpu"
+        storage.check_file(checkpoint, name, manifest)
         try:
-            found[part] = torch.load(directory / name, map_location=device, weights_only=True)
+            with storage.read(checkpoint, name) as file:
+                state[part] = torch.load(file, map_location=device, weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{directory / name} holds Python objects, which could run any code: {error}"
+                f"{storage}/{checkpoint}/{name} holds Python objects, which could run any code: {error}"
             ) from error
-    return found
+    return state
 
 
 def load_progress(directory: Path) -> dict[str, int]:

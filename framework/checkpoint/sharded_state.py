@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from framework.checkpoint.layout import PARTS, Manifest, read_manifest
+from framework.checkpoint.layout import PARTS, Manifest
 from framework.checkpoint.reader import load_files, load_weights
 from framework.checkpoint.replicas import mean_training
 from framework.checkpoint.shards import Shards, read_index, read_shards, tensors_of
+from framework.checkpoint.storage import LocalStorage
 from framework.distributed.sharded import is_dtensor, layout_of, shard_like
 
 NOTE = "sharded"
@@ -81,14 +82,16 @@ def load_sharded(directory: Path, model: nn.Module, optimizer: Optimizer | None 
         With an optimizer `training` and `generators`; the optimizer's state in `training` is this rank's, as
         `optimizer.load_state_dict` takes it. Otherwise nothing to use.
     """
-    manifest = read_manifest(directory)
+    storage, checkpoint = LocalStorage.of(directory)
+    manifest = storage.read_manifest(checkpoint)
     index = read_index(directory, manifest) if manifest.is_sharded else None
     numbers = [] if optimizer is None else _whole_numbers(model, optimizer)
     if index is not None:
-        state = load_files(directory, manifest, parts=["training", "generators"])
+        state = load_files(storage, checkpoint, manifest, parts=["training", "generators"])
         weights = _read_weights(directory, index, state["training"], model)
     else:
-        state = load_files(directory, manifest, parts=["model"] if optimizer is None else PARTS)
+        parts = ["model"] if optimizer is None else PARTS
+        state = load_files(storage, checkpoint, manifest, parts=parts)
         state["training"] = mean_training(state.get("training", {}))
         weights = _own_entries(model, state["training"].get("model", state["model"]))
     load_weights(model, weights, source=directory)
@@ -110,7 +113,8 @@ def load_whole(
     """
     index = read_index(directory, manifest)
     # `training` says how the rest goes together.
-    found = load_files(directory, manifest, parts={"training", *parts} - {"model"})
+    storage, checkpoint = LocalStorage.of(directory)
+    found = load_files(storage, checkpoint, manifest, parts={"training", *parts} - {"model"})
     note = found["training"].pop(NOTE)
     if "training" in parts:
         tensors = _read_all(directory, index, prefix=_OPTIMIZER)

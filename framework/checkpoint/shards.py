@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from framework.checkpoint.direct_io import ChecksummedFile
+from framework.checkpoint.direct_io import ChecksummedFile, DirectFile
 from framework.checkpoint.layout import SHARDS, SHARDS_INDEX, Manifest
 from framework.distributed.sharded import local_tensor
 from framework.errors import CheckpointError, DiskError, RunError
@@ -100,7 +100,7 @@ class _Writer(FileSystemWriter):
     """Torch's writer, with checksums of its files, between `begin` and `finish` on rank 0."""
 
     def __init__(self, folder: Path, *, begin: Callable[[], object], finish: Callable[[Any], object]) -> None:
-        super().__init__(folder, sync_files=False)  # ChecksummedFile does that
+        super().__init__(folder, sync_files=False)  # DirectFile does that
         self.fs = self._files = _Files()
         self._begin = begin
         self._finish = finish
@@ -135,9 +135,11 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with ChecksummedFile(Path(path)) as file:
-            yield file
-            self.facts[Path(path).name] = file.finish()
+        with DirectFile(Path(path)) as file:
+            checksummed = ChecksummedFile(file)
+            yield checksummed
+            self.facts[Path(path).name] = checksummed.finish()
+            file.finish()
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint.layout import CONFIG_NAME, read_manifest
-from framework.checkpoint.lookup import check_file, find
+from framework.checkpoint import LocalStorage, find
+from framework.checkpoint.layout import CONFIG_NAME
 from framework.command.trust import check_trust, why_not_owned
 from framework.config.parse import show
 from framework.config.renamed import REMOVED, removed_settings, without_removed
@@ -71,7 +71,8 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
         found = load_rerun(path, typed=typed)
     else:
         directory = find(Path(path))
-        check_file(directory, CONFIG_NAME, read_manifest(directory))
+        storage, checkpoint = LocalStorage.of(directory)
+        storage.check_file(checkpoint, CONFIG_NAME, storage.read_manifest(checkpoint))
         found = load_checkpoint(directory)
     recipe = found.raw.get("recipe")
     others = [text for text in typed if text.startswith("recipe=") and text != f"recipe={recipe}"]

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint import find, load
-from framework.checkpoint.layout import LAST, find_damage, manifest_or_none, step_of
+from framework.checkpoint import LocalStorage, find, find_damage, load, manifest_or_none
+from framework.checkpoint.layout import LAST, step_of
 from framework.checkpoint.lookup import LastUndamaged, describe_others, last_undamaged
 from framework.checkpoint.reader import load_weights
 from framework.checkpoint.replicas import own_training
@@ -50,7 +50,7 @@ def restore(setup: RankSetup, trainer: Trainer, own: LastUndamaged) -> None:
             trainer.checkpoints.resume_from(trainer.progress.step, damaged=damaged)
         # A restart before the next checkpoint resumes here.
         if setup.context.is_main and own.directory is not None and step_of(own.directory.name) is not None:
-            point(setup.run_dir.checkpoints, LAST, step=trainer.progress.step)
+            point(LocalStorage(setup.run_dir.checkpoints), LAST, step=trainer.progress.step)
 
 
 def own_checkpoint(setup: RankSetup) -> LastUndamaged:

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from framework.checkpoint.layout import BEST, read_manifest
+from framework.checkpoint import LocalStorage, read_manifest
+from framework.checkpoint.layout import BEST
 from framework.checkpoint.manager import CheckpointManager
 from framework.checkpoint.reader import load_progress
 from framework.config.optimizers import optimizer_configs
@@ -239,7 +240,7 @@ def _checkpoints(setup: RankSetup) -> CheckpointManager | None:
     timeout_s = max(backend.init_timeout, backend.timeout)
     return CheckpointManager(
         setup.config.checkpoint,
-        setup.run_dir.checkpoints,
+        LocalStorage(setup.run_dir.checkpoints),
         config_text=written_config(setup.run_dir),
         is_writer=setup.context.is_main,
         warn=warn,

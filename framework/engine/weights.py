@@ -6,8 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from framework.checkpoint import find, find_weights, load
-from framework.checkpoint.layout import find_damage
+from framework.checkpoint import find, find_damage, find_weights, load
 from framework.checkpoint.lookup import describe_others
 from framework.checkpoint.reader import load_weights
 from framework.checkpoint.weights_file import load_what_fits, read_weights

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.checkpoint.layout import read_manifest
+from framework.checkpoint import read_manifest
 from framework.config.schema import Part
 from framework.config.targets import check_node, import_target, takes
 from framework.data.loader import EvalLoader

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,14 +120,21 @@ class FileFacts:
         return FileFacts(size_bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
 
 
-def file_damage(path: Path, facts: FileFacts, *, thorough: bool = True) -> str | None:
-    """Return what is wrong with a file, as a phrase to follow its name. facts: recorded when it was written."""
+def content_damage(open_file: Callable[[], BinaryIO], facts: FileFacts, *, thorough: bool = True) -> str | None:
+    """Return what is wrong with the content of a file, as a phrase to follow its name.
+
+    Args:
+        open_file: opens the file for reading; it must be able to seek.
+        facts: recorded when the file was written.
+        thorough: read the file and compare its checksum; else only its size is compared.
+    """
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes != facts.size_bytes:
-            return f"has {size_bytes} bytes instead of {facts.size_bytes}"
-        if thorough and _crc32_of(path) != facts.crc32:
-            return "has another checksum than when it was written"
+        with open_file() as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            if size_bytes != facts.size_bytes:
+                return f"has {size_bytes} bytes instead of {facts.size_bytes}"
+            if thorough and _crc32_of(file) != facts.crc32:
+                return "has another checksum than when it was written"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -135,11 +142,11 @@ def file_damage(path: Path, facts: FileFacts, *, thorough: bool = True) -> str |
     return None
 
 
-def _crc32_of(path: Path) -> str:
+def _crc32_of(file: BinaryIO) -> str:
     crc32 = 0
-    with open_regular(path) as file:
-        while chunk := file.read(_READ_BYTES):
-            crc32 = zlib.crc32(chunk, crc32)
+    file.seek(0)
+    while chunk := file.read(_READ_BYTES):
+        crc32 = zlib.crc32(chunk, crc32)
     return f"{crc32:08x}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint.layout import find_damage
+from framework.checkpoint import find_damage
 from tests.helpers import disks, results
 
 pytestmark = pytest.mark.multiproc

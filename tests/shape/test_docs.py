@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
+from framework.checkpoint import LocalStorage
 from framework.checkpoint.writer import write
 from framework.command import compose
 from framework.command.request import JobResult, Request
@@ -97,7 +98,8 @@ def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> li
     save_config(run_dir, raw=request.raw, overrides=request.overrides)
     state: dict[str, Any] = {"model": {}, "training": {}, "generators": []}
     text = run_dir.config_file.read_text()
-    checkpoint = write(run_dir.checkpoints, state, step=1, epoch=0, metrics={}, config_text=text)
+    name = write(LocalStorage(run_dir.checkpoints), state, step=1, epoch=0, metrics={}, config_text=text)
+    checkpoint = run_dir.checkpoints / name
     return [f"checkpoint.path={checkpoint}", "trust=true"]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from framework.checkpoint import complete_steps
+from framework.checkpoint import LocalStorage, complete_steps
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.parse import parse
 from framework.config.schema import Interval, Precision, SchedulerConfig, TrainerConfig
@@ -115,7 +115,7 @@ def manager(folder: Path, **changes: Any) -> CheckpointManager:
         parse(raw_config()).checkpoint, monitor=None, save_top_k=-1, every_n_epochs=None, asynchronous=False
     )
     return CheckpointManager(
-        replace(usual, **changes), folder, config_text="recipe: small\n", is_writer=True, warn=pytest.fail
+        replace(usual, **changes), LocalStorage(folder), config_text="recipe: small\n", is_writer=True, warn=pytest.fail
     )
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from framework import StepOutput
+from framework.checkpoint import LocalStorage
 from framework.checkpoint.writer import write
 from framework.errors import CheckpointError, ConfigError, TargetError
 from framework.jobs.export import model_file as exporting
@@ -119,7 +120,8 @@ def export(tmp_path):
         if task is not None:
             raw["task"] = {"_target_": f"{HERE}.{task}"}
         state: dict[str, Any] = {"model": model.state_dict(), "training": {}, "generators": []}
-        checkpoint = write(tmp_path / "checkpoints", state, step=7, epoch=0, metrics={}, config_text="")
+        folder = tmp_path / "checkpoints"
+        checkpoint = folder / write(LocalStorage(folder), state, step=7, epoch=0, metrics={}, config_text="")
         raw["checkpoint"]["path"] = str(checkpoint)
         path = tmp_path / f"file{SUFFIX[format_]}"
         answer = exporting.export({"config": raw, "span": span, "path": str(path)})

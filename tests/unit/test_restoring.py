@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from framework.checkpoint import LocalStorage
 from framework.checkpoint.writer import point
 from framework.distributed.context import Context
 from framework.engine import restore as resume_module
@@ -43,7 +44,7 @@ def disk(folder: Path, *steps: int) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     for step in steps:
         write_small(folder / "checkpoints", step)
-        point(folder / "checkpoints", "last", step=step)
+        point(LocalStorage(folder / "checkpoints"), "last", step=step)
     return folder
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from framework.checkpoint import LocalStorage
 from framework.checkpoint.writer import write
 from framework.distributed.seed import generator_states
 from framework.engine.sizes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
@@ -69,7 +70,9 @@ def test_a_checkpoints_estimated_size_is_close(tmp_path, make, world_size):
         "training": {"optimizer": optimizer.state_dict()},
         "generators": [generator_states(()) for _ in range(world_size)],
     }
-    directory = write(tmp_path, state, step=1, epoch=0, metrics={}, config_text="recipe: none\n")
+    directory = tmp_path / write(
+        LocalStorage(tmp_path), state, step=1, epoch=0, metrics={}, config_text="recipe: none\n"
+    )
     real = sum(file.stat().st_size for file in directory.iterdir())
     how = partial(estimated, model, OPTIMIZERS[make], world_size=world_size)
     rough = how()

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from framework.checkpoint import LocalStorage
 from framework.checkpoint.manager import CheckpointManager
 from framework.checkpoint.writer import write
 from framework.config.parse import parse
+from framework.config.schema import CheckpointConfig
 from tests.unit.config.raw import raw_config
 
 
@@ -31,8 +33,8 @@ def write_small(
     metrics: dict[str, float] | None = None,
     config_text: str = "recipe: small\n",
 ) -> Path:
-    return write(
-        folder,
+    return folder / write(
+        LocalStorage(folder),
         small_state(float(step) if value is None else value),
         step=step,
         epoch=step // 10,
@@ -41,13 +43,18 @@ def write_small(
     )
 
 
+def checkpoint_settings(**changes: Any) -> CheckpointConfig:
+    """Keep the best by val/loss and the newest; save only when asked to, and while training waits."""
+    usual = {"monitor": "val/loss", "save_top_k": 1, "save_last_k": 1, "every_n_epochs": None, "asynchronous": False}
+    return replace(parse(raw_config()).checkpoint, **{**usual, **changes})
+
+
 def manager_of(
     folder: Path, *, is_writer: bool = True, warn: Any = pytest.fail, config_text: str = "a: 1\n", **changes: Any
 ) -> CheckpointManager:
-    """Keeps the best by val/loss and the newest; saves only when asked to, and while training waits."""
-    usual = {"monitor": "val/loss", "save_top_k": 1, "save_last_k": 1, "every_n_epochs": None, "asynchronous": False}
-    settings = replace(parse(raw_config()).checkpoint, **{**usual, **changes})
-    return CheckpointManager(settings, folder, config_text=config_text, is_writer=is_writer, warn=warn)
+    """A manager for checkpoints in `folder`, with `checkpoint_settings`."""
+    settings = checkpoint_settings(**changes)
+    return CheckpointManager(settings, LocalStorage(folder), config_text=config_text, is_writer=is_writer, warn=warn)
 
 
 def flip(file: Path, bit: int | None = None) -> None:

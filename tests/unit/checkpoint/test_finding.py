@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint import complete_steps, find, load, read_manifest
+from framework.checkpoint import LocalStorage, complete_steps, find, load, read_manifest
 from framework.checkpoint.layout import FORMAT_VERSION, encode
 from framework.checkpoint.lookup import LastUndamaged, last_undamaged
 from framework.checkpoint.writer import point
@@ -27,8 +27,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     for step in (10, 20, 30):
         write_small(folder, step)
-    point(folder, "last", step=30)
-    point(folder, "best", step=10)
+    point(LocalStorage(folder), "last", step=30)
+    point(LocalStorage(folder), "best", step=10)
     return folder
 
 
@@ -61,7 +61,7 @@ def test_runs_pointers_and_steps_are_found_after_moving(folder: Path, path: str,
 
 
 def test_last_is_the_pointer_or_else_the_newest(folder: Path) -> None:
-    point(folder, "last", step=20)
+    point(LocalStorage(folder), "last", step=20)
     assert find(folder).name == STEP_20
     (folder / "last").unlink()
     assert find(folder).name == STEP_30
@@ -172,7 +172,7 @@ def test_other_directories_are_skipped(folder: Path, deed: Callable[[Path], obje
 
 def test_a_checkpoint_newer_than_last_is_never_taken(folder: Path) -> None:
     """It is left of training that was given up, by a resumption from an older one."""
-    point(folder, "last", step=20)
+    point(LocalStorage(folder), "last", step=20)
     flip(folder / STEP_20 / "training.pt")
     assert chosen(folder)[0] == STEP_10
     flip(folder / STEP_10 / "training.pt")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint import complete_steps, find, load
+from framework.checkpoint import LocalStorage, complete_steps, find, load
 from framework.checkpoint.writer import point
 from tests.unit.checkpoint.states import manager_of, names, target, write_small
 
@@ -54,7 +54,7 @@ def save_and_copy(folder: Path) -> None:
         if number == 3:
             saved = 1
             manager.resume_from(1)
-            point(run, "last", step=1)
+            point(LocalStorage(run), "last", step=1)
         state = {"model": {"weight": torch.full((2000,), number)}, "training": {"number": number}, "generators": []}
         manager.save(state, step=step, epoch=0, metrics={"val/loss": loss})
         assert manager.wait() is None

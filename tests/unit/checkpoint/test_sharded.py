@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from framework.checkpoint import load, read_manifest
+from framework.checkpoint import LocalStorage, load, read_manifest
 from framework.checkpoint.layout import MANIFEST_NAME, FileFacts, encode
 from framework.checkpoint.sharded_state import NOTE, load_sharded, split_state
 from framework.checkpoint.writer import write
@@ -97,8 +97,8 @@ def spread(optimizer: Any = torch.optim.Adam, *, steps: int = 2) -> tuple[nn.Mod
 
 def save(folder: Path, model: nn.Module, optimizer: Any, *, step: int = 5) -> Path:
     shards, training = split_state(model, optimizer)
-    return write(
-        folder,
+    return folder / write(
+        LocalStorage(folder),
         {"training": training, "generators": []},
         step=step,
         epoch=0,
@@ -152,13 +152,13 @@ def test_a_sharded_model_reads_whole_checkpoints_or_means(tmp_path: Path, caplog
     both = {"model": of_ranks[0]["model"], "training": {**of_ranks[0], "replicas": of_ranks[1:]}, **rest}
     how: dict[str, Any] = {"epoch": 0, "metrics": {}, "config_text": ""}
 
-    directory = write(tmp_path, one, step=5, **how)
+    directory = tmp_path / write(LocalStorage(tmp_path), one, step=5, **how)
     model, other_made = spread(steps=1)
     other_made.load_state_dict(load_sharded(directory, model, other_made)["training"]["optimizer"])
     assert tree_differences(state_of(model, other_made), state_of(plain, made)) == []
     assert caplog.records == []
 
-    load_sharded(write(tmp_path, both, step=6, **how), model, other_made)
+    load_sharded(tmp_path / write(LocalStorage(tmp_path), both, step=6, **how), model, other_made)
     weights = torch.stack([each["model"]["1.weight"] for each in of_ranks])
     torch.testing.assert_close(full_tensor(model.state_dict()["1.weight"]), weights.mean(dim=0))
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

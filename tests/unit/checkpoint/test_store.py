@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework.checkpoint import find, load, read_manifest
+from framework.checkpoint import LocalStorage, find, load, read_manifest
 from framework.checkpoint.layout import FORMAT_VERSION, FileFacts, encode
 from framework.checkpoint.reader import load_weights
 from framework.checkpoint.writer import write
@@ -59,7 +59,7 @@ def test_torch_alone_reads_back_a_state_exactly(tmp_path: Path) -> None:
         "training": {"optimizer": optimizer.state_dict(), "callbacks": {}},
         "generators": [{"torch": torch.get_rng_state()}],
     }
-    directory = write(tmp_path, state, step=3, epoch=0, metrics={}, config_text="")
+    directory = tmp_path / write(LocalStorage(tmp_path), state, step=3, epoch=0, metrics={}, config_text="")
     assert tree_differences(load(directory, map_location="cpu"), state) == []
     assert tree_differences(torch.load(directory / "model.pt", weights_only=True), state["model"]) == []
 
@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     write_small(tmp_path, 1)
     state = {**small_state(), "model": {"weight": torch.zeros(1_000_000)}}
     with full_at(1_000_000), pytest.raises(DiskError, match=r"step 2 can't be written .*: File too large"):
-        write(tmp_path, state, step=2, epoch=0, metrics={}, config_text="")
+        write(LocalStorage(tmp_path), state, step=2, epoch=0, metrics={}, config_text="")
     assert names(tmp_path) == ["step_00000001"]
     load(find(tmp_path), map_location="cpu")
 
