@@ -8,6 +8,7 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from framework.config.renamed import present_override
 from framework.errors import EXIT_INTERRUPTED, FrameworkError
 from framework.system.shown_text import shown
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
-_WITHOUT_RANKS = {"launcher=in_process", "launcher=in_place", "job=runs", "job=compare", "job=report"}
+_WITHOUT_RANKS = {"launcher=in_process", "job=runs", "job=compare", "job=report"}
 _ONLY_ANSWER = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 
 
@@ -94,7 +95,8 @@ def _external(arguments: list[str]) -> int | None:
 def _starts_ranks(arguments: list[str]) -> bool:
     """Return True if the command may start ranks, guessed from the arguments before they are parsed."""
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("-")}
-    return not flags & _ONLY_ANSWER and not _WITHOUT_RANKS & set(arguments)
+    present = {present_override(argument) for argument in arguments}
+    return not flags & _ONLY_ANSWER and not _WITHOUT_RANKS & present
 
 
 def _open_missing_streams() -> None:

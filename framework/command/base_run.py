@@ -20,7 +20,7 @@ from framework.checkpoint import LocalStorage, find
 from framework.checkpoint.layout import CONFIG_NAME
 from framework.command.trust import check_trust, why_not_owned
 from framework.config.parse import show
-from framework.config.renamed import REMOVED, removed_settings, without_removed
+from framework.config.renamed import REMOVED, present_override, removed_settings, without_removed
 from framework.config.saved import (
     SavedRun,
     apply_typed,
@@ -240,7 +240,7 @@ def find_base(typed: Sequence[str], *, compose: Compose, change: Change, swept: 
         outputs = own_outputs(typed, compose=compose, recipe=found.raw.get("recipe"))
         check_trust(found, outputs=outputs, asked_by="type trust=true")
     found = _without_removed_keys(found)
-    started_with = _present(found.overrides)
+    started_with = [present_override(text) for text in _present(found.overrides)]
     try:
         base = BaseRun(found, without_typed=compose(started_with), typed=tuple(typed))
     except ConfigError as error:

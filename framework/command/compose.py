@@ -39,6 +39,7 @@ from framework.command.sweep import Sweep, run_sweep, sweeper_direction
 from framework.config.assets import config_dir, docs_dir, import_from_working_dir, user_config_dir
 from framework.config.checks import check
 from framework.config.parse import normalize_override, parse
+from framework.config.renamed import present_override
 from framework.config.saved import key_of, search_path_override, value_of
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
 from framework.system.run_dir import new_name
@@ -136,7 +137,7 @@ class _Command:
         self._parser = get_args_parser()
         self._flags = _parse_flags(self._parser, arguments)
         self._config_name = self._flags.config_name or "config"
-        self._typed = [normalize_override(text) for text in self._flags.overrides]
+        self._typed = [_of_today(normalize_override(text)) for text in self._flags.overrides]
         if self._flags.config_dir is not None:
             if not Path(self._flags.config_dir).is_dir():
                 raise ConfigError(f"--config-dir={self._flags.config_dir}: there is no such folder.")
@@ -303,6 +304,14 @@ class _Command:
             external_ranks=self._adopted_ranks,
             parent_run=parent_run,
         )
+
+
+def _of_today(override: str) -> str:
+    """Return an override by the names of today; print them if it has earlier ones."""
+    present = present_override(override)
+    if present != override:
+        print(f"{override} is an earlier name. Type {present}", file=sys.stderr, flush=True)
+    return present
 
 
 def _parse_flags(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:

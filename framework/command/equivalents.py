@@ -9,6 +9,7 @@ from framework.config.saved import key_of
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.distributed.store import LOOPBACK
+from framework.launch.base import launcher_class
 from framework.launch.plan import rank_environment
 
 _ENDPOINT = "HOST:29400"
@@ -32,9 +33,9 @@ def commands(request: Request, topology: Topology) -> dict[str, list[str]]:
     config, procs = request.config, topology.procs_per_node
     endpoint = config.topology.rdzv_endpoint or _ENDPOINT
     run = [text for text in request.overrides if not _is_of(text, _OWN_KEYS)]
-    launching = [
-        text for text in request.overrides if _is_of(text, ["launcher"]) and config.launcher.name != "external"
-    ]
+    launching = []
+    if launcher_class(config.launcher).starts_ranks:
+        launching = [text for text in request.overrides if _is_of(text, ["launcher"])]
     framework = ["python", "-m", "framework", *run, *launching]
     torchrun = ["torchrun", "--standalone", f"--nproc-per-node={procs}"]
     srun = ["srun", f"--nodes={topology.nnodes}", f"--ntasks-per-node={procs}"]
@@ -56,9 +57,9 @@ def commands(request: Request, topology: Topology) -> dict[str, list[str]]:
 def environment(config: Config, topology: Topology) -> dict[str, dict[str, str]]:
     """Return the ranks' environment variables: those common to all, and those of the first and the last rank.
 
-    All are empty for `launcher=in_process`, whose rank is the command's own process.
+    All are empty for a rank in the command's own process.
     """
-    if config.launcher.name == "in_process":
+    if launcher_class(config.launcher).runs_in_command:
         return {"common": {}, "first_rank": {}, "last_rank": {}}
     host, port = LOOPBACK, "(a free port)"
     if topology.nnodes > 1:

@@ -7,19 +7,18 @@ from pathlib import Path
 
 from framework.checkpoint import find, find_weights
 from framework.config.schema import BackendName, Config
-from framework.config.topology import Topology, resolve_topology
-from framework.errors import ConfigError, RequestError, TopologyError
-from framework.launch.external import external_topology
+from framework.config.topology import Topology
+from framework.errors import ConfigError, RequestError
+from framework.launch.base import Launcher, launcher_class
 from framework.launch.handshake import ExternalRanks
-from framework.system.hardware import count_gpus, resolve_gpus
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where the ranks of a run are, what starts them, and how they communicate."""
 
-    # A module of `framework.launch`, never `auto`.
-    launcher: str
+    # Never `auto`, but what it has chosen.
+    launcher: Launcher
     topology: Topology
     # On NVIDIA GPUs or the CPU, never `auto`.
     backend: BackendName
@@ -44,70 +43,31 @@ def place(
         if find_weights(weights) is None:
             find(weights)
 
-    launcher = _launcher(config, external_ranks, is_planned=is_planned)
-    if external_ranks is None:
-        topology = _own_topology(config, launcher, is_planned=is_planned)
-    else:
-        topology = _external_topology(config, external_ranks, is_planned=is_planned)
+    launcher = launcher_class(config.launcher)(**config.launcher.args)
+    launcher = launcher.choose(config, external_ranks=external_ranks)
+    _check_starter(launcher, external_ranks)
+    topology = launcher.topology(config, external_ranks=external_ranks, is_planned=is_planned)
     if topology.nnodes > 1 and external_ranks is None:
         _check_several_nodes(config, is_swept=is_swept)
     backend = _backend(config, topology)
     return Placement(launcher, topology, backend)
 
 
-def _launcher(config: Config, external_ranks: ExternalRanks | None, *, is_planned: bool) -> str:
-    """Return the launcher that is configured, or that `auto` becomes. Raises ConfigError if it can't be used here."""
-    name = config.launcher.name
-    topology = config.topology
-    if external_ranks is not None:
-        if name in ("auto", "external"):
-            return "external"
+def _check_starter(launcher: Launcher, external_ranks: ExternalRanks | None) -> None:
+    """Raise ConfigError if the launcher needs another starter of this process than it has had."""
+    if external_ranks is not None and not launcher.joins_started_ranks:
+        cluster = external_ranks.cluster
         raise ConfigError(
-            f"launcher={name} is configured, but {external_ranks.cluster.starter} has started this process as one of "
-            f"{external_ranks.cluster.world_size} ranks.\n"
-            f"Use launcher=auto; or type launcher={name} to let each process start a run of its own."
+            f"launcher={launcher.name} is configured, but {cluster.starter} has started this process as one of "
+            f"{cluster.world_size} ranks.\n"
+            f"Use launcher=auto; or type launcher={launcher.name} to let each process start a run of its own."
         )
-    if name == "external":
+    if external_ranks is None and not launcher.starts_ranks:
         raise ConfigError(
-            "launcher=external, but this process isn't one of several that torchrun, srun or a Kubernetes PyTorchJob "
-            "has started.\nStart the command with one of them, or leave launcher=external out."
+            f"launcher={launcher.name}, but this process isn't one of several that torchrun, srun or a Kubernetes "
+            "PyTorchJob has started.\n"
+            f"Start the command with one of them, or leave launcher={launcher.name} out."
         )
-    if name == "auto":
-        name = "elastic" if topology.nnodes > 1 or config.launcher.max_restarts > 0 else "local"
-    if name == "elastic" and topology.nnodes > 1 and topology.rdzv_endpoint is None and not is_planned:
-        raise ConfigError(
-            f"topology.nnodes={topology.nnodes} needs topology.rdzv_endpoint=HOST:PORT: the name or address of node 0 "
-            "and a free port on it, such as 29400, the same on every node."
-        )
-    return name
-
-
-def _own_topology(config: Config, launcher: str, *, is_planned: bool) -> Topology:
-    """Return the topology of ranks that the framework starts."""
-    gpus = config.trainer.gpus
-    if not is_planned:
-        gpus = resolve_gpus(gpus)
-    elif gpus is None:
-        gpus = count_gpus()
-    topology = resolve_topology(config.topology, gpus=gpus)
-    if launcher == "in_process" and topology.world_size > 1:
-        raise TopologyError(
-            f"launcher=in_process runs one process, and {topology.world_size} are requested.\n"
-            "Use launcher=local, or topology.procs_per_node=1."
-        )
-    return topology
-
-
-def _external_topology(config: Config, ranks: ExternalRanks, *, is_planned: bool) -> Topology:
-    """Return the topology of ranks that something else has started."""
-    gpus = config.trainer.gpus
-    if gpus == 0:
-        visible = 0
-    elif is_planned and gpus is not None:
-        visible = gpus
-    else:
-        visible = count_gpus()
-    return external_topology(config, ranks.cluster, visible_gpus=visible)
 
 
 def _check_several_nodes(config: Config, *, is_swept: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import shlex
@@ -24,7 +23,7 @@ from framework.config.schema import Config
 from framework.config.secrets import Secrets, masked_arguments
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError, RunError
-from framework.launch.elastic import ElasticNode, joined_nodes
+from framework.launch.base import Part
 from framework.launch.environment import split_endpoint
 from framework.launch.handshake import RunSpec, make_visible
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
@@ -66,15 +65,10 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
     """
     placement = request.placement
     topology = placement.topology
-    if request.external_ranks is not None:
-        request.external_ranks.handshake.compare(timeout_s=request.config.backend.init_timeout)
     setup = _setup(request, placement)
-    joined: AbstractContextManager[ElasticNode | None] = nullcontext()
-    if setup.endpoint is not None:  # this command is typed on several nodes: wait for all of them
-        joined = joined_nodes(setup, arguments=sys.argv[1:])
-    with joined as elastic:
-        if elastic is not None and elastic.spec is not None:
-            return _join(request, setup, elastic, elastic.spec)
+    with placement.launcher.join(setup) as part:
+        if part.spec is not None:
+            return _follow(request, setup, part, part.spec)
         with _run_dir(request) as run_dir, locked(run_dir), _records_kept_if_refused(run_dir):
             record_start(run_dir, request, topology)
             if request.config.rerun is not None and request.config.resume is None:
@@ -84,11 +78,7 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
             if not quiet:
                 with suppress(BrokenPipeError):  # of `| head -n 1`; the ranks run nevertheless
                     print(shown(start_message(title, request.config.recipe, topology, run_dir)), flush=True)
-            if elastic is not None:
-                launch = elastic.run
-            else:
-                launch = importlib.import_module(f"framework.launch.{placement.launcher}").launch
-            outcome = _launch(launch, _plan(request, setup, run_dir, entry=entry), request.config)
+            outcome = _launch(part.launch, _plan(request, setup, run_dir, entry=entry), request.config)
             status, failure = outcome.status, outcome.failure
             if failure is not None and request.call is None:
                 print(render(failure), file=sys.stderr, flush=True)
@@ -101,7 +91,6 @@ def run(request: Request, *, entry: str, title: str, summary: Callable[[Config, 
 def _setup(request: Request, placement: Placement) -> NodeSetup:
     config = request.config
     endpoint = config.topology.rdzv_endpoint
-    has_others = placement.topology.nnodes > 1 and placement.launcher == "elastic"
     return NodeSetup(
         topology=placement.topology,
         limits=Limits(
@@ -113,8 +102,10 @@ def _setup(request: Request, placement: Placement) -> NodeSetup:
         fork_server=request.fork_server,
         terminal=request.sub_run is None,
         node=config.topology.node_rank,
-        endpoint=split_endpoint(endpoint) if has_others and endpoint is not None else None,
+        endpoint=None if endpoint is None or placement.topology.nnodes == 1 else split_endpoint(endpoint),
         max_restarts=config.launcher.max_restarts,
+        arguments=tuple(sys.argv[1:]),
+        external_ranks=request.external_ranks,
     )
 
 
@@ -123,7 +114,6 @@ def _plan(request: Request, setup: NodeSetup, run_dir: RunDir, *, entry: str) ->
         **vars(setup),
         entry=entry,
         run_dir=run_dir,
-        external_ranks=request.external_ranks,
         names=_needed(request.config),
     )
 
@@ -135,12 +125,12 @@ def _needed(config: Config) -> tuple[str, ...]:
     return own if config.trainer.compile is None else (*own, "torch._dynamo")
 
 
-def _join(request: Request, setup: NodeSetup, elastic: ElasticNode, spec: RunSpec) -> JobResult:
+def _follow(request: Request, setup: NodeSetup, part: Part, spec: RunSpec) -> JobResult:
     """Run this node's ranks of a run whose records node 0 keeps."""
     run_dir = RunDir(Path(spec.run_dir))
     make_visible(run_dir, spec)
     print(f"Node {setup.node} of {setup.topology.nnodes} is part of the run\n{display_path(run_dir.path)}", flush=True)
-    outcome = elastic.run(_plan(request, setup, run_dir, entry=spec.entry))
+    outcome = part.launch(_plan(request, setup, run_dir, entry=spec.entry))
     if outcome.failure is not None:
         print(render(outcome.failure), file=sys.stderr, flush=True)
     return JobResult(outcome.status, run_dir)

@@ -13,13 +13,14 @@ from framework.config.optimizers import optimizer_configs, schedules
 from framework.config.parse import raise_mistakes
 from framework.config.schema import CUDA_GRAPH_MODES, Config
 from framework.config.suggest import did_you_mean
+from framework.config.targets import check_node, import_target
 from framework.errors import ConfigError
 
 
 def check(config: Config) -> None:
     """Raise one ConfigError with all rules that `config` breaks."""
     rules = (
-        *(_limits, _trainer, _processes, _data, _optimizer, _scheduler),
+        *(_limits, _trainer, _processes, _launcher, _data, _optimizer, _scheduler),
         *(_metrics, _validation, _jobs, _init),
     )
     raise_mistakes([mistake for rule in rules for mistake in rule(config)])
@@ -60,12 +61,11 @@ def _trainer(config: Config) -> Iterator[str]:
 
 
 def _processes(config: Config) -> Iterator[str]:
-    topology, launcher, restarts = config.topology, config.launcher.name, config.launcher.max_restarts
-    nodes, rank = topology.nnodes, topology.node_rank
+    topology = config.topology
+    nodes = topology.nnodes
+    rank = topology.node_rank
     if rank >= nodes:
         yield f"topology.node_rank={rank} is out of range: it must be less than topology.nnodes={nodes}."
-    if nodes > 1 and launcher in ("in_process", "local"):
-        yield f"launcher={launcher} is for one machine; topology.nnodes={nodes} needs launcher=elastic. Change one."
     host, _, port = (topology.rdzv_endpoint or "HOST:1").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         yield (
@@ -77,15 +77,33 @@ def _processes(config: Config) -> Iterator[str]:
             "topology.rdzv_secret is set in a file, so the run would save it in plain text. Set the environment "
             "variable FRAMEWORK_RDZV_SECRET instead, or type it as topology.rdzv_secret=SECRET."
         )
-    if restarts > 0 and launcher not in ("auto", "elastic"):
-        yield (
-            f"launcher.max_restarts={restarts}: launcher={launcher} doesn't restart after a failure. "
-            "Use launcher=elastic, or launcher.max_restarts=0."
-        )
     if topology.share_gpus and config.backend.name == "nccl":
         yield (
             "topology.share_gpus=true can't go with backend=nccl, which needs a GPU of its own for each process. "
             "Use backend=gloo, or backend=auto, which uses gloo if GPUs are shared."
+        )
+
+
+def _launcher(config: Config) -> Iterator[str]:
+    settings = config.launcher
+    mistakes = list(check_node({"_target_": settings._target_, **settings.args}, "launcher"))
+    if mistakes:
+        yield from mistakes
+        return
+    launcher = import_target(settings._target_)
+    if not hasattr(launcher, "spans_nodes"):
+        yield f"launcher._target_={settings._target_}: must be a subclass of framework.launch.base.Launcher."
+        return
+
+    nodes = config.topology.nnodes
+    if nodes > 1 and not launcher.spans_nodes:
+        yield (
+            f"launcher={launcher.name} is for one machine; topology.nnodes={nodes} needs launcher=elastic. Change one."
+        )
+    if settings.max_restarts > 0 and not launcher.restarts:
+        yield (
+            f"launcher.max_restarts={settings.max_restarts}: launcher={launcher.name} doesn't restart after a failure. "
+            "Use launcher=elastic, or launcher.max_restarts=0."
         )
 
 

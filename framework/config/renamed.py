@@ -12,7 +12,16 @@ TARGETS = {
     "framework.adapters.lightning.lr_scheduler": "framework.tasks.lightning.lr_scheduler",
     "framework.training.optimizer.cosine": "framework.optim.cosine",
 }
-LAUNCHERS = {"adopted": "external", "in_place": "in_process"}
+
+# A launcher was named by `launcher.name` before it had a `_target_`.
+_LAUNCHER_TARGETS = {
+    "auto": "framework.launch.auto.AutoLauncher",
+    "elastic": "framework.launch.elastic.ElasticLauncher",
+    "external": "framework.launch.external.ExternalLauncher",
+    "in_process": "framework.launch.in_process.InProcessLauncher",
+    "local": "framework.launch.local.LocalLauncher",
+}
+_LAUNCHER_OPTIONS = {"adopted": "external", "in_place": "in_process"}
 
 REMOVED: dict[str, Any] = {"trainer.log_rank_losses": False}
 """Keys that no longer exist, with the default that they had."""
@@ -22,9 +31,19 @@ def with_present_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration, which an earlier version may have saved, with the names of today."""
     present = {name: _present(value) for name, value in raw.items()}
     launcher = present.get("launcher")
-    if isinstance(launcher, dict) and launcher.get("name") in LAUNCHERS:
-        launcher["name"] = LAUNCHERS[launcher["name"]]
+    if isinstance(launcher, dict) and "name" in launcher:
+        present["launcher"] = _present_launcher(launcher)
     return present
+
+
+def present_override(override: str) -> str:
+    """Return what to type today for an override of an earlier version; any other is returned as it is."""
+    key, _, value = override.partition("=")
+    if key == "launcher.name":
+        return f"launcher={_LAUNCHER_OPTIONS.get(value, value)}"
+    if key == "launcher" and value in _LAUNCHER_OPTIONS:
+        return f"launcher={_LAUNCHER_OPTIONS[value]}"
+    return override
 
 
 def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +66,18 @@ def removed_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(values, Mapping) and values.get(name, default) != default:
             settings[key] = values[name]
     return settings
+
+
+def _present_launcher(launcher: Mapping[str, Any]) -> dict[str, Any]:
+    present = {key: value for key, value in launcher.items() if key != "name"}
+    name = launcher["name"]
+    target = _LAUNCHER_TARGETS.get(_LAUNCHER_OPTIONS.get(name, name))
+    if target is None:
+        return dict(launcher)
+    # Another class than that of `auto`, which every option of ours inherits, was typed for this run.
+    if present.get("_target_", _LAUNCHER_TARGETS["auto"]) == _LAUNCHER_TARGETS["auto"]:
+        present["_target_"] = target
+    return present
 
 
 def _present(value: Any) -> Any:

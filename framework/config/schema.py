@@ -184,7 +184,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
-    name: Literal["auto", "external", "elastic", "in_process", "local"]  # auto, or a module of framework.launch
+    # The class of the launcher, a subclass of framework.launch.base.Launcher.
+    _target_: FunctionName
+    # Its keywords.
+    args: dict[str, Any] = field(default_factory=dict)
     max_restarts: int = bounded(at_least=0)  # of the whole run after failures; launcher=elastic only
     late_after: Duration  # how long ranks wait for another one before it is reported as late
 

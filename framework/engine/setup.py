@@ -27,6 +27,7 @@ from framework.distributed.seed import set_deterministic
 from framework.engine import build
 from framework.engine.limits import apply_fast_dev_run, check_streams, first_samples, train_size, with_batch_sizes
 from framework.errors import ConfigError
+from framework.launch.base import launcher_class
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.strategies.base import Strategy
 from framework.system.allocator import tune_malloc
@@ -275,6 +276,7 @@ def loader_options(setup: RankSetup) -> LoaderOptions:
 def core_sharers(config: Config, context: Context) -> Sharers:
     """Return which processes share this one's cores: all of the node, unless srun has bound each to its own."""
     procs, own = context.topology.procs_per_node, context.local_rank
-    if config.launcher.name not in ("auto", "external"):  # a process that a task starts has that task's cores
+    # The cores of one that srun has started may be its own; those of our own ranks are the command's.
+    if not launcher_class(config.launcher).joins_started_ranks:
         return Sharers(procs, own)
     return sharers_of_cores(local_rank=own, procs=procs, environ=os.environ)

@@ -17,17 +17,49 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, final
 
+from framework.config.schema import Config
+from framework.config.topology import Topology
 from framework.distributed.store import StoreGoneError, call_in_thread, call_with_deadline
-from framework.errors import EXIT_RUN_FAILED, FrameworkError, LaunchError
+from framework.errors import EXIT_RUN_FAILED, ConfigError, FrameworkError, LaunchError
+from framework.launch.base import Launcher, Part
 from framework.launch.child import silence_compiled_code
-from framework.launch.handshake import Fingerprint, Handshake, RunSpec, fingerprint
-from framework.launch.local import NodeRun, node_run
-from framework.launch.local import launch as launch  # for one node, with restarts; several nodes use joined_nodes
+from framework.launch.handshake import ExternalRanks, Fingerprint, Handshake, RunSpec, fingerprint
+from framework.launch.local import NodeRun, launch_on_this_node, node_run
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.report import FailureReport
 
 T = TypeVar("T")
 _MARGIN_S = 30.0  # a call that takes so much longer than it should has lost the link to the store
+
+
+@final
+class ElasticLauncher(Launcher):
+    """Starts the ranks of this node of several, and restarts all of them after a failure."""
+
+    name = "elastic"
+    spans_nodes = True
+    restarts = True
+
+    def topology(self, config: Config, *, external_ranks: ExternalRanks | None, is_planned: bool) -> Topology:
+        nnodes = config.topology.nnodes
+        if nnodes > 1 and config.topology.rdzv_endpoint is None and not is_planned:
+            raise ConfigError(
+                f"topology.nnodes={nnodes} needs topology.rdzv_endpoint=HOST:PORT: the name or address of node 0 and a "
+                "free port on it, such as 29400, the same on every node."
+            )
+        return super().topology(config, external_ranks=external_ranks, is_planned=is_planned)
+
+    @contextmanager
+    def join(self, setup: NodeSetup) -> Iterator[Part]:
+        if setup.endpoint is None:
+            yield Part(self.launch)
+            return
+        with joined_nodes(setup, arguments=setup.arguments) as node:
+            yield Part(node.run, node.spec)
+
+    def launch(self, plan: LaunchPlan) -> Outcome:
+        """Start the ranks of a run on one node."""
+        return launch_on_this_node(plan)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
+from framework.config.renamed import present_override
 from framework.distributed.store import LOOPBACK, SECRET
 from framework.errors import TopologyError
 
@@ -62,8 +63,10 @@ class ClusterEnvironment:
 
 def chooses_own_ranks(arguments: Sequence[str]) -> bool:
     """Return True if another launcher is typed: then every process starts a run of its own, whatever started it."""
-    launcher = typed_value(arguments, "launcher.name") or typed_value(arguments, "launcher")
-    return launcher not in (None, "auto", "external", "adopted")
+    if typed_value(arguments, "launcher._target_") is not None:
+        return True
+    present = [present_override(text) for text in arguments]
+    return typed_value(present, "launcher") not in (None, "auto", "external")
 
 
 def typed_value(arguments: Sequence[str], key: str) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM
-from typing import TextIO
+from typing import TextIO, final
 
 from framework.config.assets import import_from_working_dir
 from framework.config.parse import seconds_of
@@ -24,15 +24,24 @@ from framework.config.schema import Config
 from framework.config.topology import Topology, resolve_topology
 from framework.distributed.store import open_run_store
 from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ConfigError, FrameworkError, TopologyError
+from framework.launch.base import Launcher, Part
 from framework.launch.child import log_to, silence_compiled_code
 from framework.launch.environment import ClusterEnvironment, typed_value
 from framework.launch.external_monitor import ExternalMonitor
 from framework.launch.handshake import WAIT_S, ExternalRanks, RunSpec, make_visible
-from framework.launch.plan import LaunchPlan, MonitorLink, Outcome, RankArguments, network_environment, rank_environment
+from framework.launch.plan import (
+    LaunchPlan,
+    MonitorLink,
+    NodeSetup,
+    Outcome,
+    RankArguments,
+    network_environment,
+    rank_environment,
+)
 from framework.launch.worker import run_entry
 from framework.monitoring.rank_status import RankStatus, heartbeat
 from framework.system.formatting import format_count
-from framework.system.hardware import openmp_environment
+from framework.system.hardware import count_gpus, openmp_environment
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
 from framework.system.signals import catching_signals, die_with_parent
@@ -68,13 +77,42 @@ def run_external(
     return status
 
 
-def launch(plan: LaunchPlan) -> Outcome:
-    """Send the other ranks what to run, and run rank 0 in this process."""
-    assert plan.external_ranks is not None, "chosen_launcher refuses launcher=external without them"
-    spec = plan.spec()
-    plan.external_ranks.handshake.send(spec)
-    with _logged(plan.run_dir, rank=0, terminal=plan.terminal) as terminal:
-        return _run(plan.external_ranks.cluster, spec, terminal=terminal)
+@final
+class ExternalLauncher(Launcher):
+    """Runs rank 0 in this process, and has the other ranks run the same."""
+
+    name = "external"
+    spans_nodes = True
+    starts_ranks = False
+    joins_started_ranks = True
+
+    def topology(self, config: Config, *, external_ranks: ExternalRanks | None, is_planned: bool) -> Topology:
+        gpus = config.trainer.gpus
+        if gpus == 0:
+            visible = 0
+        elif is_planned and gpus is not None:
+            visible = gpus
+        else:
+            visible = count_gpus()
+        return external_topology(config, _started(external_ranks).cluster, visible_gpus=visible)
+
+    @contextmanager
+    def join(self, setup: NodeSetup) -> Iterator[Part]:
+        """Compare what all ranks were started with."""
+        _started(setup.external_ranks).handshake.compare(timeout_s=setup.limits.init_timeout_s)
+        yield Part(self.launch)
+
+    def launch(self, plan: LaunchPlan) -> Outcome:
+        ranks = _started(plan.external_ranks)
+        spec = plan.spec()
+        ranks.handshake.send(spec)
+        with _logged(plan.run_dir, rank=0, terminal=plan.terminal) as terminal:
+            return _run(ranks.cluster, spec, terminal=terminal)
+
+
+def _started(ranks: ExternalRanks | None) -> ExternalRanks:
+    assert ranks is not None, "launcher=external is refused without them"
+    return ranks
 
 
 def external_topology(config: Config, cluster: ClusterEnvironment, *, visible_gpus: int) -> Topology:

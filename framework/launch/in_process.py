@@ -6,15 +6,40 @@ import pkgutil
 import sys
 import traceback
 from bdb import BdbQuit
+from typing import final
 
-from framework.errors import RequestError, RunError
+from framework.config.schema import Config
+from framework.config.topology import Topology
+from framework.errors import RequestError, RunError, TopologyError
+from framework.launch.base import Launcher
+from framework.launch.handshake import ExternalRanks
 from framework.launch.plan import LaunchPlan, MonitorLink, Outcome, RankArguments
 from framework.launch.stopping import interrupting
 from framework.monitoring.rank_status import RankStatus
 from framework.system.shown_text import shown
 
 
-def launch(plan: LaunchPlan) -> Outcome:
+@final
+class InProcessLauncher(Launcher):
+    """Runs the only rank in the command's process."""
+
+    name = "in_process"
+    runs_in_command = True
+
+    def topology(self, config: Config, *, external_ranks: ExternalRanks | None, is_planned: bool) -> Topology:
+        topology = super().topology(config, external_ranks=external_ranks, is_planned=is_planned)
+        if topology.world_size > 1:
+            raise TopologyError(
+                f"launcher=in_process runs one process, and {topology.world_size} are requested.\n"
+                "Use launcher=local, or topology.procs_per_node=1."
+            )
+        return topology
+
+    def launch(self, plan: LaunchPlan) -> Outcome:
+        return run_in_this_process(plan)
+
+
+def run_in_this_process(plan: LaunchPlan) -> Outcome:
     """Run the only rank in this process.
 
     Raises KeyboardInterrupt on Ctrl-C and on other stop signals that the rank can't handle at that moment, and what the

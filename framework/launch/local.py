@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from framework.distributed.store import LOOPBACK, RunStore, listen
 from framework.errors import EXIT_STOPPED, LaunchError
+from framework.launch.base import Launcher
 from framework.launch.child import LEAVE_S, Child, Message
 from framework.launch.fork_server import ForkServer, RunServer, running_fork_server
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, network_environment, rank_environment
@@ -48,7 +49,17 @@ _SHOW_CURSOR = "\x1b[?25h"
 _SUCCESSES = (0, EXIT_STOPPED)
 
 
-def launch(plan: LaunchPlan) -> Outcome:
+@final
+class LocalLauncher(Launcher):
+    """Starts the ranks of one node."""
+
+    name = "local"
+
+    def launch(self, plan: LaunchPlan) -> Outcome:
+        return launch_on_this_node(plan)
+
+
+def launch_on_this_node(plan: LaunchPlan) -> Outcome:
     """Start every rank and wait for all of them; after a failure restart them `plan.max_restarts` times.
 
     Raises LaunchError if processes can't be started or are lost, KeyboardInterrupt if the run is ended at once: on

@@ -38,6 +38,10 @@ class NodeSetup:
     node: int = 0  # this machine's
     endpoint: tuple[str, int] | None = None  # host and port of the store on node 0; None on one node
     max_restarts: int = 0
+    # The arguments of the command, which must be the same on every node.
+    arguments: tuple[str, ...] = ()
+    # Set in rank 0 of ranks that something else has started.
+    external_ranks: ExternalRanks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,6 @@ class LaunchPlan(NodeSetup):
 
     entry: str
     run_dir: RunDir
-    external_ranks: ExternalRanks | None = None  # in rank 0 of ranks that something else has started
     names: tuple[str, ...] = ()  # of what every rank needs besides the fork server's preload
 
     def spec(self) -> RunSpec:

@@ -83,7 +83,7 @@ def make_plan(request: Request, placement: Placement) -> dict[str, Any]:
     )
     return {
         "recipe": config.recipe,
-        "launcher": placement.launcher,
+        "launcher": placement.launcher.name,
         "topology": {
             **asdict(topology),
             "world_size": topology.world_size,

@@ -11,6 +11,8 @@ from framework.config.parse import parse
 from framework.errors import ConfigError
 from tests.unit.config.raw import raw_config
 
+ELASTIC = {"launcher._target_": "framework.launch.elastic.ElasticLauncher"}
+LOCAL = {"launcher._target_": "framework.launch.local.LocalLauncher"}
 PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 
 
@@ -30,7 +32,10 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
             "trainer.compile=reduce-overhead can't go with trainer.accumulate_grad_batches=2",
         ),
         ({"trainer.fast_dev_run": 2, "resume": "run"}, "trainer.fast_dev_run can't go with resume"),
-        ({"launcher.name": "local", "topology.nnodes": 2}, "topology.nnodes=2 needs launcher=elastic"),
+        (
+            {**LOCAL, "topology.nnodes": 2},
+            "topology.nnodes=2 needs launcher=elastic",
+        ),
         ({"topology.node_rank": 1}, "must be less than topology.nnodes=1."),
         ({"data.root": "here"}, "data.root is set, but data.datasets (recipes.some.data) doesn't take it"),
         ({"checkpoint.path": "run"}, "checkpoint.path=run is for job=eval, predict, export and your functions"),
@@ -45,7 +50,10 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
             {"topology.share_gpus": True, "topology.gpus_per_process": 1, "backend.name": "nccl"},
             "Use backend=gloo, or backend=auto",
         ),
-        ({"launcher.max_restarts": 1, "launcher.name": "local"}, "Use launcher=elastic, or launcher.max_restarts=0"),
+        (
+            {"launcher.max_restarts": 1, **LOCAL},
+            "Use launcher=elastic, or launcher.max_restarts=0",
+        ),
         ({"job": "plan", "resume": "run"}, "resume can't go with job=plan"),
         ({"job": "parity", "resume": "run"}, "Use init_from=run"),
         ({"collectives.backends": ["gloo", "ncll"]}, "collectives.backends=[ncll]: must be gloo, nccl, or both."),
@@ -86,12 +94,12 @@ def test_combinations_that_are_refused(changes: dict[str, Any], said: str) -> No
         {"scheduler.schedule": PLATEAU, "scheduler.monitor": "val/loss"},
         {"checkpoint.save_top_k": -1},
         {"checkpoint.enabled": False, "checkpoint.monitor": "val/loss", "trainer.limit_val_batches": 0},
-        {"launcher.name": "local"},
+        LOCAL,
         {"topology.nnodes": 2, "topology.node_rank": 1, "topology.rdzv_endpoint": "node0:29400"},
         {"topology.nnodes": 2, "topology.rdzv_endpoint": "[fe80::1]:29400", "launcher.max_restarts": 2},
         {"topology.nnodes": 2, "job": "plan"},
         {"topology.share_gpus": True, "topology.gpus_per_process": 2},
-        {"launcher.max_restarts": 1, "launcher.name": "elastic"},
+        {"launcher.max_restarts": 1, **ELASTIC},
         {"data.global_batch_size": 8, "trainer.accumulate_grad_batches": 4, "topology.procs_per_node": 2},
         {"resume": "run", "init_from": "what/the/run/started/from"},
         {"job": "tune", "tune.find_lr": False, "init_from": "run"},

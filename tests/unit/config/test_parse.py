@@ -73,7 +73,8 @@ def test_values_that_are_taken(key: str, value: object, result: object) -> None:
         ("trainer.gradient_clip_val", float("nan"), "trainer.gradient_clip_val=NaN"),
         ("trainer.limit_val_batches", "half", "must be a whole number or a fraction at least 0, or null"),
         ("trainer.precision", 32, "Did you mean trainer.precision=32-true?"),
-        ("launcher.name", "loca", "Did you mean launcher.name=local?"),
+        ("launcher.name", "loca", "launcher.name=loca: there is no such key."),
+        ("launcher._target_", "local", "launcher._target_=local: must be the dotted name of a function"),
         ("trainer.activation_checkpointing", "Block", "Write trainer.activation_checkpointing=[Block]."),
         ("backend.name", "ncll", "must be one of auto, gloo, nccl, mpi. Did you mean backend.name=nccl?"),
         ("backend.timeout", "-5s", "backend.timeout=-5s: must be a time such as 90s, 30m, 2h or 1d"),
@@ -150,7 +151,7 @@ REQUIRED = {
     "checkpoint.enabled",
     "checkpoint.mode",
     "checkpoint.save_top_k",
-    "launcher.name",
+    "launcher._target_",
     "launcher.max_restarts",
     "launcher.late_after",
 }

@@ -16,6 +16,9 @@ from framework.launch.environment import detect
 from framework.launch.handshake import ExternalRanks
 from tests.unit.config.raw import raw_config
 
+IN_PROCESS = {"launcher._target_": "framework.launch.in_process.InProcessLauncher"}
+ELASTIC = {"launcher._target_": "framework.launch.elastic.ElasticLauncher"}
+EXTERNAL = {"launcher._target_": "framework.launch.external.ExternalLauncher"}
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "RANK": "0",
@@ -48,19 +51,19 @@ def external_ranks() -> ExternalRanks:
     ("changes", "name"),
     [
         ({}, "local"),
-        ({"launcher.name": "in_process"}, "in_process"),
+        (IN_PROCESS, "in_process"),
         ({"launcher.max_restarts": 2}, "elastic"),
     ],
 )
 def test_auto_follows_from_what_is_asked_for(changes: dict[str, Any], name: str) -> None:
-    assert request(changes).placement.launcher == name
+    assert request(changes).placement.launcher.name == name
 
 
 def test_only_external_adopts_ranks_of_torchrun(external_ranks: ExternalRanks) -> None:
     ranks = request({"topology.nnodes": 2, "trainer.gpus": 0}, external_ranks=external_ranks)
-    assert ranks.placement.launcher == "external"
+    assert ranks.placement.launcher.name == "external"
     with pytest.raises(ConfigError, match="launcher=elastic is configured, but torchrun has started"):
-        _ = request({"launcher.name": "elastic"}, external_ranks=external_ranks).placement
+        _ = request(ELASTIC, external_ranks=external_ranks).placement
     planned = plan(request({"trainer.gpus": 2}, external_ranks=external_ranks)).topology
     assert (planned.nnodes, planned.procs_per_node) == (2, 2)
     with pytest.raises(TopologyError, match=r"topology.procs_per_node=8, but torchrun has started"):
@@ -72,9 +75,16 @@ def test_only_external_adopts_ranks_of_torchrun(external_ranks: ExternalRanks) -
     ("changes", "said"),
     [
         ({**NODES, "backend.init_method": "file"}, "init_method=file is for ranks of one machine"),
-        ({"launcher.name": "external", "trainer.gpus": 0}, "this process isn't one of several"),
         (
-            {"launcher.name": "in_process", "trainer.gpus": 0, "topology.procs_per_node": 2},
+            {**EXTERNAL, "trainer.gpus": 0},
+            "this process isn't one of several",
+        ),
+        (
+            {
+                **IN_PROCESS,
+                "trainer.gpus": 0,
+                "topology.procs_per_node": 2,
+            },
             "in_process runs one process",
         ),
         ({"trainer.gpus": 0, "backend.name": "nccl"}, "backend.name=nccl needs GPUs"),
@@ -90,10 +100,10 @@ def test_a_sweep_is_of_one_node(tmp_path: Path) -> None:
         _ = replace(request(NODES), sub_run=tmp_path / "0").placement
 
 
-@pytest.mark.parametrize("launcher", ["auto", "elastic"])
+@pytest.mark.parametrize("launcher", ["auto.AutoLauncher", "elastic.ElasticLauncher"])
 def test_only_a_plan_needs_no_gpus(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
     monkeypatch.setattr("framework.system.hardware.visible_gpus", lambda: [])
-    planned = request({"topology.nnodes": 2, "trainer.gpus": 8, "launcher.name": launcher})
+    planned = request({"topology.nnodes": 2, "trainer.gpus": 8, "launcher._target_": f"framework.launch.{launcher}"})
     assert plan(planned).topology.world_size == 16
     with pytest.raises(ConfigError, match=r"topology.nnodes=2 needs topology.rdzv_endpoint=HOST:PORT"):
         _ = planned.placement

@@ -11,6 +11,7 @@ from framework.config.parse import parse
 from framework.config.topology import Topology
 from tests.unit.config.raw import raw_config
 
+IN_PROCESS = {"launcher._target_": "framework.launch.in_process.InProcessLauncher"}
 TWO_NODES = Topology(nnodes=2, procs_per_node=8, gpus_per_node=8, span=1)
 
 
@@ -59,5 +60,5 @@ def test_first_and_last_ranks_have_their_environment() -> None:
 
 
 def test_a_run_in_place_sets_no_environment() -> None:
-    found = environment(parse(raw_config({"launcher.name": "in_process"})), Topology(1, 1, 0, 1))
+    found = environment(parse(raw_config(IN_PROCESS)), Topology(1, 1, 0, 1))
     assert found == {"common": {}, "first_rank": {}, "last_rank": {}}

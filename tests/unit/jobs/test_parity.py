@@ -26,7 +26,7 @@ def request(changes: dict[str, Any], **others: Any) -> Request:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of them."""
-    for module in ("framework.jobs.parity.job", "framework.command.launcher", "framework.system.hardware"):
+    for module in ("framework.jobs.parity.job", "framework.launch.base", "framework.system.hardware"):
         monkeypatch.setattr(f"{module}.count_gpus", lambda: 4)
 
 

@@ -242,6 +242,8 @@ def test_arguments_are_read_before_they_are_composed():
     assert not chooses_own_ranks(["launcher=local", "launcher=auto"])
     assert chooses_own_ranks(["launcher=local"])
     assert chooses_own_ranks(["launcher.name=elastic"])
+    assert chooses_own_ranks(["launcher._target_=package.Mine"])
+    assert not chooses_own_ranks(["launcher=adopted"])
     assert typed_value(["a=1", "b=2", "a=3"], "a") == "3"
     assert typed_value(["a=1", "a=null"], "a") is None
     assert typed_value(["b=1"], "a") is None
