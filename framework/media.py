@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,28 +12,27 @@ from framework.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """An image to log. A list of them is logged under one name.
+    """An image to log. A list of them is logged under one name. Raises DataError for pixels of another shape."""
 
-    pixels: a tensor or array of shape (H, W) or (C, H, W), C 1 (grey), 3 (RGB) or 4 (RGBA): integers from 0 to 255, or
-        floats from 0 to 1; other values are clipped. It may be on any device.
-
-    Raises DataError for another shape.
-    """
-
+    # A tensor or array of shape (H, W) or (C, H, W), C 1 (grey), 3 (RGB) or 4 (RGBA), on any device: integers from 0 to
+    # 255, or floats from 0 to 1; other values are clipped.
     pixels: Any
     caption: str = ""
 
     def __post_init__(self) -> None:
-        shape = tuple(getattr(self.pixels, "shape", ()))
         object.__setattr__(self, "caption", str(self.caption))
-        if 0 not in shape and (len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3, 4))):
+
+        shape = tuple(getattr(self.pixels, "shape", ()))
+        has_channels = len(shape) == 3 and shape[0] in (1, 3, 4)
+        if 0 not in shape and (len(shape) == 2 or has_channels):
             return
+
+        given = f"pixels of shape {shape}" if shape else f"pixels that are a {type(self.pixels).__name__}"
         hint = ""
         if len(shape) == 3 and shape[2] in (1, 3, 4):
             hint = " Put the channels first: permute(2, 0, 1)."
         elif len(shape) == 4:
             hint = " For a batch give a list: [framework.Image(each) for each in batch]."
-        given = f"pixels of shape {shape}" if shape else f"pixels that are a {type(self.pixels).__name__}"
         raise DataError(
             f"framework.Image got {given}. It takes a tensor or array of shape (H, W) or (C, H, W) with C 1, 3 or 4."
             f"{hint}"
@@ -49,19 +48,18 @@ class Figure:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """The distribution of numbers to log. values: a tensor or array of any shape, on any device; NaN is left out."""
+    """The distribution of numbers to log."""
 
+    # A tensor or array of any shape, on any device; values that aren't finite are left out.
     values: Any
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table to log: rows with a value for each column. Raises DataError for a row of another length.
-
-    Strings and numbers, also of NumPy and torch, are kept; None is an empty cell; others are written as `str` does.
-    """
+    """A table to log: rows with a value for each column. Raises DataError for a row of another length."""
 
     columns: Sequence[str]
+    # Strings and numbers, also of NumPy and torch, are kept; None is an empty cell; others are written as `str` does.
     rows: Sequence[Sequence[Any]]
 
     def __post_init__(self) -> None:
@@ -73,10 +71,31 @@ class Table:
                 )
         object.__setattr__(self, "rows", [[_plain_cell(value) for value in row] for row in self.rows])
 
+    def markdown(self) -> str:
+        """Return the table in Markdown, a line for each row."""
+        ruler = ["---"] * len(self.columns)
+        return "\n".join(_markdown_row(cells) for cells in (self.columns, ruler, *self.rows))
+
 
 def _plain_cell(value: Any) -> str | float | None:
-    value = value.item() if getattr(value, "shape", None) == () else value  # a scalar of torch or NumPy
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # a scalar of torch or NumPy
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return str(value)
+
+
+def _markdown_row(cells: Sequence[str | float | None]) -> str:
+    texts = []
+    for value in cells:
+        if value is None:
+            text = ""
+        elif isinstance(value, float):
+            text = f"{value:.6g}"
+        else:
+            text = str(value)
+        texts.append(text.replace("|", "\\|").replace("\n", " "))
+    return f"| {' | '.join(texts)} |"
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,3 +114,14 @@ class Artifact:
 
 Media = Image | Sequence[Image] | Figure | Histogram | Table | Text | Artifact
 """What can be logged beside numbers."""
+
+
+def is_media(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(isinstance(item, Image) for item in value)
+    return isinstance(value, (Image, Figure, Histogram, Table, Text, Artifact))
+
+
+def markdown_texts(texts: Mapping[str, Table | Text]) -> dict[str, str]:
+    """Return tables and texts as strings in Markdown, as `run.json` keeps them."""
+    return {name: value.markdown() if isinstance(value, Table) else value.text for name, value in texts.items()}

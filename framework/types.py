@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
-from framework.media import Image, Media, Table
+from framework.media import Media
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
@@ -27,6 +26,8 @@ Interval = Literal["step", "epoch", "evaluation"]
 SumCount = tuple["Tensor | float", "Tensor | int"]
 """A metric as a sum over samples and their number, so that batches add up exactly."""
 
+
+# Data
 
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch of samples."""
@@ -65,20 +66,21 @@ class Datasets:
     Each part is map-style, or a stream: torch's IterableDataset, which yields one sample after another. Or it is a
     DataLoader, of which dataset, collate function, batch size and sampler are taken. Several validation or test sets
     are a dict by name.
-
-    collate_fn: makes a batch of a list of samples, in place of torch's `default_collate`; a dict for each part.
-    sampler: the order of the train part. batch_size, eval_batch_size: if `data` says `auto`. drop_last: if `data` says
-        `null`.
     """
 
     train: AnyDataset
     val: AnyDataset | Mapping[str, AnyDataset] | None = None
     test: AnyDataset | Mapping[str, AnyDataset] | None = None
     _: KW_ONLY
+    # Makes a batch of a list of samples, in place of torch's `default_collate`; a dict for each part.
     collate_fn: Collate | Mapping[str, Collate] | None = None
+    # The order of the train part.
     sampler: Sampler | None = None
+    # Used if `data.batch_size` is `auto`.
     batch_size: int | None = None
+    # Used if `data.eval_batch_size` is `auto`.
     eval_batch_size: int | None = None
+    # Used if `data.drop_last` is `null`.
     drop_last: bool | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -92,39 +94,44 @@ class Datasets:
 
     def sets(self, part: str) -> dict[str, AnyDataset]:
         """Return the datasets of `val` or `test` by the prefix of their metrics."""
-        given = getattr(self, part)
-        if isinstance(given, Mapping):
-            return {f"{part}/{name}": each for name, each in given.items()}
-        return {} if given is None else {part: given}
+        datasets = getattr(self, part)
+        if datasets is None:
+            return {}
+        if isinstance(datasets, Mapping):
+            return {f"{part}/{name}": dataset for name, dataset in datasets.items()}
+        return {part: datasets}
 
     def collate_fn_of(self, part: str) -> Collate | None:
         """Return the collate function of one of the `parts`; None for torch's own."""
-        given = self.collate_fn
-        return (given.get(part) or given.get(part.partition("/")[0])) if isinstance(given, Mapping) else given
+        if not isinstance(self.collate_fn, Mapping):
+            return self.collate_fn
+        # A function for `val` is that of all its sets.
+        return self.collate_fn.get(part) or self.collate_fn.get(part.partition("/")[0])
+
+
+# Steps
 
 
 class StepOutput(NamedTuple):
-    """What a task computes from one batch.
+    """What a task computes from one batch."""
 
-    loss: scalar, the *mean* over the batch's samples, with its graph in training.
-    num_samples: how many samples the mean is over: the weight of this loss in gradients and in logged and evaluated
-        means. 0: it has no samples, as when a collate function has dropped all, and the loss doesn't count.
-    metrics: name → (sum over samples, count), the same names for every batch; tensors may stay on the device.
-    weight: what the mean is over, if not samples: the number of tokens that count, or the sum of sample weights; one
-        element, for every batch or for none. Gradients and logged losses are then of the mean over the global batch.
-        It replaces `num_samples` as the weight. `num_samples` may be 0 only if it is 0, too.
-    updates: in evaluations: name → arguments of `update` of that object in the task's attribute `metrics`, a
-        StatefulMetric or one of torchmetrics.
-    media: a function that returns name → Media, logged as `train/NAME` and `val/NAME`. Called on rank 0 only, for the
-        first micro-batch of a logged training step (after the optimizer's step) and for the first batch of an
-        evaluation. It must not use collectives. Not called under `strategy=pipeline`, where rank 0 has no output.
-    """
-
+    # Scalar, the *mean* over the batch's samples, with its graph in training.
     loss: Tensor
+    # How many samples the mean is over: the weight of this loss in gradients and in logged and evaluated means.
+    # 0: it has no samples, as when a collate function has dropped all, and the loss doesn't count.
     num_samples: int
+    # Name → (sum over samples, count), the same names for every batch; tensors may stay on the device.
     metrics: Mapping[str, SumCount] = {}
+    # What the mean is over, if not samples: the number of tokens that count, or the sum of sample weights; one element,
+    # for every batch or for none. Gradients and logged losses are then of the mean over the global batch. It replaces
+    # `num_samples` as the weight. `num_samples` may be 0 only if it is 0, too.
     weight: Tensor | float | None = None
+    # In evaluations: name → arguments of `update` of that object in the task's attribute `metrics`, a StatefulMetric or
+    # one of torchmetrics.
     updates: Mapping[str, tuple[Any, ...]] = {}
+    # A function that returns name → Media, logged as `train/NAME` and `val/NAME`. Called on rank 0 only, for the first
+    # micro-batch of a logged training step (after the optimizer's step) and for the first batch of an evaluation. It
+    # must not use collectives. Not called under `strategy=pipeline`, where rank 0 has no output.
     media: Callable[[], Mapping[str, Media]] | None = None
 
 
@@ -132,8 +139,9 @@ class StatefulMetric(Protocol):
     """A metric that is no mean over samples, in a task's attribute `metrics`, a dict by name.
 
     It is reset, updated with each batch of this rank, merged with the states of all ranks, and computed. It may have
-    `text()`, which returns a table to log as text, and `media()`, which returns Media, or Media by name (the empty name
-    is the metric's own). Both are called after `compute`; `media` on rank 0 only, and only if there is a logger.
+    two further methods, called after `compute`: `text()` returns a Table, or a string in Markdown, which is also kept
+    in `run.json` and printed by `job=eval`; `media()` returns Media, or Media by name (the empty name is the metric's
+    own). `media` is called on rank 0 only, and only if there is a logger.
     """
 
     def reset(self) -> None: ...
@@ -156,73 +164,76 @@ class Phase(NamedTuple):
 
     In each training step the phases that are due run one after another on the same global batch. A task with the
     attribute `phases`, a sequence of these, needs no `training_step`.
-
-    name: of its metrics in the logs, `train/NAME/loss`. step: a method of the task with the arguments of
-    `training_step`, `info` included; it calls the model once. optimizer: the name of the one to step, in the section
-    `optimizer`; gradients of other parameters are dropped. every: due in steps `every`, 2 * `every`, …; offset: that
-    many steps earlier.
     """
 
+    # Of its metrics in the logs: `train/NAME/loss`.
     name: str
+    # A method of the task with the arguments of `training_step`, `info` included; it calls the model once.
     step: Callable[..., StepOutput]
+    # The name of the optimizer to step, in the section `optimizer`; gradients of other parameters are dropped.
     optimizer: str
+    # Due in steps `every`, 2 * `every`, …
     every: int = 1
+    # Due that many steps earlier.
     offset: int = 0
 
 
 class LRSchedulerConfig(NamedTuple):
-    """A scheduler with its own interval, which `scheduler.schedule` may return. The names are Lightning's.
-
-    interval: `step` or `epoch`; ReduceLROnPlateau steps after validations. frequency: step at every n-th of these.
-    monitor: the metric of ReduceLROnPlateau. strict: raise if a validation doesn't compute it.
-    """
+    """A scheduler with its own interval, which `scheduler.schedule` may return. The names are Lightning's."""
 
     scheduler: LRScheduler
+    # When to step; ReduceLROnPlateau steps after validations.
     interval: Literal["step", "epoch"] = "epoch"
+    # Step at every n-th of these.
     frequency: int = 1
+    # The metric of ReduceLROnPlateau.
     monitor: str | None = None
+    # Raise if a validation doesn't compute that metric.
     strict: bool = True
 
 
 class MicroBatch(NamedTuple):
-    """The input of one forward and backward of one rank. `num_samples` 0: a stand-in, whose loss has weight 0."""
+    """The input of one forward and backward of one rank."""
 
     batch: Batch
+    # 0: a stand-in, whose loss has weight 0.
     num_samples: int
 
 
 class MicroIndices(NamedTuple):
-    """The dataset indices of one micro-batch, int64. `num_samples`: their number; 0 for a stand-in, which has one."""
+    """The dataset indices of one micro-batch."""
 
+    # int64; of a stream, the positions.
     indices: Tensor
+    # Their number; 0 for a stand-in, which has one.
     num_samples: int
 
 
 class Window(NamedTuple):
-    """What one rank contributes to one optimizer step: its micro-batches of one global batch.
-
-    global_count: samples of the global batch over all ranks and micro-batches; the same on every rank.
-    epoch_end: this is the epoch's last window. indices: of each micro-batch; positions if it is a stream.
-    first_rank: the first rank that has a sample of the window; None if that is always rank 0.
-    """
+    """What one rank contributes to one optimizer step: its micro-batches of one global batch."""
 
     micro_batches: Iterator[MicroBatch]
     num_micro_batches: int
+    # Samples of the global batch over all ranks and micro-batches; the same on every rank.
     global_count: int
+    # This is the epoch's last window.
     epoch_end: bool
+    # Of each micro-batch.
     indices: tuple[MicroIndices, ...] = ()
+    # The first rank that has a sample of the window; None if that is always rank 0.
     first_rank: int | None = None
 
 
 class DataShare(NamedTuple):
-    """The samples a rank gets: part `rank` of `world_size`, the same for all ranks that share a copy of the model.
-
-    micro_batches: the number of pieces each batch is cut into.
-    """
+    """The samples a rank gets: part `rank` of `world_size`, the same for all ranks that share a copy of the model."""
 
     rank: int
     world_size: int
+    # The number of pieces each batch is cut into.
     micro_batches: int = 1
+
+
+# What tasks, callbacks and loggers are told
 
 
 @dataclass(frozen=True)
@@ -244,39 +255,69 @@ class BatchInfo:
 
 
 class StepInfo(NamedTuple):
-    """What observers learn after an optimizer step. Tensors stay on the device: reading one waits for it.
+    """What callbacks learn after an optimizer step. Tensors stay on the device: reading one waits for it."""
 
-    step: optimizer steps done, this one included. epoch: of this step, from 0.
-    loss: of this rank's last micro-batch, detached. global_count: samples of the step over all ranks.
-    indices: which samples this rank's micro-batches took. epoch_end: this was the epoch's last step.
-    """
-
+    # Optimizer steps done, this one included.
     step: int
+    # Of this step, counted from 0.
     epoch: int
+    # Of this rank's last micro-batch, detached.
     loss: Tensor
+    # Samples of the step over all ranks.
     global_count: int
+    # Which samples this rank's micro-batches took.
     indices: tuple[MicroIndices, ...] = ()
+    # This was the epoch's last step.
     epoch_end: bool = False
 
 
 class EpochInfo(NamedTuple):
-    """Where training is between two steps. epoch: from 0. step: optimizer steps done.
+    """Where training is between two steps."""
 
-    resumed: a resumed run continues in the middle of this epoch, which began in an earlier process.
-    """
-
+    # Counted from 0.
     epoch: int
+    # Optimizer steps done.
     step: int
+    # A resumed run continues in the middle of this epoch, which began in an earlier process.
     resumed: bool = False
 
 
 class EvalInfo(NamedTuple):
-    """Metrics of a whole part (`val` or `test`), the same on every rank. Names begin with the part: `val/loss`."""
+    """The result of an evaluation, the same on every rank."""
 
+    # `val` or `test`.
     part: str
+    # Optimizer steps done.
     step: int
+    # Counted from 0.
     epoch: int
+    # Of the whole part. Names begin with the part: `val/loss`.
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class FitInfo:
+    """What callbacks and loggers learn before the first step.
+
+    Model and optimizer may be read, kept and given hooks; changing them changes the training.
+    """
+
+    # The unwrapped module.
+    model: nn.Module
+    # Optimizer steps done before this start.
+    start_step: int
+    # These steps, plus those left; None if that is unknown, as with a stream.
+    total_steps: int | None
+    # None if that is unknown.
+    steps_per_epoch: int | None
+    max_epochs: int | None
+    optimizer: Optimizer
+    # Of the epoch that a resumed run continues; None if training starts at an epoch's beginning.
+    steps_left_in_epoch: int | None = None
+    # Returns the buffers of the model's BatchNorm layers, by name, for the weights to evaluate: means over the batches
+    # of the last epoch, as `torch.optim.swa_utils.update_bn` computes them. Takes a forward pass over the training
+    # data. Every rank must call it, after the last step of an epoch and before the next.
+    batchnorm_statistics: Callable[[], Mapping[str, Tensor]] = field(default=dict, compare=False)
 
 
 class Stop(NamedTuple):
@@ -287,40 +328,18 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True)
 class Log:
-    """Values to log, returned by a callback's hook. `stop` ends training, too.
+    """Values to log, returned by a callback's hook."""
 
-    values: name → a number or Media, of which rank 0's is logged at once; or a pair (sum, count), logged as the mean
-        over the ranks that return it: after the validation for validation hooks, else at the next log, accumulated
-        since the last one. Ranks may return different names, or nothing. Names are prefixed with `val/` in validation
-        hooks, else with `train/`.
-    """
-
+    # Name → a number or Media, of which rank 0's is logged at once; or a pair (sum, count), logged as the mean over the
+    # ranks that return it: after the validation for validation hooks, else at the next log, accumulated since the last
+    # one. Ranks may return different names, or nothing. Names are prefixed with `val/` in validation hooks, else with
+    # `train/`.
     values: Mapping[str, float | Tensor | SumCount | Media]
+    # Ends training, too.
     stop: Stop | None = None
 
 
-@dataclass(frozen=True)
-class FitInfo:
-    """What observers learn before the first step. `model` is the unwrapped module.
-
-    Model and optimizer may be read, kept and given hooks; changing them changes the training. With a stream the number
-    of steps may be unknown.
-
-    total_steps: steps done before this start, plus those left. steps_left_in_epoch: of the epoch that a resumed run
-        continues; None if training starts at an epoch's beginning.
-    batchnorm_statistics: returns the buffers of the model's BatchNorm layers, by name, for the weights to evaluate:
-        means over the batches of the last epoch, as `torch.optim.swa_utils.update_bn` computes them. Takes a forward
-        pass over the training data. Every rank must call it, after the last step of an epoch and before the next.
-    """
-
-    model: nn.Module
-    start_step: int
-    total_steps: int | None
-    steps_per_epoch: int | None
-    max_epochs: int | None
-    optimizer: Optimizer
-    steps_left_in_epoch: int | None = None
-    batchnorm_statistics: Callable[[], Mapping[str, Tensor]] = field(default=dict, compare=False)
+# What users implement
 
 
 @runtime_checkable
@@ -381,6 +400,122 @@ class TaskHooks(Protocol):
         return nullcontext()
 
 
+class Callback:
+    """Observes training on every rank. Override the hooks you need: one that isn't overridden costs nothing.
+
+    Hooks are bound once before the first step. A hook that returns `Stop` ends training: at once with one rank, else
+    after the next log, validation or epoch, when the ranks agree (doing so in every step would cost a collective). One
+    that returns `Log` has its values logged, by whichever loggers there are.
+
+    A subclass may have methods of its own, but none whose name begins with `on_` or is nearly that of a hook: a
+    misspelt hook would never be called, so it is refused when the callback is built. Names that begin with an
+    underscore are free. A class that doesn't inherit from this one is a callback if it has one of the hooks.
+    """
+
+    # Each rank has a state of its own: all are saved, and the run resumes on as many ranks.
+    state_is_per_rank: ClassVar[bool] = False
+    # The ranks' states may differ: rank 0's is saved, and all ranks get it.
+    state_is_rank_zero: ClassVar[bool] = False
+
+    def on_fit_start(self, info: FitInfo) -> None:
+        """Called before the first step, after the state was loaded."""
+
+    def on_train_epoch_start(self, info: EpochInfo) -> Stop | Log | None:
+        """Called before the first step of an epoch.
+
+        If a run resumes in the middle of one, it is called again, with `info.resumed`, since what it had set up was
+        lost with the earlier process. What a checkpoint holds (weights, optimizer, the state of task and callbacks) is
+        restored afterwards, so that no change is made twice; the return value is then ignored.
+        """
+        return None
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called with the gradients averaged over ranks and unscaled, before they are clipped."""
+
+    def on_train_step_end(self, info: StepInfo) -> Stop | Log | None:
+        """Called after each optimizer step."""
+        return None
+
+    def on_train_epoch_end(self, info: EpochInfo) -> Stop | Log | None:
+        """Called after the last step of epoch `info.epoch` and its validation, before its checkpoint."""
+        return None
+
+    def on_validation_start(self, info: EpochInfo) -> Stop | Log | None:
+        """Called before a validation, with the weights that are trained."""
+        return None
+
+    def on_validation_end(self, info: EvalInfo) -> Stop | Log | None:
+        """Called after a validation, with its metrics over all ranks."""
+        return None
+
+    def on_fit_end(self) -> None:
+        """Called after the last step, once its checkpoint is written."""
+
+    def close(self) -> None:
+        """Called at the end of the run, also after an error."""
+
+    def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which `model` holds the weights to evaluate and save as the best, such as an average."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: plain types and tensors only, by default the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned. Called before `on_fit_start`."""
+
+
+class Logger:
+    """Writes what a run logs, on rank 0 only. Override `log`, and of the others what you need.
+
+    A subclass may have methods of its own, but none whose name begins with `on_` or is nearly that of a method of this
+    class: it would never be called, so it is refused when the logger is built. Names that begin with an underscore are
+    free. A class that doesn't inherit from this one is a logger if it has `log`.
+    """
+
+    def start(self, info: FitInfo) -> None:
+        """Called before the first step. Remove what an earlier process logged after step `info.start_step`."""
+
+    def log(self, values: Mapping[str, float | Media], *, step: int, epoch: int) -> None:
+        """Write numbers (float) and media (see `framework.media`) by their names; ignore media that you can't show.
+
+        Called before `start`, too, with texts about the run. Afterwards figures are closed, and tensors may change.
+
+        step: optimizer steps done. epoch: that of the last of these steps, counted from 0.
+        """
+
+    def flush(self) -> None:
+        """Make what was logged survive a kill. Called before each checkpoint: a resumed run doesn't log it again."""
+
+    def close(self) -> None:
+        """Called at the end of the run, also after an error."""
+
+    def on_train_step_end(self, info: StepInfo) -> None:
+        """Called after each optimizer step, to show progress. It must cost next to nothing."""
+
+    def on_results(self, metrics: Mapping[str, float]) -> None:
+        """Called once, when training and test are done; not in a run that fails or is stopped on request.
+
+        metrics: of the last validation and the test under their own names, and `best/NAME`, the monitored one of the
+        best checkpoint.
+        """
+
+
+def hooks(observers: Iterable[Any], name: str) -> list[Callable[..., Any]]:
+    """Return the bound method `name` of each observer that has its own: an inherited no-op costs nothing."""
+    no_ops = [vars(base)[name] for base in (Callback, Logger, TaskHooks) if name in vars(base)]
+    methods = []
+    for observer in observers:
+        method = getattr(observer, name, None)
+        if method is not None and getattr(method, "__func__", method) not in no_ops:
+            methods.append(method)
+    return methods
+
+
+# What the engine passes to lower layers
+
+
 class NumberFormats(Protocol):
     """Computes in the formats of `trainer.precision`: `framework.optim.precision.PrecisionPlugin`."""
 
@@ -389,7 +524,7 @@ class NumberFormats(Protocol):
 
 
 class Waiting(Protocol):
-    """Gets reports that this rank waits for others within a step, so that it isn't blamed for being slow."""
+    """Is told when this rank waits for others within a step, so that it isn't blamed for being slow."""
 
     def begin_waiting(self) -> None:
         """Waiting ends with `end_waiting`, or when the next phase begins."""
@@ -398,105 +533,3 @@ class Waiting(Protocol):
 
     def waiting_unknown(self) -> None:
         """Report that the time this rank has waited is unknown."""
-
-
-class Callback(Protocol):
-    """Observes training on every rank. Write only the hooks you need: one that is left out costs nothing.
-
-    Hooks are bound once before the first step. A hook that returns `Stop` ends training: at once with one rank, else
-    after the next log, validation or epoch, when the ranks agree (doing so in every step would cost a collective). One
-    that returns `Log` has its values logged, by whichever loggers there are.
-    State that a resumed run needs goes through `state_dict` and `load_state_dict` (plain types and tensors only). It
-    must be the same on all ranks, unless the class has `state_is_per_rank = True` (each rank's state is saved, and the
-    run resumes on as many ranks) or `state_is_rank_zero = True` (all ranks get rank 0's).
-    """
-
-    def on_fit_start(self, info: FitInfo) -> None:
-        return None
-
-    def on_train_epoch_start(self, report: EpochInfo) -> Stop | Log | None:
-        """Called before the first step of an epoch.
-
-        If a run resumes in the middle of one, it is called again, with `report.resumed`, since what it had set up was
-        lost with the earlier process. What a checkpoint holds (weights, optimizer, the state of task and callbacks) is
-        restored afterwards, so that no change is made twice; the return value is then ignored.
-        """
-        return None
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called with the gradients averaged over ranks and unscaled, before they are clipped."""
-        return
-
-    def on_train_step_end(self, report: StepInfo) -> Stop | Log | None:
-        return None
-
-    def on_train_epoch_end(self, report: EpochInfo) -> Stop | Log | None:
-        """Called after the last step of epoch `report.epoch` and its validation, before its checkpoint."""
-        return None
-
-    def on_validation_start(self, report: EpochInfo) -> Stop | Log | None:
-        """Called before a validation, with the weights that are trained."""
-        return None
-
-    def on_validation_end(self, report: EvalInfo) -> Stop | Log | None:
-        return None
-
-    def on_fit_end(self) -> None:
-        return None
-
-    def close(self) -> None:
-        """Called at the end of the run, also after an error."""
-        return
-
-    def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which `model` holds the weights to evaluate and save as the best, such as an average."""
-        return nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return None
-
-
-class Logger(Protocol):
-    """Writes what a run reports, on rank 0 only. Only `metrics`, `text` and `close` must be there.
-
-    `step` is optimizer steps done, everywhere. The method `step` is called after every one of them and must cost next
-    to nothing; `metrics` gets plain numbers. `flush` is called before each checkpoint: what was logged must survive a
-    kill then, since a resumed run doesn't log it again. Media that a logger has no method for is left out; a logger
-    with `images` but no `figure` gets figures as images.
-    """
-
-    def fit_start(self, info: FitInfo) -> None: ...
-    def step(self, report: StepInfo) -> None: ...
-    def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None: ...
-    def text(self, tag: str, text: str, *, step: int) -> None: ...
-    def images(self, tag: str, images: Sequence[Image], *, step: int) -> None: ...
-    def figure(self, tag: str, figure: Any, *, step: int) -> None:
-        """Log a `matplotlib.figure.Figure`, which is closed after this call."""
-
-    def histogram(self, tag: str, values: Any, *, step: int) -> None:
-        """Log a tensor or array of any shape, which may change after this call."""
-
-    def table(self, tag: str, table: Table, *, step: int) -> None: ...
-    def artifact(self, tag: str, path: Path, *, step: int) -> None: ...
-    def hparams(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Log the run's whole configuration, nested, and its final metrics. Called once, when training has ended.
-
-        metrics: of the last validation and the test under their own names, and `best/NAME`, the monitored one of the
-        best checkpoint. A run that fails, or is stopped on request, doesn't get here.
-        """
-
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def hooks(observers: Iterable[Any], name: str) -> list[Callable[..., Any]]:
-    """Return the bound method `name` of each observer that has its own: an inherited empty hook costs nothing."""
-    empty = [getattr(protocol, name) for protocol in (Callback, Logger, TaskHooks) if hasattr(protocol, name)]
-    return [
-        hook
-        for each in observers
-        if (hook := getattr(each, name, None)) is not None and getattr(type(each), name, None) not in empty
-    ]

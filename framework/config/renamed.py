@@ -26,6 +26,9 @@ _LAUNCHER_OPTIONS = {"adopted": "external", "in_place": "in_process"}
 REMOVED: dict[str, Any] = {"trainer.log_rank_losses": False}
 """Keys that no longer exist, with the default that they had."""
 
+# Runs of earlier versions train without this logger: `metrics.jsonl` has the same numbers.
+_REMOVED_LOGGER = "framework.loggers.CSVLogger"
+
 
 def with_present_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration, which an earlier version may have saved, with the names of today."""
@@ -47,25 +50,37 @@ def present_override(override: str) -> str:
 
 
 def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration without the REMOVED keys."""
+    """Return a saved configuration without the keys that no longer exist."""
     present = dict(saved)
-    for key in REMOVED:
+    for key in _removed_keys(saved):
         section, _, name = key.rpartition(".")
-        values = present.get(section)
-        if isinstance(values, Mapping) and name in values:
-            present[section] = {other: value for other, value in values.items() if other != name}
+        present[section] = {other: value for other, value in present[section].items() if other != name}
     return present
 
 
 def removed_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the REMOVED keys that a saved configuration sets to something other than their default."""
+    """Return the removed keys that a saved configuration sets to something other than their default."""
     settings = {}
-    for key, default in REMOVED.items():
+    for key, value in _removed_keys(saved).items():
+        if value != REMOVED.get(key):
+            settings[key] = value
+    return settings
+
+
+def _removed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a saved configuration that no longer exist, and their values."""
+    keys = {}
+    for key in REMOVED:
         section, _, name = key.rpartition(".")
         values = saved.get(section)
-        if isinstance(values, Mapping) and values.get(name, default) != default:
-            settings[key] = values[name]
-    return settings
+        if isinstance(values, Mapping) and name in values:
+            keys[key] = values[name]
+    loggers = saved.get("logger")
+    if isinstance(loggers, Mapping):
+        for name, node in loggers.items():
+            if isinstance(node, Mapping) and node.get("_target_") == _REMOVED_LOGGER:
+                keys[f"logger.{name}"] = node
+    return keys
 
 
 def _present_launcher(launcher: Mapping[str, Any]) -> dict[str, Any]:

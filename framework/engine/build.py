@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from framework.config.optimizers import OptimizerConfig
 from framework.config.schema import Config, Node, ProgressMode, SchedulerConfig
-from framework.config.suggest import did_you_mean, nearest
 from framework.config.targets import import_target, requires, takes, unwrap_partial, without_freeze
 from framework.data.from_loader import unpack_dataloaders
 from framework.distributed.context import Context
 from framework.distributed.sharded import by_mesh
+from framework.engine.observers import check_callback, check_logger
 from framework.engine.sizes import optimizer_state_bytes
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.optim.param_groups import Optimizers, ParamGroups
@@ -36,10 +36,6 @@ from framework.system.run_dir import RunDir
 from framework.types import Callback, Collate, Datasets, Logger, LRSchedulerConfig, Task
 
 _CPU = device("cpu")
-_HOOKS = (
-    *("on_fit_start", "on_train_epoch_start", "on_before_optimizer_step", "on_train_step_end", "on_train_epoch_end"),
-    *("on_validation_start", "on_validation_end", "on_fit_end", "evaluation_weights"),
-)
 
 
 def build_model(node: Node, *, context: Context, num_stages: int | None = None) -> nn.Module:
@@ -289,15 +285,7 @@ def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: Run
     for name, node in nodes.items():
         key = f"callbacks.{name}"
         callback = _build(key, node, context=context, run_dir=run_dir)
-        for attribute in dir(callback):
-            is_hook = attribute.startswith("on_") and callable(getattr(callback, attribute))
-            if is_hook and attribute not in _HOOKS:
-                hint = did_you_mean(nearest(attribute, _HOOKS))
-                raise TargetError(
-                    f"{key}: {node['_target_']}.{attribute} isn't a hook and would never be called.{hint}"
-                )
-        if not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
-            raise _wrong_result(key, node, callback, expected=f"a callback, with one of {', '.join(_HOOKS)}")
+        check_callback(callback, key=key, target=node["_target_"])
         callbacks[name] = callback
     return callbacks
 
@@ -348,8 +336,9 @@ def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir, progress: Progr
     loggers: dict[str, Logger] = {}
     for name, node in nodes.items():
         key = f"logger.{name}"
-        built = _build(key, node, run_dir=run_dir, progress=progress)
-        loggers[name] = _with_methods(key, node, built, names=("metrics", "text", "close"))
+        logger = _build(key, node, run_dir=run_dir, progress=progress)
+        check_logger(logger, key=key, target=node["_target_"])
+        loggers[name] = logger
     return loggers
 
 

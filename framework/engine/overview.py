@@ -17,6 +17,7 @@ from framework.engine import build
 from framework.engine.limits import streams_of
 from framework.engine.setup import RankSetup
 from framework.engine.sizes import checkpoint_bytes, tensor_bytes
+from framework.media import Text
 from framework.monitoring.report import FailureReport
 from framework.system.formatting import format_bytes, format_count, format_facts
 from framework.system.rank_log import logger, show
@@ -83,11 +84,11 @@ def introduce(setup: RankSetup, trainer: Trainer, datasets: Datasets, sizes: Sta
         begins = f"resuming {position}" if progress.step else "starting from scratch"
         text = f"Restart {setup.attempt}: {begins}\nCause: {_cause_of_restart(setup)}"
         show(text)
-        trainer.log_texts({"restart": text})
+        trainer.log_values({"restart": Text(text)})
         trainer.log_values({"restart/attempt": float(setup.attempt)})
     elif progress.step and is_shown:
         show(f"Resuming {position}")
-    trainer.log_texts({"summary": f"{full}\n{facts}", "config": written_config(setup.run_dir)})
+    trainer.log_values({"summary": Text(f"{full}\n{facts}"), "config": Text(written_config(setup.run_dir))})
 
 
 def module_table(model: nn.Module, *, rows: int) -> str:

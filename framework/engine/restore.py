@@ -25,6 +25,7 @@ from framework.distributed.sharded import is_model_sharded
 from framework.engine.setup import RankSetup
 from framework.engine.weights import load_initial_weights
 from framework.errors import CheckpointError, ConfigError, RunError
+from framework.media import Text
 from framework.optim.schedule import Change, Schedule
 from framework.system.rank_log import logger, warn
 from framework.training.train_state import TrainState
@@ -41,7 +42,7 @@ def restore(setup: RankSetup, trainer: Trainer, own: LastUndamaged) -> None:
     elif setup.config.init_from is not None:
         loaded = load_initial_weights(trainer.state.bare_model, setup.config, context=setup.context)
         if loaded is not None:
-            trainer.log_texts({"init_from": loaded})
+            trainer.log_values({"init_from": Text(loaded)})
     if setup.config.resume is not None or own.damaged:
         barrier(setup.context)  # no rank has refused it
         if trainer.checkpoints is not None:

@@ -16,7 +16,7 @@ from framework.checkpoint.layout import BEST
 from framework.checkpoint.manager import CheckpointManager
 from framework.checkpoint.reader import load_progress
 from framework.config.optimizers import optimizer_configs
-from framework.config.saved import load_written_config, written_config
+from framework.config.saved import written_config
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
@@ -38,6 +38,7 @@ from framework.engine.weights import load_model
 from framework.errors import EXIT_STOPPED, RunError
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.launch.stopping import stoppable
+from framework.media import markdown_texts
 from framework.monitoring.rank_status import RankPhase
 from framework.optim.param_groups import ParamGroups
 from framework.optim.phases import phases_of
@@ -123,9 +124,10 @@ def _run(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamL
 def _close(trainer: Trainer, loaders: Iterable[Any], *, failing: BaseException | None) -> None:
     """Close everything, even if something raises; raise its error unless another one ends the run already."""
     closes = hooks(trainer.state.observers, "close")
-    closes += [
-        each.close for each in (trainer.checkpoints, *trainer.state.loggers.values(), *loaders) if each is not None
-    ]
+    if trainer.checkpoints is not None:
+        closes.append(trainer.checkpoints.close)
+    closes += hooks(trainer.state.loggers.values(), "close")
+    closes += [loader.close for loader in loaders]
     first: Exception | None = None
     for close in closes:
         try:
@@ -285,9 +287,9 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
     # A run that is resumed after its end has logged this test already.
     if results.get("test") is None or results.get("steps") != trainer.progress.step:
         trainer.log_values(found.metrics)
-        trainer.log_texts(found.texts)
-        trainer.log_media(found.media)
-    return {"step": step, "metrics": found.metrics, "texts": found.texts}
+        trainer.log_values(found.texts)
+        trainer.log_values(found.media)
+    return {"step": step, "metrics": found.metrics, "texts": markdown_texts(found.texts)}
 
 
 def _set_epoch(loaders: Mapping[str, EvalLoader], epoch: int) -> None:
@@ -307,7 +309,7 @@ def _report(setup: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, 
     ended_by = trainer.stop.reason or f"trainer.{reached} reached"
     if trainer.stop.on_request:
         ended_by = f"stopped on request ({trainer.stop.stopped_by})"
-    last = {"step": state.val_step, "metrics": state.val_metrics, "texts": state.val_texts}
+    last = {"step": state.val_step, "metrics": state.val_metrics, "texts": markdown_texts(state.val_texts)}
     results = {
         "steps": progress.step,
         "epochs": progress.epoch,
@@ -325,6 +327,5 @@ def _report(setup: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, 
     final = dict(state.val_metrics) | ({} if test is None else test["metrics"])
     if best is not None:
         final[f"best/{setup.config.checkpoint.monitor}"] = best.metrics[str(setup.config.checkpoint.monitor)]
-    config = load_written_config(setup.run_dir)
-    for record in hooks(state.loggers.values(), "hparams"):
-        record(config, final)
+    for record in hooks(state.loggers.values(), "on_results"):
+        record(final)

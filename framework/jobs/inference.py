@@ -25,6 +25,7 @@ from framework.engine.limits import streams_of
 from framework.engine.setup import RankSetup, build_data, make_eval_loaders, setup_rank
 from framework.errors import ConfigError, DataError, TargetError
 from framework.launch.plan import MonitorLink, RankArguments
+from framework.media import markdown_texts
 from framework.monitoring.rank_status import RankPhase
 from framework.system.files import atomic_output
 from framework.training.broadcasting import refused_broadcasting
@@ -47,7 +48,7 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
                 context=setup.context,
             )
         if setup.context.is_main:
-            setup.run_dir.update_run({"results": {"metrics": found.metrics, "texts": found.texts}})
+            setup.run_dir.update_run({"results": {"metrics": found.metrics, "texts": markdown_texts(found.texts)}})
 
 
 def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:

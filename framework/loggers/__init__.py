@@ -4,10 +4,9 @@ One file for each. `tracker` is the base of those that call a tracker's library;
 """
 
 from framework.loggers.console import ConsoleLogger
-from framework.loggers.csv import CSVLogger
 from framework.loggers.jsonl import JsonlLogger
 from framework.loggers.mlflow import MLflowLogger
 from framework.loggers.tensorboard import TensorBoardLogger
 from framework.loggers.wandb import WandbLogger
 
-__all__ = ["CSVLogger", "ConsoleLogger", "JsonlLogger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"]
+__all__ = ["ConsoleLogger", "JsonlLogger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"]

@@ -11,25 +11,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
 from framework.errors import ConfigError
-from framework.loggers.media import picture_of
-from framework.media import Image, Table
+from framework.loggers.media import images_of, picture_of, split
+from framework.media import Image, Media, Table
 from framework.system.json_lines import Check, metrics_fault, read_lines
 from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir, write_atomically
-from framework.types import FitInfo
+from framework.types import FitInfo, Logger
 
 _DAMAGED_SHOWN = 5
-_encode = json.JSONEncoder(allow_nan=False).encode  # made once: `json.dumps` makes one at each call
+
+# Made once: `json.dumps` makes one at each call.
+_encode = json.JSONEncoder(allow_nan=False).encode
 
 
 @final
-class JsonlLogger:
-    """Append one line per `metrics` call: {"step", "epoch", "time" (Unix seconds), and every value under its name}.
+class JsonlLogger(Logger):
+    """Append a line for each `log` of numbers: {"step", "epoch", "time" (Unix seconds), and every value by its name}.
 
     A value that is not finite is null, and `nonfinite` says what it was: {"train/loss": null, "nonfinite":
     {"train/loss": "nan"}}. A resumed run drops the lines after the step it resumes from. A full disk does not end
@@ -44,54 +47,19 @@ class JsonlLogger:
         self._media = run_dir.media
         self._file: JsonLines | None = None
 
-    def fit_start(self, info: FitInfo) -> None:
+    def start(self, info: FitInfo) -> None:
         self.close()
         self._file = JsonLines(self._path, last_step=info.start_step, check=metrics_fault)
 
-    def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
-        if self._file is None:
-            self._file = JsonLines(self._path, last_step=None, check=metrics_fault)
-        row: dict[str, Any] = {"step": step, "epoch": epoch, "time": round(time.time(), 3), **values}
-        if nonfinite := {name: str(float(value)) for name, value in row.items() if not math.isfinite(value)}:
-            row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
-        self._file.write(row)
-
-    def text(self, tag: str, text: str, *, step: int) -> None:
-        """Do nothing: the config has a file of its own."""
-
-    def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
-        """Write PNG files; captions are their text field `Description`."""
-        from PIL.PngImagePlugin import PngInfo
-
-        for number, image in enumerate(images):
-            info = PngInfo()
-            if image.caption:
-                info.add_itxt("Description", image.caption)
-            picture = picture_of(image)
-            name = tag if len(images) == 1 else f"{tag}/{number}"
-            self._write_medium(name, ".png", lambda file: picture.save(file, pnginfo=info), step=step)  # noqa: B023
-
-    def table(self, tag: str, table: Table, *, step: int) -> None:
-        def write(path: Path) -> None:
-            with path.open("w", newline="") as file:
-                csv.writer(file).writerows([table.columns, *table.rows])
-
-        self._write_medium(tag, ".csv", write, step=step)
-
-    def _write_medium(self, tag: str, suffix: str, write: Callable[[Path], object], *, step: int) -> None:
-        name = tag.replace("/", "__")
-        path = self._media / f"{name}_{step}{suffix}"
-        try:
-            self._media.mkdir(exist_ok=True)
-            earlier = [file for file in self._media.glob(f"{glob.escape(name)}_*{suffix}") if file != path]
-            write(path)
-            for file in earlier:
-                if file.stem.removeprefix(f"{name}_").isdecimal():
-                    file.unlink()
-        except OSError as error:
-            with suppress(OSError):
-                path.unlink()
-            warn(f"{path} can't be written: {error.strerror or error}")
+    def log(self, values: Mapping[str, float | Media], *, step: int, epoch: int) -> None:
+        numbers, media = split(values)
+        if numbers:
+            self._write_numbers(numbers, step=step, epoch=epoch)
+        for name, value in media.items():
+            if isinstance(value, Table):
+                self._write_medium(name, ".csv", partial(_save_table, value), step=step)
+            else:
+                self._write_images(name, images_of(value), step=step)
 
     def flush(self) -> None:
         if self._file is not None:
@@ -101,6 +69,54 @@ class JsonlLogger:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _write_numbers(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
+        if self._file is None:
+            self._file = JsonLines(self._path, last_step=None, check=metrics_fault)
+        row: dict[str, Any] = {"step": step, "epoch": epoch, "time": round(time.time(), 3), **numbers}
+
+        nonfinite = {name: str(float(value)) for name, value in row.items() if not math.isfinite(value)}
+        if nonfinite:
+            row |= dict.fromkeys(nonfinite)
+            row["nonfinite"] = nonfinite
+        self._file.write(row)
+
+    def _write_images(self, name: str, images: Sequence[Image], *, step: int) -> None:
+        for number, image in enumerate(images):
+            own_name = name if len(images) == 1 else f"{name}/{number}"
+            self._write_medium(own_name, ".png", partial(_save_image, image), step=step)
+
+    def _write_medium(self, name: str, suffix: str, save: Callable[[Path], None], *, step: int) -> None:
+        """Save to `media/NAME_STEP.SUFFIX` and remove the files of earlier steps."""
+        stem = name.replace("/", "__")
+        path = self._media / f"{stem}_{step}{suffix}"
+        try:
+            self._media.mkdir(exist_ok=True)
+            earlier = [file for file in self._media.glob(f"{glob.escape(stem)}_*{suffix}") if file != path]
+            save(path)
+            for file in earlier:
+                # What follows a name may be the rest of a longer one.
+                if file.stem.removeprefix(f"{stem}_").isdecimal():
+                    file.unlink()
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            warn(f"{path} can't be written: {error.strerror or error}")
+
+
+def _save_table(table: Table, path: Path) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([table.columns, *table.rows])
+
+
+def _save_image(image: Image, path: Path) -> None:
+    """Write a PNG file; the caption is its text field `Description`."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    if image.caption:
+        info.add_itxt("Description", image.caption)
+    picture_of(image).save(path, pnginfo=info)
 
 
 @final
@@ -171,7 +187,7 @@ class JsonLines:
             self._is_refused = True
             return
         if self._is_refused:
-            warn(f"{self._path} is written again")
+            warn(f"{self._path} is writable again")
         self._is_refused = False
 
     def close(self) -> None:

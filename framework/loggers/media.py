@@ -1,67 +1,72 @@
-"""Media for loggers: dispatch by kind, and conversion to pixels, counts and Markdown."""
+"""The one way from values to loggers, and what loggers convert media to: pixels, pictures, counts."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from framework.errors import TargetError
-from framework.media import Artifact, Figure, Histogram, Image, Media, Table, Text
-from framework.types import Logger, hooks
+from framework.media import Figure, Image, Media, is_media
+from framework.types import Logger
 
 _BINS = 64
 
 
-def log_media(loggers: Iterable[Logger], media: Mapping[str, Any], *, step: int) -> None:
-    """Pass each value to the loggers that have a method for it. Raises TargetError for a value that isn't Media."""
-    for tag, value in media.items():
-        if not is_media(value):
+def log_to_loggers(loggers: Collection[Logger], values: Mapping[str, Any], *, step: int, epoch: int) -> None:
+    """Give numbers and media to all loggers, and close the figures among them; without loggers, too.
+
+    Raises TargetError for a value that is neither a number nor Media.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Real) and not is_media(value):
             raise TargetError(
-                f"{tag} is reported as {value!r}. Report a number, a pair (sum, count), or a framework.Image (or a "
-                "list of them), Figure, Histogram, Table, Text or Artifact."
+                f"{name} is logged as {value!r}. Log a number, a pair (sum, count), or a framework.Image (or a list of "
+                "them), Figure, Histogram, Table, Text or Artifact."
             )
-        for logger in loggers:
-            _log(logger, tag, value, step=step)
-        if isinstance(value, Figure) and (pyplot := sys.modules.get("matplotlib.pyplot")):
-            pyplot.close(value.figure)  # else pyplot keeps it
+    for logger in loggers:
+        logger.log(values, step=step, epoch=epoch)
+
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        for value in values.values():
+            if isinstance(value, Figure):
+                pyplot.close(value.figure)  # otherwise pyplot keeps it in memory
 
 
-def is_media(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(each, Image) for each in value)
-    return is_list or isinstance(value, (Image, Figure, Histogram, Table, Text, Artifact))
+def split(values: Mapping[str, float | Media]) -> tuple[dict[str, float], dict[str, Media]]:
+    """Return the numbers and the media among the values that `Logger.log` gets."""
+    numbers: dict[str, float] = {}
+    media: dict[str, Media] = {}
+    named: Mapping[str, Any] = values
+    for name, value in named.items():
+        if isinstance(value, Real):
+            numbers[name] = value  # type: ignore[assignment]
+        else:
+            media[name] = value
+    return numbers, media
 
 
-def _log(logger: Logger, tag: str, value: Media, *, step: int) -> None:
-    """Call the logger's method for this kind of value, if it has one."""
-    if isinstance(value, Text):
-        logger.text(tag, value.text, step=step)
-        return
-    given: Any
+def images_of(value: Media) -> list[Image]:
+    """Return the images of an Image, a list of them or a Figure; none of other media."""
+    if isinstance(value, Image):
+        return [value]
     if isinstance(value, Figure):
-        kind, given = "figure", value.figure
-        if not hooks([logger], kind) and hooks([logger], "images"):
-            kind, given = "images", [image_of(value.figure)]
-    elif isinstance(value, Histogram):
-        kind, given = "histogram", value.values
-    elif isinstance(value, Table):
-        kind, given = "table", value
-    elif isinstance(value, Artifact):
-        kind, given = "artifact", Path(value.path).absolute()
-    else:
-        kind, given = "images", [value] if isinstance(value, Image) else list(value)
-    for log in hooks([logger], kind):
-        log(tag, given, step=step)
+        return [image_of(value.figure)]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return []
 
 
 def pixels_of(image: Image) -> npt.NDArray[np.uint8]:
     """Return a copy on the CPU, of shape (H, W, C). Waits for the device."""
     pixels = array_of(image.pixels)
-    pixels = pixels[None] if pixels.ndim == 2 else pixels
+    if pixels.ndim == 2:
+        pixels = pixels[None]
     if pixels.dtype.kind == "f":
         pixels = np.clip(np.nan_to_num(pixels), 0, 1) * 255 + 0.5
     elif pixels.dtype.kind == "b":
@@ -74,7 +79,9 @@ def picture_of(image: Image) -> Any:
     from PIL import Image as Pillow
 
     pixels = pixels_of(image)
-    return Pillow.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    if pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    return Pillow.fromarray(pixels)
 
 
 def image_of(figure: Any) -> Image:
@@ -90,25 +97,20 @@ def array_of(values: Any) -> npt.NDArray[Any]:
     """Return a tensor or array as an array on the CPU; half-precision floats as float32."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
-        values = values.float() if values.is_floating_point() and values.itemsize < 4 else values
+        if values.is_floating_point() and values.itemsize < 4:
+            values = values.float()
         values = values.numpy()
     return np.asarray(values)
 
 
+def finite_values(values: Any) -> npt.NDArray[np.float64]:
+    """Return the finite numbers of a tensor or array, in one dimension."""
+    flat = array_of(values).astype(np.float64).reshape(-1)
+    finite: npt.NDArray[np.float64] = flat[np.isfinite(flat)]
+    return finite
+
+
 def counts_of(values: Any) -> tuple[list[int], list[float]]:
     """Return the counts in `_BINS` bins of equal width, and their edges. Values that aren't finite are left out."""
-    flat = array_of(values).astype(np.float64).reshape(-1)
-    counts, edges = np.histogram(flat[np.isfinite(flat)], bins=_BINS)
+    counts, edges = np.histogram(finite_values(values), bins=_BINS)
     return counts.tolist(), edges.tolist()
-
-
-def markdown(table: Table) -> str:
-    return "\n".join(
-        f"| {' | '.join(_cell(value) for value in row)} |"
-        for row in (table.columns, ["---"] * len(table.columns), *table.rows)
-    )
-
-
-def _cell(value: str | float | None) -> str:
-    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from operator import methodcaller
@@ -15,21 +15,34 @@ from textwrap import indent
 from types import ModuleType
 from typing import Any, final
 
-import numpy as np
-
+from framework.config.saved import load_written_config
 from framework.errors import ConfigError
-from framework.loggers.media import array_of, markdown, pixels_of
-from framework.media import Image, Table
+from framework.loggers.media import finite_values, images_of, pixels_of, split
+from framework.media import Artifact, Histogram, Media, Table, Text
 from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, StepInfo
+from framework.types import FitInfo, Logger
 
 _WRITE_EVERY_S = 5
-_HPARAMS = (  # the sections that say what is trained
-    *("recipe", "seed", "init_from", "model", "data", "task", "optimizer", "scheduler", "strategy", "topology"),
-    *("trainer", "callbacks"),
+
+# The sections of the configuration that say what is trained, and how.
+_HPARAMS = (
+    "recipe",
+    "seed",
+    "init_from",
+    "model",
+    "data",
+    "task",
+    "optimizer",
+    "scheduler",
+    "strategy",
+    "topology",
+    "trainer",
+    "callbacks",
 )
-_CHARTS = {  # of "Custom Scalars": title → which numbers, as a regular expression; those without any are left out
+
+# The charts of "Custom Scalars": title → which numbers, as a regular expression. One without numbers is left out.
+_CHARTS = {
     "loss": r"(train|val)/(.+/)?loss$",
     "validation": r"val/(?!(.+/)?loss$)",
     "learning rate": r"train/lr(/|$)",
@@ -44,7 +57,7 @@ _CHARTS = {  # of "Custom Scalars": title → which numbers, as a regular expres
 
 
 @final
-class TensorBoardLogger:
+class TensorBoardLogger(Logger):
     """Writes event files to the run's tensorboard folder: scalars under the names they come with, texts as code blocks.
 
     A resumed run hides what was logged after the step it resumes from. "Custom Scalars" has the charts to look at
@@ -54,36 +67,43 @@ class TensorBoardLogger:
 
     A full disk is reported once and doesn't end training: the event file is abandoned, and `flush` tries a new one.
     Numbers logged meanwhile are in `metrics.jsonl` only.
+
+    Args:
+        graph: Write the model's graph, traced with the first batch on a copy of the model.
+        histograms_every_n_steps: Write histograms of parameters and of gradients, as the optimizer gets them, after so
+            many steps each; of what this rank has, if the model is spread over several.
     """
 
     def __init__(self, *, run_dir: RunDir, graph: bool = False, histograms_every_n_steps: int | None = None) -> None:
-        """Open nothing yet.
-
-        graph: Write the model's graph, traced with the first batch on a copy of the model.
-        histograms_every_n_steps: Write histograms of parameters and of gradients, as the optimizer gets them, after so
-            many steps each. Of what this rank has, if the model is spread over several.
-        """
         if histograms_every_n_steps is not None and histograms_every_n_steps < 1:
             raise ConfigError(
                 f"TensorBoardLogger: histograms_every_n_steps={histograms_every_n_steps} is below 1. Give the number "
                 "of steps, or null for none."
             )
+        self._run_dir = run_dir
         self._folder = run_dir.tensorboard
         self._wants_graph = graph
         self._histograms_every = histograms_every_n_steps
-        self._names: set[str] = set()  # of all numbers so far
-        self._charts: list[str] = []  # those that were written
-        self._step = 0  # of the last numbers
-        self.step: Callable[[StepInfo], None] | None = None  # called after every step, if there is one
-        self._writer: Any = None  # a SummaryWriter
+
+        # The names of all numbers so far, and the charts that were written for them.
+        self._names: set[str] = set()
+        self._charts: list[str] = []
+        # The step of the last numbers.
+        self._step = 0
+
+        # What the next flush writes: values, their step and Unix time; tag, text and step; and calls of a writer.
+        self._pending_scalars: list[tuple[dict[str, float], int, float]] = []
         self._pending_texts: list[tuple[str, str, int]] = []
-        self._pending_media: list[Callable[[Any], None]] = []  # each writes to a SummaryWriter
-        self._pending_scalars: list[tuple[dict[str, float], int, float]] = []  # values, step, Unix time
+        self._pending_media: list[Callable[[Any], None]] = []
         self._next_write_s = 0.0
-        self._purge_step: int | None = None  # TensorBoard hides what older files have from this step on
+
+        # A SummaryWriter, once there is something to write.
+        self._writer: Any = None
+        # TensorBoard hides what older files have from this step on.
+        self._purge_step: int | None = None
         self._is_refused = False
 
-    def fit_start(self, info: FitInfo) -> None:
+    def start(self, info: FitInfo) -> None:
         self._drop_writer()
         self._purge_step = info.start_step + 1 if self._folder.is_dir() else None
         if self._wants_graph:
@@ -93,54 +113,32 @@ class TensorBoardLogger:
         if self._histograms_every is not None:
             from framework.loggers.tensorboard_model import Histograms
 
-            self.step = Histograms(info, every=self._histograms_every, add=self._add).finish_step
+            histograms = Histograms(info, every=self._histograms_every, add=self._add)
+            # Set on the object, so that the hook costs nothing without histograms.
+            self.on_train_step_end = histograms.on_train_step_end  # type: ignore[method-assign]
 
-    def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
-        self._step = step
-        if values and not self._is_refused:
-            self._pending_scalars.append((dict(values), step, time.time()))
-            # Written together: waking the writer's thread for each log would cost a small step 5 % of its time.
-            if time.monotonic() > self._next_write_s:
-                self.flush()
+    def log(self, values: Mapping[str, float | Media], *, step: int, epoch: int) -> None:
+        numbers, media = split(values)
+        for tag, value in media.items():
+            self._add_medium(tag, value, step=step)
+        if numbers:
+            self._add_numbers(numbers, step=step)
 
-    def text(self, tag: str, text: str, *, step: int) -> None:
-        self._pending_texts.append((tag, text, step))
-
-    def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
-        """Captions aren't shown: TensorBoard has none."""
-        for number, image in enumerate(images):
-            name = tag if len(images) == 1 else f"{tag}/{number}"
-            self._add(methodcaller("add_image", name, pixels_of(image), step, dataformats="HWC"))
-
-    def histogram(self, tag: str, values: Any, *, step: int) -> None:
-        flat = array_of(values).astype(np.float64).reshape(-1)
-        finite = flat[np.isfinite(flat)]
-        if finite.size:
-            self._add(methodcaller("add_histogram", tag, finite, step))
-
-    def table(self, tag: str, table: Table, *, step: int) -> None:
-        self._add(methodcaller("add_text", tag, markdown(table), step))
-
-    def artifact(self, tag: str, path: Path, *, step: int) -> None:
-        """Note where it is: event files hold no files."""
-        self._add(methodcaller("add_text", tag, f"`{path}`", step))
-
-    def hparams(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def on_results(self, metrics: Mapping[str, float]) -> None:
         """Write what is trained, and how, and of the final metrics those that have no curve."""
         self.flush()  # so that all names of curves are known
-        final = {name: value for name, value in metrics.items() if name not in self._names}
-        self.metrics(final, step=self._step, epoch=0)
-        own = dict(_leaves({key: config[key] for key in _HPARAMS if key in config}))
-        self._add(lambda writer: _write_hparams(writer, own))
+        without_curve = {name: value for name, value in metrics.items() if name not in self._names}
+        if without_curve:
+            self._add_numbers(without_curve, step=self._step)
 
-    def _add(self, write: Callable[[Any], None]) -> None:
-        """Have the writer written to by the next flush."""
-        if not self._is_refused:
-            self._pending_media.append(write)
+        config = load_written_config(self._run_dir)
+        trained = dict(_leaves({section: config[section] for section in _HPARAMS if section in config}))
+        self._add(lambda writer: _write_hparams(writer, trained))
 
     def flush(self) -> None:
-        pending = self._pending_scalars or self._pending_texts or self._pending_media
-        if self._writer is None and not (pending or self._is_refused):
+        has_pending = bool(self._pending_scalars or self._pending_texts or self._pending_media)
+        # After a refusal, an empty flush tries whether the disk takes a new file.
+        if self._writer is None and not has_pending and not self._is_refused:
             return
         try:
             if self._writer is None:
@@ -159,10 +157,47 @@ class TensorBoardLogger:
         self.flush()
         self._drop_writer()
 
+    # What is to be written
+
+    def _add_numbers(self, numbers: Mapping[str, float], *, step: int) -> None:
+        self._step = step
+        if self._is_refused:
+            return
+        self._pending_scalars.append((dict(numbers), step, time.time()))
+        # Written together: waking the writer's thread for each log would cost a small step 5 % of its time.
+        if time.monotonic() > self._next_write_s:
+            self.flush()
+
+    def _add_medium(self, tag: str, value: Media, *, step: int) -> None:
+        """Keep a copy of what TensorBoard shows of the value. It has no captions, and of files only the path."""
+        if isinstance(value, Text):
+            self._pending_texts.append((tag, value.text, step))
+        elif isinstance(value, Table):
+            self._add(methodcaller("add_text", tag, value.markdown(), step))
+        elif isinstance(value, Artifact):
+            self._add(methodcaller("add_text", tag, f"`{Path(value.path).absolute()}`", step))
+        elif isinstance(value, Histogram):
+            finite = finite_values(value.values)
+            if finite.size:
+                self._add(methodcaller("add_histogram", tag, finite, step))
+        else:
+            images = images_of(value)
+            for number, image in enumerate(images):
+                name = tag if len(images) == 1 else f"{tag}/{number}"
+                self._add(methodcaller("add_image", name, pixels_of(image), step, dataformats="HWC"))
+
+    def _add(self, write: Callable[[Any], None]) -> None:
+        """Have the next flush call `write` with the SummaryWriter."""
+        if not self._is_refused:
+            self._pending_media.append(write)
+
+    # Writing
+
     def _open(self) -> None:
         # With this module, tensorboard doesn't import tensorflow for its file functions, which takes seconds.
         sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
-        from torch.utils.tensorboard import SummaryWriter  # takes 0.2 s: after the first steps
+        # Takes 0.2 s, so it is imported after the first steps.
+        from torch.utils.tensorboard import SummaryWriter
 
         _silence_writer_threads()
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
@@ -170,36 +205,46 @@ class TensorBoardLogger:
         self._charts = []
         if self._is_refused:
             self._is_refused = False
-            warn(f"{self._folder} is written again")
+            warn(f"{self._folder} is writable again")
 
     def _drop_writer(self) -> None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         if writer is not None:
             with suppress(OSError):  # of a full disk
                 writer.file_writer.close()
 
     def _write(self) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         for tag, text, step in self._pending_texts:
             # Indented, not fenced: a fence would end at the first fence inside the text.
             self._writer.add_text(tag, indent(text, "    ", lambda _: True), step)
+        self._write_scalars()
+        self._write_charts()
+        for write in self._pending_media:
+            write(self._writer)
+        self._writer.flush()
+
+        self._pending_media.clear()
+        self._pending_texts.clear()
+        self._pending_scalars.clear()
+        self._next_write_s = time.monotonic() + _WRITE_EVERY_S
+
+    def _write_scalars(self) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         for values, step, unix_s in self._pending_scalars:
             self._names |= values.keys()
             # One event for all of them: `add_scalar`, with one for each, takes five times as long.
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
             self._writer.file_writer.add_summary(summary, step, unix_s)
-        charts = [title for title, tags in _CHARTS.items() if any(map(re.compile(tags).match, self._names))]
-        if charts != self._charts:  # TensorBoard uses the last ones
-            self._writer.add_custom_scalars({"overview": {title: ["Multiline", [_CHARTS[title]]] for title in charts}})
+
+    def _write_charts(self) -> None:
+        """Write the layout of "Custom Scalars" if there are numbers for another chart."""
+        charts = [title for title, pattern in _CHARTS.items() if any(map(re.compile(pattern).match, self._names))]
+        if charts != self._charts:
+            layout = {title: ["Multiline", [_CHARTS[title]]] for title in charts}
+            self._writer.add_custom_scalars({"overview": layout})
             self._charts = charts
-        for write in self._pending_media:
-            write(self._writer)
-        self._writer.flush()
-        self._pending_media.clear()
-        self._pending_texts.clear()
-        self._pending_scalars.clear()
-        self._next_write_s = time.monotonic() + _WRITE_EVERY_S
 
 
 def _write_hparams(writer: Any, config: dict[str, bool | int | float | str]) -> None:
@@ -216,8 +261,10 @@ def _leaves(config: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[st
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, prefix=f"{prefix}{key}.")
+        elif isinstance(value, (bool, int, float, str)):
+            yield f"{prefix}{key}", value
         elif value is not None:
-            yield f"{prefix}{key}", value if isinstance(value, (bool, int, float, str)) else str(value)
+            yield f"{prefix}{key}", str(value)
 
 
 @cache

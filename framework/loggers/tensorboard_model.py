@@ -34,18 +34,20 @@ def keep_graph(model: nn.Module, *, add: Callable[[Write], None]) -> None:
 
 def _write_graph(writer: Any, *, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Trace a copy of the model, which leaves the model and the generators as they are."""
-    devices = list({each.device for each in model.parameters()})
+    devices = list({parameter.device for parameter in model.parameters()})
     states = generator_states(devices)
     try:
         if kwargs:
             raise TypeError(f"it is called with the keywords {', '.join(kwargs)}, and tracing takes none")
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # torch prints its error
-            warnings.simplefilter("ignore")  # of the tracer, of values that it takes as constants
+        # torch prints its errors, and its tracer warns of values that it takes as constants.
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
             writer.add_graph(copy.deepcopy(model), args)
     except OSError:
         raise
     except Exception as error:  # the user's model may do anything that can't be traced
-        warn(f"TensorBoard won't have the graph of the model: {type(error).__name__}: {error}".partition("\n")[0])
+        message = f"TensorBoard won't have the graph of the model: {type(error).__name__}: {error}"
+        warn(message.partition("\n")[0])
     finally:
         restore_generator_states(states, devices=devices)
 
@@ -58,25 +60,31 @@ class Histograms:
     """
 
     def __init__(self, info: FitInfo, *, every: int, add: Callable[[Write], None]) -> None:
-        self._model, self._every, self._add = info.model, every, add
-        self._step = info.start_step + 1  # the one that comes next
+        self._model = info.model
+        self._every = every
+        self._add = add
+        # The step that comes next.
+        self._step = info.start_step + 1
         info.optimizer.register_step_pre_hook(self._before_step)
 
-    def finish_step(self, report: StepInfo) -> None:
-        self._step = report.step + 1
+    def on_train_step_end(self, info: StepInfo) -> None:
+        self._step = info.step + 1
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._step % self._every:
             return
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped: set[int] = set()
+        for group in optimizer.param_groups:
+            stepped.update(map(id, group["params"]))
         for name, parameter in self._model.named_parameters():
-            if id(parameter) in own:
+            if id(parameter) in stepped:
                 self._add_histogram(f"parameters/{name}", parameter)
                 if parameter.grad is not None:
                     self._add_histogram(f"gradients/{name}", parameter.grad)
 
     def _add_histogram(self, tag: str, values: Tensor) -> None:
-        numbers = local_tensor(values).float().cpu().reshape(-1).clone()  # before the step changes them
+        # A copy, since the step changes them.
+        numbers = local_tensor(values).float().cpu().reshape(-1).clone()
         numbers = numbers[numbers.isfinite()]
         if numbers.numel():
             step = self._step

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final, get_args
@@ -17,13 +19,13 @@ from typing import Any, ClassVar, Literal, final, get_args
 from framework.config.saved import load_written_config
 from framework.errors import ConfigError, describe_error
 from framework.loggers.jsonl import JsonLines
-from framework.loggers.media import array_of, counts_of, picture_of
-from framework.media import Image, Table
+from framework.loggers.media import array_of, counts_of, images_of, picture_of, split
+from framework.media import Artifact, Histogram, Image, Media, Table, Text
 from framework.system.files import open_regular
 from framework.system.json_lines import read_lines
 from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo
+from framework.types import FitInfo, Logger
 
 Row = Mapping[str, Any]
 """A line of the journal: `step`, `kind`, and what the kind has."""
@@ -31,6 +33,9 @@ Row = Mapping[str, Any]
 Checkpoints = Literal["best", "all"]
 _JOURNAL = "journal.jsonl"
 _NUMBER = (int, float)
+# Calls that may wait for the library.
+_CAPACITY = 1000
+
 # What the rows of each kind have besides step and time.
 _CONTENT: Mapping[str, Mapping[str, Any]] = {
     "numbers": {"values": dict, "epoch": int},
@@ -40,7 +45,8 @@ _CONTENT: Mapping[str, Mapping[str, Any]] = {
     "table": {"tag": str, "columns": list, "rows": list},
     "artifact": {"tag": str, "path": str},
 }
-_CAPACITY = 1000  # calls that wait for the library
+# Which of these are numbers, on which the tracker's library computes.
+_NUMERIC: Mapping[str, Sequence[str]] = {"numbers": ["values"], "histogram": ["counts", "edges"]}
 
 
 @final
@@ -92,7 +98,7 @@ class Worker:
                 self._is_off = True
 
 
-class Tracker(ABC):
+class Tracker(Logger, ABC):
     """Base of loggers that call a tracker's library, on a worker thread.
 
     Everything logged is first written to a journal in the run directory (images as PNG files), then queued for the
@@ -118,58 +124,33 @@ class Tracker(ABC):
         self._journal: JsonLines | None = None
         self._worker: Worker | None = None
         self._step = 0
-        self._is_full = False  # the disk
+        self._has_warned_of_disk = False
 
     # What the run logs
 
-    def fit_start(self, info: FitInfo) -> None:
+    def start(self, info: FitInfo) -> None:
         """Truncate the journal to the step that is resumed, and start the thread."""
-        self.close_journal()
+        self._close_journal()
         self._step = info.start_step
         self._journal = self._open_journal(last_step=info.start_step)
-        self._start()
+        self._start_worker()
 
-    def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
-        self._step = step
-        self._log("numbers", step=step, values={name: _to_plain(value) for name, value in values.items()}, epoch=epoch)
+    def log(self, values: Mapping[str, float | Media], *, step: int, epoch: int) -> None:
+        numbers, media = split(values)
+        if numbers:
+            self._step = step
+            plain = {name: _to_plain(value) for name, value in numbers.items()}
+            self._add_row("numbers", step=step, values=plain, epoch=epoch)
+        for tag, value in media.items():
+            self._log_medium(tag, value, step=step)
 
-    def text(self, tag: str, text: str, *, step: int) -> None:
-        if tag != "config":  # the tracker has that as the run's configuration
-            self._log("text", step=step, tag=tag, text=text)
-
-    def images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
-        files = []
-        try:
-            for number, image in enumerate(images):
-                file = self._folder / "images" / f"{_file_name(tag)}_{step:08}_{number}.png"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                picture_of(image).save(file)
-                files.append(str(file.relative_to(self._folder)))
-        except OSError as error:
-            if not self._is_full:
-                warn(f"{self._folder} can't be written: {error.strerror or error}. Images are left out")
-            self._is_full = True
+    def on_results(self, metrics: Mapping[str, float]) -> None:
+        if self._worker is None:
             return
-        self._log("images", step=step, tag=tag, files=files, captions=[image.caption for image in images])
-
-    def histogram(self, tag: str, values: Any, *, step: int) -> None:
-        if array_of(values).size:
-            counts, edges = counts_of(values)
-            self._log("histogram", step=step, tag=tag, counts=counts, edges=edges)
-
-    def table(self, tag: str, table: Table, *, step: int) -> None:
-        rows = [[_to_plain(value) for value in row] for row in table.rows]
-        self._log("table", step=step, tag=tag, columns=list(table.columns), rows=rows)
-
-    def artifact(self, tag: str, path: Path, *, step: int) -> None:
-        self._log("artifact", step=step, tag=tag, path=str(path))
-
-    def hparams(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        if self._worker is not None:
-            final = dict(metrics)
-            self._worker.submit(lambda: self.write_final(final))
-            for folder in self._checkpoints():
-                self._worker.submit(lambda folder=folder: self.write_checkpoint(*folder))  # type: ignore[misc]
+        final = dict(metrics)
+        self._worker.submit(lambda: self.write_final(final))
+        for folder, names in self._checkpoints():
+            self._worker.submit(partial(self.write_checkpoint, folder, names))
 
     def flush(self) -> None:
         """Write the journal; the library isn't waited for."""
@@ -178,75 +159,123 @@ class Tracker(ABC):
 
     def close(self) -> None:
         """Wait for the library until the deadline; calling it again is fine."""
-        self.close_journal()
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            has_failed = sys.exc_info()[1] is not None  # the run
-            worker.submit(lambda: self.finish(has_failed=has_failed))
-            if not worker.close(timeout_s=self._close_timeout_s):
-                self.abandon()
+        self._close_journal()
+        worker = self._worker
+        self._worker = None
+        if worker is None:
+            return
+        # The engine closes loggers while it handles the error that ends the run, if there is one.
+        has_failed = sys.exc_info()[1] is not None
+        worker.submit(lambda: self.finish(has_failed=has_failed))
+        if not worker.close(timeout_s=self._close_timeout_s):
+            self.abandon()
 
-    def close_journal(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+    # The journal
 
-    def _start(self) -> None:
-        if self._worker is None:
-            lines = read_lines(self._folder / _JOURNAL, check=self._fault)
-            earlier = [line.row for line in lines if line.row is not None]
-            self._worker = Worker(self.name)
-            self._worker.submit(self.begin)
-            self._worker.submit(lambda: self.write_earlier([_from_plain(row) for row in earlier]))
+    def _start_worker(self) -> None:
+        if self._worker is not None:
+            return
+        lines = read_lines(self._folder / _JOURNAL, check=self._fault)
+        earlier = [line.row for line in lines if line.row is not None]
+        self._worker = Worker(self.name)
+        self._worker.submit(self.begin)
+        self._worker.submit(lambda: self.write_earlier([_from_plain(row) for row in earlier]))
 
     def _open_journal(self, *, last_step: int | None) -> JsonLines:
         return JsonLines(self._folder / _JOURNAL, last_step=last_step, check=self._fault)
 
+    def _close_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
     def _fault(self, row: Row) -> str | None:
         """Return what is wrong with a row of the journal, on which the tracker's library would fail; else None."""
-        content = _CONTENT.get(str(row.get("kind")))
-        if content is None:
+        kind = str(row.get("kind"))
+        if kind not in _CONTENT:
             return "its kind is damaged"
-        for name, kind in {"time": _NUMBER, **content}.items():
-            if not isinstance(row.get(name), kind):
+        for name, type_ in {"time": _NUMBER, **_CONTENT[kind]}.items():
+            if not isinstance(row.get(name), type_):
                 return f"its {name} is damaged"
         try:
             plain = _from_plain(row)
         except (TypeError, ValueError):
             return "a number is damaged"
-        numbers = {"numbers": ("values",), "histogram": ("counts", "edges")}
-        for name in numbers.get(row["kind"], ()):
-            values = plain[name].values() if isinstance(plain[name], dict) else plain[name]
-            if not all(isinstance(value, _NUMBER) for value in values):
+
+        for name in _NUMERIC.get(kind, ()):
+            values = plain[name]
+            numbers = values.values() if isinstance(values, dict) else values
+            if not all(isinstance(number, _NUMBER) for number in numbers):
                 return f"its {name} aren't numbers"
-        if row["kind"] == "images":
+
+        if kind == "images":
             if len(row["files"]) != len(row["captions"]):
                 return "its captions are damaged"
             for name in row["files"]:
-                if fault := _picture_fault(self._folder, name):
+                fault = _picture_fault(self._folder, name)
+                if fault is not None:
                     return f"{name} {fault}"
         return None
 
-    def _log(self, kind: str, *, step: int, **content: Any) -> None:
+    def _add_row(self, kind: str, *, step: int, **content: Any) -> None:
+        """Write a row to the journal and queue it for the tracker."""
         row = {"step": step, "time": round(time.time(), 3), "kind": kind, **content}
-        if self._journal is None:  # before or outside of training
+        if self._journal is None:
+            # Before training starts, or in a job that doesn't train.
             self._journal = self._open_journal(last_step=None)
         self._journal.write(row)
         if self._worker is not None:
             self._worker.submit(lambda: self.write(_from_plain(row)))
 
-    def _checkpoints(self) -> Iterator[tuple[Path, list[str]]]:
-        """Yield the checkpoints to log, with what points to them."""
+    def _log_medium(self, tag: str, value: Media, *, step: int) -> None:
+        if isinstance(value, Text):
+            # The tracker has the configuration as that of its run.
+            if tag != "config":
+                self._add_row("text", step=step, tag=tag, text=value.text)
+        elif isinstance(value, Table):
+            rows = [[_to_plain(cell) for cell in row] for row in value.rows]
+            self._add_row("table", step=step, tag=tag, columns=list(value.columns), rows=rows)
+        elif isinstance(value, Artifact):
+            self._add_row("artifact", step=step, tag=tag, path=str(Path(value.path).absolute()))
+        elif isinstance(value, Histogram):
+            if array_of(value.values).size:
+                counts, edges = counts_of(value.values)
+                self._add_row("histogram", step=step, tag=tag, counts=counts, edges=edges)
+        else:
+            self._log_images(tag, images_of(value), step=step)
+
+    def _log_images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
+        files = []
+        try:
+            for number, image in enumerate(images):
+                file = self._folder / "images" / f"{_file_name(tag)}_{step:08}_{number}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                picture_of(image).save(file)
+                files.append(str(file.relative_to(self._folder)))
+        except OSError as error:
+            if not self._has_warned_of_disk:
+                warn(f"{self._folder} can't be written: {error.strerror or error}. Images are left out")
+            self._has_warned_of_disk = True
+            return
+        captions = [image.caption for image in images]
+        self._add_row("images", step=step, tag=tag, files=files, captions=captions)
+
+    def _checkpoints(self) -> list[tuple[Path, list[str]]]:
+        """Return the checkpoints to upload, and which of `last` and `best` point to each."""
         folder = self.run_dir.checkpoints
-        names: dict[Path, list[str]] = {}
+        pointers: dict[Path, list[str]] = defaultdict(list)
         for pointer in ("last", "best"):
             if (folder / pointer).exists():
-                names.setdefault((folder / pointer).resolve(), []).append(pointer)
+                pointers[(folder / pointer).resolve()].append(pointer)
+
         if self._log_checkpoints == "all":
-            yield from ((path, names.get(path, [])) for path in sorted(folder.resolve().glob("step_*")))
-        elif self._log_checkpoints == "best" and names:
-            # Without a metric that ranks them, the last one.
-            yield next(((path, found) for path, found in names.items() if "best" in found), next(iter(names.items())))
+            return [(path, pointers.get(path, [])) for path in sorted(folder.resolve().glob("step_*"))]
+        if self._log_checkpoints is None or not pointers:
+            return []
+        # Without a metric that ranks them, only `last` is there.
+        wanted = "best" if (folder / "best").exists() else "last"
+        path = (folder / wanted).resolve()
+        return [(path, pointers[path])]
 
     # On the thread
 
@@ -306,13 +335,15 @@ class Tracker(ABC):
     # For subclasses
 
     def file_of(self, name: str) -> Path:
+        """Return the path of one of the `files` of a row."""
         return self._folder / name
 
     @property
     def identity(self) -> dict[str, Any]:
         """What `run.json` has to find the tracker's run again; empty for a new one."""
-        found: dict[str, Any] = self.run_dir.read_run().get("trackers", {}).get(self.name, {})
-        return found
+        trackers = self.run_dir.read_run().get("trackers", {})
+        facts: dict[str, Any] = trackers.get(self.name, {})
+        return facts
 
     @identity.setter
     def identity(self, facts: Mapping[str, Any]) -> None:
@@ -326,17 +357,21 @@ class Tracker(ABC):
 
     @property
     def run_name(self) -> str:
-        return "/".join(filter(None, (self.sweep, self.run_dir.path.name)))
+        """The run directory's name, after that of its sweep."""
+        name = self.run_dir.path.name
+        return name if self.sweep is None else f"{self.sweep}/{name}"
 
     @property
     def tags(self) -> list[str]:
+        """The configuration's `tags`."""
         return list(self.config.get("tags") or [])
 
 
 def check_installed(library: str) -> None:
     """Raise ConfigError unless the library of this tracker is installed."""
     spec = find_spec(library)
-    if spec is None or spec.origin is None:  # a folder of that name, which W&B itself makes
+    # Without an origin, it is a folder of that name, which W&B itself makes.
+    if spec is None or spec.origin is None:
         raise ConfigError(f"{library} isn't installed. To log to it: pip install 'framework[{library}]'")
 
 
@@ -349,8 +384,9 @@ def _picture_fault(folder: Path, name: Any) -> str | None:
         return "is outside of the journal's folder"
     try:
         with open_regular(path) as file, Picture.open(file) as picture:
-            picture.verify()  # its checksums; nothing is decoded
-    except Exception as error:  # of the disk, or Pillow's, of many classes
+            # Checks the checksums and decodes nothing.
+            picture.verify()
+    except Exception as error:  # the disk's, or Pillow's, of many classes
         return f"can't be read ({describe_error(error)})"
     return None
 
@@ -363,12 +399,17 @@ def _to_plain(value: Any) -> Any:
     """Return a value that JSON can hold; it has no NaN."""
     if value is None or isinstance(value, (str, int)):
         return value
-    return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if math.isfinite(value):
+        return float(value)
+    return {"float": str(float(value))}
 
 
 def _from_plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {"float"}:
-            return float(value["float"])
-        return {key: _from_plain(each) for key, each in value.items()}
-    return [_from_plain(each) for each in value] if isinstance(value, list) else value
+    """Return a value of the journal with the numbers that aren't finite."""
+    if isinstance(value, list):
+        return [_from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"float"}:
+        return float(value["float"])
+    return {key: _from_plain(item) for key, item in value.items()}

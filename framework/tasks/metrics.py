@@ -154,14 +154,13 @@ class ConfusionMatrix(_ClassCounts):
     def compute(self) -> dict[str, float]:
         return {}
 
-    def text(self) -> str:
-        """Return the table in Markdown, which TensorBoard renders; empty without one."""
+    def text(self) -> Table | None:
+        """Return the counts as a table; None without any."""
         if self.counts is None:
-            return ""
-        rows = self.counts.tolist()
-        head = ["target \\ predicted", *map(str, range(len(rows)))]
-        lines = [head, ["---"] * len(head), *([str(label), *map(str, row)] for label, row in enumerate(rows))]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            return None
+        counts = self.counts.tolist()
+        classes = [str(label) for label in range(len(counts))]
+        return Table(["target \\ predicted", *classes], [[label, *row] for label, row in enumerate(counts)])
 
     def media(self) -> dict[str, Media]:
         """Return the matrix as an image, and the accuracy of each class as the table `classes`."""

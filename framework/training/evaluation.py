@@ -15,7 +15,7 @@ from framework.data.batch_tree import map_tensors
 from framework.distributed.context import Context
 from framework.distributed.sharded import has_output, is_model_sharded
 from framework.errors import TargetError
-from framework.media import Media
+from framework.media import Media, Table, Text
 from framework.optim.precision import PrecisionPlugin
 from framework.tasks.supervised import describe
 from framework.training.meter import LOSS, Meter
@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
 
     metrics: dict[str, float]
     names: list[str]
-    texts: dict[str, str]
+    texts: dict[str, Table | Text]
     media: dict[str, Media]
 
 

@@ -14,7 +14,7 @@ from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.metric_sync import is_torchmetric, sync_through, why_not_merged
 from framework.errors import TargetError
-from framework.media import Media, Table
+from framework.media import Media, Table, Text
 from framework.tasks.supervised import describe
 
 
@@ -78,10 +78,16 @@ class StatefulMetrics:
                     values[whole_name] = self._number(value, metric=whole_name)
         return values
 
-    def texts(self) -> dict[str, str]:
-        """Return what metrics with a method `text` say, after `compute`."""
-        texts = {name: metric.text() for name, metric in self._metrics.items() if hasattr(metric, "text")}
-        return {name: text for name, text in texts.items() if text}
+    def texts(self) -> dict[str, Table | Text]:
+        """Return what metrics with a method `text` return, after `compute`."""
+        texts: dict[str, Table | Text] = {}
+        for name, metric in self._metrics.items():
+            text = metric.text() if hasattr(metric, "text") else None
+            if isinstance(text, (Table, Text)):
+                texts[name] = text
+            elif text:
+                texts[name] = Text(text)
+        return texts
 
     def media(self) -> dict[str, Media]:
         """Return the media of the metrics that have any, and tables of vectors beside numbers. After `compute`."""

@@ -27,6 +27,7 @@ from framework.distributed.context import Context
 from framework.distributed.seed import generator_states, restore_generator_states
 from framework.distributed.sharded import has_output, is_model_sharded, local_tensor
 from framework.errors import ConfigError, RunError
+from framework.media import Table, Text
 from framework.optim.param_groups import Optimizers
 from framework.optim.phases import Phases
 from framework.optim.precision import PrecisionPlugin
@@ -87,7 +88,7 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     val_metrics: dict[str, float] = field(default_factory=dict)  # of the last validation, after step `val_step`
     val_step: int | None = None
-    val_texts: dict[str, str] = field(default_factory=dict)  # tables of that validation
+    val_texts: dict[str, Table | Text] = field(default_factory=dict)  # tables of that validation
 
     def __post_init__(self) -> None:
         self.meter = Meter(varies=self.phases is not None)

@@ -32,8 +32,8 @@ from framework.data.loader import EvalLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.errors import DiskError
 from framework.launch.plan import MonitorLink
-from framework.loggers.media import log_media
-from framework.media import Media
+from framework.loggers.media import log_to_loggers
+from framework.media import Media, Text
 from framework.monitoring.device_usage import DeviceUsage
 from framework.monitoring.rank_status import RankPhase
 from framework.monitoring.slow_ranks import SlowRanks
@@ -400,7 +400,7 @@ class Trainer:
         named = {f"train/{name}": value for name, value in values.items()}
         self.log_values(named | self._from_task("step") | compared | usage)
         for prefix, media in self._media.items():
-            self.log_media({f"{prefix}/{name}": value for name, value in media_of(media).items()})
+            self.log_values({f"{prefix}/{name}": value for name, value in media_of(media).items()})
         self._media.clear()
 
     def _from_task(self, interval: Interval) -> dict[str, float]:
@@ -415,24 +415,14 @@ class Trainer:
         values = self.slow_ranks.note(times, step=self.progress.step)
         if self.slow_ranks.news is not None:
             warn(self.slow_ranks.news)
-            self.log_texts({"slow_rank": self.slow_ranks.news})
+            self.log_values({"slow_rank": Text(self.slow_ranks.news)})
         return values
 
-    def log_values(self, values: Mapping[str, float]) -> None:
-        """Give the loggers values of the last step done."""
-        for each in self.state.loggers.values() if values else ():
-            each.metrics(values, step=self.progress.step, epoch=self.progress.last_epoch)
-
-    def log_texts(self, texts: Mapping[str, str]) -> None:
-        """Give the loggers texts by their names."""
-        for each in self.state.loggers.values():
-            for name, text in texts.items():
-                each.text(name, text, step=self.progress.step)
-
-    def log_media(self, media: Mapping[str, Any]) -> None:
-        """Give the loggers media of the last step done. Raises TargetError for a value that isn't Media."""
-        if media:  # on ranks without loggers, too: figures are closed
-            log_media(self.state.loggers.values(), media, step=self.progress.step)
+    def log_values(self, values: Mapping[str, Any]) -> None:
+        """Give numbers and media of the last step done to the loggers. Raises TargetError for any other value."""
+        if values:
+            progress = self.progress
+            log_to_loggers(self.state.loggers.values(), values, step=progress.step, epoch=progress.last_epoch)
 
     def read_means(self) -> dict[str, float]:
         """Return the means over all ranks since the last call, for steps outside `fit`. Every rank must call it."""
@@ -459,8 +449,8 @@ class Trainer:
         self._check_metrics(state.val_metrics)
         state.val_step, state.val_texts = self.progress.step, found.texts
         self.log_values(found.metrics)
-        self.log_texts(found.texts)
-        self.log_media(found.media)
+        self.log_values(found.texts)
+        self.log_values(found.media)
         state.schedule.step_after("validation", state.val_metrics)
         report = EvalInfo("val", self.progress.step, self.progress.last_epoch, state.val_metrics)
         observers += (ended := hooks(state.observers, "on_validation_end"))
@@ -517,13 +507,13 @@ class Trainer:
             optimizer=state.optimizer,
             batchnorm_statistics=self._batchnorm_statistics,
         )
-        for begin in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "fit_start"):
+        for begin in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "start"):
             begin(info)
         observers = state.observers
         self._on_epoch_start = hooks(observers, "on_train_epoch_start")
         self._on_epoch_end = hooks(observers, "on_train_epoch_end")
         self._before_optimizer_step = hooks(observers, "on_before_optimizer_step")
-        return hooks(observers, "on_train_step_end") + hooks(state.loggers.values(), "step")
+        return hooks(observers, "on_train_step_end") + hooks(state.loggers.values(), "on_train_step_end")
 
     def _batchnorm_statistics(self) -> dict[str, Tensor]:
         """Compute BatchNorm's statistics for the weights to evaluate; see `FitInfo`. Not counted as training time."""
@@ -555,19 +545,17 @@ class Trainer:
     def _handle(self, answer: Stop | Log | None, *, part: str = "train") -> None:
         """Log the values of a Log, note a Stop. Pairs (sum, count) wait until the ranks reduce them."""
         if isinstance(answer, Log):
-            named: dict[str, Any] = {f"{part}/{name}": value for name, value in answer.values.items()}
-            numbers: dict[str, float] = {}
-            media: dict[str, Any] = {}
-            for name, value in named.items():
+            values: dict[str, Any] = {}
+            answered: Mapping[str, Any] = answer.values
+            for name, value in answered.items():
+                whole_name = f"{part}/{name}"
                 if isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_number, value)):
-                    self.state.reported.add(name, (value[0], value[1]))
-                elif is_number(value):
-                    if self.context.is_main:
-                        numbers[name] = float(value)
-                else:
-                    media[name] = value
-            self.log_values(numbers)
-            self.log_media(media)
+                    self.state.reported.add(whole_name, (value[0], value[1]))
+                elif not is_number(value):
+                    values[whole_name] = value
+                elif self.context.is_main:
+                    values[whole_name] = float(value)
+            self.log_values(values)
             answer = answer.stop
         self.stop.handle(answer)
 

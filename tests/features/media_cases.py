@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure as MatplotlibFigure
 from torch.nn.functional import mse_loss
 
-from framework import Artifact, Figure, Histogram, Image, Log, StepOutput, Stop, Table, Text
+from framework import Artifact, Figure, Histogram, Image, Log, Logger, StepOutput, Stop, Table, Text
 
 
 class Showing:
@@ -70,47 +70,42 @@ class Reporting:
         return Log({"epoch_end": report.epoch})
 
 
-class Lines:
-    """A logger with every method: a line of JSON in the run directory for each call."""
+class Lines(Logger):
+    """A logger of everything: a line of JSON in the run directory for each value."""
 
     def __init__(self, run_dir: Any) -> None:
-        self.file = (run_dir.path / "lines.jsonl").open("a")
+        self._file = (run_dir.path / "lines.jsonl").open("a")
 
-    def write(self, kind: str, tag: str, step: int | None, value: Any) -> None:
-        print(json.dumps([kind, tag, step, value]), file=self.file)
-
-    def metrics(self, values, *, step, epoch):
+    def log(self, values, *, step, epoch):
         for name, value in values.items():
-            self.write("metrics", name, step, value)
+            if isinstance(value, Text):
+                self._write("text", name, step, value.text if name != "config" else "")
+            elif isinstance(value, Image):
+                self._write("images", name, step, [list(value.pixels.shape)])
+            elif isinstance(value, list):
+                self._write("images", name, step, [list(image.pixels.shape) for image in value])
+            elif isinstance(value, Figure):
+                self._write("figure", name, step, type(value.figure).__name__)
+            elif isinstance(value, Histogram):
+                self._write("histogram", name, step, len(value.values))
+            elif isinstance(value, Table):
+                self._write("table", name, step, value.rows)
+            elif isinstance(value, Artifact):
+                self._write("artifact", name, step, value.path)
+            else:
+                self._write("metrics", name, step, value)
 
-    def text(self, tag, text, *, step):
-        self.write("text", tag, step, text if tag != "config" else "")
-
-    def images(self, tag, images, *, step):
-        self.write("images", tag, step, [list(each.pixels.shape) for each in images])
-
-    def histogram(self, tag, values, *, step):
-        self.write("histogram", tag, step, len(values))
-
-    def table(self, tag, table, *, step):
-        self.write("table", tag, step, table.rows)
-
-    def artifact(self, tag, path, *, step):
-        self.write("artifact", tag, step, path.name)
-
-    def hparams(self, config, metrics):
-        self.write("hparams", config["recipe"], None, {**metrics, "lr": config["optimizer"]["lr"]})
+    def on_results(self, metrics):
+        self._write("results", "", None, dict(metrics))
 
     def close(self):
-        self.file.close()
+        self._file.close()
 
-
-class Figures(Lines):
-    def figure(self, tag, figure, *, step):
-        self.write("figure", tag, step, type(figure).__name__)
+    def _write(self, kind: str, name: str, step: int | None, value: Any) -> None:
+        print(json.dumps([kind, name, step, value]), file=self._file)
 
 
 class Numbers:
-    """A logger without any of the optional methods."""
+    """A logger with the one method that it must have, and no base class."""
 
-    metrics = text = close = lambda *_, **__: None
+    log = lambda *_, **__: None  # noqa: E731

@@ -104,7 +104,7 @@ def test_a_resumed_average_is_exact(train, averaged_run):
 OBSERVERS = '''
 import json, os
 from pathlib import Path
-from framework import Stop
+from framework import Stop, Text
 
 class Notes:
     """A callback of every hook; asks on one rank to stop after a step."""
@@ -130,8 +130,13 @@ class Lines:
     def __init__(self, run_dir, prefix="line"):
         self.file = open(run_dir.path / f"lines_{os.environ['RANK']}", "a")
         self.prefix = prefix
-    def metrics(self, values, *, step, epoch): print(self.prefix, step, epoch, *sorted(values), file=self.file)
-    def text(self, tag, text, *, step): print(self.prefix, tag, len(text), file=self.file)
+    def log(self, values, *, step, epoch):
+        for name, value in values.items():
+            if isinstance(value, Text):
+                print(self.prefix, name, len(value.text), file=self.file)
+        numbers = sorted(name for name, value in values.items() if isinstance(value, float))
+        if numbers:
+            print(self.prefix, step, epoch, *numbers, file=self.file)
     def close(self): print("closed", file=self.file); self.file.close()
 '''
 OBSERVED = (

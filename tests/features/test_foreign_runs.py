@@ -178,13 +178,10 @@ from pathlib import Path
 class Tracker:
     def __init__(self, tracking_uri, settings, run_dir):
         self.seen, self.run_dir = (tracking_uri, settings["api_key"]), run_dir
-    def metrics(self, values, *, step, epoch):
-        pass
-    def text(self, tag, text, *, step):
-        assert "hunter2" not in text and "key12345" not in text
-    def hparams(self, config, metrics):
+    def log(self, values, *, step, epoch):
+        assert "hunter2" not in repr(values) and "key12345" not in repr(values)
+    def on_results(self, metrics):
         Path("seen").write_text(repr(self.seen))
-        assert "hunter2" not in str(config) and "key12345" not in str(config)
     def close(self):
         pass
 """
@@ -197,7 +194,7 @@ TYPED = (
 
 def test_passwords_stay_private_and_survive_a_resume(train: Any, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "own.py").write_text(TRACKER)
-    run_dir = train(*SHORT, "logger=[jsonl,csv,tensorboard]", *TYPED)
+    run_dir = train(*SHORT, "logger=[jsonl,tensorboard]", *TYPED)
     seen = Path("seen").read_text()
     assert seen == repr(("http://me:hunter2@127.0.0.1:1", "key12345"))
     Path("seen").unlink()

@@ -106,7 +106,7 @@ def test_the_next_save_works_once_there_is_room(train, small_disk, tmp_path):
         line for step in (20, 30) for line in warnings if f"The checkpoint of step {step} can't be written" in line
     ]
     # One of the two files of numbers may have had room left in its last block.
-    refused, again = (sum(text in line for line in warnings) for text in ("can't be written: ", "is written again"))
+    refused, again = (sum(text in line for line in warnings) for text in ("can't be written: ", "is writable again"))
     assert 1 <= refused == again <= 2
     assert len(warnings) == 2 + refused + again
 

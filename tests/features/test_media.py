@@ -82,12 +82,11 @@ def test_what_callbacks_report(train):
     assert results.curve(run_dir, "train/step_sum") == expected
     assert results.curve(run_dir, "train/of_one_rank") == dict.fromkeys(expected, 2.0)
     assert results.curve(run_dir, "val/val_sum") == {10: 0.5, 20: 0.5}
-    seen = [line for line in lines(run_dir) if line[0] not in ("metrics", "hparams") and line[1] != "summary"]
+    seen = [line for line in lines(run_dir) if line[0] not in ("metrics", "results") and line[1] != "summary"]
     once = lambda step: [  # noqa: E731
         ["images", "val/image", step, [[3, 4, 5]]],
         ["images", "val/images", step, [[2, 2], [1, 2, 2]]],
-        # The logger has no method for figures.
-        ["images", "val/figure", step, [[3, 100, 200]]],
+        ["figure", "val/figure", step, "Figure"],
         ["histogram", "val/histogram", step, 10],
         ["table", "val/table", step, [["a|b", 0.5], [None, 1], ["torch.float32", 1]]],
         ["text", "val/text", step, "some *text*"],
@@ -113,23 +112,20 @@ def test_pairs_waiting_for_a_log_are_resumed(train, artifact):
 
 
 @pytest.mark.usefixtures("artifact")
-def test_loggers_get_what_they_have_methods_for(train):
-    run_dir = train(
-        *REPORTING, f"+logger.figures._target_={CASES}.Figures", f"+logger.numbers._target_={CASES}.Numbers"
-    )
-    assert ["figure", "val/figure", 10, "Figure"] in lines(run_dir)
+def test_a_logger_needs_nothing_but_log(train):
+    run_dir = train(*REPORTING, f"+logger.numbers._target_={CASES}.Numbers")
     # The JSON lines hold numbers only.
     assert results.repeated(run_dir) == {}
 
 
-def test_hparams_and_final_metrics_are_logged_once(train, tmp_path):
+def test_final_metrics_are_logged_once(train, tmp_path):
     logged = (*SHORT, "trainer.max_epochs=2", "trainer.limit_test_batches=2", f"+logger.lines._target_={CASES}.Lines")
-    run_dir = train(*logged, "optimizer.lr=0.02")
-    (found,) = (line for line in lines(run_dir) if line[0] == "hparams")
+    run_dir = train(*logged)
+    (found,) = (line for line in lines(run_dir) if line[0] == "results")
     assert lines(run_dir)[-1] == found
     found_of = results.results(run_dir)
     metrics = {**found_of["last"]["metrics"], **found_of["test"]["metrics"], "best/val/loss": found_of["score"]}
-    assert found[1:] == ["toy", None, {**metrics, "lr": 0.02}]
+    assert found[1:] == ["", None, metrics]
 
 
 def test_values_that_cannot_be_logged_are_refused(train, tmp_path, capsys):
@@ -137,7 +133,7 @@ def test_values_that_cannot_be_logged_are_refused(train, tmp_path, capsys):
         "from framework import Log\nclass Odd:\n    def on_validation_end(self, report): return Log({'x': 'y'})\n"
     )
     train(*SHORT, "+callbacks.odd._target_=odd.Odd", status=2)
-    assert "val/x is reported as 'y'. Report a number" in capsys.readouterr().err
+    assert "val/x is logged as 'y'. Log a number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -302,8 +302,8 @@ def test_a_report_is_whole_and_loads_nothing(answer: Command, made: Made) -> Non
     worst = [Image(torch.zeros(4, 4), caption="<u>"), Image(torch.ones(4, 4))]
     for step in (20, 40):
         # The newest evaluation of a name counts.
-        logger.images("val/worst", worst, step=step)
-        logger.table("val/errors", Table(["index", "label"], [[7, "<i>"]]), step=step)
+        errors = Table(["index", "label"], [[7, "<i>"]])
+        logger.log({"val/worst": worst, "val/errors": errors}, step=step, epoch=0)
     status, out, _ = answer("job=report", "runs=outputs/toy")
     assert (status, out.startswith("Report of 2 runs: report.html")) == (0, True)
     page = Page(Path("report.html").read_text())

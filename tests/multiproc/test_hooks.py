@@ -162,7 +162,7 @@ for name in (
     "on_validation_start on_validation_end on_fit_end close"
 ).split():
     setattr(Callback, name, hook("Callback", name))
-for name in "fit_start step metrics text images histogram table artifact hparams flush close".split():
+for name in "start on_train_step_end log flush on_results close".split():
     setattr(Logger, name, hook("Logger", name))
 """
 RECIPE = """# @package _global_
@@ -212,16 +212,11 @@ ALL = (
     "Callback.evaluation_weights",
     "Callback.state_dict",
     "Logger.__init__",
-    "Logger.fit_start",
-    "Logger.step",
-    "Logger.metrics",
-    "Logger.text",
-    "Logger.images",
-    "Logger.histogram",
-    "Logger.table",
-    "Logger.artifact",
-    "Logger.hparams",
+    "Logger.start",
+    "Logger.on_train_step_end",
+    "Logger.log",
     "Logger.flush",
+    "Logger.on_results",
     "Logger.close",
 )
 SAMPLE = {

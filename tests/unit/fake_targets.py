@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from framework.errors import DataError
-from framework.types import Datasets, StepInfo
+from framework.types import Callback, Datasets, Logger, StepInfo
 
 
 class Net(nn.Linear):
@@ -96,19 +96,60 @@ class Misspelt:
     def on_train_step_ends(self, report: StepInfo) -> None: ...
 
 
-class FakeLogger:
-    def __init__(self, run_dir: Any, prefix: str = "") -> None:
-        self.run_dir = run_dir
-        self.prefix = prefix
+class MisspeltState(Callback):
+    def on_fit_end(self) -> None: ...
+    def load_statedict(self, state: dict[str, Any]) -> None: ...
+
+
+class NoHook(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class WithHelpers(Callback):
+    """Methods and properties that are none of a callback's, and private ones with a similar name."""
+
+    def on_fit_end(self) -> None: ...
+    def save_weights(self) -> None: ...
+    def _on_fit_ended(self) -> None: ...
+    def _close(self) -> None: ...
+
+    @property
+    def step(self) -> int:
+        raise AssertionError("nothing reads it")
+
+
+class MisspeltLogger(Logger):
+    def log(self, values: Any, *, step: int, epoch: int) -> None: ...
+    def flushh(self) -> None: ...
+
+
+class LoggerWithHelpers(Logger):
+    def log(self, values: Any, *, step: int, epoch: int) -> None: ...
+    def write_image(self) -> None: ...
+    def restart(self) -> None: ...
+    def _flushed(self) -> None: ...
+
+
+class EarlierLogger:
+    """The methods of a logger in earlier versions."""
 
     def metrics(self, values: Any, *, step: int, epoch: int) -> None: ...
     def text(self, tag: str, text: str, *, step: int) -> None: ...
     def close(self) -> None: ...
 
 
+class FakeLogger:
+    def __init__(self, run_dir: Any, prefix: str = "") -> None:
+        self.run_dir = run_dir
+        self.prefix = prefix
+
+    def log(self, values: Any, *, step: int, epoch: int) -> None: ...
+    def close(self) -> None: ...
+
+
 class PlainLogger:
-    def metrics(self, values: Any, *, step: int, epoch: int) -> None: ...
-    def text(self, tag: str, text: str, *, step: int) -> None: ...
+    def log(self, values: Any, *, step: int, epoch: int) -> None: ...
     def close(self) -> None: ...
 
 

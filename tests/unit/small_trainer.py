@@ -57,11 +57,8 @@ class Numbers:
     def __init__(self) -> None:
         self.logged: list[tuple[int, int, dict[str, float]]] = []
 
-    def metrics(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
+    def log(self, values: Mapping[str, Any], *, step: int, epoch: int) -> None:
         self.logged.append((step, epoch, dict(values)))
-
-    def text(self, tag: str, text: str, *, step: int) -> None:
-        raise AssertionError("the trainer has no text to log")
 
     def close(self) -> None:
         raise AssertionError("who made a logger closes it")

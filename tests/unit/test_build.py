@@ -125,14 +125,23 @@ def test_a_task_with_parameters_to_train_is_refused():
 
 def test_loggers_and_callbacks_keep_their_order():
     run_dir = RunDir(Path("somewhere"))
-    loggers = build_loggers({"b": node("FakeLogger", prefix="x"), "a": node("PlainLogger")}, run_dir=run_dir)
-    assert list(loggers) == ["b", "a"]
-    assert isinstance(loggers["b"], fake_targets.FakeLogger)
-    assert loggers["b"].run_dir is run_dir
-    callbacks = build_callbacks(
+    built = build_loggers({"b": node("FakeLogger", prefix="x"), "a": node("PlainLogger")}, run_dir=run_dir)
+    assert list(built) == ["b", "a"]
+    assert isinstance(built["b"], fake_targets.FakeLogger)
+    assert built["b"].run_dir is run_dir
+    observers = build_callbacks(
         {"z": node("Observer", patience=4), "c": node("Observer")}, context=make(), run_dir=run_dir
     )
-    assert {name: vars(callback)["patience"] for name, callback in callbacks.items()} == {"z": 4, "c": 1}
+    assert {name: vars(callback)["patience"] for name, callback in observers.items()} == {"z": 4, "c": 1}
+
+
+def test_own_methods_of_callbacks_and_loggers_may_have_other_names():
+    callbacks(node("WithHelpers"))
+    loggers(node("LoggerWithHelpers"))
+
+
+def loggers(described: dict[str, Any]) -> Any:
+    return build_loggers({"x": described}, run_dir=RunDir(Path()))
 
 
 def callbacks(described: dict[str, Any]) -> Any:
@@ -153,12 +162,22 @@ def callbacks(described: dict[str, Any]) -> Any:
             lambda: build_strategy(node("echo"), context=make()),
             "strategy: .* an instance of framework.Strategy",
         ),
-        (lambda: build_loggers({"x": node("Observer")}, run_dir=RunDir(Path())), "logger.x: .* metrics is missing"),
+        (lambda: loggers(node("Observer")), r"logger.x: .* must return a logger, with log\(values, \*, step, epoch\)"),
+        (
+            lambda: loggers(node("EarlierLogger")),
+            r"logger.x: .*EarlierLogger has `metrics`, .*\n\n  class EarlierLogger",
+        ),
+        (lambda: loggers(node("MisspeltLogger")), r"logger.x: .*flushh isn't a hook .* Did you mean flush\?"),
         (lambda: callbacks(node("PlainLogger")), "callbacks.x: .* must return a callback"),
         (
             lambda: callbacks(node("Misspelt")),
             r"callbacks.x: .*on_train_step_ends isn't a hook .* Did you mean on_train_step_end\?",
         ),
+        (
+            lambda: callbacks(node("MisspeltState")),
+            r"callbacks.x: .*load_statedict isn't a hook .* Did you mean load_state_dict\?",
+        ),
+        (lambda: callbacks(node("NoHook")), "callbacks.x: .* must return a callback, with one of on_fit_start"),
     ],
 )
 def test_what_a_target_gives_is_checked(build, message):

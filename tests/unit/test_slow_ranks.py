@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from framework import Text
 from framework.distributed.context import Context
 from framework.monitoring import slow_ranks
 from framework.monitoring.slow_ranks import (
@@ -259,8 +260,11 @@ class Texts(Numbers):
         super().__init__()
         self.texts: list[tuple[str, str]] = []
 
-    def text(self, tag: str, text: str, *, step: int) -> None:
-        self.texts.append((tag, text))
+    def log(self, values: Mapping[str, Any], *, step: int, epoch: int) -> None:
+        numbers = {name: value for name, value in values.items() if not isinstance(value, Text)}
+        self.texts += [(name, value.text) for name, value in values.items() if isinstance(value, Text)]
+        if numbers:
+            super().log(numbers, step=step, epoch=epoch)
 
 
 def found(context: Context, strategy: Any, slow: Slow) -> tuple[list[tuple[int, str]], dict[str, float], list[Any]]:

@@ -33,7 +33,7 @@ def info(*, start_step: int = 0, total_steps: int | None = 100, max_epochs: int 
     return FitInfo(nn.Identity(), start_step, total_steps, 10, max_epochs, optimizer)
 
 
-def report(step: int) -> StepInfo:
+def step_info(step: int) -> StepInfo:
     return StepInfo(step, (step - 1) // 10, LOSS, 8)
 
 
@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def started(**keywords: Any) -> ConsoleLogger:
     logger = ConsoleLogger()
-    logger.fit_start(info(**keywords))
+    logger.start(info(**keywords))
     return logger
 
 
@@ -54,16 +54,16 @@ def test_a_pipe_gets_occasional_lines(clock: SimpleNamespace, capsys: pytest.Cap
     logger = started()
     for step in range(1, 26):
         clock.now_s += 0.5
-        logger.step(report(step))
+        logger.on_train_step_end(step_info(step))
         values = {"train/loss": 1.0 / step, "train/lr": 0.1, "train/grad_norm": 3.0}
-        logger.metrics(values, step=step, epoch=(step - 1) // 10)
+        logger.log(values, step=step, epoch=(step - 1) // 10)
     first, second = capsys.readouterr().out.splitlines()
     for line, facts in (
         (first, ["epoch 0/9", "step 10/100", "2 steps/s", "ETA 0:00:45", "loss 0.1111", "lr 0.1"]),
         (second, ["epoch 1/9", "step 20/100", "2 steps/s", "ETA 0:00:40", "loss 0.05263"]),
     ):
         assert [fact for fact in facts if fact not in line] == []
-    logger.metrics({"val/loss": 0.25, "val/accuracy": 0.9712345}, step=25, epoch=2)
+    logger.log({"val/loss": 0.25, "val/accuracy": 0.9712345}, step=25, epoch=2)
     assert "step 25  val/loss 0.25 val/accuracy 0.9712" in capsys.readouterr().out
     logger.close()
     assert "step 25/100  2 steps/s  ETA 0:00:38" in capsys.readouterr().out
@@ -83,7 +83,7 @@ def test_length_and_resume_are_shown(
 ) -> None:
     logger = started(**keywords)
     clock.now_s += 11
-    logger.step(report(44))
+    logger.on_train_step_end(step_info(44))
     assert capsys.readouterr().out.startswith(line)
     logger.close()
 
@@ -121,12 +121,12 @@ def on_a_terminal(
         out = Tee(terminal, log)
         patch.setattr(sys, "stdout", out)
         logger = ConsoleLogger(progress, run_dir=run_dir)
-        logger.fit_start(info())
+        logger.start(info())
         for step in range(1, 101):
-            logger.step(report(step))
+            logger.on_train_step_end(step_info(step))
         values = {"train/loss": 0.0025, "train/lr": 0.5, "train/samples_per_s": 7.0, "device/memory_gb": 0.25}
-        logger.metrics(values | {"skew/worst": 0.5, "skew/slowest_rank": 3.0}, step=100, epoch=9)
-        logger.metrics({"val/accuracy": 0.875}, step=100, epoch=9)
+        logger.log(values | {"skew/worst": 0.5, "skew/slowest_rank": 3.0}, step=100, epoch=9)
+        logger.log({"val/accuracy": 0.875}, step=100, epoch=9)
         print("said in between")
         logger.close()
         assert sys.stdout is out
@@ -212,8 +212,8 @@ def test_nothing_is_printed_if_progress_is_off(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("own_state")
 def test_the_live_view_can_be_forced(capsys: pytest.CaptureFixture[str]) -> None:
     logger = ConsoleLogger("rich")
-    logger.fit_start(info())
-    logger.step(report(7))
+    logger.start(info())
+    logger.on_train_step_end(step_info(7))
     print("said in between")
     logger.close()
     assert re.search(r"said in between.*total .*7/100", capsys.readouterr().out, re.DOTALL)

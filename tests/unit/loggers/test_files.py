@@ -16,6 +16,7 @@ import pytest
 from tensorboard.plugins.custom_scalar import layout_pb2
 from torch import nn
 
+from framework import Text
 from framework.loggers import JsonlLogger, TensorBoardLogger
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo
@@ -72,7 +73,7 @@ def begin(logger_type: type[Logger], tmp_path: Path) -> Callable[..., Logger]:
     def new(start: int | None = 0) -> Logger:
         logger = logger_type(run_dir=RunDir(tmp_path))
         if start is not None:
-            logger.fit_start(info(start))
+            logger.start(info(start))
         return logger
 
     return new
@@ -95,9 +96,9 @@ def test_what_was_flushed_outlives_a_kill(begin: Begin, curves: Read) -> None:
     # Nothing is open yet.
     logger.flush()
     for step in (1, 2, 3):
-        logger.metrics({"train/loss": 0.5}, step=step, epoch=0)
+        logger.log({"train/loss": 0.5}, step=step, epoch=0)
         logger.flush()
-        logger.metrics({"val/loss": 0.5}, step=step, epoch=0)
+        logger.log({"val/loss": 0.5}, step=step, epoch=0)
         assert [at for at, _ in curves()["train/loss"]] == [*range(1, step + 1)]
     logger.flush()
     assert [at for at, _ in curves()["val/loss"]] == [1, 2, 3]
@@ -109,12 +110,12 @@ def test_a_resumed_run_has_every_step_once(begin: Begin, curves: Read) -> None:
     for start, end in ((0, 8), (5, 7), (6, 10)):
         logger = begin(start)
         for step in range(start + 1, end + 1):
-            logger.metrics({"train/loss": 100.0 * start + step}, step=step, epoch=0)
+            logger.log({"train/loss": 100.0 * start + step}, step=step, epoch=0)
         logger.close()
     resumed = [(step, 600.0 + step) for step in range(7, 11)]
     assert curves()["train/loss"] == [*((step, float(step)) for step in range(1, 6)), (6, 506.0), *resumed]
     logger = begin(0)
-    logger.metrics({"train/loss": 9.0}, step=1, epoch=0)
+    logger.log({"train/loss": 9.0}, step=1, epoch=0)
     logger.close()
     assert curves()["train/loss"] == [(1, 9.0)]
 
@@ -129,7 +130,7 @@ def test_nothing_logged_leaves_no_file_behind(begin: Begin, tmp_path: Path) -> N
 
 def test_non_finite_numbers_are_null_and_named(tmp_path: Path) -> None:
     logger = JsonlLogger(run_dir=RunDir(tmp_path))
-    logger.metrics({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1, epoch=0)
+    logger.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1, epoch=0)
     logger.close()
     (row,) = rows(tmp_path)
     assert (row["step"], row["epoch"], {name: row[name] for name in "abcd"}) == (
@@ -150,8 +151,8 @@ def test_a_truncated_line_is_removed(tmp_path: Path, start: int | None) -> None:
     )
     logger = JsonlLogger(run_dir=RunDir(tmp_path))
     if start is not None:
-        logger.fit_start(info(start))
-    logger.metrics({"train/loss": 0.5}, step=4, epoch=0)
+        logger.start(info(start))
+    logger.log({"train/loss": 0.5}, step=4, epoch=0)
     logger.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
@@ -161,10 +162,10 @@ def test_a_truncated_line_is_removed(tmp_path: Path, start: int | None) -> None:
 
 def test_texts_are_code_blocks_at_their_steps(tmp_path: Path) -> None:
     logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
-    logger.text("config", "model:\n  _target_: x\n\ntask: '```'\n", step=30)
-    logger.metrics({"restart/attempt": 1}, step=30, epoch=0)
-    logger.fit_start(info(30))
-    logger.text("note", "a *b*", step=37)
+    logger.log({"config": Text("model:\n  _target_: x\n\ntask: '```'\n")}, step=30, epoch=0)
+    logger.log({"restart/attempt": 1}, step=30, epoch=0)
+    logger.start(info(30))
+    logger.log({"note": Text("a *b*")}, step=37, epoch=0)
     logger.close()
     assert texts(tmp_path, "config") == ["    model:\n      _target_: x\n    \n    task: '```'\n"]
     assert texts(tmp_path, "note") == ["    a *b*"]
@@ -174,9 +175,9 @@ def test_texts_are_code_blocks_at_their_steps(tmp_path: Path) -> None:
 
 def test_charts_show_the_numbers_that_exist(tmp_path: Path) -> None:
     logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
-    logger.fit_start(info(0))
+    logger.start(info(0))
     for step, name in enumerate(("train/loss", "train/gan/loss", "train/lr/head", "val/accuracy", "skew/rank_0"), 1):
-        logger.metrics({name: 0.5, "unknown": 0.1}, step=step, epoch=0)
+        logger.log({name: 0.5, "unknown": 0.1}, step=step, epoch=0)
         logger.flush()
     logger.close()
     layouts = [
@@ -193,10 +194,10 @@ def test_charts_show_the_numbers_that_exist(tmp_path: Path) -> None:
 def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As with a checkpoint or an evaluation. The thread that SummaryWriter loses prints no traceback."""
     logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
-    logger.fit_start(info(0))
+    logger.start(info(0))
     for step in range(1, 10):
         with full_at(10**6 if step not in (4, 5, 6, 7) else 5):
-            logger.metrics({"train/loss": float(step)}, step=step, epoch=0)
+            logger.log({"train/loss": float(step)}, step=step, epoch=0)
             if step % 2 == 0:
                 logger.flush()
     logger.close()
@@ -205,7 +206,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     refused, again = printed.out.splitlines()
     assert refused.startswith(f"{tmp_path / 'tensorboard'} can't be written: File too large")
-    assert again == f"{tmp_path / 'tensorboard'} is written again"
+    assert again == f"{tmp_path / 'tensorboard'} is writable again"
     assert printed.err == ""
 
 

@@ -52,7 +52,7 @@ def test_refusal_recovery_and_loss_are_reported_once(
     refused, again, refused_again, lost = printed
     for text in (refused, refused_again):
         assert text.startswith(f"{path} can't be written: File too large")
-    assert again == f"{path} is written again"
+    assert again == f"{path} is writable again"
     assert "lacks 1 rows" in lost
 
 

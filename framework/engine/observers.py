@@ -1,0 +1,85 @@
+"""Refuse callbacks and loggers with methods that nothing would call: misspelt ones, and those of earlier versions."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from framework.config.suggest import did_you_mean, nearest
+from framework.errors import TargetError
+from framework.types import Callback, Logger, hooks
+
+# A name at least this similar to that of a hook is taken for a misspelt one: `flushh`, `load_statedict`.
+_MISSPELT = 0.85
+
+_LOGGER_OF_EARLIER_VERSIONS = """
+{key}: {target} has `metrics`, the method of loggers of earlier versions. Give it one method for numbers and media:
+
+  class {name}(framework.Logger):
+      def log(self, values, *, step, epoch):
+          for name, value in values.items():
+              if isinstance(value, framework.Text): ...  # was text(tag, text, *, step)
+              elif isinstance(value, float): ...         # was metrics(values, *, step, epoch)
+
+`fit_start(info)` is now `start(info)`, `step(info)` is `on_train_step_end(info)`, and `hparams(config, metrics)` is
+`on_results(metrics)`. See docs/loggers.md.
+"""
+
+
+def check_callback(callback: object, *, key: str, target: str) -> None:
+    """Raise TargetError if the object has no hook, or one that is misspelt."""
+    names = _methods_of(Callback)
+    _refuse_misspelt(callback, names, own_methods=_own_methods(callback, Callback), key=key, target=target)
+    observing = [name for name in names if name.startswith("on_") or name == "evaluation_weights"]
+    if not any(hooks([callback], name) for name in observing):
+        raise TargetError(
+            f"{key}: {target} returned {_described(callback)}. It must return a callback, with one of "
+            f"{', '.join(observing)}."
+        )
+
+
+def check_logger(logger: object, *, key: str, target: str) -> None:
+    """Raise TargetError if the object has no `log`, or a method that is misspelt."""
+    if not hooks([logger], "log"):
+        if callable(getattr(logger, "metrics", None)):
+            name = type(logger).__name__
+            raise TargetError(_LOGGER_OF_EARLIER_VERSIONS.format(key=key, target=target, name=name).strip())
+        raise TargetError(
+            f"{key}: {target} returned {_described(logger)}. It must return a logger, with log(values, *, step, epoch)."
+        )
+    if isinstance(logger, Logger):
+        names = _methods_of(Logger)
+        _refuse_misspelt(logger, names, own_methods=_own_methods(logger, Logger), key=key, target=target)
+
+
+def _refuse_misspelt(observer: object, names: list[str], *, own_methods: set[str], key: str, target: str) -> None:
+    """Raise TargetError for a hook that isn't among `names`, or one of the own methods that is nearly one of them."""
+    for name in dir(observer):
+        if name.startswith("_") or name in names:
+            continue
+        is_hook = name.startswith("on_") and callable(getattr(observer, name))
+        is_similar = name in own_methods and bool(get_close_matches(name, names, n=1, cutoff=_MISSPELT))
+        if is_hook or is_similar:
+            raise TargetError(
+                f"{key}: {target}.{name} isn't a hook and would never be called.{did_you_mean(nearest(name, names))}"
+            )
+
+
+def _methods_of(cls: type) -> list[str]:
+    return [name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
+
+
+def _own_methods(observer: object, base: type) -> set[str]:
+    """Return the methods that subclasses of the base define; those of other classes may have any name."""
+    methods: set[str] = set()
+    for cls in type(observer).__mro__:
+        if issubclass(cls, base):
+            methods.update(_methods_of(cls))
+    return methods
+
+
+def _described(result: Any) -> str:
+    if result is None:
+        return "None"
+    kind = type(result)
+    return f"an object of type {kind.__module__}.{kind.__qualname__}"
