@@ -2,14 +2,14 @@
 
     python -m benchmarks.failures --runs 100 --seed 0 [--processes 2-8] [--workers 2] [--only SIGKILL] [--timeout 8]
 
-Each run trains a small model with the framework's command. One rank, drawn at random like everything else, does the
-deed to itself in the drawn phase of the drawn step, and notes the time before. Then `failure.json` must name that rank,
-its pid, what happened, the phase and the step (give or take one), at most 10 s after a death, or 10 s past the time-out
+Each run trains a small model with the framework's command. One rank, drawn at random like everything else, causes
+the fault in the drawn phase of the drawn step, and notes the time before. Then `failure.json` must name that rank, its
+pid, what happened, the phase and the step (give or take one), at most 10 s after a death, or 10 s past the time-out
 where the others had to wait; the exit status must be 1; and no process may be left. A rank that is late by less than
 the time-out must do no harm, and be named if it was later than `launcher.late_after`.
 
-Seconds are from the deed to the report, less the time-out where the others had to wait. A run that went wrong is listed
-with the options that repeat it.
+Seconds are from the fault to the report, less the time-out where the others had to wait. A run that went wrong is
+listed with the options that repeat it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tests.helpers import trouble
 from tests.helpers.command import started_framework
-from tests.helpers.trouble import EVERY, PHASES, Deed
+from tests.helpers.trouble import EVERY, PHASES, Fault
 
 ALLOWED_S = 10.0
 LATE_AFTER_S = 1.0
@@ -37,7 +37,7 @@ _GONE_S = 5.0
 
 
 class Expected(NamedTuple):
-    """What `failure.json` must say of a deed."""
+    """What `failure.json` must say of a fault."""
 
     kind: str
     signal: str | None = None
@@ -45,10 +45,10 @@ class Expected(NamedTuple):
     waits: bool = False  # others notice it only by the time-out
 
 
-DEEDS = {
+FAULTS = {
     "SIGKILL": Expected("signal", signal="SIGKILL"),
     "SIGSEGV": Expected("signal", signal="SIGSEGV"),
-    "raise": Expected("exception", exception="the deed was done"),
+    "raise": Expected("exception", exception="the fault was raised"),
     "sys.exit": Expected("exception", exception="SystemExit: 3"),
     "os._exit": Expected("exit"),
     "sleep": Expected("hung", waits=True),
@@ -63,14 +63,14 @@ class Case:
 
     seed: int
     num_processes: int
-    deed: Deed
+    fault: Fault
     timeout_s: float
 
     def __str__(self) -> str:
-        deed = self.deed
-        seconds = f" {deed.seconds:.1f} s" if deed.what == "delay" else ""
-        where = f"rank {deed.rank} of {self.num_processes} in {deed.phase} of step {deed.step}"
-        return f"seed {self.seed}: {deed.what}{seconds}, {where}"
+        fault = self.fault
+        seconds = f" {fault.seconds:.1f} s" if fault.what == "delay" else ""
+        where = f"rank {fault.rank} of {self.num_processes} in {fault.phase} of step {fault.step}"
+        return f"seed {self.seed}: {fault.what}{seconds}, {where}"
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def draw(seed: int, *, processes: tuple[int, int], whats: Sequence[str], timeout
     )
     what, rank = choose.choice(list(whats)), choose.randrange(num_processes)
     seconds = choose.uniform(0.3, 0.6) * timeout_s if what == "delay" else 600.0
-    return Case(seed, num_processes, Deed(what, rank=rank, phase=phase, step=step, seconds=seconds), timeout_s)
+    return Case(seed, num_processes, Fault(what, rank=rank, phase=phase, step=step, seconds=seconds), timeout_s)
 
 
 def run(case: Case) -> Result:
     """Do it in a folder of its own, and judge it."""
     with tempfile.TemporaryDirectory(prefix="failures_", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        trouble.write_recipe(folder, case.deed)
+        trouble.write_recipe(folder, case.fault)
         overrides = [
             "recipe=trouble",
             "launcher=local",
@@ -122,13 +122,13 @@ def run(case: Case) -> Result:
 def _judge(case: Case, folder: Path, *, status: int, printed: str) -> tuple[list[str], float | None]:
     done = trouble.done(folder)
     if done is None:
-        return ["the rank never came to its deed"], None
+        return ["the rank never reached its fault"], None
     file = trouble.run_dir(folder) / "failure.json"
-    if DEEDS[case.deed.what].kind == "none":
+    if FAULTS[case.fault.what].kind == "none":
         return list(_wrong_without_failure(case, status=status, report=file, printed=printed)), None
     if not file.exists():
         return [f"exit status {status} and no failure.json"], None
-    latency_s = file.stat().st_mtime - done["time"] - (case.timeout_s if DEEDS[case.deed.what].waits else 0.0)
+    latency_s = file.stat().st_mtime - done["time"] - (case.timeout_s if FAULTS[case.fault.what].waits else 0.0)
     wrong = list(wrong_in_report(case, json.loads(file.read_text())["first"], done=done))
     if status != 1:
         wrong.append(f"exit status {status}")
@@ -142,14 +142,14 @@ def _wrong_without_failure(case: Case, *, status: int, report: Path, printed: st
         yield f"exit status {status}"
     if report.exists():
         yield f"a report: {report.read_text()}"
-    is_told = re.search(rf"Rank {case.deed.rank} \(pid \d+\) is late", printed) is not None
-    if not is_told and case.deed.seconds > LATE_AFTER_S + 1.0:
-        yield f"nobody said that it was {case.deed.seconds:.1f} s late"
+    is_told = re.search(rf"Rank {case.fault.rank} \(pid \d+\) is late", printed) is not None
+    if not is_told and case.fault.seconds > LATE_AFTER_S + 1.0:
+        yield f"nobody said that it was {case.fault.seconds:.1f} s late"
 
 
 def wrong_in_report(case: Case, first: dict[str, Any], *, done: dict[str, Any]) -> Iterator[str]:
-    """A line for everything in a report's `first` that isn't as the deed was. done: what the rank noted before it."""
-    expected = DEEDS[case.deed.what]
+    """A line for everything in a report's `first` that differs from the fault. done: what the rank noted before it."""
+    expected = FAULTS[case.fault.what]
     wanted = {
         "rank": done["rank"],
         "pid": done["pid"],
@@ -157,13 +157,13 @@ def wrong_in_report(case: Case, first: dict[str, Any], *, done: dict[str, Any]) 
         "local_rank": done["rank"],
         "kind": expected.kind,
         "signal": expected.signal,
-        "phase": case.deed.phase,
+        "phase": case.fault.phase,
     }
     for key, value in wanted.items():
         if first[key] != value:
             yield f"{key} is {first[key]!r}, not {value!r}"
-    if abs(first["step"] - case.deed.step) > 1:
-        yield f"step is {first['step']}, not {case.deed.step}"
+    if abs(first["step"] - case.fault.step) > 1:
+        yield f"step is {first['step']}, not {case.fault.step}"
     if expected.exception is not None and expected.exception not in (first["exception"] or ""):
         yield f"exception is {first['exception']!r}"
     if expected.waits and not first["stacks"]:
@@ -177,10 +177,10 @@ def run_all(cases: Sequence[Case], *, workers: int) -> Iterator[Result]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: for every deed how many were right, and how long the slowest report took."""
+    """Markdown: for every fault how many were right, and how long the slowest report took."""
     lines = ["| what one rank does | runs | right | slowest report, s |", "|---|---|---|---|"]
-    for what in [*DEEDS, "all"]:
-        some = [result for result in results if what in ("all", result.case.deed.what)]
+    for what in [*FAULTS, "all"]:
+        some = [result for result in results if what in ("all", result.case.fault.what)]
         if some:
             right = sum(not result.wrong for result in some)
             slowest = max((result.latency_s for result in some if result.latency_s is not None), default=None)
@@ -191,7 +191,7 @@ def table(results: Sequence[Result]) -> str:
 def main() -> int:
     """Exit status 1 if any run was wrong."""
     asked = _arguments()
-    whats = [asked.only] if asked.only else list(DEEDS)
+    whats = [asked.only] if asked.only else list(FAULTS)
     seeds = range(asked.seed, asked.seed + asked.runs)
     cases = [draw(seed, processes=asked.processes, whats=whats, timeout_s=asked.timeout) for seed in seeds]
     results = []
@@ -216,7 +216,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next one has the next number")
     parser.add_argument("--processes", type=_range, default=(2, 8), help="how many ranks, from-to")
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--only", choices=DEEDS, help="one kind of deed")
+    parser.add_argument("--only", choices=FAULTS, help="one kind of fault")
     parser.add_argument("--timeout", type=float, default=8.0, help="backend.timeout in seconds")
     return parser.parse_args()
 

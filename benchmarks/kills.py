@@ -39,7 +39,7 @@ from tests.helpers import trouble
 from tests.helpers.command import Started, started_program
 from tests.helpers.network import Host, network
 from tests.helpers.slurm import Cluster, cluster
-from tests.helpers.trouble import Deed
+from tests.helpers.trouble import Fault
 
 ROLES = {  # by the number of ancestors in the run
     "local": ("command", "fork server", "run server", "rank", "worker"),
@@ -134,7 +134,7 @@ class Machines:
         """Yield the commands of a run, and the folder they were typed in."""
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-            trouble.write_recipe(folder, Deed(pause=0.05))
+            trouble.write_recipe(folder, Fault(pause=0.05))
             (folder / "plain.py").write_text(PLAIN)
             framework = (*FRAMEWORK, *(ENDLESS if endless else ()))
             torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")

@@ -146,7 +146,7 @@ def test_parity_tells_weighted_losses_from_others(write, fork_server, tmp_path, 
     for task, status in (
         (TASKS["padding"], 0),
         (TASKS["sample weights"], 0),
-        (TASKS["sample weights"] | {"weighs": False}, 1),
+        (TASKS["sample weights"] | {"has_weights": False}, 1),
     ):
         write(task)
         assert compose.main([*short, "trainer.precision=32-true"], fork_server=fork_server) == status, (

@@ -14,9 +14,9 @@ from framework.data.order import GlobalOrder, epoch_indices, windows
 from framework.training.length import Start, start_of, total_steps
 from tests.helpers import results
 
-TOLD = """
-class Told:
-    def on_fit_start(self, info): print("told", info.start_step, info.total_steps, info.steps_left_in_epoch)
+LENGTH = """
+class Length:
+    def on_fit_start(self, info): print("length", info.start_step, info.total_steps, info.steps_left_in_epoch)
 """
 # 40 steps an epoch on one process, 20 on two.
 RUN = (
@@ -25,19 +25,19 @@ RUN = (
     "data.datasets.num_samples=1000",
     "trainer.limit_test_batches=0",
     "trainer.log_every_n_steps=1",
-    "+callbacks.told._target_=told.Told",
+    "+callbacks.length._target_=length.Length",
     "scheduler=cosine",
 )
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "told.py").write_text(TOLD)
+    (tmp_path / "length.py").write_text(LENGTH)
     return tmp_path
 
 
-def told(run: Path) -> list[str]:
-    return re.findall(r"^told .*$", results.log(run), flags=re.M)
+def lengths_of(run: Path) -> list[str]:
+    return re.findall(r"^length .*$", results.log(run), flags=re.M)
 
 
 @pytest.mark.multiproc
@@ -52,7 +52,7 @@ def test_a_run_resumes_with_another_world_size(train, capfd):
     # 10 of 40 steps of the second epoch are done: 600 samples are left, then 20 steps.
     assert "was made for 120 steps, and this run has 85. To resume" in printed
     resumed = train(*more, "scheduler.total_steps=85")
-    assert told(resumed)[-1] == "told 50 85 15"
+    assert lengths_of(resumed)[-1] == "length 50 85 15"
     assert results.results(resumed)["steps"] == 85
     assert "A global batch has 40 samples now, and had 20" in results.log(resumed)
     rates = results.curve(resumed, "train/lr")
@@ -75,7 +75,7 @@ def test_a_finished_run_extends_with_larger_batches(train, capfd):
     assert "scheduler.total_steps=60 stretches it" in printed
     resumed = train(*more, "scheduler.total_steps=60")
     assert results.results(resumed)["steps"] == 60
-    assert told(resumed)[-1] == "told 40 60 None"
+    assert lengths_of(resumed)[-1] == "length 40 60 None"
 
 
 def test_a_schedule_shorter_than_the_run_is_reported(train, capfd):
@@ -93,7 +93,7 @@ def test_a_planned_tail_is_resumed(train):
     own = (*RUN, "trainer.max_epochs=1", "scheduler.total_steps=20", "scheduler.schedule.min_factor=0.5")
     whole = train(*own)
     # It was stopped after the schedule's end, as by a signal: the limit isn't part of the plan.
-    stopped = train(*own, "+callbacks.stop._target_=told.Told", "trainer.max_steps=30")
+    stopped = train(*own, "+callbacks.stop._target_=length.Length", "trainer.max_steps=30")
     resumed = train(f"resume={stopped}", "trainer.max_steps=null")
     results.assert_same(results.saved(resumed)["model"], results.saved(whole)["model"])
 

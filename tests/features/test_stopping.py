@@ -10,7 +10,7 @@ import pytest
 from framework.errors import EXIT_STOPPED
 from tests.helpers import results
 from tests.helpers.command import run_framework
-from tests.helpers.stopping import OVERRIDES, PAUSED_AT, go_on, paused_training
+from tests.helpers.stopping import OVERRIDES, PAUSED_AT, continue_training, paused_training
 
 
 def the_run(folder: Path) -> Path:
@@ -24,7 +24,7 @@ def test_an_in_process_run_stops_and_resumes_exactly(train, tmp_path, shared_run
     with paused_training(tmp_path, "launcher=in_process") as started:
         started.process.send_signal(signal.SIGTERM)
         started.wait_for_output("SIGTERM: saving after this step, then stopping.", timeout=60)
-        go_on(tmp_path)
+        continue_training(tmp_path)
         assert started.wait(timeout=60) == EXIT_STOPPED, started.printed()
         assert "python -m framework resume=outputs/toy/" in started.stdout()
         assert "Traceback" not in started.stderr()

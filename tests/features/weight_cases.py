@@ -50,24 +50,24 @@ class Turned(nn.Module):
 
 
 class SampleWeights:
-    """Each sample weighs as much as its place; those of class 0 at the first place weigh nothing."""
+    """Each sample's weight is its place; those of class 0 at the first place have no weight."""
 
-    def __init__(self, weighs: bool = True) -> None:
-        self.weighs = weighs
+    def __init__(self, has_weights: bool = True) -> None:
+        self.has_weights = has_weights
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
         x, y = batch
         weights = torch.where(y[:, 0] == PADDING, 0.0, 1.0 + y[:, 1].abs())
         losses = cross_entropy(model(x)[:, :, 0], y[:, 0], reduction="none", ignore_index=PADDING)
         loss = (losses * weights).sum() / weights.sum()
-        return StepOutput(loss, len(x), weight=weights.sum() if self.weighs else None)
+        return StepOutput(loss, len(x), weight=weights.sum() if self.has_weights else None)
 
     validation_step = training_step
 
 
 class Sometimes(SampleWeights):
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
-        self.weighs = not self.weighs
+        self.has_weights = not self.has_weights
         return super().training_step(model, batch)
 
 

@@ -15,7 +15,7 @@ import torch
 from tests.gpu import cases
 from tests.helpers import trouble
 from tests.helpers.command import run_framework
-from tests.helpers.trouble import Deed
+from tests.helpers.trouble import Fault
 
 pytestmark = pytest.mark.multiproc
 
@@ -114,14 +114,14 @@ def test_a_device_assert_in_process_is_reported(tmp_path: Path, gpus: int, no_me
 
 
 def test_a_kill_in_backward(report: Callable[..., dict[str, Any]], gpus: int, tmp_path: Path) -> None:
-    trouble.write_recipe(tmp_path, Deed("SIGKILL", phase="backward", step=3))
+    trouble.write_recipe(tmp_path, Fault("SIGKILL", phase="backward", step=3))
     first = report("recipe=trouble", "strategy=ddp")["first"]
     assert (first["kind"], first["signal"], first["phase"]) == ("signal", "SIGKILL", "backward")
 
 
 def test_a_hang_of_one_of_two(report: Callable[..., dict[str, Any]], gpus: int, tmp_path: Path) -> None:
     """On one GPU, so over gloo."""
-    trouble.write_recipe(tmp_path, Deed("sleep", rank=1, phase="forward", step=3))
+    trouble.write_recipe(tmp_path, Fault("sleep", rank=1, phase="forward", step=3))
     pair = ("topology.procs_per_node=2", "topology.gpus_per_process=1", f"topology.share_gpus={bool(gpus)}")
     found = report("recipe=trouble", *pair, "backend.timeout=5s")
     first = found["first"]
@@ -143,7 +143,7 @@ def test_a_device_assert_of_one_rank_is_reported(two_gpus: int, tmp_path: Path) 
 @pytest.mark.parametrize("what", ["SIGKILL", "sleep"])
 def test_one_of_two_ranks_with_a_gpu_each(two_gpus: int, tmp_path: Path, what: str) -> None:
     """During NCCL: the other one waits in its all-reduce, or finds its peer gone."""
-    trouble.write_recipe(tmp_path, Deed(what, rank=1, phase="forward", step=3))
+    trouble.write_recipe(tmp_path, Fault(what, rank=1, phase="forward", step=3))
     pair = (f"trainer.gpus={two_gpus}", "topology.procs_per_node=2", "backend.timeout=5s")
     done = run_framework("recipe=trouble", *pair, cwd=tmp_path, timeout=100)
     assert done.returncode == 1, done.stdout + done.stderr

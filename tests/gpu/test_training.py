@@ -170,7 +170,7 @@ def test_a_loss_with_tensors_of_its_own(train: Run, gpus: int) -> None:
         " trainer.gradient_clip_val=1 trainer.accumulate_grad_batches=2",
         f"recipe=toy data.datasets.num_samples=20000 {' '.join(cases.task('WeighedByNumber'))}",
     ],
-    ids=["resident", "loaded", "bf16-mixed", "weighed by a number"],
+    ids=["resident", "loaded", "bf16-mixed", "weighted by a number"],
 )
 def test_no_step_between_logs_waits_for_the_gpu(train: Run, gpus: int, what: str, tmp_path: Path) -> None:
     quiet = (f"+callbacks.quiet._target_={CASES}.Quiet", "+callbacks.quiet.every=100")

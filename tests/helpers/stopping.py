@@ -42,7 +42,7 @@ class Pause:
 
 @contextmanager
 def paused_training(folder: Path, *overrides: str, procs: int = 1) -> Iterator[Started]:
-    """160 steps of training in `folder`, every rank waiting after step PAUSED_AT for `go_on`."""
+    """160 steps of training in `folder`, every rank waiting after step PAUSED_AT for `continue_training`."""
     write_pause(folder)
     command = (*OVERRIDES, *PAUSE, f"topology.procs_per_node={procs}", *overrides)
     with started_framework(*command, cwd=folder) as started:
@@ -59,7 +59,7 @@ def write_pause(folder: Path) -> None:
     (folder / "pause.py").write_text(_CALLBACK)
 
 
-def go_on(folder: Path) -> None:
+def continue_training(folder: Path) -> None:
     (folder / "go").touch()
 
 
@@ -72,7 +72,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 @contextmanager
-def meanwhile(act: Callable[[], None]) -> Iterator[None]:
+def while_paused(act: Callable[[], None]) -> Iterator[None]:
     """Call `act` in a thread while the block runs in the main thread, where signals arrive."""
     thread = threading.Thread(target=act)
     thread.start()

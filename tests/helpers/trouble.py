@@ -1,6 +1,6 @@
-"""A recipe in which one rank misbehaves, for instance kills itself, in one phase of one step.
+"""A recipe in which one rank fails, for instance kills itself, in one phase of one step.
 
-`deed.json` says how; just before, the rank writes `done.json`: its rank and PID, the phase, step and time.
+`fault.json` says how. Just before, the rank writes `done.json`: its rank and PID, the phase, step and time.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ import torch
 from torch.utils.data import Dataset
 from framework import Datasets, StepOutput
 
-DEED = json.loads(Path("deed.json").read_text())
+FAULT = json.loads(Path("fault.json").read_text())
 steps = 0  # that this rank has begun
 
 def enter(phase, step):
-    """Do the deed if this is the place for it."""
-    if (phase, step, int(os.environ["RANK"])) == (DEED["phase"], DEED["step"], DEED["rank"]):
-        done = {"rank": DEED["rank"], "pid": os.getpid(), "phase": phase, "step": step, "time": time.time()}
+    """Cause the fault if this is the place for it."""
+    if (phase, step, int(os.environ["RANK"])) == (FAULT["phase"], FAULT["step"], FAULT["rank"]):
+        done = {"rank": FAULT["rank"], "pid": os.getpid(), "phase": phase, "step": step, "time": time.time()}
         if Path("done.json").exists():
             return
         Path("done.tmp").write_text(json.dumps(done))
         Path("done.tmp").rename("done.json")
-        do(DEED["what"])
+        do(FAULT["what"])
 
 def do(what):
     if what in ("SIGKILL", "SIGSEGV", "SIGSTOP"): os.kill(os.getpid(), getattr(signal, what))
-    if what == "raise": raise ValueError("the deed was done")
+    if what == "raise": raise ValueError("the fault was raised")
     if what == "sys.exit": sys.exit(3)
     if what == "os._exit": os._exit(0)
-    if what in ("sleep", "delay"): time.sleep(DEED["seconds"])
+    if what in ("sleep", "delay"): time.sleep(FAULT["seconds"])
 
 class Samples(Dataset):
     def __init__(self, size, part):
@@ -69,7 +69,7 @@ class Task:
     def training_step(self, model, batch):
         global steps
         steps += 1
-        time.sleep(DEED["pause"])
+        time.sleep(FAULT["pause"])
         enter("forward", steps)
         inputs, targets = batch
         loss = Backward.apply(((model(inputs) - targets) ** 2).mean())
@@ -106,33 +106,33 @@ checkpoint: {{every_n_steps: {EVERY}, every_n_epochs: null}}
 
 @final
 @dataclass(frozen=True)
-class Deed:
-    """What happens to one rank. step: which optimizer step it happens in, from 1; evaluations and checkpoints belong to
-    the step they follow, so they need a multiple of `EVERY`.
+class Fault:
+    """What happens to one rank."""
 
-    what: SIGKILL, SIGSEGV, SIGSTOP, raise, sys.exit, os._exit, sleep, delay, or nothing. seconds: of sleep and delay.
-    pause: seconds that every step of every rank takes longer.
-    """
-
+    # SIGKILL, SIGSEGV, SIGSTOP, raise, sys.exit, os._exit, sleep, delay, or nothing.
     what: str = "nothing"
     rank: int = 0
     phase: str = "forward"
+    # The optimizer step in which it happens, from 1. Evaluations and checkpoints belong to the step that they follow,
+    # so they need a multiple of `EVERY`.
     step: int = 3
+    # The length of sleep and delay.
     seconds: float = 600.0
+    # Seconds that every step of every rank takes longer.
     pause: float = 0.0
 
 
-def write_recipe(folder: Path, deed: Deed) -> None:
+def write_recipe(folder: Path, fault: Fault) -> None:
     """Make `recipe=trouble` in a user's folder."""
     (folder / "recipes").mkdir(exist_ok=True)
     (folder / "recipes" / "trouble.py").write_text(RECIPE)
     (folder / "conf" / "recipe").mkdir(parents=True, exist_ok=True)
     (folder / "conf" / "recipe" / "trouble.yaml").write_text(YAML)
-    (folder / "deed.json").write_text(json.dumps(asdict(deed)))
+    (folder / "fault.json").write_text(json.dumps(asdict(fault)))
 
 
 def done(folder: Path) -> dict[str, Any] | None:
-    """What the rank has written before its deed: rank, pid, phase, step, time; None where it hasn't come to it."""
+    """Return what the rank wrote before its fault: rank, pid, phase, step, time. None if it hasn't yet."""
     file = folder / "done.json"
     if not file.exists():
         return None
@@ -141,7 +141,7 @@ def done(folder: Path) -> dict[str, Any] | None:
 
 
 def wait_until_done(folder: Path, started: Started, *, timeout: float) -> dict[str, Any]:
-    """The same, once it has happened. Fails the test if the command ends before, or it takes longer."""
+    """Return the same once the fault has happened. Fail the test if the command ends before, or it takes longer."""
     deadline = time.monotonic() + timeout
     while (content := done(folder)) is None:
         assert started.process.poll() is None, started.printed()
@@ -151,6 +151,6 @@ def wait_until_done(folder: Path, started: Started, *, timeout: float) -> dict[s
 
 
 def run_dir(folder: Path) -> Path:
-    """The one run there is. Fails the test where there are more or none."""
+    """Return the directory of the only run. Fail the test if there are several or none."""
     (found,) = folder.glob("outputs/trouble/*")
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import trouble
-from tests.helpers.trouble import Deed
+from tests.helpers.trouble import Fault
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 exhaustive = pytest.mark.exhaustive
@@ -26,26 +26,26 @@ def watch():
     os.abort()
 
 def fail():
-    if os.environ["RANK"] == DEED["rank_that_fails"]:
+    if os.environ["RANK"] == FAULT["rank_that_fails"]:
         threading.Thread(target=watch, daemon=True).start()
-        if DEED["is_seen"]:
+        if FAULT["is_seen"]:
             raise RuntimeError("{ASSERT}\\nCompile with TORCH_USE_CUDA_DSA")
         time.sleep(60)
 
 class Task(Task):
     def training_step(self, model, batch):
-        if DEED["where"] == "step" and steps == 5:
+        if FAULT["where"] == "step" and steps == 5:
             fail()
         return super().training_step(model, batch)
     def validation_step(self, model, batch):
-        if DEED["where"] == "validation" and steps:
+        if FAULT["where"] == "validation" and steps:
             fail()
         return super().validation_step(model, batch)
 
 class Model(torch.nn.Linear):
     def __init__(self, **keywords):
         super().__init__(**keywords)
-        if DEED["where"] == "model":
+        if FAULT["where"] == "model":
             fail()
 
 class Slow:
@@ -59,10 +59,10 @@ def failure_of(train: Callable[..., Path], tmp_path: Path) -> Callable[..., dict
     """Train with a watchdog; return what the report says of the first rank that failed."""
 
     def run(*, where: str, rank: int, procs: int, is_seen: bool) -> dict[str, Any]:
-        trouble.write_recipe(tmp_path, Deed())
-        file = tmp_path / "deed.json"
-        deed = {"where": where, "rank_that_fails": str(rank), "is_seen": is_seen}
-        file.write_text(json.dumps(json.loads(file.read_text()) | deed))
+        trouble.write_recipe(tmp_path, Fault())
+        file = tmp_path / "fault.json"
+        fault = {"where": where, "rank_that_fails": str(rank), "is_seen": is_seen}
+        file.write_text(json.dumps(json.loads(file.read_text()) | fault))
         recipe = tmp_path / "recipes" / "trouble.py"
         recipe.write_text(f"{recipe.read_text()}\n{WATCHDOG}")
         slow = ("model._target_=recipes.trouble.Model", "+callbacks.slow._target_=recipes.trouble.Slow")

@@ -1,4 +1,4 @@
-"""Restarts, and several nodes on one machine. A rank's deed happens once: see `tests/helpers/trouble.py`."""
+"""Restarts, and several nodes on one machine. A rank's fault happens once: see `tests/helpers/trouble.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from framework.errors import EXIT_STOPPED
 from tests.helpers import results, trouble
 from tests.helpers.command import Started, run_framework, started_framework
 from tests.helpers.stopping import wait_until
-from tests.helpers.trouble import EVERY, Deed
+from tests.helpers.trouble import EVERY, Fault
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 exhaustive = pytest.mark.exhaustive
@@ -44,7 +44,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, fork_server: Any) ->
     from tests.helpers import guards
 
     folder = tmp_path_factory.mktemp("whole")
-    trouble.write_recipe(folder, Deed())
+    trouble.write_recipe(folder, Fault())
     with guards.no_leaks(owns_state=True), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert compose.main(["recipe=trouble", "topology.procs_per_node=2"], fork_server=fork_server) == 0
@@ -71,8 +71,8 @@ def elastic(
 ) -> Callable[..., tuple[Path, str]]:
     """Run two ranks that are restarted; return the run directory and what was printed on stderr."""
 
-    def run(deed: Deed, *overrides: str, restarts: int, status: int = 0, always: bool = False) -> tuple[Path, str]:
-        trouble.write_recipe(tmp_path, deed)
+    def run(fault: Fault, *overrides: str, restarts: int, status: int = 0, always: bool = False) -> tuple[Path, str]:
+        trouble.write_recipe(tmp_path, fault)
         if always:
             recipe = tmp_path / "recipes" / "trouble.py"
             recipe.write_text(recipe.read_text().replace('if Path("done.json").exists():', "if False:"))
@@ -84,7 +84,7 @@ def elastic(
 
 
 def test_a_killed_rank_costs_only_time(elastic: Callable[..., Any], tmp_path: Path, uninterrupted: Path) -> None:
-    run_dir, err = elastic(Deed("SIGKILL", rank=1, phase="forward", step=EVERY + 2), restarts=2)
+    run_dir, err = elastic(Fault("SIGKILL", rank=1, phase="forward", step=EVERY + 2), restarts=2)
     done = trouble.done(tmp_path)
     assert done is not None
     results.assert_same(results.weights(run_dir), results.weights(uninterrupted))
@@ -103,8 +103,8 @@ def test_a_killed_rank_costs_only_time(elastic: Callable[..., Any], tmp_path: Pa
 @exhaustive
 @pytest.mark.parametrize("method", ["file", "tcp"])
 def test_ranks_restart_by_every_init_method(elastic: Callable[..., Any], method: str) -> None:
-    deed = Deed("raise", rank=1, phase="optimizer", step=2)
-    run_dir, err = elastic(deed, f"backend.init_method={method}", restarts=1, status=1, always=True)
+    fault = Fault("raise", rank=1, phase="optimizer", step=2)
+    run_dir, err = elastic(fault, f"backend.init_method={method}", restarts=1, status=1, always=True)
     assert err.count("Rank 1 of 2") == 2, err
     assert "Restart 1 of 1 after rank 1 of 2" in err
     assert "Restart 2" not in err
@@ -114,7 +114,7 @@ def test_ranks_restart_by_every_init_method(elastic: Callable[..., Any], method:
 
 
 def test_a_wrong_request_is_not_tried_again(elastic: Callable[..., Any], tmp_path: Path) -> None:
-    _, err = elastic(Deed(), "+model.nonsense=1", restarts=3, status=2)
+    _, err = elastic(Fault(), "+model.nonsense=1", restarts=3, status=2)
     assert "nonsense" in err
     assert "Restart" not in err
     assert not list(tmp_path.glob("outputs/trouble/*"))
@@ -150,7 +150,7 @@ def assert_ends(nodes: list[Started], status: int, *, within_s: float = END_S) -
 
 @exhaustive
 def test_a_dead_rank_of_another_node_is_restarted(tmp_path: Path, port: int) -> None:
-    trouble.write_recipe(tmp_path, Deed("SIGKILL", rank=1, phase="backward", step=EVERY + 2, pause=0.05))
+    trouble.write_recipe(tmp_path, Fault("SIGKILL", rank=1, phase="backward", step=EVERY + 2, pause=0.05))
     with two_nodes(tmp_path, port, *ENDLESS, "launcher.max_restarts=2", "backend.timeout=30s") as nodes:
         nodes[0].wait_for_output("Restart 1: resuming after step", timeout=START_S)
         saved = (trouble.run_dir(tmp_path) / "checkpoints" / "last").readlink()
@@ -171,7 +171,7 @@ def test_a_dead_rank_of_another_node_is_restarted(tmp_path: Path, port: int) -> 
 
 @exhaustive
 def test_a_node_started_differently_is_refused(tmp_path: Path, port: int) -> None:
-    trouble.write_recipe(tmp_path, Deed())
+    trouble.write_recipe(tmp_path, Fault())
     with (
         started_framework(*of_node(0, port), cwd=tmp_path) as first,
         started_framework(*of_node(1, port, "seed=7"), cwd=tmp_path) as second,
@@ -184,7 +184,7 @@ def test_a_node_started_differently_is_refused(tmp_path: Path, port: int) -> Non
 
 @exhaustive
 def test_a_killed_node_may_rejoin(tmp_path: Path, port: int) -> None:
-    trouble.write_recipe(tmp_path, Deed(pause=0.1))
+    trouble.write_recipe(tmp_path, Fault(pause=0.1))
     overrides = ("launcher.max_restarts=1", "trainer.max_steps=100", "backend.init_timeout=20s")
     with two_nodes(tmp_path, port, *overrides) as (first, second):
         wait_until(lambda: has_checkpoint(tmp_path, first, second))
@@ -216,7 +216,7 @@ def test_a_killed_node_may_rejoin(tmp_path: Path, port: int) -> None:
 def test_a_node_that_does_not_come_is_named(
     tmp_path: Path, port: int, node: int, overrides: tuple[str, ...], status: int, message: str
 ) -> None:
-    trouble.write_recipe(tmp_path, Deed())
+    trouble.write_recipe(tmp_path, Fault())
     command = of_node(node, port, "backend.init_timeout=3s", *overrides)
     result = run_framework(*command, cwd=tmp_path, timeout=START_S)
     assert result.returncode == status
@@ -227,7 +227,7 @@ def test_a_node_that_does_not_come_is_named(
 @exhaustive
 @pytest.mark.parametrize(("node", "what"), [(0, "rank"), (1, "rank"), (1, "run server")])
 def test_a_killed_node_leaves_no_process(tmp_path: Path, port: int, node: int, what: str) -> None:
-    trouble.write_recipe(tmp_path, Deed(pause=0.05))
+    trouble.write_recipe(tmp_path, Fault(pause=0.05))
     with two_nodes(tmp_path, port, *ENDLESS, "backend.timeout=10s") as nodes:
         wait_until(lambda: has_checkpoint(tmp_path, *nodes))
         (server,) = psutil.Process(nodes[node].process.pid).children()

@@ -15,7 +15,7 @@ from benchmarks import kills
 from tests.helpers import trouble
 from tests.helpers.command import run_python, started_framework
 from tests.helpers.stopping import wait_until
-from tests.helpers.trouble import Deed
+from tests.helpers.trouble import Fault
 
 pytestmark = pytest.mark.multiproc
 exhaustive = pytest.mark.exhaustive
@@ -38,7 +38,7 @@ def run_file(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("who", ["command", *(pytest.param(who, marks=exhaustive) for who in ("server", 0, 1))])
 def test_whichever_process_is_killed_none_is_left(tmp_path: Path, who: str | int) -> None:
     """The command, the fork server, or a rank."""
-    trouble.write_recipe(tmp_path, Deed("sleep", rank=0, step=3))
+    trouble.write_recipe(tmp_path, Fault("sleep", rank=0, step=3))
     with started_framework("recipe=trouble", "topology.procs_per_node=2", *WORKERS, cwd=tmp_path) as started:
         done = trouble.wait_until_done(tmp_path, started, timeout=START_S)
         processes = started.processes()
@@ -76,7 +76,7 @@ def test_ctrl_c_before_anything_runs_leaves_no_process(tmp_path: Path) -> None:
 @exhaustive
 def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
     """The reader is gone before the first line, so every write of the command and its ranks fails."""
-    trouble.write_recipe(tmp_path, Deed())
+    trouble.write_recipe(tmp_path, Fault())
     gone = "until [ -e gone ]; do sleep 0.05; done"
     command = (
         f"{{ {gone}; $PYTHON -m framework recipe=trouble 2>errors; echo $? >status; }} | {{ exec <&-; touch gone; }}"
@@ -89,7 +89,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
 @exhaustive
 def test_ranks_finish_without_a_reader_of_output(tmp_path: Path) -> None:
     """The reader leaves after the command's first line, while the ranks are starting."""
-    trouble.write_recipe(tmp_path, Deed())
+    trouble.write_recipe(tmp_path, Fault())
     result = run_in_shell("$PYTHON -m framework recipe=trouble 2>errors | head -n 1", tmp_path)
     assert len(result.stdout.splitlines()) == 1
     wait_until(lambda: run_file(tmp_path)["status"] != "running")
@@ -102,7 +102,7 @@ def test_ranks_finish_without_a_reader_of_output(tmp_path: Path) -> None:
 @exhaustive
 @pytest.mark.parametrize("closed", [">&- 2>&- <&-", "2>&-"])
 def test_closed_streams_do_no_harm(tmp_path: Path, closed: str) -> None:
-    trouble.write_recipe(tmp_path, Deed())
+    trouble.write_recipe(tmp_path, Fault())
     result = run_in_shell(f"$PYTHON -m framework recipe=trouble {closed}", tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert run_file(tmp_path)["status"] == "finished"

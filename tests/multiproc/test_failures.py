@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.failures import DEEDS, Case, Result, draw, run, table, wrong_in_report
+from benchmarks.failures import FAULTS, Case, Result, draw, run, table, wrong_in_report
 from tests.helpers import results, trouble
-from tests.helpers.trouble import EVERY, PHASES, Deed
+from tests.helpers.trouble import EVERY, PHASES, Fault
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 exhaustive = pytest.mark.exhaustive
@@ -38,10 +38,10 @@ def screen() -> tuple[Terminal, Terminal]:
 
 @pytest.fixture
 def misbehave(train: Callable[..., Path], tmp_path: Path, screen: Any) -> Callable[..., Path]:
-    """Run a training in which a rank does a deed; `code` ends the recipe's module. Return the run directory."""
+    """Run a training in which a rank has a fault; `code` ends the recipe's module. Return the run directory."""
 
-    def run(deed: Deed, *overrides: str, procs: int = 2, status: int = 1, code: str = "") -> Path:
-        trouble.write_recipe(tmp_path, deed)
+    def run(fault: Fault, *overrides: str, procs: int = 2, status: int = 1, code: str = "") -> Path:
+        trouble.write_recipe(tmp_path, fault)
         recipe = tmp_path / "recipes" / "trouble.py"
         recipe.write_text(f"{recipe.read_text()}\n{code}")
         with redirect_stdout(screen[0]), redirect_stderr(screen[1]):
@@ -56,34 +56,34 @@ def report(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("deed", "procs", "cause", "frame"),
+    ("fault", "procs", "cause", "frame"),
     [
-        (Deed("SIGKILL", rank=1, phase="backward", step=5), 3, "killed by SIGKILL", None),
-        (Deed("SIGSEGV", rank=0, phase="forward", step=3), 2, "killed by SIGSEGV", "in do"),
-        (Deed("raise", rank=2, phase="optimizer", step=6), 3, "ValueError: the deed was done", None),
-        (Deed("os._exit", rank=1, phase="evaluate", step=EVERY), 2, "exited with status 0 before", None),
-        (Deed("sys.exit", rank=0, phase="checkpoint", step=2 * EVERY), 2, "SystemExit: 3", None),
-        (Deed("sleep", rank=1, phase="data", step=6), 3, "hung; the others waited", "in do"),
-        pytest.param(Deed("SIGSTOP", rank=0, phase="forward", step=5), 2, "was stopped", "in do", marks=exhaustive),
-        pytest.param(Deed("os._exit", rank=0, phase="backward", step=9), 4, "with status 0", None, marks=exhaustive),
-        pytest.param(Deed("SIGKILL", rank=0, phase="checkpoint", step=EVERY), 2, "SIGKILL", None, marks=exhaustive),
+        (Fault("SIGKILL", rank=1, phase="backward", step=5), 3, "killed by SIGKILL", None),
+        (Fault("SIGSEGV", rank=0, phase="forward", step=3), 2, "killed by SIGSEGV", "in do"),
+        (Fault("raise", rank=2, phase="optimizer", step=6), 3, "ValueError: the fault was raised", None),
+        (Fault("os._exit", rank=1, phase="evaluate", step=EVERY), 2, "exited with status 0 before", None),
+        (Fault("sys.exit", rank=0, phase="checkpoint", step=2 * EVERY), 2, "SystemExit: 3", None),
+        (Fault("sleep", rank=1, phase="data", step=6), 3, "hung; the others waited", "in do"),
+        pytest.param(Fault("SIGSTOP", rank=0, phase="forward", step=5), 2, "was stopped", "in do", marks=exhaustive),
+        pytest.param(Fault("os._exit", rank=0, phase="backward", step=9), 4, "with status 0", None, marks=exhaustive),
+        pytest.param(Fault("SIGKILL", rank=0, phase="checkpoint", step=EVERY), 2, "SIGKILL", None, marks=exhaustive),
     ],
-    ids=lambda value: f"{value.what}-{value.phase}" if isinstance(value, Deed) else "",
+    ids=lambda value: f"{value.what}-{value.phase}" if isinstance(value, Fault) else "",
 )
 def test_the_first_cause_is_reported_once(
-    misbehave: Callable[..., Path], tmp_path: Path, screen: Any, deed: Deed, procs: int, cause: str, frame: str | None
+    misbehave: Callable[..., Path], tmp_path: Path, screen: Any, fault: Fault, procs: int, cause: str, frame: str | None
 ) -> None:
-    timeout_s = 3.0 if DEEDS[deed.what].waits else 60.0
-    run_dir = misbehave(deed, f"backend.timeout={timeout_s}", procs=procs)
+    timeout_s = 3.0 if FAULTS[fault.what].waits else 60.0
+    run_dir = misbehave(fault, f"backend.timeout={timeout_s}", procs=procs)
     found = report(run_dir)
     done = trouble.done(tmp_path)
     assert done is not None
     first = found["first"]
-    assert list(wrong_in_report(Case(0, procs, deed, timeout_s), first, done=done)) == []
-    assert first["step"] == deed.step - (deed.phase not in ("evaluate", "checkpoint"))
+    assert list(wrong_in_report(Case(0, procs, fault, timeout_s), first, done=done)) == []
+    assert first["step"] == fault.step - (fault.phase not in ("evaluate", "checkpoint"))
     assert cause in first["cause"]
     assert all(other["lost_peer"] or other["timed_out"] for other in found["others"])
-    assert deed.rank not in {other["rank"] for other in found["others"]}
+    assert fault.rank not in {other["rank"] for other in found["others"]}
     if frame is not None:
         assert frame in first["stacks"]
         assert "recipes/trouble.py" in first["stacks"]
@@ -91,10 +91,10 @@ def test_the_first_cause_is_reported_once(
     # The cursor is visible again, whoever had hidden it.
     assert SHOW_CURSOR in out
     # An exception of the user's data names the sample instead.
-    assert err.count("Traceback") == (first["kind"] == "exception" and deed.phase != "data")
+    assert err.count("Traceback") == (first["kind"] == "exception" and fault.phase != "data")
     (header,) = [line for line in err.splitlines() if line.removeprefix(SHOW_CURSOR).startswith("────")]
-    assert f"Rank {deed.rank} of {procs} (pid {done['pid']})" in header
-    assert f"in {deed.phase} after step {first['step']}" in err
+    assert f"Rank {fault.rank} of {procs} (pid {done['pid']})" in header
+    assert f"in {fault.phase} after step {first['step']}" in err
     assert results.run_file(run_dir)["status"] == "failed"
 
 
@@ -108,7 +108,7 @@ def test_the_first_cause_is_reported_once(
 )
 def test_a_missing_rank_is_named(misbehave: Callable[..., Path], screen: Any, what: str, cause: str, kind: str) -> None:
     code = f"if os.environ['RANK'] == '1': {what}"
-    first = report(misbehave(Deed(), "backend.init_timeout=4s", procs=3, code=code))["first"]
+    first = report(misbehave(Fault(), "backend.init_timeout=4s", procs=3, code=code))["first"]
     assert (first["rank"], first["step"], first["kind"]) == (1, 0, kind)
     assert first["phase"] == "starting"
     assert cause in first["cause"]
@@ -116,15 +116,15 @@ def test_a_missing_rank_is_named(misbehave: Callable[..., Path], screen: Any, wh
 
 
 def test_a_recipe_missing_on_one_rank_is_refused(misbehave: Callable[..., Path], tmp_path: Path, screen: Any) -> None:
-    misbehave(Deed(), procs=3, code="if os.environ['RANK'] == '1': import no_such_module", status=2)
+    misbehave(Fault(), procs=3, code="if os.environ['RANK'] == '1': import no_such_module", status=2)
     assert "no_such_module" in screen[1].getvalue()
     assert "Traceback" not in screen[1].getvalue()
     assert not list(tmp_path.glob("outputs/*/*"))
 
 
 def test_a_rank_that_is_late_is_waited_for(misbehave: Callable[..., Path], screen: Any) -> None:
-    deed = Deed("delay", rank=1, phase="data", step=6, seconds=2.0)
-    run_dir = misbehave(deed, "launcher.late_after=1s", "backend.timeout=30s", procs=3, status=0)
+    fault = Fault("delay", rank=1, phase="data", step=6, seconds=2.0)
+    run_dir = misbehave(fault, "launcher.late_after=1s", "backend.timeout=30s", procs=3, status=0)
     (late,) = results.run_file(run_dir)["late"]
     assert (late["rank"], late["phase"], late["step"]) == (1, "data", 5)
     assert late["seconds"] >= 1.0
@@ -152,15 +152,17 @@ class Task(Task):
 @pytest.mark.parametrize(
     ("what", "causes", "said"),
     [
-        (("raise", "SIGKILL"), {"ValueError: the deed was done", "killed by SIGKILL"}, "also failed: "),
+        (("raise", "SIGKILL"), {"ValueError: the fault was raised", "killed by SIGKILL"}, "also failed: "),
         pytest.param(("SIGKILL", "SIGKILL"), {"killed by SIGKILL"}, "also failed: killed", marks=exhaustive),
-        pytest.param(("raise", "raise"), {"ValueError: the deed was done"}, "failed with the same", marks=exhaustive),
+        pytest.param(
+            ("raise", "raise"), {"ValueError: the fault was raised"}, "failed with the same", marks=exhaustive
+        ),
     ],
 )
 def test_ranks_that_fail_together_are_all_named(
     misbehave: Callable[..., Path], screen: Any, what: tuple[str, str], causes: set[str], said: str
 ) -> None:
-    found = report(misbehave(Deed(), procs=3, code=TOGETHER % what))
+    found = report(misbehave(Fault(), procs=3, code=TOGETHER % what))
     themselves = [each for each in [found["first"], *found["others"]] if not each["lost_peer"]]
     assert {each["rank"] for each in themselves} == {0, 2}
     assert {each["cause"] for each in themselves} == causes
@@ -175,9 +177,9 @@ for folder in Path("outputs/trouble").iterdir(): (folder / "failure.json").mkdir
 
 
 def test_a_failure_that_cannot_be_saved_is_shown(misbehave: Callable[..., Path], screen: Any) -> None:
-    misbehave(Deed("raise", rank=1), code=SPOILED)
+    misbehave(Fault("raise", rank=1), code=SPOILED)
     err = screen[1].getvalue()
-    assert "ValueError: the deed was done" in err
+    assert "ValueError: the fault was raised" in err
     assert "failure.json can't be written" in err.splitlines()[-1]
 
 
@@ -188,7 +190,7 @@ def test_a_failure_that_cannot_be_saved_is_shown(misbehave: Callable[..., Path],
 )
 def test_a_finished_rank_that_stays_is_ended(misbehave: Callable[..., Path], launcher: str, how: str) -> None:
     code = f"import atexit, threading\nif os.environ['RANK'] == '1': {how}"
-    run_dir = misbehave(Deed(), f"launcher={launcher}", status=0, code=code)
+    run_dir = misbehave(Fault(), f"launcher={launcher}", status=0, code=code)
     assert "doesn't leave after its work" in (run_dir / "logs" / "rank_1.log").read_text()
     assert results.run_file(run_dir)["status"] == "finished"
     assert results.results(run_dir)["steps"] == 3 * EVERY
@@ -198,18 +200,18 @@ def test_a_finished_rank_that_stays_is_ended(misbehave: Callable[..., Path], lau
 
 
 @exhaustive
-@pytest.mark.parametrize("what", DEEDS)
+@pytest.mark.parametrize("what", FAULTS)
 def test_a_random_case_is_reported_by_the_command(what: str) -> None:
-    seed = list(DEEDS).index(what)
+    seed = list(FAULTS).index(what)
     assert run(draw(seed, processes=(2, 3), whats=[what], timeout_s=5.0)).wrong == ()
 
 
 def test_seeds_are_repeatable_and_cover_all_cases() -> None:
-    given = [draw(seed, processes=(2, 8), whats=list(DEEDS), timeout_s=5.0) for seed in (*range(300), *range(300))]
+    given = [draw(seed, processes=(2, 8), whats=list(FAULTS), timeout_s=5.0) for seed in (*range(300), *range(300))]
     assert given[:300] == given[300:]
     assert {each.num_processes for each in given} == set(range(2, 9))
-    assert {(each.deed.what, each.deed.phase) for each in given} == set(itertools.product(DEEDS, PHASES))
-    assert all(0 <= each.deed.rank < each.num_processes and 1 < each.deed.step < 3 * EVERY for each in given)
+    assert {(each.fault.what, each.fault.phase) for each in given} == set(itertools.product(FAULTS, PHASES))
+    assert all(0 <= each.fault.rank < each.num_processes and 1 < each.fault.step < 3 * EVERY for each in given)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_seeds_are_repeatable_and_cover_all_cases() -> None:
     ],
 )
 def test_a_wrong_report_is_seen_and_counted(changed: dict[str, object], said: list[str]) -> None:
-    hung = Case(seed=0, num_processes=2, deed=Deed("sleep", rank=1, phase="data", step=5), timeout_s=5.0)
+    hung = Case(seed=0, num_processes=2, fault=Fault("sleep", rank=1, phase="data", step=5), timeout_s=5.0)
     first = {"rank": 1, "pid": 42, "node": 0, "local_rank": 1, "kind": "hung", "signal": None, "phase": "data"}
     first |= {"step": 4, "exception": None, "stacks": "Current thread"}
     assert list(wrong_in_report(hung, {**first, **changed}, done={"rank": 1, "pid": 42})) == said

@@ -25,14 +25,14 @@ from framework import Datasets, StepOutput
 def come_to(hook):
     if hook != os.environ["HOOK"] or os.environ["RANK"] != os.environ["HOOK_RANK"]:
         return
-    deed = os.environ["DEED"]
+    fault = os.environ["FAULT"]
     is_repeated = Path("reached").exists()
     Path("reached").touch()
-    if deed == "raise":
-        raise ValueError("the deed")
+    if fault == "raise":
+        raise ValueError("the fault")
     if is_repeated:
         return
-    if deed == "hang":
+    if fault == "hang":
         time.sleep(600)
     pid = os.fork()
     if pid == 0:
@@ -228,11 +228,11 @@ SAMPLE = {
 
 
 @pytest.mark.parametrize(
-    ("hook", "deed"),
+    ("hook", "fault"),
     [
-        pytest.param(hook, deed, marks=() if (hook, deed) in SAMPLE else exhaustive)
+        pytest.param(hook, fault, marks=() if (hook, fault) in SAMPLE else exhaustive)
         for hook in ALL
-        for deed in ("raise", "hang", "fork")
+        for fault in ("raise", "hang", "fork")
     ],
 )
 def test_a_misbehaving_hook_is_reported_without_leftovers(
@@ -241,30 +241,30 @@ def test_a_misbehaving_hook_is_reported_without_leftovers(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     hook: str,
-    deed: str,
+    fault: str,
 ) -> None:
     (tmp_path / "hooks.py").write_text(HOOKS)
     recipe = tmp_path / "conf/recipe/hooks.yaml"
     recipe.parent.mkdir(parents=True)
     recipe.write_text(RECIPE)
-    for name, value in (("HOOK", hook), ("DEED", deed), ("HOOK_RANK", "0")):
+    for name, value in (("HOOK", hook), ("FAULT", fault), ("HOOK_RANK", "0")):
         monkeypatch.setenv(name, value)
     # Only what several ranks hold is merged.
     procs = 2 if hook in ("Metric.state", "Metric.merge") else 1
-    times = ("backend.timeout=2s", "backend.init_timeout=5s") if deed == "hang" else ()
-    run_dir = train("recipe=hooks", f"topology.procs_per_node={procs}", *times, status=0 if deed == "fork" else 1)
+    times = ("backend.timeout=2s", "backend.init_timeout=5s") if fault == "hang" else ()
+    run_dir = train("recipe=hooks", f"topology.procs_per_node={procs}", *times, status=0 if fault == "fork" else 1)
     assert (tmp_path / "reached").exists()
     printed = capfd.readouterr().err
-    if deed == "fork":
+    if fault == "fork":
         pid = int((tmp_path / "forked").read_text())
         assert not psutil.pid_exists(pid)
         assert f"Left behind by the ranks, and ended: pid {pid} (a fork of a rank)" in printed
         return
     first: dict[str, Any] = json.loads((run_dir / "failure.json").read_text())["first"]
     assert first["rank"] == 0
-    if deed == "raise":
-        assert "the deed" in first["cause"]
-        assert "the deed" in printed
+    if fault == "raise":
+        assert "the fault" in first["cause"]
+        assert "the fault" in printed
     else:
         assert first["kind"] == "hung"
         assert "come_to at hooks.py:" in printed

@@ -17,7 +17,7 @@ from tests.helpers import results, trouble
 from tests.helpers.command import Started
 from tests.helpers.network import Host, network
 from tests.helpers.requirements import require
-from tests.helpers.trouble import Deed
+from tests.helpers.trouble import Fault
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300), pytest.mark.exhaustive]
 
@@ -135,7 +135,7 @@ def test_the_store_listens_on_one_address(hosts: list[Host], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("cut_node", [0, 1])
 def test_both_sides_of_a_cut_link_report_it(hosts: list[Host], tmp_path: Path, cut_node: int) -> None:
-    trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
+    trouble.write_recipe(tmp_path, Fault(pause=PAUSE_S))
     with started_on_all(hosts, *LONG, f"backend.timeout={TIMEOUT_S}", cwd=tmp_path) as all_started:
         wait_for_step(tmp_path, all_started)
         hosts[cut_node].cut()
@@ -150,25 +150,25 @@ def test_both_sides_of_a_cut_link_report_it(hosts: list[Host], tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    ("deed", "kind"),
+    ("fault", "kind"),
     [
-        (Deed("SIGKILL", rank=3, phase="forward", step=20, pause=PAUSE_S), "signal"),
-        (Deed("sleep", rank=2, phase="data", step=6), "hung"),
+        (Fault("SIGKILL", rank=3, phase="forward", step=20, pause=PAUSE_S), "signal"),
+        (Fault("sleep", rank=2, phase="data", step=6), "hung"),
     ],
     ids=["killed", "hung"],
 )
-def test_both_terminals_name_the_failed_rank(hosts: list[Host], tmp_path: Path, deed: Deed, kind: str) -> None:
-    trouble.write_recipe(tmp_path, deed)
+def test_both_terminals_name_the_failed_rank(hosts: list[Host], tmp_path: Path, fault: Fault, kind: str) -> None:
+    trouble.write_recipe(tmp_path, fault)
     with started_on_all(hosts, *LONG, f"backend.timeout={TIMEOUT_S}", cwd=tmp_path) as all_started:
         done = trouble.wait_until_done(tmp_path, all_started[0], timeout=START_S)
         for started in all_started:
             assert started.wait(timeout=REPORT_S) == 1, started.printed()
             started.assert_all_gone()
-            assert f"Rank {deed.rank} of 4 (pid {done['pid']})" in started.stderr()
+            assert f"Rank {fault.rank} of 4 (pid {done['pid']})" in started.stderr()
             assert "node 1 (host2)" in started.stderr()
     first = failure(tmp_path)["first"]
-    wanted = {"rank": deed.rank, "pid": done["pid"], "node": 1, "host": "host2", "local_rank": deed.rank - 2}
-    wanted |= {"kind": kind, "signal": "SIGKILL" if kind == "signal" else None, "phase": deed.phase}
+    wanted = {"rank": fault.rank, "pid": done["pid"], "node": 1, "host": "host2", "local_rank": fault.rank - 2}
+    wanted |= {"kind": kind, "signal": "SIGKILL" if kind == "signal" else None, "phase": fault.phase}
     assert {key: first[key] for key in wanted} == wanted
     assert kind == "signal" or "recipes/trouble.py" in first["stacks"]
     assert not (trouble.run_dir(tmp_path) / "failure_node1.json").exists()
@@ -182,7 +182,7 @@ def test_a_signal_to_one_node_ends_both(
     hosts: list[Host], tmp_path: Path, node: int, number: signal.Signals, statuses: list[int]
 ) -> None:
     """With a checkpoint on Ctrl-C, with a report where a node is lost."""
-    trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
+    trouble.write_recipe(tmp_path, Fault(pause=PAUSE_S))
     with started_on_all(hosts, *LONG, f"backend.timeout={TIMEOUT_S}", cwd=tmp_path) as all_started:
         wait_for_step(tmp_path, all_started)
         all_started[node].process.send_signal(number)

@@ -18,7 +18,7 @@ from tests.helpers.command import ROOT
 from tests.helpers.documents import shown_script
 from tests.helpers.requirements import require
 from tests.helpers.slurm import Cluster, cluster
-from tests.helpers.trouble import Deed
+from tests.helpers.trouble import Fault
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300), pytest.mark.exhaustive]
 
@@ -77,7 +77,7 @@ def test_a_preflight_of_the_tasks_precedes_training(slurm: Cluster, tmp_path: Pa
 def test_the_documented_batch_script_resumes(slurm: Cluster, tmp_path: Path) -> None:
     """Another recipe, two tasks a node and no GPUs; SIGUSR1 by hand instead of near the end of four hours."""
     steps = 100
-    trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
+    trouble.write_recipe(tmp_path, Fault(pause=PAUSE_S))
     text = shown_script((ROOT / "docs" / "launching.md").read_text())
     for shown, own in {
         "python -m framework recipe=": f"{shlex.join(FRAMEWORK)} trainer.max_steps={steps} recipe=",
@@ -108,7 +108,7 @@ def test_the_documented_batch_script_resumes(slurm: Cluster, tmp_path: Path) -> 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signalled_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: Path, number: signal.Signals) -> None:
     """As `sbatch --signal=USR1@90` and a preemption send it."""
-    trouble.write_recipe(tmp_path, Deed(pause=PAUSE_S))
+    trouble.write_recipe(tmp_path, Fault(pause=PAUSE_S))
     command = ("srun", "--nodes=2", "--ntasks-per-node=2", "--job-name=stopped", *FRAMEWORK)
     with slurm.started(*command, "recipe=trouble", *LONG, cwd=tmp_path) as started:
         wait_for_step(tmp_path)
@@ -124,7 +124,7 @@ def test_a_signalled_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: Path
 @pytest.mark.parametrize(("what", "rank", "kind"), [("SIGKILL", 0, "exit"), ("raise", 3, "exception")])
 def test_a_task_that_dies_is_reported(slurm: Cluster, tmp_path: Path, what: str, rank: int, kind: str) -> None:
     """Only SLURM knows how another task ended; any task of its node sees that it did, and where it was."""
-    trouble.write_recipe(tmp_path, Deed(what, rank=rank, phase="backward", step=5))
+    trouble.write_recipe(tmp_path, Fault(what, rank=rank, phase="backward", step=5))
     overrides = ("recipe=trouble", f"backend.timeout={TIMEOUT_S}")
     where = ("--nodes=2", "--ntasks-per-node=2")
     result = slurm.srun(*where, *FRAMEWORK, *overrides, cwd=tmp_path, timeout=START_S + TIMEOUT_S + REPORT_S)

@@ -16,7 +16,7 @@ import pytest
 
 from framework.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from tests.helpers import results
-from tests.helpers.stopping import OVERRIDES, PAUSE, PAUSED_AT, go_on, meanwhile, wait_until, write_pause
+from tests.helpers.stopping import OVERRIDES, PAUSE, PAUSED_AT, continue_training, wait_until, while_paused, write_pause
 
 pytestmark = pytest.mark.multiproc
 exhaustive = pytest.mark.exhaustive
@@ -102,9 +102,9 @@ def test_all_ranks_stop_together_and_resume_exactly(
             send(number, everyone=everyone, rank_pid=paused_pids(tmp_path, procs)[0])
             wait_until(lambda: f"{name}: saving after a coming step" in terminal.getvalue())
         finally:
-            go_on(tmp_path)
+            continue_training(tmp_path)
 
-    with meanwhile(stop), redirect_stderr(terminal):
+    with while_paused(stop), redirect_stderr(terminal):
         run_dir = train(*training(procs, override), status=EXIT_STOPPED)
     assert "Restart" not in terminal.getvalue()
     assert "python -m framework resume=outputs/toy/" in capfd.readouterr().out
@@ -181,9 +181,9 @@ def test_a_signal_to_one_rank_stops_all(train: Callable[..., Path], tmp_path: Pa
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(pids[1], signal.SIGUSR1)
         finally:
-            go_on(tmp_path)
+            continue_training(tmp_path)
 
-    with meanwhile(stop):
+    with while_paused(stop):
         run_dir = train(*training(2, "trainer.max_epochs=100000"), status=EXIT_STOPPED)
     assert results.results(run_dir)["ended_by"] == "stopped on request (SIGUSR1)"
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -198,7 +198,7 @@ def test_a_second_ctrl_c_ends_the_run(train: Callable[..., Path], tmp_path: Path
         wait_until(lambda: "Ctrl-C again ends at once" in terminal.getvalue())
         os.kill(os.getpid(), signal.SIGINT)
 
-    with meanwhile(interrupt), redirect_stderr(terminal):
+    with while_paused(interrupt), redirect_stderr(terminal):
         run_dir = train(*training(2), status=EXIT_INTERRUPTED)
     assert "resume=outputs/toy/" in terminal.getvalue()
     assert results.run_file(run_dir)["status"] == "interrupted"
@@ -246,7 +246,7 @@ def test_without_saving_the_first_signal_ends_the_run(
     def end() -> None:
         send(number, everyone=everyone, rank_pid=paused_pids(tmp_path, 2)[0])
 
-    with meanwhile(end), redirect_stderr(terminal):
+    with while_paused(end), redirect_stderr(terminal):
         run_dir = train(*training(2, override), status=EXIT_INTERRUPTED)
     assert "Traceback" not in terminal.getvalue()
     assert results.run_file(run_dir)["status"] == "interrupted"

@@ -102,14 +102,14 @@ def test_only_losses_count_as_bad_steps() -> None:
 
 def add_up(context: Context) -> list[Any]:
     rank = context.rank
-    weighed = Meter()
+    weighted = Meter()
     named = Meter()
     absent = Meter()
     counted = Meter()
     resumed = Meter()
     for number in range(rank + 1):
         # Rank r has r + 1 batches of r + 1 samples.
-        weighed.add(output(float(10 * rank + number), rank + 1, seen=(1.0, rank + 1)))
+        weighted.add(output(float(10 * rank + number), rank + 1, seen=(1.0, rank + 1)))
     for name in ("a", "z") if rank == 0 else ("z", "a"):
         named.add(output(1.0, 1, a=(1.0, 1), z=(100.0, 1)) if name == "a" else output(1.0, 1, z=(100.0, 1), a=(1.0, 1)))
     if rank != 1:
@@ -119,7 +119,7 @@ def add_up(context: Context) -> list[Any]:
         counted.add(output(1.0, 2, right=(torch.tensor(2), counts)))
     resumed.load_state_dicts([counted.state_dict()], device=context.device)
     return [
-        weighed.reduce(context, extra=[float(rank), 1.0]),
+        weighted.reduce(context, extra=[float(rank), 1.0]),
         named.reduce(context)[0],
         absent.reduce(context)[0],
         Meter().reduce(context, extra=[1.0]),

@@ -56,7 +56,7 @@ def note(ranks: SlowRanks, table: Sequence[Spent], *, step: int) -> dict[str, fl
     return ranks.note([number for each in table for number in each], step=step)
 
 
-def judged(own: Own, *, world_size: int = 4, logs: int = 10) -> tuple[list[str], list[tuple[int, str]]]:
+def detect(own: Own, *, world_size: int = 4, logs: int = 10) -> tuple[list[str], list[tuple[int, str]]]:
     """Who is named after so many logs, and what was reported at which step."""
     ranks = SlowRanks(rank=0, world_size=world_size)
     ranks.start([f"node{rank // 2}, cuda:{rank % 2}" for rank in range(world_size)], step=0)
@@ -74,14 +74,14 @@ def judged(own: Own, *, world_size: int = 4, logs: int = 10) -> tuple[list[str],
 @pytest.mark.parametrize("world_size", [2, 3, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_slow_rank_is_named(kind: str, world_size: int) -> None:
-    named, reported = judged(lambda _, rank: {kind: 0.018} if rank == 1 else {}, world_size=world_size)
+    named, reported = detect(lambda _, rank: {kind: 0.018} if rank == 1 else {}, world_size=world_size)
     assert named == [f"rank 1 (node0, cuda:1) is 18 % slower in {kind}"]
     assert reported == [(40, f"Rank 1 (node0, cuda:1) is 18 % slower in {kind} than the others, since step 1")]
 
 
 def test_several_ranks_may_be_slow_differently() -> None:
     slow = {0: {"compute": 0.02}, 1: {"data": 0.03}, 2: {"callbacks": 0.011}}
-    named, ((step, news),) = judged(lambda _, rank: slow.get(rank, {}))
+    named, ((step, news),) = detect(lambda _, rank: slow.get(rank, {}))
     assert [text.split()[1::8] for text in named] == [["1", "data"], ["0", "compute"], ["2", "callbacks"]]
     assert step == 40
     assert news.endswith("is 30 % slower in data than the others, since step 1, and 2 more such")
@@ -104,16 +104,16 @@ def test_several_ranks_may_be_slow_differently() -> None:
     ids=["a little", "once", "at times", "in turn", "short"],
 )
 def test_noise_names_nobody(own: Own, logs: int) -> None:
-    assert judged(own, logs=logs) == ([], [])
+    assert detect(own, logs=logs) == ([], [])
 
 
 def test_a_lasting_slow_rank_is_reported_once() -> None:
-    late = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log > 90 else {}, logs=100)
+    late = detect(lambda log, rank: {"data": 0.02} if rank == 3 and log > 90 else {}, logs=100)
     assert late[0] == ["rank 3 (node1, cuda:1) is 20 % slower in data (steps 901 to 1,000)"]
     assert late[1] == [(940, "Rank 3 (node1, cuda:1) is 20 % slower in data than the others, since step 901")]
-    named, reported = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log % 20 < 8 else {}, logs=57)
+    named, reported = detect(lambda log, rank: {"data": 0.02} if rank == 3 and log % 20 < 8 else {}, logs=57)
     assert (named, len(reported)) == ([], 1)
-    named, _ = judged(lambda log, rank: {"data": 0.02} if rank == 3 and log <= 60 else {}, logs=100)
+    named, _ = detect(lambda log, rank: {"data": 0.02} if rank == 3 and log <= 60 else {}, logs=100)
     assert named == ["rank 3 (node1, cuda:1) is 20 % slower in data (steps 1 to 600)"]
 
 
@@ -162,7 +162,7 @@ PLACES = ("data", "forward", "backward", "callbacks")
 """Where a rank may be slow."""
 EVERY = 4
 LOGS = 7
-"""The first log isn't judged. Each of the others is, by itself."""
+"""The first log isn't assessed. Each of the others is, by itself."""
 Slow = dict[str, dict[int, float]]
 """Place → rank → seconds more of each step."""
 

@@ -117,13 +117,13 @@ def cut(file: Path, *, eighths: int) -> None:
 def test_a_changed_file_means_an_earlier_checkpoint(folder: Path, name: str) -> None:
     file = folder / STEP_30 / name
     content = file.read_bytes()
-    deeds: list[Callable[[], object]] = [
+    damages: list[Callable[[], object]] = [
         *(lambda bit=bit: flip(file, bit) for bit in (0, 4 * len(content), 8 * len(content) - 9)),
         *(lambda part=part: cut(file, eighths=part) for part in (0, 4, 7)),
         file.unlink,
     ]
-    for deed in deeds:
-        deed()
+    for damage in damages:
+        damage()
         step, (fault,) = chosen(folder)
         assert step == STEP_20
         assert fault.startswith(f"{STEP_30}: ")
@@ -154,7 +154,7 @@ def replace_by_another_step(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("deed", "fault"),
+    ("damage", "fault"),
     [
         (swap_weights, "model.pt has another checksum"),
         (shutil.rmtree, "it is gone"),
@@ -162,12 +162,12 @@ def replace_by_another_step(directory: Path) -> None:
         (replace_by_another_step, "its manifest.json is of step 10"),
     ],
 )
-def test_other_directories_are_skipped(folder: Path, deed: Callable[[Path], object], fault: str) -> None:
-    deed(folder / STEP_30)
+def test_other_directories_are_skipped(folder: Path, damage: Callable[[Path], object], fault: str) -> None:
+    damage(folder / STEP_30)
     name, damaged = chosen(folder)
     assert name == STEP_20
     assert damaged[0].startswith(f"{STEP_30}: {fault}")
-    assert list(complete_steps(folder)) == [10, 20, 30] if deed is swap_weights else [10, 20]
+    assert list(complete_steps(folder)) == [10, 20, 30] if damage is swap_weights else [10, 20]
 
 
 def test_a_checkpoint_newer_than_last_is_never_taken(folder: Path) -> None:

@@ -49,8 +49,8 @@ def end(*, time: float, status: int | None, early: bool = False) -> dict[str, An
     return {"status": status, "time": time, "early": early}
 
 
-def told(at: int | RankState, **changes: Any) -> dict[str, Any]:
-    """What is stated of one rank; one that is said to have ended isn't alive."""
+def observed(at: int | RankState, **changes: Any) -> dict[str, Any]:
+    """Return what a monitor states about one rank. A rank with an `exit` isn't alive."""
     if isinstance(at, int):
         at = state(at, alive=changes.get("exit") is None)
     said = changes.pop("record", None)

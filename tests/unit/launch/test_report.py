@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from framework.monitoring.failure import FailureKind, RankFailure
 from framework.monitoring.rank_status import RankPhase
 from framework.monitoring.report import FailureReport, make_report
-from tests.unit.launch.statements import LOST_PEER, TIMED_OUT, end, record, state, statement, told
+from tests.unit.launch.statements import LOST_PEER, TIMED_OUT, end, observed, record, state, statement
 
 
 def report_of(*ranks: dict[str, Any], **how: Any) -> FailureReport:
@@ -42,7 +42,7 @@ def order(report: FailureReport) -> list[int]:
     ],
 )
 def test_a_silent_end_is_explained_by_its_status(status: int | None, oom: bool, cause: str) -> None:
-    report = report_of(told(0), told(1, exit=end(time=1.0, status=status, early=status == 0), oom=oom))
+    report = report_of(observed(0), observed(1, exit=end(time=1.0, status=status, early=status == 0), oom=oom))
     assert (report.first.rank, report.first.exit_status, report.others) == (1, 1, ())
     assert cause in report.first.cause
 
@@ -58,15 +58,15 @@ def test_a_silent_end_is_explained_by_its_status(status: int | None, oom: bool, 
 )
 def test_the_stack_names_an_unseen_signal(words: str, status: int | None, name: str | None) -> None:
     stacks = f'Fatal Python error: {words}\n\nCurrent thread 0x1 (most recent call first):\n  File "a", line 1 in f\n'
-    first = report_of(told(0), told(1, exit=end(time=1.0, status=status), stacks=stacks)).first
+    first = report_of(observed(0), observed(1, exit=end(time=1.0, status=status), stacks=stacks)).first
     assert (first.kind, first.signal, first.status) == (FailureKind.SIGNAL if name else FailureKind.EXIT, name, status)
     assert first.stacks == stacks
 
 
 def test_the_report_says_where_the_rank_was() -> None:
     at = state(5, phase=RankPhase.CHECKPOINT, step=31, alive=False)
-    failed = told(at, exit=end(time=8.0, status=-11), devices="GPU 1", local_rank=1, stacks="Fatal Python error: x")
-    report = make_report([statement(told(0)), statement(failed, node=1)], world_size=8, attempt=2)
+    failed = observed(at, exit=end(time=8.0, status=-11), devices="GPU 1", local_rank=1, stacks="Fatal Python error: x")
+    report = make_report([statement(observed(0)), statement(failed, node=1)], world_size=8, attempt=2)
     assert (report.attempt, report.world_size) == (2, 8)
     assert report.first == RankFailure(
         **{"rank": 5, "node": 1, "host": "host1", "local_rank": 1, "pid": 1005, "devices": "GPU 1"},  # type: ignore[arg-type]
@@ -79,18 +79,18 @@ def test_the_report_says_where_the_rank_was() -> None:
 
 
 def raised(rank: int, time: float, error: str = "ValueError: no", **changes: Any) -> dict[str, Any]:
-    return told(rank, record=record(time=time, error=error), **changes)
+    return observed(rank, record=record(time=time, error=error), **changes)
 
 
 def ended(rank: int, time: float, status: int | None = -9, *, early: bool = False) -> dict[str, Any]:
-    return told(rank, exit=end(time=time, status=status, early=early))
+    return observed(rank, exit=end(time=time, status=status, early=early))
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
         # by time, not by when it was heard
-        ([raised(0, 9.0, LOST_PEER), told(1), ended(2, 8.0), raised(3, 7.0, "KeyError: 'x'")], [3, 2, 0]),
+        ([raised(0, 9.0, LOST_PEER), observed(1), ended(2, 8.0), raised(3, 7.0, "KeyError: 'x'")], [3, 2, 0]),
         # from when it raised, however long it took to leave, or if it has yet to
         ([raised(0, 5.0, exit=end(time=30.0, status=1)), ended(1, 6.0, -11)], [0, 1]),
         ([ended(0, 3.0, 1), raised(1, 2.0)], [1, 0]),
@@ -125,7 +125,11 @@ LOST = (
 
 def test_a_silent_end_precedes_the_errors_it_caused() -> None:
     wrapped = record(time=5.0, error="MyError: training failed", of_peers=LOST_PEER)
-    assert order(report_of(told(0, record=wrapped), ended(1, 5.5, 0, early=True), raised(2, 5.1, LOST[2]))) == [1, 0, 2]
+    assert order(report_of(observed(0, record=wrapped), ended(1, 5.5, 0, early=True), raised(2, 5.1, LOST[2]))) == [
+        1,
+        0,
+        2,
+    ]
 
 
 # Who hung
@@ -133,9 +137,9 @@ def test_a_silent_end_precedes_the_errors_it_caused() -> None:
 
 def test_the_living_rank_others_awaited_is_first() -> None:
     report = report_of(
-        told(state(0, still_s=31.0), record=record(time=5.0, error=TIMED_OUT)),
-        told(state(1, collectives=19, phase=RankPhase.DATA), stacks="its stacks"),
-        told(state(2, still_s=30.0), stacks="another's"),
+        observed(state(0, still_s=31.0), record=record(time=5.0, error=TIMED_OUT)),
+        observed(state(1, collectives=19, phase=RankPhase.DATA), stacks="its stacks"),
+        observed(state(2, still_s=30.0), stacks="another's"),
     )
     assert order(report) == [1, 0]
     assert (report.first.kind, report.first.phase, report.first.stacks) == (FailureKind.HUNG, "data", "its stacks")
@@ -145,7 +149,7 @@ def test_the_living_rank_others_awaited_is_first() -> None:
 
 def test_a_failed_rank_does_not_hang_while_leaving() -> None:
     error = "torch.distributed.DistStoreError: wait timeout after 30000ms, keys: /mine"
-    report = report_of(told(0), told(state(1, collectives=19), record=record(time=5.0, error=error)))
+    report = report_of(observed(0), observed(state(1, collectives=19), record=record(time=5.0, error=error)))
     assert (order(report), report.first.kind) == ([1], FailureKind.EXCEPTION)
 
 
@@ -156,8 +160,8 @@ def test_a_failed_rank_does_not_hang_while_leaving() -> None:
 def test_an_own_error_is_no_lost_peer(error: str) -> None:
     """As are the lines of source code in its traceback."""
     said = record(time=5.0, error=error, traceback=f"    raise {LOST_PEER}\n{error}")
-    hung = told(state(1, collectives=19, phase=RankPhase.DATA), stacks="asleep")
-    report = report_of(told(0, record=said), hung, raised(2, 4.0, LOST_PEER))
+    hung = observed(state(1, collectives=19, phase=RankPhase.DATA), stacks="asleep")
+    report = report_of(observed(0, record=said), hung, raised(2, 4.0, LOST_PEER))
     assert order(report) == [0, 2]
     assert (report.first.kind, report.first.lost_peer, report.first.timed_out) == (FailureKind.EXCEPTION, False, False)
 
@@ -173,20 +177,20 @@ def test_an_own_error_is_no_lost_peer(error: str) -> None:
 @pytest.mark.parametrize("hung", [False, True])
 def test_half_a_timeout_of_waiting_means_a_hang(error: str, hung: bool) -> None:
     report = report_of(
-        told(state(0, still_s=10.1 if hung else 9.9), record=record(time=5.0, error=error)),
-        told(state(1, collectives=19, still_s=50.0)),
-        told(state(2, alive=False, collectives=18, still_s=60.0)),
+        observed(state(0, still_s=10.1 if hung else 9.9), record=record(time=5.0, error=error)),
+        observed(state(1, collectives=19, still_s=50.0)),
+        observed(state(2, alive=False, collectives=18, still_s=60.0)),
     )
     assert order(report) == ([1, 0] if hung else [0])
 
 
 def test_a_rank_that_arrived_too_late_is_first() -> None:
-    waited = told(
+    waited = observed(
         state(0, alive=False, still_s=12.5),
         record=record(time=5.0, error=TIMED_OUT),
         exit=end(time=5.1, status=1),
     )
-    came = told(state(1, collectives=19), record=record(time=5.2, error=LOST_PEER))
+    came = observed(state(1, collectives=19), record=record(time=5.2, error=LOST_PEER))
     report = make_report([statement(waited), statement(came, node=1)], world_size=2)
     assert order(report) == [1, 0]
     assert (report.first.kind, report.first.node, report.first.host) == (FailureKind.HUNG, 1, "host1")
@@ -195,7 +199,7 @@ def test_a_rank_that_arrived_too_late_is_first() -> None:
 def test_a_silent_node_that_was_awaited_is_first() -> None:
     at = {"rank": 2, "local_rank": 0, "pid": 0, "devices": "", "phase": "unknown", "step": 0, "log": "log"}
     silent = [RankFailure(kind=FailureKind.UNREACHABLE, node=1, host="", time=9.0, waited_s=7.0, **at)]  # type: ignore[arg-type]
-    for of_node_0 in (raised(0, 5.0, LOST_PEER), told(0)):
+    for of_node_0 in (raised(0, 5.0, LOST_PEER), observed(0)):
         assert report_of(of_node_0, silent_nodes=silent).first.kind is FailureKind.UNREACHABLE
     own = report_of(raised(0, 5.0), silent_nodes=silent)
     assert [failure.kind for failure in (own.first, *own.others)] == [FailureKind.EXCEPTION, FailureKind.UNREACHABLE]
@@ -203,7 +207,7 @@ def test_a_silent_node_that_was_awaited_is_first() -> None:
 
 def test_a_rank_that_just_caught_up_is_named() -> None:
     late = [{"rank": 1, "phase": "data", "step": 3, "seconds": 65.0}, {"rank": 0, "phase": "data", "seconds": 2.0}]
-    report = make_report([statement(told(0), told(1), late=late)], world_size=2)
+    report = make_report([statement(observed(0), observed(1), late=late)], world_size=2)
     assert (report.first.rank, report.first.kind, report.first.phase) == (1, FailureKind.HUNG, "data")
     assert report.first.cause == "hung; the others waited 65 s"
     assert report.late == late
@@ -214,13 +218,13 @@ def test_the_hung_rank_is_first_whatever_others_do(size: int, data: st.DataObjec
     hung = data.draw(st.integers(0, size - 1))
     phase = data.draw(st.sampled_from([phase for phase in RankPhase if phase > RankPhase.MEETING]))
     at = state(hung, collectives=19, phase=phase, stopped=data.draw(st.booleans()))
-    ranks = [told(at)]
+    ranks = [observed(at)]
     for rank in set(range(size)) - {hung}:
         one_raised = rank == (hung + 1) % size
         fate = "raised" if one_raised else data.draw(st.sampled_from(["waits", "raised", "left", "lost"]))
         said = record(time=data.draw(st.floats(50, 60)), error=LOST_PEER if fate == "lost" else TIMED_OUT)
         ranks.append(
-            told(
+            observed(
                 state(rank, alive=fate != "left", still_s=data.draw(st.floats(10, 40))),
                 record=None if fate == "waits" else said,
                 exit=end(time=60.1, status=1) if fate == "left" else None,
@@ -236,7 +240,7 @@ def test_the_dead_rank_is_first_in_any_order(size: int, data: st.DataObject) -> 
     # The end of a process is seen late, and clocks of nodes differ.
     seen = st.floats(100, 104)
     ranks = [
-        told(
+        observed(
             rank,
             record=record(time=data.draw(seen), error=data.draw(st.sampled_from(LOST))),
             exit=end(time=data.draw(seen), status=1),
@@ -245,7 +249,7 @@ def test_the_dead_rank_is_first_in_any_order(size: int, data: st.DataObject) -> 
     ]
     status = data.draw(st.sampled_from([-9, -11, 3, 0]))
     said = data.draw(st.sampled_from([None, record(time=data.draw(seen), error="KeyError")]))
-    ranks[dead] = told(dead, record=said, exit=end(time=data.draw(seen), status=status, early=status == 0))
+    ranks[dead] = observed(dead, record=said, exit=end(time=data.draw(seen), status=status, early=status == 0))
     cut = data.draw(st.integers(0, size))
     statements = [statement(*ranks[:cut]), statement(*ranks[cut:], node=1)]
     report = make_report(data.draw(st.permutations(statements)), world_size=size)
@@ -261,7 +265,7 @@ def test_statements_in_any_order_give_one_report(data: st.DataObject) -> None:
         status = data.draw(st.sampled_from([0, 1, -9, 75, None]))
         error = data.draw(st.sampled_from([*LOST, "KeyError"]))
         ranks.append(
-            told(
+            observed(
                 at,
                 exit=data.draw(st.sampled_from([None, end(time=data.draw(time), status=status)])),
                 record=data.draw(st.sampled_from([None, record(time=data.draw(time), error=error)])),

@@ -59,7 +59,7 @@ def throw_in(module: str, error: BaseException) -> Callable[[], object]:
     return lambda: made.throw(error)
 
 
-def wait_for_nobody() -> None:
+def time_out() -> None:
     """As rank 0 of 2."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(milliseconds=50)).get("never set")
 
@@ -70,7 +70,7 @@ def in_database() -> None:
 
 def wrapped() -> None:
     try:
-        wait_for_nobody()
+        time_out()
     except RuntimeError:
         throw(KeyError("training failed"))
 
@@ -82,7 +82,7 @@ def in_work_of_gloo() -> None:
 
 def forgotten() -> None:
     try:
-        wait_for_nobody()
+        time_out()
     except RuntimeError:
         raise RuntimeError(DATABASE) from None
 
@@ -113,7 +113,7 @@ def test_errors_of_torchs_collectives_are_recognised(record: Record, module: str
 @pytest.mark.parametrize(
     ("call", "of_peers"),
     [
-        (wait_for_nobody, "wait timeout after 50ms"),
+        (time_out, "wait timeout after 50ms"),
         (wrapped, "wait timeout after 50ms"),
         (in_database, ""),
         (in_work_of_gloo, GLOO),

@@ -26,7 +26,7 @@ class Seen:
         self.seen.append("waits")
 
     def end_waiting(self) -> None:
-        self.seen.append("goes on")
+        self.seen.append("continues")
 
     def waiting_unknown(self) -> None:
         self.seen.append("not known")
@@ -89,9 +89,9 @@ SOME = ["gradient"] * 2
             True,
             [[*ALL, "waits"], [*SOME, "not known"], SOME],
         ),
-        ("allreduce", [(False, False), (True, False)], True, [ALL, [*ALL, "waits", "goes on"]]),
+        ("allreduce", [(False, False), (True, False)], True, [ALL, [*ALL, "waits", "continues"]]),
         # A step of warm-up, then an average in every second.
-        ("local_sgd", [(True, False)] * 3, True, [[*ALL, "waits", "goes on"], ALL, [*ALL, "waits", "goes on"]]),
+        ("local_sgd", [(True, False)] * 3, True, [[*ALL, "waits", "continues"], ALL, [*ALL, "waits", "continues"]]),
         # It waits in the midst of backward.
         ("ddp powersgd", [(True, False)], False, [ALL]),
     ],
