@@ -185,5 +185,5 @@ def test_a_monitor_in_the_rank_needs_no_signal(rank_status: RankStatus, tmp_path
     finally:
         monitor.close()
         signal.signal(STACKS_SIGNAL, before)
-    assert "test_a_monitor_in_the_rank_itself" in rank["stacks"]
+    assert "test_a_monitor_in_the_rank_needs_no_signal" in rank["stacks"]
     assert not signals
