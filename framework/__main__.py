@@ -16,10 +16,24 @@ if TYPE_CHECKING:
     from framework.launch.fork_server import ForkServer
     from framework.launch.handshake import ExternalRanks
 
-EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
+# What a shell reports of a command that SIGPIPE ended.
+EXIT_BROKEN_PIPE = 141
 
-_WITHOUT_RANKS = {"launcher=in_process", "job=runs", "job=compare", "job=report"}
-_ONLY_ANSWER = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+# With this, the job runs in the command's own process.
+_IN_PROCESS = "launcher=in_process"
+# With these, no job runs.
+_ONLY_ANSWER = (
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--version",
+    "--cfg",
+    "-c",
+    "--info",
+    "-i",
+    "--shell-completion",
+    "-sc",
+)
 
 
 def main() -> int:
@@ -35,7 +49,7 @@ def main() -> int:
         if not _silence_broken_streams():
             raise
         status = EXIT_BROKEN_PIPE
-    # this was a rank, or a client of the nodes' store, for which a thread may still be waiting
+    # This was a rank, or a client of the nodes' store, for which a thread may still be waiting.
     if "torch" in sys.modules:
         from framework.launch.child import leave
 
@@ -46,12 +60,13 @@ def main() -> int:
 def _command() -> int:
     from framework.launch.environment import without_secret
 
-    arguments = sys.argv[1:] = without_secret(sys.argv[1:], os.environ)
+    arguments = without_secret(sys.argv[1:], os.environ)
+    sys.argv[1:] = arguments
     try:
         status = _external(arguments)
         if status is not None:
             return status
-        if not _starts_ranks(arguments):
+        if not _needs_fork_server(arguments):
             return _answer(arguments)
         from framework.launch.fork_server import PRELOAD, ForkServer
 
@@ -64,9 +79,10 @@ def _command() -> int:
 def _answer(
     arguments: list[str], *, fork_server: ForkServer | None = None, external_ranks: ExternalRanks | None = None
 ) -> int:
-    from framework.command.compose import main as cli_main  # imports Hydra, while the fork server imports torch
+    # Imports Hydra, while the fork server imports torch.
+    from framework.command.compose import main as run_command
 
-    return cli_main(arguments, fork_server=fork_server, external_ranks=external_ranks)
+    return run_command(arguments, fork_server=fork_server, external_ranks=external_ranks)
 
 
 def _external(arguments: list[str]) -> int | None:
@@ -92,19 +108,27 @@ def _external(arguments: list[str]) -> int | None:
     )
 
 
-def _starts_ranks(arguments: list[str]) -> bool:
-    """Return True if the command may start ranks, guessed from the arguments before they are parsed."""
-    flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("-")}
-    present = {present_override(argument) for argument in arguments}
-    return not flags & _ONLY_ANSWER and not _WITHOUT_RANKS & present
+def _needs_fork_server(arguments: list[str]) -> bool:
+    """Return True if the command may start processes with torch, guessed from the arguments before they are parsed."""
+    from framework.config.jobs import JOBS
+
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key in _ONLY_ANSWER or present_override(argument) == _IN_PROCESS:
+            return False
+        if key == "job" and value in JOBS and not JOBS[value].needs_torch:
+            return False
+    return True
 
 
 def _open_missing_streams() -> None:
     """Open the null device for streams that the shell closed (`>&-`), before a file gets their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this stream's
-            os.set_inheritable(null, True)  # by the fork server
+            # It gets the lowest free number, which is this stream's.
+            null = os.open(os.devnull, os.O_RDWR)
+            # The fork server inherits it.
+            os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, "r" if number == 0 else "w", closefd=False))
 
 
@@ -112,7 +136,8 @@ def _silence_broken_streams() -> bool:
     """Redirect broken stdout and stderr to the null device; return True if any was broken."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        poll.register(stream.fileno(), 0)  # to be told of errors only
+        # Without events, it reports errors only.
+        poll.register(stream.fileno(), 0)
     broken = poll.poll(0)
     null = os.open(os.devnull, os.O_WRONLY)
     for number, _ in broken:

@@ -606,7 +606,7 @@ CONFIG = [
     Mutation(
         name="validation-at-the-last-step-is-refused",
         caught_by="tests/unit/config/test_checks.py::test_combinations_that_are_accepted",
-        within="_validation",
+        within="validation_mistakes",
         old="every > last",
         new="every >= last",
         what="trainer.val_check_interval equal to trainer.max_steps is refused, though it validates at the end.",
@@ -657,7 +657,7 @@ JOBS = [
     Mutation(
         name="predictions-of-the-last-rank-come-first",
         caught_by="tests/unit/test_predictions.py::test_csv_has_an_indexed_row_a_sample",
-        within="joined",
+        within="concatenated",
         old="[part[name] for part in parts]",
         new="[part[name] for part in reversed(parts)]",
         what="The predictions of several processes are joined in the wrong order.",
@@ -689,7 +689,7 @@ JOBS = [
     Mutation(
         name="parity-always-succeeds",
         caught_by="tests/features/test_parity.py::test_the_first_difference_is_found_and_explained",
-        within="main",
+        within="Parity.run",
         old='0 if answer["same"] else 1',
         new="0",
         what="job=parity exits with status 0 though the weights are not the same.",
@@ -699,7 +699,7 @@ JOBS = [
         caught_by="tests/unit/jobs/test_sweep.py::test_a_failing_job_is_shown_and_others_run",
         within="Sweep.close",
         old="EXIT_RUN_FAILED if self._failed else 0",
-        new="EXIT_RUN_FAILED if len(self._failed) == len(ended) else 0",
+        new="EXIT_RUN_FAILED if len(self._failed) == len(self._ended) else 0",
         what="A sweep exits with status 0 though one of its jobs has failed.",
     ),
     Mutation(

@@ -13,26 +13,18 @@ from framework.launch.base import launcher_class
 from framework.launch.plan import rank_environment
 
 _ENDPOINT = "HOST:29400"
-# Keys that don't define the run: how its ranks are started, and the settings of other jobs.
-_OWN_KEYS = (
-    "launcher",
-    "job",
-    "plan",
-    "parity",
-    "tune",
-    "export",
-    "runs",
-    "report",
-    "topology.node_rank",
-    "topology.rdzv_endpoint",
-)
+# Keys that don't define a training, but how its ranks are started.
+_STARTING_KEYS = ("launcher", "job", "topology.node_rank", "topology.rdzv_endpoint")
 
 
-def commands(request: Request, topology: Topology) -> dict[str, list[str]]:
-    """Return the words of each equivalent command. `framework` and `torchrun` are typed on every node."""
+def commands(request: Request, topology: Topology, *, own_keys: Sequence[str]) -> dict[str, list[str]]:
+    """Return the words of each command that trains so. `framework` and `torchrun` are typed on every node.
+
+    own_keys: the sections that only the request's job reads; they are left out.
+    """
     config, procs = request.config, topology.procs_per_node
     endpoint = config.topology.rdzv_endpoint or _ENDPOINT
-    run = [text for text in request.overrides if not _is_of(text, _OWN_KEYS)]
+    run = [text for text in request.overrides if not _is_of(text, [*_STARTING_KEYS, *own_keys])]
     launching = []
     if launcher_class(config.launcher).starts_ranks:
         launching = [text for text in request.overrides if _is_of(text, ["launcher"])]

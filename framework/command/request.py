@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,6 @@ from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import ExternalRanks
 from framework.monitoring.report import FailureReport
 from framework.system.run_dir import RunDir
-
-
-def job_module(job: str) -> Any:
-    """Return the module of `framework.jobs` for `job`, which may be the dotted name of a user's function."""
-    return import_module(f"framework.jobs.{'function' if '.' in job else job}")
 
 
 @dataclass(frozen=True)
@@ -75,8 +69,3 @@ class Request:
         Raises FrameworkError for any mistake that can be found before anything starts.
         """
         return place(self.config, external_ranks=self.external_ranks, is_swept=self.sub_run is not None)
-
-
-def checked_placement(request: Request) -> Placement:
-    """Return the placement of a request; the check of jobs that have no other rules."""
-    return request.placement

@@ -1,4 +1,8 @@
-"""A sweep: jobs run one after another from one fork server; a line when each ends, a table when all have."""
+"""A sweep: jobs run one after another from one fork server; a line when each ends, a table when all have.
+
+`grid` makes the runs of all combinations of values, which `run_sweep` runs. Another sweeper, such as Optuna's, chooses
+each run by the results of those before: `run_chosen`.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,63 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from framework.command.hydra_compose import resolved, split_sweep
+from framework.command.job import Job, load_job
 from framework.command.messages import resume_arguments, tensorboard_command
-from framework.command.request import JobResult, Request, job_module
+from framework.command.request import JobResult, Request
 from framework.config.secrets import masked_override
-from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError
+from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError, RunError
 from framework.system.formatting import display_path, format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
 
+if TYPE_CHECKING:
+    from framework.launch.handshake import ExternalRanks
+
 # Where Hydra's sweepers have the direction of their search, with its value for each `checkpoint.mode`.
 _DIRECTIONS = {
-    "direction": {"min": "minimize", "max": "maximize"},  # Optuna's
-    "optim.maximize": {"min": "false", "max": "true"},  # Nevergrad's
-    "ax_config.experiment.minimize": {"min": "true", "max": "false"},  # Ax's
+    # Optuna's.
+    "direction": {"min": "minimize", "max": "maximize"},
+    # Nevergrad's.
+    "optim.maximize": {"min": "false", "max": "true"},
+    # Ax's.
+    "ax_config.experiment.minimize": {"min": "true", "max": "false"},
     "ax_config.early_stop.minimize": {"min": "true", "max": "false"},
 }
 _BETTER = {"min": "lower", "max": "higher"}
-_NOT_SWEPT = ("compare", "export", "parity", "plan", "report", "runs", "tune")
+
+
+def check_sweep(settings: DictConfig, *, external_ranks: ExternalRanks | None) -> None:
+    """Raise ConfigError for a sweep that can't be run here. settings: Hydra's section of the configuration."""
+    if external_ranks is not None:
+        raise ConfigError(
+            f"-m makes several runs, and {external_ranks.cluster.starter} has started these processes for one.\n"
+            "Leave -m out, or type launcher=local and start the command once."
+        )
+    # Other launchers pickle jobs.
+    if not settings.launcher._target_.endswith(".BasicLauncher"):
+        raise ConfigError(
+            f"hydra/launcher={settings.runtime.choices['hydra/launcher']} can't be used: a sweep runs its jobs "
+            "one after another. Use hydra/launcher=basic; to run jobs at the same time, start a command for each."
+        )
+
+
+def grid(overrides: Sequence[str], settings: DictConfig) -> Iterator[list[str]]:
+    """Yield the overrides of each job of a sweep over all combinations of values.
+
+    settings: Hydra's section of the configuration, where a file may have values to sweep over.
+    """
+    params = [f"{key}={value}" for key, value in (settings.sweeper.params or {}).items()]
+    of_hydra, combinations = split_sweep([*params, *overrides])
+    for number, combination in enumerate(combinations):
+        yield [*of_hydra, f"hydra.job.num={number}", *combination]
 
 
 def run_sweep(requests: Sequence[Request]) -> int:
@@ -38,13 +77,14 @@ def run_sweep(requests: Sequence[Request]) -> int:
     if not requests:
         raise ConfigError("The sweep has no jobs: one of its ranges is empty.")
     for request in requests:
-        _job(request).check(request)
+        _swept_job(request).check(request)
     outputs = [request.config.predict.output for request in requests if request.config.job == "predict"]
     if len(set(outputs)) < len(outputs):
         raise ConfigError(f"predict.output={outputs[0]} is that of several jobs. Give each its own.")
+
     print(f"{format_count(len(requests), 'job')} in {display_path(_sub_run(requests[0]).parent)}", flush=True)
     sweep = Sweep()
-    labels = distinguishing([each.overrides for each in requests])
+    labels = distinguishing([request.overrides for request in requests])
     for number, (request, label) in enumerate(zip(requests, labels, strict=True)):
         try:
             sweep.run(request, label=label)
@@ -53,6 +93,48 @@ def run_sweep(requests: Sequence[Request]) -> int:
             sweep.close()
             raise
     return sweep.close()
+
+
+def run_chosen(
+    config: DictConfig,
+    *,
+    typed: Sequence[str],
+    request_of: Callable[..., Request],
+    run_all: Callable[[Callable[[DictConfig], float | None], list[str]], None],
+) -> int:
+    """Run the jobs as a sweeper such as Optuna's chooses them, by their results; return the exit status.
+
+    Args:
+        config: composed without the values to sweep over.
+        typed: the command's overrides.
+        request_of: returns the request of a job, given what `resolved` returns and its number.
+        run_all: has the sweeper call a function with the configuration of each job, given further overrides.
+    """
+    checkpoint = config.checkpoint
+    sweeper: Any = OmegaConf.to_container(config.hydra.sweeper, enum_to_str=True)
+    direction = sweeper_direction(sweeper, typed=typed, mode=checkpoint.mode, monitor=checkpoint.monitor)
+    sweep = Sweep()
+
+    def run_one(job_config: DictConfig) -> float | None:
+        raw, overrides = resolved(job_config)
+        request = request_of(raw, overrides, number=HydraConfig.get().job.num)
+        settings = request.config.checkpoint
+        if settings.monitor != checkpoint.monitor or settings.mode != checkpoint.mode:
+            raise ConfigError(
+                "checkpoint.monitor and checkpoint.mode say what the sweeper looks for, so they must be the same "
+                "in all jobs. Don't sweep over them."
+            )
+        label = " ".join(request.overrides)
+        result = sweep.run(request, label=label)
+        if result.status != 0:
+            raise RunError(f"The job {label} failed with exit status {result.status}.")
+        return result.score
+
+    try:
+        run_all(run_one, direction)
+    finally:
+        status = sweep.close()
+    return status
 
 
 def sweeper_direction(sweeper: Mapping[str, Any], *, typed: Sequence[str], mode: str, monitor: str | None) -> list[str]:
@@ -68,19 +150,18 @@ def sweeper_direction(sweeper: Mapping[str, Any], *, typed: Sequence[str], mode:
         )
     overrides: list[str] = []
     for key, by_mode in _DIRECTIONS.items():
-        value: Any = sweeper
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        wanted = by_mode[mode]
+        value = _value_at(sweeper, key)
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
         if len(values) != 1:
             raise ConfigError(
                 f"hydra.sweeper.{key} has {len(values)} directions, and a job has one score: the best {monitor}. "
-                f"Use hydra.sweeper.{key}={by_mode[mode]}, or leave it out."
+                f"Use hydra.sweeper.{key}={wanted}, or leave it out."
             )
         name = str(values[0]).lower()
-        if name == by_mode[mode]:
+        if name == wanted:
             continue
         # Every sweeper minimizes by default, so a `min` in a file may be this default; `max` was set by the user.
         is_typed = any(text.lstrip("+").startswith(f"hydra.sweeper.{key}=") for text in typed)
@@ -89,10 +170,19 @@ def sweeper_direction(sweeper: Mapping[str, Any], *, typed: Sequence[str], mode:
                 f"hydra.sweeper.{key}={name} contradicts checkpoint.mode={mode}: {monitor} is better if it is "
                 f"{_BETTER[mode]}.\nLeave hydra.sweeper.{key} out: it follows from checkpoint.mode."
             )
-        override = f"hydra.sweeper.{key}={by_mode[mode]}"
+        override = f"hydra.sweeper.{key}={wanted}"
         print(f"{override}, from checkpoint.mode={mode}", flush=True)
         overrides.append(override)
     return overrides
+
+
+def _value_at(node: Any, key: str) -> Any:
+    """Return the value of a dotted key; None if there is none."""
+    for part in key.split("."):
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(part)
+    return node
 
 
 def _sub_run(request: Request) -> Path:
@@ -100,13 +190,13 @@ def _sub_run(request: Request) -> Path:
     return request.sub_run
 
 
-def _job(request: Request) -> ModuleType:
-    """Return the job's module. Raises ConfigError for a job that answers for one run."""
+def _swept_job(request: Request) -> Job:
+    """Return the job. Raises ConfigError for one that answers for one run."""
     name = request.config.job
-    if name in _NOT_SWEPT:
+    job = load_job(name)
+    if not job.sweepable:
         raise ConfigError(f"job={name} is about one run, so it can't go with a sweep (-m). Choose one of its jobs.")
-    module: ModuleType = job_module(name)
-    return module
+    return job
 
 
 @final
@@ -115,7 +205,9 @@ class Sweep:
 
     def __init__(self) -> None:
         self._ended: list[Request] = []
-        self._rows: list[tuple[str, ...]] = []  # of the table, without labels
+        # The rows of the table, without labels.
+        self._rows: list[tuple[str, ...]] = []
+        # The numbers of the jobs that failed.
         self._failed: list[str] = []
 
     def run(self, request: Request, *, label: str) -> JobResult:
@@ -123,52 +215,77 @@ class Sweep:
 
         KeyboardInterrupt is passed on, and raised after a job that was stopped on request, which ends the sweep.
         """
-        start, run_dir = time.perf_counter(), RunDir(_sub_run(request))
+        run_dir = RunDir(_sub_run(request))
         number = run_dir.path.name
-        try:
-            result: JobResult = _job(request).main(request)
-        except FrameworkError as error:
-            print(shown(str(error)), file=sys.stderr, flush=True)
-            result = JobResult(error.exit_status)
-        except Exception:
-            traceback.print_exc()
-            result = JobResult(EXIT_RUN_FAILED)
-        status, score = result.status, "–" if result.score is None else f"{result.score:.4f}"
-        how = {0: "finished", EXIT_STOPPED: "stopped"}.get(status, f"FAILED ({status})")
+        start = time.perf_counter()
+        result = _run_caught(request)
         seconds = f"{time.perf_counter() - start:.1f}"
+
+        where = ""
+        if result.status == 0:
+            how = "finished"
+        elif result.status == EXIT_STOPPED:
+            how = "stopped"
+            where = resume_arguments(run_dir)
+        else:
+            how = f"FAILED ({result.status})"
+            where = _log_of(run_dir)
+            self._failed.append(number)
+        score = "–" if result.score is None else f"{result.score:.4f}"
         self._ended.append(request)
         self._rows.append((number, how, score, seconds))
-        self._failed += [] if status in (0, EXIT_STOPPED) else [number]
-        where = ""
-        if status == EXIT_STOPPED:
-            where = resume_arguments(run_dir)
-        elif status != 0 and run_dir.path.is_dir():
-            log = run_dir.rank_log(0)
-            where = f"log: {display_path(log if log.exists() else run_dir.path)}"
         print("  ".join([f"[{number}] {label}", how, score, f"{seconds} s", where]).rstrip(), flush=True)
-        if status == EXIT_STOPPED:
+        if result.status == EXIT_STOPPED:
             raise KeyboardInterrupt
         return result
 
     def close(self) -> int:
         """Print the table and return the exit status."""
-        ended = self._ended
-        if not ended:
+        if not self._ended:
             return EXIT_RUN_FAILED
-        monitors = {request.config.checkpoint.monitor or "" for request in ended}
-        best = f"best {monitors.pop()}".rstrip() if len(monitors) == 1 else "best"
-        labels = distinguishing([request.overrides for request in ended])
-        rows = [(number, label, *cells) for (number, *cells), label in zip(self._rows, labels, strict=True)]
-        print(f"\n{textwrap.dedent(format_table([('job', 'overrides', 'status', best, 's'), *rows]))}")
+        monitors = {request.config.checkpoint.monitor or "" for request in self._ended}
+        score_title = f"best {monitors.pop()}".rstrip() if len(monitors) == 1 else "best"
+        rows: list[tuple[str, ...]] = [("job", "overrides", "status", score_title, "s")]
+        labels = distinguishing([request.overrides for request in self._ended])
+        for (number, *cells), label in zip(self._rows, labels, strict=True):
+            rows.append((number, label, *cells))
+        print(f"\n{textwrap.dedent(format_table(rows))}")
         if self._failed:
-            print(f"\n{len(self._failed)} of {len(ended)} jobs failed: {', '.join(self._failed)}")
-        folder = _sub_run(ended[0]).parent
-        if folder.is_dir():  # there is none if every job was refused
+            print(f"\n{len(self._failed)} of {len(self._ended)} jobs failed: {', '.join(self._failed)}")
+
+        folder = _sub_run(self._ended[0]).parent
+        # There is none if every job was refused.
+        if folder.is_dir():
             print(f"\n{format_facts([('curves', tensorboard_command(folder))])}", flush=True)
         return EXIT_RUN_FAILED if self._failed else 0
 
 
+def _run_caught(request: Request) -> JobResult:
+    """Run a job and return how it ended. An exception is printed."""
+    try:
+        return _swept_job(request).run(request)
+    except FrameworkError as error:
+        print(shown(str(error)), file=sys.stderr, flush=True)
+        return JobResult(error.exit_status)
+    except Exception:
+        traceback.print_exc()
+        return JobResult(EXIT_RUN_FAILED)
+
+
+def _log_of(run_dir: RunDir) -> str:
+    """Return where the log of a failed run is; empty if it has no directory."""
+    if not run_dir.path.is_dir():
+        return ""
+    log = run_dir.rank_log(0)
+    return f"log: {display_path(log if log.exists() else run_dir.path)}"
+
+
 def distinguishing(overrides: Sequence[Sequence[str]]) -> list[str]:
     """Return for each job the overrides that not all jobs have, as one text."""
-    common = set.intersection(*(set(each) for each in overrides)) if len(overrides) > 1 else set()
-    return [" ".join(masked_override(text) for text in each if text not in common) for each in overrides]
+    common: set[str] = set()
+    if len(overrides) > 1:
+        common = set.intersection(*map(set, overrides))
+    labels = []
+    for typed in overrides:
+        labels.append(" ".join(masked_override(text) for text in typed if text not in common))
+    return labels

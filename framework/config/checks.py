@@ -7,7 +7,7 @@ message says what was set, what it conflicts with, and what to do.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from framework.config.optimizers import optimizer_configs, schedules
 from framework.config.parse import raise_mistakes
@@ -17,13 +17,21 @@ from framework.config.targets import check_node, import_target
 from framework.errors import ConfigError
 
 
-def check(config: Config) -> None:
-    """Raise one ConfigError with all rules that `config` breaks."""
+def check(config: Config, *, also: Iterable[str] = ()) -> None:
+    """Raise one ConfigError with all rules that `config` breaks. also: further mistakes, those of the job."""
     rules = (
-        *(_limits, _trainer, _processes, _launcher, _data, _optimizer, _scheduler),
-        *(_metrics, _validation, _jobs, _init),
+        _limits,
+        _trainer,
+        _processes,
+        _launcher,
+        _data,
+        _optimizer,
+        _scheduler,
+        _metrics,
+        _init,
     )
-    raise_mistakes([mistake for rule in rules for mistake in rule(config)])
+    mistakes = [mistake for rule in rules for mistake in rule(config)]
+    raise_mistakes([*mistakes, *also])
 
 
 def _limits(config: Config) -> Iterator[str]:
@@ -160,10 +168,13 @@ def _metrics(config: Config) -> Iterator[str]:
             )
 
 
-def _validation(config: Config) -> Iterator[str]:
-    """Check what is known without the data; the engine checks the rest, which depends on the steps of an epoch."""
+def validation_mistakes(config: Config) -> Iterator[str]:
+    """Yield what is wrong with when a training validates, as far as it is known without the data.
+
+    The engine checks the rest, which depends on the steps of an epoch.
+    """
     trainer = config.trainer
-    if config.job not in ("train", "plan") or trainer.fast_dev_run or trainer.limit_val_batches == 0:
+    if trainer.fast_dev_run or trainer.limit_val_batches == 0:
         return
     pairs = [("val_check_interval", "max_steps")]
     if trainer.val_check_interval is None:
@@ -175,40 +186,6 @@ def _validation(config: Config) -> Iterator[str]:
                 f"trainer.{interval}={every} is above trainer.{end}={last}, so nothing would be validated. "
                 f"Use {last} or less, or trainer.limit_val_batches=0 to train without validation."
             )
-
-
-def _jobs(config: Config) -> Iterator[str]:
-    job, path, resume = config.job, config.checkpoint.path, config.resume
-    is_function = "." in job
-    needs_weights = job in ("eval", "predict", "export") or is_function
-    if config.args and not is_function:
-        yield f"args.{next(iter(config.args))} is for a function of yours (job=package.module.function). Leave it out."
-    if needs_weights and path is None:
-        yield f"job={job} needs weights: checkpoint.path=outputs/RECIPE/RUN, or one of its checkpoints."
-    if path is not None and not needs_weights:
-        yield (
-            f"checkpoint.path={path} is for job=eval, predict, export and your functions. To train, use resume=RUN to "
-            f"continue a run, or init_from={path} to start from its weights."
-        )
-    if resume is not None and job != "train":
-        key = "checkpoint.path" if needs_weights else "init_from"
-        yield f"resume can't go with job={job}: it continues a training run. Use {key}={resume} for its weights."
-    if resume is not None and config.trainer.fast_dev_run:
-        yield "trainer.fast_dev_run can't go with resume: it writes no checkpoints. Use trainer.max_steps."
-    if config.rerun is not None and job != "train":
-        yield f"rerun can't go with job={job}: it trains again. Leave one of them out."
-    if config.runs.paths is not None and job not in ("runs", "compare", "report"):
-        yield f"runs={config.runs.paths[0]} is for job=runs, compare and report. Leave it out."
-    if config.runs.paths is None and job in ("compare", "report"):
-        yield f"job={job} needs runs: runs=[outputs/RECIPE/RUN,…], or a folder of runs. job=runs lists what there is."
-    for name in config.collectives.backends or ():
-        if name not in ("gloo", "nccl"):
-            yield f"collectives.backends=[{name}]: must be gloo, nccl, or both."
-    if job == "tune" and config.tune.min_lr >= config.tune.max_lr:
-        yield f"tune.min_lr={config.tune.min_lr:g} must be less than tune.max_lr={config.tune.max_lr:g}."
-    for name in ("fast_dev_run", "overfit_batches"):
-        if job == "tune" and getattr(config.trainer, name):
-            yield f"trainer.{name} can't go with job=tune: what suits a few samples may not suit all. Leave it out."
 
 
 def _init(config: Config) -> Iterator[str]:

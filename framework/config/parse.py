@@ -14,8 +14,9 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from framework.config.jobs import JOBS
 from framework.config.renamed import with_present_names
-from framework.config.schema import Config, Duration, FunctionName, Node, Texts
+from framework.config.schema import Config, Duration, FunctionName, JobName, Node, Texts
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
@@ -113,6 +114,8 @@ class _Field:
         self.section: Any = kinds[0] if is_dataclass(kinds[0]) else None
         # The names that are allowed, if it takes one of several.
         self.options = [name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
+        if JobName in kinds:
+            self.options = list(JOBS)
 
     @property
     def allowed(self) -> str:
@@ -129,6 +132,7 @@ class _Field:
             Node: "a mapping with `_target_`",
             dict[str, Any]: "a mapping",
             FunctionName: "the dotted name of a function",
+            JobName: f"one of {', '.join(JOBS)} or the dotted name of a function",
             dict[str, Node]: "a mapping from names to mappings with `_target_`",
             dict[str, str]: "a mapping from text to text",
         }
@@ -223,6 +227,8 @@ def _convert(value: Any, kind: Any) -> Any:
         return value if isinstance(value, Mapping) else _WRONG
     if kind is FunctionName:
         return value if _is_dotted_name(value) else _WRONG
+    if kind is JobName:
+        return value if (isinstance(value, str) and value in JOBS) or _is_dotted_name(value) else _WRONG
     if kind == dict[str, str]:
         is_right = isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
         return dict(value) if is_right else _WRONG

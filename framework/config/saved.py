@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
+from framework.config.jobs import JOBS
 from framework.config.parse import flatten, show
 from framework.config.renamed import without_removed
-from framework.config.schema import Job
 from framework.config.secrets import Secrets, restored_config
 from framework.config.suggest import nearest
 from framework.errors import ConfigError
@@ -355,7 +355,7 @@ def _hint(given: Path, *, key: str) -> str:
         return ""
     files = [file for pattern in ("*/overrides.yaml", "*/*/overrides.yaml") for file in place.glob(pattern)]
     folders = ((file.parent, file.parent.parent.name) for file in files)
-    found = [run for run, name in folders if name not in get_args(Job) and "." not in name]  # only training runs
+    found = [run for run, name in folders if name not in JOBS and "." not in name]  # only training runs
     if not found:
         return ""
     if place == given:

@@ -37,24 +37,11 @@ def auto(*, at_least: float) -> Any:
     return field(metadata={"auto": True, "bounds": {"at_least": at_least}})
 
 
-Job = Literal[
-    "train",
-    "eval",
-    "predict",
-    "export",
-    "plan",
-    "preflight",
-    "parity",
-    "tune",
-    "collectives",
-    "runs",
-    "compare",
-    "report",
-]
-"""The modules and packages of `framework.jobs` that define `main`; a function's name stands for `function` there."""
-
 FunctionName = NewType("FunctionName", str)
 """Written as a dotted name."""
+
+JobName = NewType("JobName", str)
+"""Written as a name in `framework.config.jobs`, or as the dotted name of a user's function or class."""
 
 BackendName = Literal["auto", "gloo", "nccl", "mpi"]
 InitMethod = Literal["env", "tcp", "file"]
@@ -294,7 +281,7 @@ class PathConfig:
 @dataclass(frozen=True, kw_only=True)
 class Config:
     recipe: str
-    job: Job | FunctionName
+    job: JobName
     args: dict[str, Any] = field(default_factory=dict)  # keywords of the function that `job` names
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
     tags: Texts = Texts(())  # labels of the run, in run.json and trackers

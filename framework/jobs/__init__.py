@@ -1,4 +1,5 @@
-"""What the command runs: one module or package per job, with `main(request) -> JobResult`; `job=NAME` chooses one.
+"""What the command does: one class per job, in a file or a folder. All are subclasses of `framework.command.job.Job`.
 
-Start with `train`, then `run_ranks`, which every job that starts ranks uses.
+Start with `eval`, a small one, and `train`. To add a job: one class here, its section in `conf/config.yaml` and
+`framework.config.schema`, and one line in `framework.config.jobs`.
 """

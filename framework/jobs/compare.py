@@ -15,36 +15,51 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Mapping, Sequence
 
+from framework.command.job import Job
 from framework.command.request import JobResult, Request
 from framework.errors import ConfigError
-from framework.runs.compare import compare, render
+from framework.runs.compare import Section, compare, render
+from framework.runs.find import named_runs
 from framework.runs.listing import csv_cell, json_text
-from framework.runs.record import named_runs
+from framework.runs.record import RunRecord
 from framework.system.shown_text import shown
 
 
-def main(request: Request) -> JobResult:
-    """Print what differs. Raises ConfigError for a path that is no run, or fewer than two runs."""
-    settings = request.config.runs
-    records = named_runs(settings.paths or ())
-    if len(records) < 2:
-        raise ConfigError(
-            f"job=compare needs two or more runs, and {','.join(settings.paths or ())} is one. Use runs=[RUN,RUN]."
-        )
-    found = compare(records)
-    if settings.format == "json":
-        print(json_text({"runs": [record.run for record in records], **found}), flush=True)
-    elif settings.format == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(["section", "name", *(csv_cell(record.run) for record in records)])
-        for section, rows in found.items():
-            for name, row in rows.items():
-                writer.writerow([section, *map(csv_cell, (name, *row))])
-        sys.stdout.flush()
-    else:
-        print(shown(render(records, found)), flush=True)
-    return JobResult(0)
+class Compare(Job):
+    """Print what differs between the runs that `runs` names."""
+
+    needs_ranks = False
+    needs_runs = True
+    sweepable = False
+    sections = ("runs",)
+
+    def run(self, request: Request) -> JobResult:
+        """Print what differs. Raises ConfigError for a path that is no run, or fewer than two runs."""
+        settings = request.config.runs
+        paths = settings.paths or ()
+        records = named_runs(paths)
+        if len(records) < 2:
+            raise ConfigError(f"job=compare needs two or more runs, and {','.join(paths)} is one. Use runs=[RUN,RUN].")
+
+        sections = compare(records)
+        if settings.format == "json":
+            runs = [record.run for record in records]
+            print(json_text({"runs": runs, **sections}), flush=True)
+        elif settings.format == "csv":
+            _print_csv(records, sections)
+        else:
+            print(shown(render(records, sections)), flush=True)
+        return JobResult(0)
 
 
-# The text for the terminal
+def _print_csv(records: Sequence[RunRecord], sections: Mapping[str, Section]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    runs = [csv_cell(record.run) for record in records]
+    writer.writerow(["section", "name", *runs])
+    for section, rows in sections.items():
+        for name, values in rows.items():
+            cells = [csv_cell(value) for value in values]
+            writer.writerow([section, csv_cell(name), *cells])
+    sys.stdout.flush()

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from framework.command.messages import evaluation_summary
-from framework.command.request import JobResult, Request
-from framework.command.request import checked_placement as check
-from framework.command.run_ranks import run
+from typing import TYPE_CHECKING
 
-__all__ = ["check", "main"]
+from framework.command.job import Job
+from framework.command.request import Request
+from framework.config.schema import Config
+from framework.system.formatting import format_table
+from framework.system.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from framework.launch.plan import MonitorLink, RankArguments
 
 
-def main(request: Request) -> JobResult:
-    """Evaluate on any number of processes. Raises FrameworkError for a request that can't be met."""
-    return run(request, entry="framework.jobs.inference:evaluate_rank", title="Evaluating", summary=evaluation_summary)
+class Eval(Job):
+    """Evaluate a trained model on any number of processes."""
+
+    needs_weights = True
+
+    def title(self, config: Config) -> str:
+        return "Evaluating"
+
+    def rank(self, arguments: RankArguments, link: MonitorLink) -> None:
+        from framework.jobs.inference import evaluate_rank
+
+        evaluate_rank(arguments, link)
+
+    def text(self, request: Request, run_dir: RunDir, *, status: int) -> str:
+        """Return the metrics, and the texts of metrics that are tables."""
+        config = request.config
+        if status != 0:
+            return self.closing(config, run_dir, results="")
+
+        results = run_dir.read_run().get("results", {})
+        rows = [(name, f"{value:.4f}") for name, value in results.get("metrics", {}).items()]
+        lines = [f"Evaluated {config.recipe} on {config.eval.part}", format_table(rows)]
+        for name, text in results.get("texts", {}).items():
+            lines += ["", name, text]
+        return self.closing(config, run_dir, results="\n".join(lines))

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import TYPE_CHECKING
 
-from framework.command.messages import checkpoint_summary
-from framework.command.request import JobResult, Request
-from framework.command.request import checked_placement as check
-from framework.command.run_ranks import run
+from framework.command.job import Job
+from framework.command.request import Request
+from framework.config.schema import Config
+from framework.system.run_dir import RunDir
 
-__all__ = ["check", "main"]
+if TYPE_CHECKING:
+    from framework.launch.plan import MonitorLink, RankArguments
 
 
-def main(request: Request) -> JobResult:
-    """Call the function on any number of processes. Raises FrameworkError for a request that can't be met."""
-    name = request.config.job
-    summary = partial(checkpoint_summary, f"{name} has returned")
-    return run(request, entry="framework.jobs.inference:call_rank", title=f"Calling {name} with", summary=summary)
+class Function(Job):
+    """Call the function that `job` names on every rank, with the weights of `checkpoint.path`."""
+
+    needs_weights = True
+
+    def title(self, config: Config) -> str:
+        return f"Calling {config.job} with"
+
+    def rank(self, arguments: RankArguments, link: MonitorLink) -> None:
+        from framework.jobs.inference import call_rank
+
+        call_rank(arguments, link)
+
+    def text(self, request: Request, run_dir: RunDir, *, status: int) -> str:
+        results = f"{request.config.job} has returned" if status == 0 else ""
+        return self.closing(request.config, run_dir, results=results)

@@ -18,11 +18,12 @@ from framework.checkpoint import read_manifest
 from framework.config.schema import Part
 from framework.config.targets import check_node, import_target, takes
 from framework.data.loader import EvalLoader
-from framework.distributed.collectives import barrier, gather_to_first
+from framework.distributed.collectives import gather_to_first
 from framework.distributed.process_group import process_group
-from framework.engine.assemble import Assembled, assemble
+from framework.engine.assemble import Assembled
 from framework.engine.limits import streams_of
 from framework.engine.setup import RankSetup, build_data, make_eval_loaders, setup_rank
+from framework.engine.work import joined, trained_model
 from framework.errors import ConfigError, DataError, TargetError
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.media import markdown_texts
@@ -68,7 +69,7 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
                     "Choose one by a keyword of data.datasets, or give a Datasets with one."
                 )
             (loader,) = loaders.values()
-            own = joined(list(_predictions(assembled, loader)))
+            own = concatenated(list(_predictions(assembled, loader)))
             shares = gather_to_first(own, setup.context)
             if setup.context.is_main:
                 output = Path(setup.config.predict.output).expanduser()
@@ -92,21 +93,8 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
         if mistakes := list(check_node(node, "args", positional=1, supplied=offered)):
             raise TargetError("\n".join(mistakes))
         keywords = {name: value for name, value in offered.items() if name not in config.args and takes(node, name)}
-        setup.link.rank_status.set_phase(RankPhase.MEETING)
-        with process_group(setup.context, config.backend, rendezvous=arguments.rendezvous), link.recording():
-            model = _trained_model(setup).model.eval()
-            setup.link.rank_status.set_phase(RankPhase.FUNCTION)
+        with joined(setup, arguments, needs_weights=True) as model:
             function(model, **keywords, **config.args)
-            setup.link.rank_status.set_phase(RankPhase.CLOSING)
-            barrier(setup.context)
-
-
-def _trained_model(setup: RankSetup) -> Assembled:
-    """Return the model with the weights of `checkpoint.path`. Every rank must call it, inside the process group."""
-    setup.link.rank_status.set_phase(RankPhase.BUILDING)
-    assembled = assemble(setup.requested, setup.context, weights=Path(str(setup.config.checkpoint.path)))
-    setup.link.rank_status.set_phase(RankPhase.EVALUATE)
-    return assembled
 
 
 def _predictions(assembled: Assembled, loader: EvalLoader) -> Iterator[Columns]:
@@ -140,7 +128,7 @@ def _ready(
         if streams_of(datasets):
             setup.exchange.open()
         stack.enter_context(setup.link.recording())
-        assembled = _trained_model(setup)
+        assembled = trained_model(setup)
         assert assembled.checkpoint is not None
         epoch = read_manifest(assembled.checkpoint).epoch
         for loader in loaders.values():
@@ -165,7 +153,7 @@ def columns_of(prediction: Tensor | Mapping[str, Tensor], *, num_samples: int) -
     return {name: values.detach().cpu() for name, values in named.items()}
 
 
-def joined(parts: Sequence[Columns]) -> Columns:
+def concatenated(parts: Sequence[Columns]) -> Columns:
     """Return the samples of all parts, one part after another; no columns without parts."""
     return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
@@ -183,7 +171,7 @@ def write_predictions(shares: Sequence[Columns], output: Path, *, turns: int | N
         RunError: the disk refuses.
     """
     sizes = [len(next(iter(share.values()), ())) for share in shares]
-    columns = joined([share for share in shares if share])
+    columns = concatenated([share for share in shares if share])
     if turns is not None and len(shares) > 1:
         rounds = torch.cat([torch.arange(size) // turns for size in sizes])
         order = rounds.argsort(stable=True)  # stable: within a round, samples stay in the order of ranks

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.runs.record import named_runs
+from framework.runs.find import named_runs
 from framework.runs.report.page import make_page
 from framework.system.files import atomic_output, checked_output
 from framework.system.formatting import display_path, format_bytes, format_count
@@ -12,12 +13,21 @@ from framework.system.shown_text import shown
 _KEY = "report.output"
 
 
-def main(request: Request) -> JobResult:
-    """Write the page. Raises ConfigError for a path that is no run, or an output that exists or can't be written."""
-    output = checked_output(request.config.report.output, key=_KEY, suffixes=(".html",))
-    records = named_runs(request.config.runs.paths or ())
-    with atomic_output(output, key=_KEY) as path:
-        path.write_text(make_page(records), encoding="utf-8")
-    size = format_bytes(output.stat().st_size)
-    print(shown(f"Report of {format_count(len(records), 'run')}: {display_path(output)} ({size})"), flush=True)
-    return JobResult(0)
+class Report(Job):
+    """Write the page of the runs that `runs` names."""
+
+    needs_ranks = False
+    needs_runs = True
+    sweepable = False
+    sections = ("runs", "report")
+
+    def run(self, request: Request) -> JobResult:
+        """Write the page. Raises ConfigError for a path that is no run, or an output that can't be written."""
+        output = checked_output(request.config.report.output, key=_KEY, suffixes=(".html",))
+        records = named_runs(request.config.runs.paths or ())
+        with atomic_output(output, key=_KEY) as path:
+            path.write_text(make_page(records), encoding="utf-8")
+
+        size = format_bytes(output.stat().st_size)
+        print(shown(f"Report of {format_count(len(records), 'run')}: {display_path(output)} ({size})"), flush=True)
+        return JobResult(0)

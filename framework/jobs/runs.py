@@ -21,33 +21,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.runs.listing import _plain, _print_csv, _text, json_text, matching, ordered
-from framework.runs.record import find_runs, named_runs
+from framework.runs.find import find_runs, named_runs
+from framework.runs.listing import json_text, list_text, matching, ordered, plain, print_csv
 from framework.system.formatting import display_path
 from framework.system.shown_text import shown
 
 
-def main(request: Request) -> JobResult:
-    """Print the list. Raises ConfigError for a wrong condition, name or path."""
-    settings = request.config.runs
-    folder = Path(request.config.path.outputs)
-    found = find_runs(folder.absolute()) if settings.paths is None else named_runs(settings.paths)
-    listed = ordered(matching(found, settings.filter), settings.sort)
-    if settings.format == "json":
-        print(json_text([_plain(record) for record in listed]), flush=True)
-    elif settings.format == "csv":
-        _print_csv(listed)
-    else:
-        where = display_path(folder.absolute()) if settings.paths is None else ", ".join(settings.paths)
-        print(shown(_text(listed, num_found=len(found), where=where)), flush=True)
-    return JobResult(0)
+class Runs(Job):
+    """Print the list of runs, chosen by `runs.filter` and sorted by `runs.sort`."""
 
+    needs_ranks = False
+    sweepable = False
+    sections = ("runs",)
 
-# Choosing and ordering
+    def run(self, request: Request) -> JobResult:
+        """Print the list. Raises ConfigError for a wrong condition, name or path."""
+        settings = request.config.runs
+        if settings.paths is None:
+            folder = Path(request.config.path.outputs).absolute()
+            records = find_runs(folder)
+            where = display_path(folder)
+        else:
+            records = named_runs(settings.paths)
+            where = ", ".join(settings.paths)
 
-
-# For programs
-
-
-# For people
+        listed = ordered(matching(records, settings.filter), settings.sort)
+        if settings.format == "json":
+            print(json_text([plain(record) for record in listed]), flush=True)
+        elif settings.format == "csv":
+            print_csv(listed)
+        else:
+            print(shown(list_text(listed, num_found=len(records), where=where)), flush=True)
+        return JobResult(0)

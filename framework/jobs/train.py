@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from framework.command.job import Job
 from framework.command.messages import training_summary
-from framework.command.request import JobResult, Request
-from framework.command.request import checked_placement as check
-from framework.command.run_ranks import run
-from framework.launch.plan import MonitorLink, RankArguments
+from framework.command.request import Request
+from framework.config.checks import validation_mistakes
+from framework.config.schema import Config
+from framework.system.run_dir import RunDir
 
-__all__ = ["check", "main", "train_rank"]
-
-
-def main(request: Request) -> JobResult:
-    """Train, or resume a run. Raises FrameworkError for a request that can't be met."""
-    title = "Training" if request.config.resume is None else "Resuming"
-    return run(request, entry="framework.jobs.train:train_rank", title=title, summary=training_summary)
+if TYPE_CHECKING:
+    from framework.launch.plan import MonitorLink, RankArguments
 
 
-def train_rank(arguments: RankArguments, link: MonitorLink) -> int | None:
-    """Train on one rank; with `preflight=true` check devices and links first. Return the rank's exit status."""
-    from framework.engine.train import run_rank
-    from framework.jobs.preflight.rank import before_training
+class Train(Job):
+    """Train, or resume a run, on any number of processes."""
 
-    return run_rank(arguments, link, before_training=before_training)
+    trains = True
+
+    def mistakes(self, config: Config) -> Iterator[str]:
+        return validation_mistakes(config)
+
+    def title(self, config: Config) -> str:
+        return "Training" if config.resume is None else "Resuming"
+
+    def rank(self, arguments: RankArguments, link: MonitorLink) -> int | None:
+        """Train on one rank; with `preflight=true` check devices and links first."""
+        from framework.engine.train import run_rank
+        from framework.jobs.preflight.rank import before_training
+
+        return run_rank(arguments, link, before_training=before_training)
+
+    def text(self, request: Request, run_dir: RunDir, *, status: int) -> str:
+        return training_summary(request.config, run_dir, status)

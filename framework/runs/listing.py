@@ -112,7 +112,7 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _plain(record: RunRecord) -> dict[str, Any]:
+def plain(record: RunRecord) -> dict[str, Any]:
     return {
         **{name: getattr(record, name) for name in COLUMNS},
         "started": record.started.isoformat(),
@@ -121,8 +121,8 @@ def _plain(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _print_csv(records: Sequence[RunRecord]) -> None:
-    rows = [_plain(record) for record in records]
+def print_csv(records: Sequence[RunRecord]) -> None:
+    rows = [plain(record) for record in records]
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     writer = csv.DictWriter(sys.stdout, [*COLUMNS, *metrics], extrasaction="ignore", lineterminator="\n")
     writer.writerow({name: printable(name) for name in (*COLUMNS, *metrics)})
@@ -142,7 +142,7 @@ def csv_cell(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def _text(records: Sequence[RunRecord], *, num_found: int, where: str) -> str:
+def list_text(records: Sequence[RunRecord], *, num_found: int, where: str) -> str:
     if not num_found:
         return f"No runs in {where}"
     if not records:

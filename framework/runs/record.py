@@ -1,25 +1,35 @@
-"""Read run directories: for lists, comparisons and reports. No torch here."""
+"""`run.json`, the record of a run: what is written at its start and end, and how it is read. No torch here.
+
+Ranks add their results with `RunDir.update_run`; `RunRecord` is what lists, comparisons and reports read.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import shlex
+import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from framework.config.saved import is_run, key_of, load_run
-from framework.config.secrets import Secrets, masked_override
-from framework.config.suggest import did_you_mean, nearest
-from framework.errors import ConfigError, RequestError
+from framework.config.saved import is_run, key_of, load_run, save_config, search_path_override
+from framework.config.secrets import Secrets, masked_arguments, masked_override
+from framework.config.topology import Topology
+from framework.errors import RequestError, RunError
+from framework.system.files import FileFacts
 from framework.system.formatting import display_path
+from framework.system.hardware import cpu_count, visible_gpus
 from framework.system.json_lines import metrics_fault, read_lines
 from framework.system.run_dir import RunDir, is_locked
 from framework.system.shown_text import shown
+from framework.system.versions import installed_versions
 
 MISSING: Any = object()
 """What `RunRecord.value` returns for a name that the run doesn't have; None is a value."""
@@ -27,6 +37,178 @@ MISSING: Any = object()
 COLUMNS = ("run", "recipe", "status", "monitor", "best", "last", "seconds", "started", "overrides")
 
 _DESCRIBES_A_ROW = {"step", "epoch", "time", "nonfinite"}
+_PACKAGES = ("framework", "torch", "torchvision", "hydra-core", "omegaconf", "numpy")
+_GIT_TIMEOUT_S = 5.0
+_MAX_DIFF_CHARS = 1_000_000
+
+
+# Writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """What a run is started with, for its record."""
+
+    # The resolved configuration, as plain values.
+    raw: Mapping[str, Any]
+    # What was typed, without `resume`.
+    overrides: Sequence[str]
+    # The absolute places of `hydra.searchpath`.
+    search_path: Sequence[str]
+    # The arguments of python, with which the run can be started again.
+    arguments: Sequence[str]
+    topology: Topology
+    # Pickled: the objects that a call from Python gave; None if there are none.
+    objects: bytes | None = None
+
+
+def record_start(run_dir: RunDir, start: RunStart) -> None:
+    """Save the configuration, and record the command, code, versions and hardware; earlier starts go under `earlier`.
+
+    Raises RunError if the run directory can't be written.
+    """
+    facts = _start_facts(start)
+    if run_dir.run_file.exists():
+        facts["earlier"] = _earlier_starts(run_dir.read_run(), Secrets(start.raw))
+        facts["ended"] = None
+    try:
+        run_dir.logs.mkdir(exist_ok=True)
+        if start.raw.get("resume") is not None:
+            # Those of the previous start go; its logs stay.
+            for file in run_dir.path.glob("failure*.json"):
+                file.unlink()
+        objects = _save_objects(run_dir, start)
+        texts = save_config(run_dir, raw={**start.raw, **objects.keys}, overrides=_saved_overrides(start))
+        files = {name: FileFacts.of(text.encode()) for name, text in texts.items()}
+        files |= objects.facts
+        facts["files"] = {name: asdict(file_facts) for name, file_facts in files.items()}
+        # What an edited file is compared with.
+        facts["config"] = texts[run_dir.config_file.name]
+        run_dir.update_run(facts)
+    except OSError as error:
+        raise RunError(
+            f"The run directory {run_dir.path} can't be written: {error.strerror or error}.\n"
+            "Make room, or choose another folder with path.outputs=FOLDER."
+        ) from error
+
+
+def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Record how the run ended. late: ranks that others waited for and that caught up.
+
+    A full disk is only reported: the reason why the run ended has yet to be printed.
+    """
+    facts = {"status": status, "ended": _now(), "late": [dict(rank) for rank in late]}
+    try:
+        run_dir.update_run(facts)
+    except OSError as error:
+        print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
+
+
+def _start_facts(start: RunStart) -> dict[str, Any]:
+    secrets = Secrets(start.raw)
+    command = shlex.join(["python", *masked_arguments(start.arguments)])
+    facts = {
+        "status": "running",
+        "started": _now(),
+        "process": {"pid": os.getpid(), "host": socket.gethostname()},
+        "command": secrets.masked_text(command),
+        **described(start.raw, secrets.masked_overrides(start.overrides)),
+        "tags": list(start.raw.get("tags") or ()),
+        "topology": {**asdict(start.topology), "world_size": start.topology.world_size},
+        "git": _git_state(),
+        "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
+        "hardware": {
+            "host": socket.gethostname(),
+            "platform": platform.platform(),
+            "cpu_cores": cpu_count(),
+            "gpus": [gpu.name for gpu in visible_gpus()],
+        },
+    }
+    if start.raw.get("rerun") is not None:
+        facts["rerun_of"] = start.raw["rerun"]
+    return facts
+
+
+def described(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what lists show of a configuration, for run.json: a thousand YAML files take seconds to load."""
+    return {
+        "job": config["job"],
+        "recipe": config["recipe"],
+        "monitor": config["checkpoint"]["monitor"],
+        "mode": config["checkpoint"]["mode"],
+        "overrides": list(overrides),
+    }
+
+
+def _earlier_starts(before: Mapping[str, Any], secrets: Secrets) -> list[dict[str, Any]]:
+    """Return the starts of a resumed run. before: its record so far."""
+    latest = {key: before.get(key) for key in ("status", "started", "ended", "command")}
+    # Earlier versions recorded it as it was typed.
+    latest["command"] = secrets.masked_text(str(before.get("command", "")))
+    return [*before.get("earlier", []), latest]
+
+
+def _saved_overrides(start: RunStart) -> list[str]:
+    """Return the overrides with absolute search paths."""
+    if not start.search_path:
+        return list(start.overrides)
+    overrides = [text for text in start.overrides if key_of(text) != "hydra.searchpath"]
+    return [*overrides, search_path_override(start.search_path)]
+
+
+@dataclass(frozen=True)
+class _Objects:
+    """The Python objects of a run: the configuration's key that names their files, and the files in its directory."""
+
+    keys: Mapping[str, Any]
+    facts: dict[str, FileFacts]
+
+
+def _save_objects(run_dir: RunDir, start: RunStart) -> _Objects:
+    """Write the Python objects of a call to the run directory."""
+    files = list(start.raw.get("objects") or ())
+    facts = {}
+    for file in map(Path, files):
+        # A rerun's are in the original run.
+        if file.parent == run_dir.path:
+            # Those of a run of an earlier version are recorded from now on.
+            facts[file.name] = run_dir.recorded_facts(file.name) or FileFacts.of(run_dir.read_unchanged(file))
+    if start.objects is None:
+        return _Objects({}, facts)
+
+    number = len(list(run_dir.path.glob(run_dir.objects_file("*").name)))
+    file = run_dir.objects_file(number)
+    file.write_bytes(start.objects)
+    facts[file.name] = FileFacts.of(start.objects)
+    return _Objects({"objects": [*files, str(file)]}, facts)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _git_state() -> dict[str, str] | None:
+    """Return revision and uncommitted changes of the working directory's repository; None outside of one."""
+    try:
+        revision = _git("rev-parse", "HEAD").strip()
+        return {"revision": revision, "diff": _git("diff", "HEAD")[:_MAX_DIFF_CHARS]}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(
+        ["git", *arguments],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_GIT_TIMEOUT_S,
+        check=True,
+    )
+    return result.stdout
+
+
+# Reading
 
 
 @dataclass(frozen=True)
@@ -34,12 +216,14 @@ class RunRecord:
     """What a run directory says about its run."""
 
     run_dir: RunDir
-    facts: Mapping[str, Any]  # run.json, with what `described` returns
+    # The content of run.json, with what `described` returns.
+    facts: Mapping[str, Any]
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """Return the content of config.yaml, secrets masked. Loading it takes a millisecond or two."""
-        return Secrets(load_run(self.run_dir)[0]).masked_config()
+        raw, _ = load_run(self.run_dir)
+        return Secrets(raw).masked_config()
 
     @cached_property
     def run(self) -> str:
@@ -58,7 +242,9 @@ class RunRecord:
     def status(self) -> str:
         """Return finished, stopped, failed, interrupted, running, or crashed: running, but no process is."""
         status = str(self.facts["status"])
-        return "crashed" if status == "running" and not is_locked(self.run_dir) else status
+        if status == "running" and not is_locked(self.run_dir):
+            return "crashed"
+        return status
 
     @property
     def monitor(self) -> str | None:
@@ -74,11 +260,14 @@ class RunRecord:
     @property
     def seconds(self) -> float | None:
         """Return how long it ran, over all its starts whose end is recorded; None if there are none."""
-        starts = [*self.facts.get("earlier", []), self.facts]
-        known = [_seconds(each["started"], each["ended"]) for each in starts if each.get("ended")]
+        durations = []
+        for start in (*self.facts.get("earlier", []), self.facts):
+            if start.get("ended"):
+                durations.append(_seconds_between(start["started"], start["ended"]))
         if self.status == "running":
-            known.append(_seconds(self.facts["started"], datetime.now(timezone.utc).isoformat()))
-        return sum(known) if known else None
+            now = datetime.now(timezone.utc).isoformat()
+            durations.append(_seconds_between(self.facts["started"], now))
+        return sum(durations) if durations else None
 
     @property
     def best(self) -> float | None:
@@ -91,31 +280,33 @@ class RunRecord:
     @property
     def best_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the best validation by `monitor`; empty if there is none."""
-        best = self._results.get("best") or {}
-        return best.get("metrics") or self._validated[0]
+        return self._results_of("best").get("metrics") or self._validated.best
 
     @property
     def last_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the last validation; empty if there is none."""
-        last = self._results.get("last") or {}
-        return last.get("metrics") or self._validated[1]
+        return self._results_of("last").get("metrics") or self._validated.last
 
     @property
     def test_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the test, or those of an evaluation."""
-        metrics: Mapping[str, float] = (self._results.get("test") or self._results).get("metrics", {})
+        results = self._results_of("test") or self._results
+        metrics: Mapping[str, float] = results.get("metrics", {})
         return metrics
 
     @property
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the best validation, or the last one if none is best, and of the test."""
-        return {**(self.best_metrics or self.last_metrics), **self.test_metrics}
+        validated = self.best_metrics or self.last_metrics
+        return {**validated, **self.test_metrics}
 
     @property
     def texts(self) -> dict[str, str]:
         """Return the tables of the last validation, the test or the evaluation by their names."""
-        parts = (self._results, self._results.get("last") or {}, self._results.get("test") or {})
-        return {name: text for part in parts for name, text in part.get("texts", {}).items()}
+        texts: dict[str, str] = {}
+        for results in (self._results, self._results_of("last"), self._results_of("test")):
+            texts |= results.get("texts", {})
+        return texts
 
     def value(self, name: str) -> Any:
         """Return a column, one of `metrics`, or a key of the configuration; MISSING if there is none of that name."""
@@ -125,101 +316,39 @@ class RunRecord:
             return self.metrics[name]
         node: Any = self.config
         for part in name.split("."):
-            node = node.get(part, MISSING) if isinstance(node, Mapping) else MISSING
+            if not isinstance(node, Mapping):
+                return MISSING
+            node = node.get(part, MISSING)
         return node
 
     @property
     def _results(self) -> Mapping[str, Any]:
         return self.facts.get("results") or {}
 
+    def _results_of(self, part: str) -> Mapping[str, Any]:
+        """Return the results of `best`, `last` or `test`; empty if there are none."""
+        return self._results.get(part) or {}
+
     @cached_property
-    def _validated(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    def _validated(self) -> _Validated:
         """Return the metrics of the best and the last validation in metrics.jsonl, for a run without results."""
-        name, sign = self.monitor, -1 if self.facts["mode"] == "max" else 1
+        name = self.monitor
         if name is None:
-            return {}, {}
-        found = [row for row in read_rows(self.run_dir, having=name) if row.get(name) is not None]
-        if not found:
-            return {}, {}
-        best = min(found, key=lambda row: sign * row[name])
-        return _metrics(best), _metrics(found[-1])
+            return _Validated({}, {})
+        rows = [row for row in read_rows(self.run_dir, having=name) if row.get(name) is not None]
+        if not rows:
+            return _Validated({}, {})
+        choose = max if self.facts["mode"] == "max" else min
+        best = choose(rows, key=lambda row: row[name])
+        return _Validated(_metrics_of(best), _metrics_of(rows[-1]))
 
 
-def described(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what lists show of a configuration, for run.json: a thousand YAML files take seconds to load."""
-    checkpoint = config["checkpoint"]
-    return {
-        **{key: config[key] for key in ("job", "recipe")},
-        **{key: checkpoint[key] for key in ("monitor", "mode")},
-        "overrides": list(overrides),
-    }
+@dataclass(frozen=True)
+class _Validated:
+    """The metrics of two validations."""
 
-
-def read_rows(run_dir: RunDir, *, having: str | None = None, warns: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the readable rows of metrics.jsonl, only those with the metric `having` if that is given.
-
-    warns: about damaged lines that are left out.
-    """
-    if not run_dir.metrics_file.exists():
-        return
-    try:
-        # The last line may be half written.
-        for line in read_lines(run_dir.metrics_file, check=metrics_fault, having=having):
-            if line.row is None:
-                if warns:
-                    warnings.warn(f"{run_dir.metrics_file}: line {line.number} is damaged ({line.fault})", stacklevel=3)
-            elif having is None or having in line.row:
-                yield line.row
-    except OSError:  # it isn't a file that a run has written
-        return
-
-
-def metric_names(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the metrics in a row of metrics.jsonl."""
-    return [name for name in row if name not in _DESCRIBES_A_ROW]
-
-
-def find_runs(folder: Path) -> list[RunRecord]:
-    """Return the trainings below `folder`, of recipes and of sweeps; not those that job=parity made for itself."""
-    found, folders, seen = [], [folder], {folder.resolve()}  # symlinks may lead to the same folder again
-    while folders:
-        with_runs = folders.pop()
-        for place in sorted(with_runs.iterdir(), key=_symlinks_last) if with_runs.is_dir() else ():
-            if place.name.startswith(".") or place.name == "parity" or not place.is_dir():
-                continue
-            if (real := place.resolve()) in seen:
-                continue
-            seen.add(real)
-            record = read_run(place)
-            if record is None:
-                folders.append(place)
-            elif record.facts["job"] == "train":
-                found.append(record)
-    return found
-
-
-def _symlinks_last(place: Path) -> tuple[bool, Path]:
-    return place.is_symlink(), place
-
-
-def named_runs(paths: Sequence[str]) -> list[RunRecord]:
-    """Return the runs in `paths`: run directories, and folders of them.
-
-    Raises ConfigError for a path that is neither a run nor a folder with runs.
-    """
-    found: list[RunRecord] = []
-    for text in paths:
-        path = Path(text).expanduser().absolute()
-        record = read_run(path)
-        if record is None and os.path.lexists(path / "run.json") and is_run(path):
-            raise ConfigError(f"runs={text}: the record of this run is damaged. Restore its run.json from a copy.")
-        records = find_runs(path) if record is None else [record]
-        if not records:
-            beside = [display_path(each) for each in path.parent.iterdir()] if path.parent.is_dir() else []
-            hint = "" if path.is_dir() else did_you_mean(nearest(display_path(path), beside))
-            raise ConfigError(f"runs={text}: neither a run directory nor a folder with runs.{hint}")
-        found += records
-    return found
+    best: Mapping[str, float]
+    last: Mapping[str, float]
 
 
 def read_run(place: Path) -> RunRecord | None:
@@ -245,26 +374,59 @@ def read_run(place: Path) -> RunRecord | None:
 def _check_facts(facts: Mapping[str, Any]) -> None:
     """Raise an exception of some class if anything that a `RunRecord` uses has the wrong type."""
     for start in (facts, *facts.get("earlier", [])):
-        for time in (start.get("started"), start.get("ended")):
-            if time is not None:
-                datetime.fromisoformat(time)
-    names = ("status", "recipe", "job", "monitor")
-    texts = [*(facts[name] for name in names if facts.get(name) is not None), *facts.get("overrides", [])]
+        for key in ("started", "ended"):
+            if start.get(key) is not None:
+                datetime.fromisoformat(start[key])
+    for key in ("status", "recipe", "job", "monitor"):
+        if facts.get(key) is not None:
+            _check_text(facts[key])
+    for override in facts.get("overrides", []):
+        _check_text(override)
+
     results = facts.get("results") or {}
-    parts = [results, *(results.get(name) or {} for name in ("best", "last", "test"))]
-    for part in parts:
-        texts += part.get("texts", {}).values()
+    for part in (results, results.get("best"), results.get("last"), results.get("test")):
+        if not part:
+            continue
+        for text in part.get("texts", {}).values():
+            _check_text(text)
         for value in part.get("metrics", {}).values():
             if not isinstance(value, (int, float)):
                 raise TypeError(f"{value!r} isn't a number")
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"{text!r} isn't a text")
 
 
-def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
+def _check_text(value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} isn't a text")
+
+
+def read_rows(run_dir: RunDir, *, having: str | None = None, warns: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the readable rows of metrics.jsonl, only those with the metric `having` if that is given.
+
+    warns: about damaged lines that are left out.
+    """
+    if not run_dir.metrics_file.exists():
+        return
+    try:
+        # The last line may be half written.
+        for line in read_lines(run_dir.metrics_file, check=metrics_fault, having=having):
+            if line.row is None:
+                if warns:
+                    warnings.warn(f"{run_dir.metrics_file}: line {line.number} is damaged ({line.fault})", stacklevel=3)
+            elif having is None or having in line.row:
+                yield line.row
+    except OSError:
+        # It isn't a file that a run has written.
+        return
+
+
+def metric_names(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the metrics in a row of metrics.jsonl."""
+    return [name for name in row if name not in _DESCRIBES_A_ROW]
+
+
+def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: row[name] for name in metric_names(row) if row[name] is not None}
 
 
-def _seconds(started: str, ended: str) -> float:
+def _seconds_between(started: str, ended: str) -> float:
     return (datetime.fromisoformat(ended) - datetime.fromisoformat(started)).total_seconds()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from framework.command.job import check_config
 from framework.config.assets import config_dir
-from framework.config.checks import check
 from framework.config.parse import known_keys, parse
 from framework.config.schema import Config
 from framework.errors import ConfigError
@@ -26,7 +26,7 @@ RECIPES = sorted({file.stem for file in (CONF / "recipe").glob("*.yaml")} - {"bl
 
 def read(*overrides: str) -> Config:
     config = parse(composed(*overrides))
-    check(config)
+    check_config(config)
     return config
 
 

@@ -16,7 +16,8 @@ import torch
 from framework import Image, Table
 from framework.command import compose
 from framework.loggers import JsonlLogger
-from framework.runs.record import find_runs, read_rows
+from framework.runs.find import find_runs
+from framework.runs.record import read_rows
 from framework.system.run_dir import RunDir, locked
 from tests.helpers import results
 

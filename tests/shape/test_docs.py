@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from framework.checkpoint import LocalStorage
 from framework.checkpoint.writer import write
 from framework.command import compose
+from framework.command.job import Job
 from framework.command.request import JobResult, Request
+from framework.config.jobs import FUNCTION, JOBS
 from framework.config.parse import known_keys
 from framework.config.saved import save_config
-from framework.config.schema import Job
 from framework.config.targets import check_targets
 from framework.system.run_dir import create_run_dir
 from tests.helpers.documents import (
@@ -54,12 +55,12 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """What jobs were asked to do; none of them does anything."""
     asked: list[Request] = []
 
-    def note(request: Request) -> JobResult:
+    def note(_: Job, request: Request) -> JobResult:
         asked.append(request)
         return JobResult(0)
 
-    for name in (*get_args(Job), "function"):
-        monkeypatch.setattr(importlib.import_module(f"framework.jobs.{name}"), "main", note)
+    for job in (*JOBS.values(), FUNCTION):
+        monkeypatch.setattr(pkgutil.resolve_name(job.path), "run", note)
     return asked
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +19,7 @@ from framework.command import compose
 from framework.command.request import JobResult, Request
 from framework.config.saved import save_config
 from framework.errors import RunError
+from framework.jobs.train import Train
 from framework.system.run_dir import RunDir, create_run_dir
 from tests.helpers.source import ROOT
 from tests.unit.config.raw import composed
@@ -204,8 +204,8 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[R
 
 def job_that(act: Callable[[Request], int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Put `act`, which gives an exit status, in the place of job=train."""
-    job = SimpleNamespace(main=lambda request: JobResult(act(request)), check=lambda _: None)
-    monkeypatch.setitem(sys.modules, "framework.jobs.train", job)
+    monkeypatch.setattr(Train, "run", lambda _, request: JobResult(act(request)))
+    monkeypatch.setattr(Train, "check", lambda *_: None)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from framework.data.batching import share
 from framework.errors import ConfigError
-from framework.jobs.inference import Columns, columns_of, joined, write_predictions
+from framework.jobs.inference import Columns, columns_of, concatenated, write_predictions
 
 
 def read(path: Path) -> list[list[str]]:
@@ -41,7 +41,7 @@ def test_predictions_need_a_row_for_each_sample(prediction: Any, said: str) -> N
 
 
 def test_csv_has_an_indexed_row_a_sample(tmp_path: Path) -> None:
-    assert write_predictions([joined([NAMED, OTHER]), joined([OTHER])], tmp_path / "all.csv") == 4
+    assert write_predictions([concatenated([NAMED, OTHER]), concatenated([OTHER])], tmp_path / "all.csv") == 4
     assert read(tmp_path / "all.csv") == [
         ["index", "class", "probability"],
         ["0", "3", "0.100000001"],

@@ -1,5 +1,5 @@
 """`job=collectives`: show what ranks exchange. Start with `demo`, which reads from top to bottom."""
 
-from framework.jobs.collectives.job import check, main
+from framework.jobs.collectives.job import Collectives
 
-__all__ = ["check", "main"]
+__all__ = ["Collectives"]

@@ -22,7 +22,6 @@ from framework.distributed import collectives
 from framework.distributed.butterfly import butterfly_all_reduce_mean, inner_ranks, rounds
 from framework.distributed.process_group import new_group, process_group, set_timeout
 from framework.engine.setup import RankSetup, setup_rank
-from framework.jobs.collectives.job import PAGE
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import RankPhase
 from framework.system.formatting import format_seconds, format_table
@@ -31,6 +30,7 @@ from framework.system.run_dir import write_atomically
 
 VARIABLES = ("LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+PAGE = "collectives.txt"  # in the run directory
 _MATMUL_SIDE = 256
 
 

@@ -1,5 +1,5 @@
-"""`job=export`: a checkpoint's model as a plain file or folder. Start with `job`; `model_file` needs torch."""
+"""`job=export`: a trained model as a plain file. `job` is its entry; `model_file` needs torch."""
 
-from framework.jobs.export.job import main
+from framework.jobs.export.job import Export
 
-__all__ = ["main"]
+__all__ = ["Export"]

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from framework.checkpoint import read_manifest
+from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.config.schema import ExportFormat
+from framework.config.schema import Config, ExportFormat
 from framework.config.topology import resolve_topology
 from framework.errors import ConfigError
 from framework.launch.fork_server import call_in_child
@@ -27,38 +28,68 @@ _FORMATS: Mapping[ExportFormat, tuple[str, tuple[str, ...]]] = {
 _KEY = "export.output"
 
 
-def main(request: Request) -> JobResult:
-    """Write it in a child of the fork server, and print what is in it. A failed export leaves nothing."""
-    output, config = check(request), request.config
-    # The model is that of the run's processes, whatever this machine has.
-    span = resolve_topology(config.topology, gpus=config.trainer.gpus or 0).span
-    with atomic_output(output, key=_KEY) as path:
-        facts = call_in_child(
-            request.fork_server,
-            "framework.jobs.export.model_file:export",
-            {"config": dict(request.raw), "span": span, "path": str(path)},
-            timeout_s=config.backend.init_timeout,
-            purpose="export the model",
-        )
-    print(f"Exported {facts['model']} of {config.recipe} after step {facts['step']:,} as {config.export.format}")
-    checkpoint = ("checkpoint", display_path(Path(str(config.checkpoint.path))))
-    kind, files = ("folder", [*output.iterdir()]) if output.is_dir() else ("file", [output])
-    written = (kind, f"{display_path(output)}, {sum(each.stat().st_size for each in files):,} bytes")
-    print(shown(format_facts([checkpoint, *facts["facts"], written])), flush=True)
-    return JobResult(0)
+class Export(Job):
+    """Write a trained model, in a child of the fork server. A failed export leaves nothing."""
+
+    needs_ranks = False
+    needs_weights = True
+    sweepable = False
+    sections = ("export",)
+
+    def check(self, request: Request) -> None:
+        output_path(request.config)
+
+    def run(self, request: Request) -> JobResult:
+        """Write the file or folder, and print what is in it."""
+        config = request.config
+        output = output_path(config)
+        # The model is that of the run's processes, whatever this machine has.
+        span = resolve_topology(config.topology, gpus=config.trainer.gpus or 0).span
+        with atomic_output(output, key=_KEY) as path:
+            model_facts = call_in_child(
+                request.fork_server,
+                "framework.jobs.export.model_file:export",
+                {"config": dict(request.raw), "span": span, "path": str(path)},
+                timeout_s=config.backend.init_timeout,
+                purpose="export the model",
+            )
+
+        name, step = model_facts["model"], model_facts["step"]
+        print(f"Exported {name} of {config.recipe} after step {step:,} as {config.export.format}")
+        facts = [
+            ("checkpoint", display_path(Path(str(config.checkpoint.path)))),
+            *model_facts["facts"],
+            _written(output),
+        ]
+        print(shown(format_facts(facts)), flush=True)
+        return JobResult(0)
 
 
-def check(request: Request) -> Path:
+def output_path(config: Config) -> Path:
     """Return the absolute path of what to write. Raises ConfigError for a mistake that can be found now."""
-    config, output = request.config, request.config.export.output
-    suffix, packages = _FORMATS[config.export.format]
-    missing = [name for name, version in installed_versions(packages).items() if version == "not installed"]
+    format_ = config.export.format
+    suffix, packages = _FORMATS[format_]
+    versions = installed_versions(packages)
+    missing = [name for name, version in versions.items() if version == "not installed"]
     if missing:
         raise ConfigError(
-            f"export.format={config.export.format} needs {' and '.join(missing)}, which isn't installed: "
+            f"export.format={format_} needs {' and '.join(missing)}, which isn't installed: "
             f"pip install {' '.join(missing)}"
         )
+
+    output = config.export.output
     if output is None:
         step = read_manifest(Path(str(config.checkpoint.path))).step
         output = f"{config.recipe.replace('/', '_')}_{step}{suffix}"
     return checked_output(output, key=_KEY, suffixes=[suffix] if suffix else [])
+
+
+def _written(output: Path) -> tuple[str, str]:
+    """Return the line about the file or folder that was written, and its size."""
+    kind = "file"
+    files = [output]
+    if output.is_dir():
+        kind = "folder"
+        files = list(output.iterdir())
+    size_bytes = sum(file.stat().st_size for file in files)
+    return kind, f"{display_path(output)}, {size_bytes:,} bytes"

@@ -3,6 +3,6 @@
 Start with `job`, which runs three trainings; `recording` is the callback that records them, `comparison` compares.
 """
 
-from framework.jobs.parity.job import main
+from framework.jobs.parity.job import Parity
 
-__all__ = ["main"]
+__all__ = ["Parity"]

@@ -29,14 +29,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from framework.command.messages import training_summary
+from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.command.run_ranks import run
 from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.data.batching import plan_batches
 from framework.errors import ConfigError, TopologyError
+from framework.jobs.train import Train
 from framework.launch.fork_server import call_in_child
 from framework.system.formatting import display_path, format_count
 from framework.system.hardware import count_gpus
@@ -45,46 +45,71 @@ from framework.system.run_dir import new_name, write_object
 _RECORDS = "parity"  # in each run directory, as in `recording`
 
 
-def main(request: Request) -> JobResult:
-    """Compare, print and write the answer. Raises FrameworkError for what can't be compared."""
-    config = request.config
-    topology, processes, size = check_setup(request)
-    folder = Path(config.path.outputs, config.recipe, "parity", new_name())
-    runs = {  # several processes first: more can go wrong with them
-        "many": folder / "processes" / str(processes),
-        "one": folder / "processes" / "1",
-        "moved": folder / "moved" / "1",
-    }
-    steps = format_count(config.parity.steps, "step")
-    print(f"Comparing {config.recipe} with 1 process and with {processes}: {steps} of {size} samples")
-    print(display_path(folder), flush=True)
-    try:
-        for side, sub_run in runs.items():
-            number = processes if side == "many" else 1
-            asked = training(request, topology, processes=number, global_batch_size=size, moves=side == "moved")
-            asked = replace(asked, sub_run=sub_run)
-            result = run(asked, entry="framework.jobs.train:train_rank", title="Comparing", summary=training_summary)
-            if result.status != 0:
-                print(f"\nNothing was compared: a training failed. Its logs are in {display_path(sub_run)}/logs")
-                return result
-        found = call_in_child(
-            request.fork_server,
-            "framework.jobs.parity.comparison:compare",
-            {"processes": processes, **{side: str(sub_run.resolve()) for side, sub_run in runs.items()}},
-            timeout_s=config.backend.init_timeout,
-        )
-    finally:
-        for sub_run in runs.values():  # the records may be large
-            shutil.rmtree(sub_run / _RECORDS, ignore_errors=True)
-    answer = {
-        "recipe": config.recipe,
-        "global_batch_size": size,
-        "precision": config.trainer.precision,
-        **found["answer"],
-    }
-    write_object(folder / "parity.json", answer)
-    print(f"{found['text']}\n\n  {display_path(folder / 'parity.json')}", flush=True)
-    return JobResult(0 if answer["same"] else 1)
+class Parity(Job):
+    """Compare trainings with one process and with several."""
+
+    # The three trainings have ranks of their own.
+    needs_ranks = False
+    sweepable = False
+    sections = ("parity",)
+
+    def run(self, request: Request) -> JobResult:
+        """Compare, print and write the answer. Raises FrameworkError for what can't be compared."""
+        config = request.config
+        topology, processes, batch_size = check_setup(request)
+        folder = Path(config.path.outputs, config.recipe, "parity", new_name())
+        steps = format_count(config.parity.steps, "step")
+        print(f"Comparing {config.recipe} with 1 process and with {processes}: {steps} of {batch_size} samples")
+        print(display_path(folder), flush=True)
+
+        # Several processes first: more can go wrong with them.
+        sides = {
+            "many": folder / "processes" / str(processes),
+            "one": folder / "processes" / "1",
+            "moved": folder / "moved" / "1",
+        }
+        try:
+            for side, sub_run in sides.items():
+                asked = training(
+                    request,
+                    topology,
+                    processes=processes if side == "many" else 1,
+                    global_batch_size=batch_size,
+                    moves=side == "moved",
+                )
+                result = ParityTraining().run(replace(asked, sub_run=sub_run))
+                if result.status != 0:
+                    print(f"\nNothing was compared: a training failed. Its logs are in {display_path(sub_run)}/logs")
+                    return result
+
+            run_dirs = {side: str(sub_run.resolve()) for side, sub_run in sides.items()}
+            compared = call_in_child(
+                request.fork_server,
+                "framework.jobs.parity.comparison:compare",
+                {"processes": processes, **run_dirs},
+                timeout_s=config.backend.init_timeout,
+            )
+        finally:
+            # The records may be large.
+            for sub_run in sides.values():
+                shutil.rmtree(sub_run / _RECORDS, ignore_errors=True)
+
+        answer = {
+            "recipe": config.recipe,
+            "global_batch_size": batch_size,
+            "precision": config.trainer.precision,
+            **compared["answer"],
+        }
+        file = folder / "parity.json"
+        write_object(file, answer)
+        print(f"{compared['text']}\n\n  {display_path(file)}", flush=True)
+        return JobResult(0 if answer["same"] else 1)
+
+
+class ParityTraining(Train):
+    """One of the trainings that are compared. It can't be resumed."""
+
+    trains = False
 
 
 def check_setup(request: Request) -> tuple[Topology, int, int]:
@@ -99,39 +124,48 @@ def check_setup(request: Request) -> tuple[Topology, int, int]:
             "Run the command once, without torchrun or srun, and with topology.nnodes=1."
         )
     topology = request.placement.topology
-    processes = config.parity.processes or (topology.world_size if topology.world_size > 1 else 2)
+    processes = config.parity.processes or max(2, topology.world_size)
+
     plan = plan_batches(
         batch_size=config.data.train_batch_size,
         global_batch_size=config.data.global_batch_size,
         world_size=topology.world_size,
         accumulate=config.trainer.accumulate_grad_batches,
     )
-    size = plan.global_batch_size
-    plan_batches(batch_size=1, global_batch_size=size, world_size=processes, accumulate=plan.micro_batches)
-    needed = processes * topology.span
-    if topology.gpus_per_node and not config.topology.share_gpus and needed > count_gpus():
+    batch_size = plan.global_batch_size
+    # Raises ConfigError for a batch that can't be split so.
+    plan_batches(batch_size=1, global_batch_size=batch_size, world_size=processes, accumulate=plan.micro_batches)
+
+    needed_gpus = processes * topology.span
+    if topology.gpus_per_node and not config.topology.share_gpus and needed_gpus > count_gpus():
         raise TopologyError(
-            f"{processes} processes of {topology.span} GPU(s) each need {needed} GPUs; there are {count_gpus()}.\n"
+            f"{processes} processes of {topology.span} GPU(s) each need {needed_gpus} GPUs; there are {count_gpus()}.\n"
             "Use fewer (parity.processes), topology.share_gpus=true, or the CPU: trainer.gpus=0"
         )
-    return topology, processes, size
+    return topology, processes, batch_size
 
 
 def training(request: Request, topology: Topology, *, processes: int, global_batch_size: int, moves: bool) -> Request:
     """Return one of the trainings: the user's, except for its length, its processes, and what only costs time.
 
     Schedules keep their length: the callback stops the training, once the ranks agree on it when they log.
+
+    Args:
+        moves: True: the initial weights are slightly moved.
     """
-    raw: dict[str, Any] = deepcopy(dict(request.raw))
-    span, gpus = topology.span, topology.gpus_per_node
+    gpus = topology.gpus_per_node
     if gpus:
-        gpus = min(gpus, processes * span) if request.config.topology.share_gpus else processes * span
+        needed_gpus = processes * topology.span
+        gpus = min(gpus, needed_gpus) if request.config.topology.share_gpus else needed_gpus
+
+    raw: dict[str, Any] = deepcopy(dict(request.raw))
     raw["data"] |= {"global_batch_size": global_batch_size}
-    raw["topology"] |= {"procs_per_node": processes, "gpus_per_process": span}
+    raw["topology"] |= {"procs_per_node": processes, "gpus_per_process": topology.span}
     raw["trainer"] |= {
         "gpus": gpus,
         "fast_dev_run": False,
-        "benchmark": False,  # it would choose other kernels for other shapes, and at random
+        # It would choose other kernels for other shapes, and at random.
+        "benchmark": False,
         "log_every_n_steps": 1,
         "limit_val_batches": 0,
         "limit_test_batches": 0,
@@ -143,17 +177,21 @@ def training(request: Request, topology: Topology, *, processes: int, global_bat
     recording = {
         "_target_": "framework.jobs.parity.recording.Recording",
         "steps": request.config.parity.steps,
-        "precision": _coarsest(request.config),
+        "precision": _coarsest_precision(request.config),
         "moves_weights": moves,
     }
-    raw["callbacks"] = {**raw["callbacks"], "parity_recording": recording}  # the last: others may change the model
+    # The last one: others may change the model.
+    raw["callbacks"] = {**raw["callbacks"], "parity_recording": recording}
     config: Config = parse(raw)
     return replace(request, config=config, raw=raw)
 
 
-def _coarsest(config: Config) -> str:
+def _coarsest_precision(config: Config) -> str:
     """Return the precision that decides rounding: the trainer's, unless the strategy computes in a coarser one."""
-    policy = config.strategy.get("mp_policy") or {}
-    short = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
-    found = [short[name] for name in policy.values() if name in short] if isinstance(policy, Mapping) else []
-    return found[0] if found else config.trainer.precision
+    policy = config.strategy.get("mp_policy")
+    if isinstance(policy, Mapping):
+        coarser = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+        for dtype in policy.values():
+            if dtype in coarser:
+                return coarser[dtype]
+    return config.trainer.precision

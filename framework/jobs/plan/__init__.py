@@ -1,5 +1,5 @@
 """`job=plan`: show what a run would be. Start with `job`; `estimate` needs torch."""
 
-from framework.jobs.plan.job import main
+from framework.jobs.plan.job import Plan
 
-__all__ = ["main"]
+__all__ = ["Plan"]

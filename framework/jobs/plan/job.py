@@ -39,14 +39,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from framework.command.equivalents import commands, environment
+from framework.command.job import Job
 from framework.command.launcher import Placement, place
 from framework.command.request import JobResult, Request
+from framework.config.checks import validation_mistakes
+from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.launch.fork_server import call_in_child
 from framework.system.formatting import format_bytes, format_count, format_table
@@ -55,27 +58,50 @@ _WIDTH = 100
 _MAX_RANKS = 16  # of more, the first and the last ones are shown
 _SIZES = ("memory", "traffic", "checkpoint")
 _SHOWN = (
-    *("launcher", "backend", "strategy", "shards", "optimizer", "batch", "data", "steps", "model", "memory"),
-    *("traffic", "exchanges_every", "checkpoint", "run_dir"),
+    "launcher",
+    "backend",
+    "strategy",
+    "shards",
+    "optimizer",
+    "batch",
+    "data",
+    "steps",
+    "model",
+    "memory",
+    "traffic",
+    "exchanges_every",
+    "checkpoint",
+    "run_dir",
 )
 
 
-def main(request: Request) -> JobResult:
-    """Print the plan. Raises FrameworkError for what training as asked would refuse."""
-    # `trainer.gpus` needn't exist here.
-    placement = place(request.config, external_ranks=request.external_ranks, is_planned=True)
-    topology = placement.topology
-    plan = make_plan(request, placement)
-    is_json = request.config.plan.format == "json"
-    print(json.dumps(plan, indent=2) if is_json else render(plan, topology), flush=True)
-    return JobResult(0)
+class Plan(Job):
+    """Print what a run would be."""
+
+    needs_ranks = False
+    sweepable = False
+    sections = ("plan",)
+
+    def mistakes(self, config: Config) -> Iterator[str]:
+        return validation_mistakes(config)
+
+    def run(self, request: Request) -> JobResult:
+        """Print the plan. Raises FrameworkError for what training as asked would refuse."""
+        # `trainer.gpus` needn't exist here.
+        placement = place(request.config, external_ranks=request.external_ranks, is_planned=True)
+        plan = make_plan(request, placement)
+        if request.config.plan.format == "json":
+            print(json.dumps(plan, indent=2), flush=True)
+        else:
+            print(render(plan, placement.topology), flush=True)
+        return JobResult(0)
 
 
 def make_plan(request: Request, placement: Placement) -> dict[str, Any]:
     """Return the object described above. A child of the fork server computes what needs torch."""
     config = request.config
     topology = placement.topology
-    facts = call_in_child(
+    estimates = call_in_child(
         request.fork_server,
         "framework.jobs.plan.estimate:estimate",
         {"config": dict(request.raw), "topology": asdict(topology), "backend": placement.backend},
@@ -88,7 +114,7 @@ def make_plan(request: Request, placement: Placement) -> dict[str, Any]:
             **asdict(topology),
             "world_size": topology.world_size,
             "shares_gpus": topology.shares_gpus,
-            "gpus": [topology.device_indices(local) for local in range(topology.procs_per_node)],
+            "gpus": [topology.device_indices(local_rank) for local_rank in range(topology.procs_per_node)],
         },
         "backend": {
             "name": placement.backend,
@@ -96,10 +122,10 @@ def make_plan(request: Request, placement: Placement) -> dict[str, Any]:
             "init_timeout_s": config.backend.init_timeout,
             "timeout_s": config.backend.timeout,
         },
-        **facts,
+        **estimates,
         "run_dir": str(Path(config.path.outputs, config.recipe, "<date>_<time>_<4 hex>")),
-        "environment": environment(config, placement.topology),
-        "commands": commands(request, placement.topology),
+        "environment": environment(config, topology),
+        "commands": commands(request, topology, own_keys=Plan.sections),
     }
 
 
@@ -108,64 +134,114 @@ def make_plan(request: Request, placement: Placement) -> dict[str, Any]:
 
 def render(plan: Mapping[str, Any], topology: Topology) -> str:
     """Return the page for what `make_plan` returned, under the same names."""
-    format_number = "{:,.12g}".format
-    facts = [(key, _text(plan[key], format_bytes if key in _SIZES else format_number)) for key in _SHOWN]
-    together = format_bytes(sum(size or 0 for size in plan["memory"].values()))
-    facts.append(("on each rank", f"{together} of memory; activations besides"))
-    names = {"common": "environment", "first_rank": "of rank 0", "last_rank": f"of rank {topology.world_size - 1}"}
-    facts += [
-        (names[key], " ".join(map("=".join, found.items()))) for key, found in plan["environment"].items() if found
+    parts = [
+        f"Plan of {plan['recipe']}: {_arithmetic(topology)}",
+        rank_table(topology),
+        format_table(_facts(plan, topology), width=_WIDTH),
     ]
-    several = f" (the first two on each node, whose number is NODE: 0 to {topology.nnodes - 1})"
-    start = [f"Start it with one of{several if topology.nnodes > 1 else ''}"]
-    start += [f"  {shlex.join(words)}" for words in plan["commands"].values()]
-    notes = [f"Note: {note}" for note in plan["notes"]]
+    start = _start_lines(plan["commands"], topology)
     if len(plan["groups"]) > 1:
         start = [_group_table(plan["groups"]), "", *start]
-    title = f"Plan of {plan['recipe']}: {_arithmetic(topology)}"
-    return "\n\n".join([title, rank_table(topology), format_table(facts, width=_WIDTH), "\n".join(start), *notes])
+    parts.append("\n".join(start))
+    parts += [f"Note: {note}" for note in plan["notes"]]
+    return "\n\n".join(parts)
+
+
+def _facts(plan: Mapping[str, Any], topology: Topology) -> list[tuple[str, str]]:
+    """Return the rows of the page: a name and a text."""
+    facts = []
+    for key in _SHOWN:
+        format_number = format_bytes if key in _SIZES else "{:,.12g}".format
+        facts.append((key, _text(plan[key], format_number)))
+
+    memory_bytes = sum(size_bytes or 0 for size_bytes in plan["memory"].values())
+    facts.append(("on each rank", f"{format_bytes(memory_bytes)} of memory; activations besides"))
+
+    titles = {
+        "common": "environment",
+        "first_rank": "of rank 0",
+        "last_rank": f"of rank {topology.world_size - 1}",
+    }
+    for key, variables in plan["environment"].items():
+        if variables:
+            settings = [f"{name}={value}" for name, value in variables.items()]
+            facts.append((titles[key], " ".join(settings)))
+    return facts
+
+
+def _start_lines(commands: Mapping[str, Sequence[str]], topology: Topology) -> list[str]:
+    """Return the commands that start the run."""
+    title = "Start it with one of"
+    if topology.nnodes > 1:
+        title += f" (the first two on each node, whose number is NODE: 0 to {topology.nnodes - 1})"
+    return [title, *(f"  {shlex.join(words)}" for words in commands.values())]
 
 
 def _group_table(groups: Sequence[Mapping[str, Any]]) -> str:
     """Return a row for each parameter group. What no pattern matches has no name."""
     rows = [("group", "optimizer", "tensors", "parameters", "trained", "state")]
-    for each in groups:
-        numbers = (f"{each[key]:,}" for key in ("tensors", "parameters", "trainable"))
-        state = "–" if each["state"] is None else format_bytes(each["state"])
-        rows.append((each["name"] or "(others)", each["optimizer"], *numbers, state))
+    for group in groups:
+        state_bytes = group["state"]
+        rows.append(
+            (
+                group["name"] or "(others)",
+                group["optimizer"],
+                f"{group['tensors']:,}",
+                f"{group['parameters']:,}",
+                f"{group['trainable']:,}",
+                "–" if state_bytes is None else format_bytes(state_bytes),
+            )
+        )
     return format_table(rows)
 
 
-def _text(value: Any, number: Callable[[float], str]) -> str:
-    """Return a value as text, its numbers as `number` formats them. What is unknown, empty or zero is left out."""
-    if isinstance(value, Mapping):
-        there = {name: each for name, each in value.items() if each}
-        if there.keys() == {"least", "most"}:
-            return " or ".join(map(number, sorted(set(there.values()))))
-        return ", ".join(f"{name} {_text(each, number)}" for name, each in there.items()) or "–"
+def _text(value: Any, format_number: Callable[[float], str]) -> str:
+    """Return a value of the plan as text. What is unknown, empty or zero is left out."""
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value
     if isinstance(value, list):
         return " and ".join(value)
-    return "–" if value is None else value if isinstance(value, str) else number(value)
+    if not isinstance(value, Mapping):
+        return format_number(value)
+
+    entries = {name: entry for name, entry in value.items() if entry}
+    if entries.keys() == {"least", "most"}:
+        numbers = sorted(set(entries.values()))
+        return " or ".join(map(format_number, numbers))
+    texts = [f"{name} {_text(entry, format_number)}" for name, entry in entries.items()]
+    return ", ".join(texts) or "–"
 
 
 def rank_table(topology: Topology) -> str:
     """Return a row for each rank with its place and its devices."""
-    world, half = topology.world_size, _MAX_RANKS // 2
     rows = [("rank", "node", "local rank", "GPU" if topology.gpus_per_node else "device")]
-    for rank in range(world) if world <= _MAX_RANKS else (*range(half), *range(world - half, world)):
-        if rank == world - half and world > _MAX_RANKS:
-            rows.append(("…",) * 4)
-        node, local = divmod(rank, topology.procs_per_node)
-        devices = ", ".join(map(str, topology.device_indices(local))) or ", ".join(["CPU"] * topology.span)
-        rows.append((str(rank), str(node), str(local), devices))
+    ranks = range(topology.world_size)
+    if len(ranks) <= _MAX_RANKS:
+        rows += [_rank_row(rank, topology) for rank in ranks]
+    else:
+        half = _MAX_RANKS // 2
+        rows += [_rank_row(rank, topology) for rank in ranks[:half]]
+        rows.append(("…", "…", "…", "…"))
+        rows += [_rank_row(rank, topology) for rank in ranks[-half:]]
     return format_table(rows)
 
 
+def _rank_row(rank: int, topology: Topology) -> tuple[str, str, str, str]:
+    node, local_rank = divmod(rank, topology.procs_per_node)
+    devices = topology.device_indices(local_rank)
+    names = [str(device) for device in devices] if devices else ["CPU"] * topology.span
+    return str(rank), str(node), str(local_rank), ", ".join(names)
+
+
 def _arithmetic(topology: Topology) -> str:
-    world, procs = topology.world_size, topology.procs_per_node
-    ranks = format_count(world, "rank")
-    nodes = f"{format_count(topology.nnodes, 'node')} × {format_count(procs, 'process', 'processes')} = {ranks}"
+    """Return how the number of ranks and of their devices comes about."""
+    nodes = format_count(topology.nnodes, "node")
+    processes = format_count(topology.procs_per_node, "process", "processes")
+    text = f"{nodes} × {processes} = {format_count(topology.world_size, 'rank')}"
     if topology.gpus_per_node == 0:
-        return f"{nodes} on the CPU"
+        return f"{text} on the CPU"
+    gpus = format_count(topology.gpus_per_node, "GPU")
     shared = " (shared)" if topology.shares_gpus else ""
-    return f"{nodes}; {format_count(topology.gpus_per_node, 'GPU')} a node{shared}, {topology.span} for each rank"
+    return f"{text}; {gpus} a node{shared}, {topology.span} for each rank"

@@ -3,6 +3,6 @@
 Start with `job` (the parent's side, without torch), then `rank`, which `preflight=true` also runs before training.
 """
 
-from framework.jobs.preflight.job import check, main
+from framework.jobs.preflight.job import Preflight
 
-__all__ = ["check", "main"]
+__all__ = ["Preflight"]

@@ -26,31 +26,48 @@ Exit status 0: passed; 1: a value was wrong, a limit was exceeded, or a rank did
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.command.request import checked_placement as check
-from framework.command.run_ranks import run
 from framework.config.schema import Config
 from framework.jobs.preflight.report import RESULT, render, verdict
 from framework.system.formatting import display_path, format_facts
 from framework.system.run_dir import RunDir, read_object
 
-__all__ = ["check", "main"]
+if TYPE_CHECKING:
+    from framework.launch.plan import MonitorLink, RankArguments
 
 
-def main(request: Request) -> JobResult:
-    """Check with any number of processes. Raises FrameworkError for what can't be started."""
-    done = run(request, entry="framework.jobs.preflight.rank:preflight_rank", title="Preflight of", summary=_closing)
-    found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / RESULT)
-    if found is None:
-        return done
-    if request.config.topology.node_rank > 0 and request.external_ranks is None:
-        # The table is on the terminal of node 0.
-        print(f"\n{verdict(found)}", flush=True)
-    return replace(done, status=0 if found["passed"] else 1)
+class Preflight(Job):
+    """Check and time the links of any number of processes."""
 
+    def title(self, config: Config) -> str:
+        return "Preflight of"
 
-def _closing(_config: Config, run_dir: RunDir, status: int) -> str:
-    path = display_path(run_dir.path)
-    found = read_object(run_dir.path / RESULT) if status == 0 else None
-    return format_facts([("logs", f"{path}/logs")]) if found is None else f"{render(found)}\n\n  {path}/{RESULT}"
+    def run(self, request: Request) -> JobResult:
+        """Check and time. The exit status is 1 if a value was wrong or a limit was exceeded."""
+        result = super().run(request)
+        if result.status != 0 or result.run_dir is None:
+            return result
+        measured = read_object(result.run_dir.path / RESULT)
+        if measured is None:
+            return result
+
+        if request.config.topology.node_rank > 0 and request.external_ranks is None:
+            # The table is on the terminal of node 0.
+            print(f"\n{verdict(measured)}", flush=True)
+        return replace(result, status=0 if measured["passed"] else 1)
+
+    def rank(self, arguments: RankArguments, link: MonitorLink) -> None:
+        from framework.jobs.preflight.rank import preflight_rank
+
+        preflight_rank(arguments, link)
+
+    def text(self, request: Request, run_dir: RunDir, *, status: int) -> str:
+        """Return the tables of what was measured."""
+        path = display_path(run_dir.path)
+        measured = read_object(run_dir.path / RESULT) if status == 0 else None
+        if measured is None:
+            return format_facts([("logs", f"{path}/logs")])
+        return f"{render(measured)}\n\n  {path}/{RESULT}"

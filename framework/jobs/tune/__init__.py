@@ -3,6 +3,6 @@
 Start with `job` (the parent's side, without torch), then `rank`.
 """
 
-from framework.jobs.tune.job import main
+from framework.jobs.tune.job import Tune
 
-__all__ = ["main"]
+__all__ = ["Tune"]

@@ -22,78 +22,85 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from framework.command.equivalents import commands
+from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.command.run_ranks import run
 from framework.config.saved import key_of, merge_overrides
 from framework.config.schema import Config
 from framework.config.topology import Topology
+from framework.jobs.tune.findings import PLOT, RESULT, batch_lines, lr_lines
 from framework.system.formatting import display_path, format_facts
 from framework.system.run_dir import RunDir, read_object
 
-RESULT, PLOT = "tune.json", "learning_rate.svg"  # in the run directory
-_LIMITS = {
-    "memory": "by memory, of which {margin:.0%} stays free",
-    "data": "a step takes no more samples than the dataset has",
-}
+if TYPE_CHECKING:
+    from framework.launch.plan import MonitorLink, RankArguments
 
 
-def main(request: Request) -> JobResult:
-    """Tune with any number of processes. Raises FrameworkError for what can't be tuned."""
-    topology = request.placement.topology
+class Tune(Job):
+    """Tune with any number of processes."""
 
-    def closing(_config: Config, run_dir: RunDir, status: int) -> str:
-        path, found = display_path(run_dir.path), read_object(run_dir.path / RESULT)
+    sweepable = False
+    sections = ("tune",)
+
+    def mistakes(self, config: Config) -> Iterator[str]:
+        settings = config.tune
+        if settings.min_lr >= settings.max_lr:
+            yield f"tune.min_lr={settings.min_lr:g} must be less than tune.max_lr={settings.max_lr:g}."
+        for name in ("fast_dev_run", "overfit_batches"):
+            if getattr(config.trainer, name):
+                yield f"trainer.{name} can't go with job=tune: what suits a few samples may not suit all. Leave it out."
+
+    def title(self, config: Config) -> str:
+        return "Tuning"
+
+    def run(self, request: Request) -> JobResult:
+        """Tune. The exit status is 1 if no learning rate was found."""
+        result = super().run(request)
+        if result.status != 0 or result.run_dir is None:
+            return result
+        tuned = read_object(result.run_dir.path / RESULT)
+        if tuned is not None and tuned["lr"] is not None and tuned["lr"]["suggestion"] is None:
+            return replace(result, status=1)
+        return result
+
+    def rank(self, arguments: RankArguments, link: MonitorLink) -> None:
+        from framework.jobs.tune.rank import tune_rank
+
+        tune_rank(arguments, link)
+
+    def text(self, request: Request, run_dir: RunDir, *, status: int) -> str:
+        """Return the batch and the learning rate, and the command to train with them."""
+        lines = []
+        tuned = read_object(run_dir.path / RESULT)
+        if tuned is not None:
+            lines += [""]
+            lines += batch_lines(tuned["batch_size"])
+            lines += lr_lines(tuned["lr"], has_schedule=request.config.scheduler.schedule is not None)
+            if tuned["overrides"] and status == 0:
+                found = training_command(request, request.placement.topology, tuned["overrides"])
+                lines += ["", "Use:", f"  {found}"]
+
+        path = display_path(run_dir.path)
         facts = [("run", path), ("logs", f"{path}/logs")]
         if (run_dir.path / PLOT).exists():
             facts.append(("plot", f"{path}/{PLOT}"))
-        lines = [] if found is None else ["", *_findings(found, request.config)]
-        if found is not None and found["overrides"] and status == 0:
-            lines += ["", "Use:", f"  {command(request, topology, found['overrides'])}"]
         return "\n".join([*lines, "", format_facts(facts)])
 
-    done = run(request, entry="framework.jobs.tune.rank:tune_rank", title="Tuning", summary=closing)
-    found = None if done.status != 0 or done.run_dir is None else read_object(done.run_dir.path / RESULT)
-    if found is not None and found["lr"] is not None and found["lr"]["suggestion"] is None:
-        return replace(done, status=1)
-    return done
 
-
-def _findings(found: Mapping[str, Any], config: Config) -> Iterator[str]:
-    batch, lr = found["batch_size"], found["lr"]
-    if batch is not None:
-        limit = _LIMITS.get(batch["limited_by"], f"as much as {batch['limited_by']} allows").format(**batch)
-        passes = batch["accumulate_grad_batches"]
-        yield (
-            f"Largest batch: {batch['batch_size']:,} for each process ({limit}); a step takes "
-            f"{batch['global_batch_size']:,} samples{f', {passes} passes' if passes > 1 else ''}"
-        )
-    if lr is None:
-        return
-    best = lr["suggestion"]
-    if best is None:
-        stopped = f" ({lr['stopped']})" if lr["stopped"] else ""
-        yield (
-            f"No learning rate: the loss didn't fall by more than its noise{stopped}. Look at the plot, and try a "
-            "larger batch, more steps (tune.num_training), or other rates: tune.min_lr, tune.max_lr"
-        )
-        return
-    samples = f"{lr['global_batch_size']:,} samples"
-    yield f"Learning rate: {best['lr']:.2g} for steps of {samples}, where the loss falls fastest"
-    yield (
-        f"  It falls from {best['begins']:.2g} to {best['minimum']:.2g}; a tenth of the latter is more careful: "
-        f"{best['minimum'] / 10:.2g}"
-    )
-    if config.scheduler.schedule is not None:
-        yield "  Found without the schedule, which starts at this rate or leads up to it"
-
-
-def command(request: Request, topology: Topology, found: Mapping[str, Any]) -> str:
-    """Return the user's command as a training with what was found, behind torchrun or srun if they started this one."""
+def training_command(request: Request, topology: Topology, tuned: Mapping[str, Any]) -> str:
+    """Return the user's command as a training with the tuned values, behind torchrun or srun if one started this."""
+    # A key that was added or removed is set where it is.
     special = {key_of(text) for text in request.overrides if text.startswith(("+", "~"))}
-    new = [f"{'++' if key in special else ''}{key}={value}" for key, value in found.items()]
-    kinds = commands(replace(request, overrides=tuple(merge_overrides(request.overrides, new))), topology)
-    starter = "" if request.external_ranks is None else request.external_ranks.cluster.starter
-    return shlex.join(kinds.get(starter, kinds["framework"]))
+    new = []
+    for key, value in tuned.items():
+        prefix = "++" if key in special else ""
+        new.append(f"{prefix}{key}={value}")
+    overrides = tuple(merge_overrides(request.overrides, new))
+
+    by_starter = commands(replace(request, overrides=overrides), topology, own_keys=Tune.sections)
+    starter = "framework"
+    if request.external_ranks is not None and request.external_ranks.cluster.starter in by_starter:
+        starter = request.external_ranks.cluster.starter
+    return shlex.join(by_starter[starter])

@@ -24,7 +24,7 @@ from framework.engine.train import build_trainer
 from framework.engine.weights import load_initial_weights
 from framework.errors import ConfigError, DataError, RunError, describe_error
 from framework.jobs.tune.batch_size import find_batch_size, full_steps, is_out_of_memory, train_steps
-from framework.jobs.tune.job import PLOT, RESULT
+from framework.jobs.tune.findings import PLOT, RESULT
 from framework.jobs.tune.lr_range import assess, plot, range_test
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import RankPhase

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from framework.config.checks import check
+from framework.command.job import check_config
 from framework.config.parse import parse
 from framework.errors import ConfigError
 from tests.unit.config.raw import raw_config
@@ -56,7 +56,10 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ),
         ({"job": "plan", "resume": "run"}, "resume can't go with job=plan"),
         ({"job": "parity", "resume": "run"}, "Use init_from=run"),
-        ({"collectives.backends": ["gloo", "ncll"]}, "collectives.backends=[ncll]: must be gloo, nccl, or both."),
+        (
+            {"job": "collectives", "collectives.backends": ["gloo", "ncll"]},
+            "collectives.backends=[ncll]: must be gloo, nccl, or both.",
+        ),
         ({"job": "tune", "tune.min_lr": 10}, "tune.min_lr=10 must be less than tune.max_lr=10."),
         ({"job": "tune", "trainer.overfit_batches": 2}, "trainer.overfit_batches can't go with job=tune"),
         ({"trainer.deterministic": True, "trainer.benchmark": True}, "Set trainer.benchmark=null"),
@@ -76,7 +79,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 )
 def test_combinations_that_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(parse(raw_config(changes)))
+        check_config(parse(raw_config(changes)))
     assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -107,4 +110,4 @@ def test_combinations_that_are_refused(changes: dict[str, Any], said: str) -> No
     ],
 )
 def test_combinations_that_are_accepted(changes: dict[str, Any]) -> None:
-    check(parse(raw_config(changes)))
+    check_config(parse(raw_config(changes)))

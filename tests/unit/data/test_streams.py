@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
-from framework.config.schema import Config, Job
+from framework.config.schema import Config, JobName
 from framework.data.batching import BatchPlan
 from framework.data.stream import first_batch
 from framework.distributed.context import Context
@@ -445,12 +445,12 @@ BESIDE = Datasets(samples(4), val=Parts([3]))
 JOIN = {"stream": "join"}
 
 
-def config(*, job: Job = "train", **changes: Any) -> Config:
+def config(*, job: str = "train", **changes: Any) -> Config:
     whole = parse(raw_config())
     data = {key: value for key, value in changes.items() if hasattr(whole.data, key)}
     trainer = {key: value for key, value in changes.items() if hasattr(whole.trainer, key)}
     of_data = replace(whole.data, **{"shuffle": False, **data})
-    return replace(whole, job=job, data=of_data, trainer=replace(whole.trainer, **trainer))
+    return replace(whole, job=JobName(job), data=of_data, trainer=replace(whole.trainer, **trainer))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ TWO_NODES = Topology(nnodes=2, procs_per_node=8, gpus_per_node=8, span=1)
 def lines(topology: Topology, *overrides: str, **changes: Any) -> dict[str, str]:
     raw = raw_config({key.replace("__", "."): value for key, value in changes.items()})
     request = Request(config=parse(raw), raw=raw, overrides=overrides)
-    return {name: shlex.join(words) for name, words in commands(request, topology).items()}
+    return {name: shlex.join(words) for name, words in commands(request, topology, own_keys=("plan",)).items()}
 
 
 def test_commands_for_one_node() -> None:

@@ -10,7 +10,7 @@ import pytest
 from framework.command.request import Request
 from framework.config.parse import parse
 from framework.errors import ConfigError
-from framework.jobs.export import job as export
+from framework.jobs.export.job import Export, output_path
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
 
@@ -35,10 +35,10 @@ def test_a_file_is_named_after_recipe_and_step(tmp_path, monkeypatch, format_, s
     checkpoint = write_small(tmp_path / "checkpoints", 1200)
     asked = request({"export.format": format_, "recipe": "vision/some", "checkpoint.path": str(checkpoint)})
     file = tmp_path / f"vision_some_1200{suffix}"
-    assert export.check(asked) == file
+    assert output_path(asked.config) == file
     file.touch()
     with pytest.raises(ConfigError, match=f"{file.name} exists already"):
-        export.check(asked)
+        output_path(asked.config)
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -47,9 +47,9 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     for name in ("onnx", "onnxscript"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ConfigError, match=r"export\.format=onnx needs .*: pip install onnx onnxscript$"):
-        export.main(request({"export.format": "onnx", "export.output": "some.txt"}))
+        Export().run(request({"export.format": "onnx", "export.output": "some.txt"}))
 
 
 def test_wrong_names_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"export\.output=model\.pt: must end with \.onnx\."):
-        export.check(request({"export.format": "onnx", "export.output": f"{tmp_path}/model.pt"}))
+        Export().check(request({"export.format": "onnx", "export.output": f"{tmp_path}/model.pt"}))

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from framework.command import run_ranks as record
-from framework.command.request import Request
-from framework.command.run_ranks import record_end, record_start
-from framework.config.parse import parse
 from framework.config.topology import Topology
+from framework.runs import record
+from framework.runs.record import RunStart, record_end, record_start
 from framework.system.hardware import cpu_count
 from framework.system.run_dir import RunDir, create_run_dir
 from tests.unit.config.raw import raw_config
@@ -39,8 +37,14 @@ def git(*arguments: str) -> str:
 
 
 def started(run_dir: RunDir, *typed: str) -> dict[str, Any]:
-    raw = raw_config()
-    record_start(run_dir, Request(parse(raw), raw, overrides=(), arguments=typed), Topology(1, 2, 0, 1))
+    start = RunStart(
+        raw=raw_config(),
+        overrides=(),
+        search_path=(),
+        arguments=["-m", "framework", *typed],
+        topology=Topology(1, 2, 0, 1),
+    )
+    record_start(run_dir, start)
     return run_dir.read_run()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.command.base_run import BaseRun, find_auto_run, find_base, names_a_run, saved_run
+from framework.command.resume import BaseRun, find_auto_run, find_base, names_a_run, saved_run
 from framework.config.saved import SavedRun, save_config
 from framework.errors import CheckpointError, ConfigError
 from framework.system.run_dir import RunDir, create_run_dir

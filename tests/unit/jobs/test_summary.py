@@ -88,11 +88,11 @@ def test_resuming_is_offered_only_with_a_complete_checkpoint(run_dir: RunDir) ->
     (run_dir.checkpoints / "step_00000010").mkdir(parents=True)
     command = f"python -m framework resume=outputs/some/{run_dir.path.name}"
     assert "resume" not in closing(run_dir, 1)
-    assert "No checkpoint yet" in interrupted_message(parse(raw_config()), run_dir)
+    assert "No checkpoint yet" in interrupted_message(run_dir, trains=True)
     write_small(run_dir.checkpoints, 20)
     assert all(command in closing(run_dir, status) for status in (0, 1, EXIT_STOPPED))
-    assert "No checkpoint yet" not in interrupted_message(parse(raw_config()), run_dir)
-    assert command in interrupted_message(parse(raw_config()), run_dir)
+    assert "No checkpoint yet" not in interrupted_message(run_dir, trains=True)
+    assert command in interrupted_message(run_dir, trains=True)
 
 
 def test_commands_work_where_they_are_printed(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

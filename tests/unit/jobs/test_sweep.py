@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +11,7 @@ from framework.command.request import JobResult, Request
 from framework.command.sweep import distinguishing, run_sweep
 from framework.config.parse import parse
 from framework.errors import EXIT_STOPPED, ConfigError, RunError
+from framework.jobs.train import Train
 from framework.system.run_dir import create_run_dir
 from tests.unit.config.raw import raw_config
 
@@ -44,7 +43,8 @@ def act(request: Request) -> JobResult:
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Run a job for each seed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "framework.jobs.train", SimpleNamespace(main=act, check=lambda _: None))
+    monkeypatch.setattr(Train, "run", lambda _, request: act(request))
+    monkeypatch.setattr(Train, "check", lambda *_: None)
     return lambda *seeds: run_sweep([request(seed) for seed in seeds])
 
 

@@ -11,7 +11,7 @@ import pytest
 from framework.command.request import Request
 from framework.config.parse import parse
 from framework.config.topology import Topology
-from framework.jobs.tune.job import command
+from framework.jobs.tune.job import training_command
 from tests.unit.config.raw import raw_config
 
 
@@ -19,7 +19,7 @@ def given_command(typed: list[str], found: dict[str, Any], *, starter: str | Non
     external_ranks: Any = None if starter is None else SimpleNamespace(cluster=SimpleNamespace(starter=starter))
     raw = raw_config()
     request = Request(config=parse(raw), raw=raw, overrides=("job=tune", "tune.margin=0.2", *typed))
-    return command(replace(request, external_ranks=external_ranks), Topology(1, 2, 0, 1), found)
+    return training_command(replace(request, external_ranks=external_ranks), Topology(1, 2, 0, 1), found)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""What the command uses of Hydra: its flags, composing, applying an override, splitting a sweep.
+
+Hydra offers its flags, its splitting of sweeps and its application of overrides only in private modules. They are
+imported here and nowhere else; Hydra's version is pinned.
+"""
+
+from __future__ import annotations
+
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra as Hydra
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from framework.config.assets import config_dir, user_config_dir
+from framework.errors import ConfigError
+
+MULTIRUN = "hydra.mode=MULTIRUN"
+"""The override that makes a command a sweep, as -m does."""
+
+_HYDRA = threading.Lock()
+
+
+class UserConfigFirst(SearchPathPlugin):
+    """Hydra looks in the folder `conf` of the working directory before the framework's own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        folder = user_config_dir(Path.cwd())
+        if folder is not None:
+            search_path.prepend(provider="user", path=f"file://{folder}", anchor="main")
+
+
+@contextmanager
+def hydra_for(config_path: str | None) -> Iterator[None]:
+    """Have Hydra compose from a folder, or from the framework's own for None, in this thread alone.
+
+    The global state of a program that is a Hydra application itself is restored.
+    """
+    Plugins.instance().register(UserConfigFirst)
+    folder = config_dir() if config_path is None else Path(config_path).absolute()
+    with _HYDRA:
+        hydra = GlobalHydra.instance().hydra
+        config = HydraConfig.instance().cfg
+        GlobalHydra.instance().clear()
+        try:
+            with initialize_config_dir(str(folder), job_name="framework", version_base="1.3"):
+                yield
+        finally:
+            # Hydra may have replaced its instances.
+            GlobalHydra.instance().hydra = hydra
+            HydraConfig.instance().cfg = config
+
+
+def current_hydra() -> Hydra:
+    """Return what `hydra_for` has initialized."""
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    return hydra
+
+
+# The command line
+
+
+def flag_parser() -> ArgumentParser:
+    """Return the parser of Hydra's flags."""
+    return get_args_parser()
+
+
+def parse_flags(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
+    """Parse the command line as Hydra does, in any order. Raises ConfigError for an unknown flag."""
+
+    def refuse(message: str) -> NoReturn:
+        dashed = [text for text in arguments if text.startswith("--") and "=" in text]
+        advice = "`--hydra-help` lists the options."
+        if dashed:
+            advice = f"Keys are written without dashes: {dashed[0].lstrip('-')}"
+        raise ConfigError(f"{message}\n{advice}")
+
+    # It would print the usage and exit.
+    parser.error = refuse  # type: ignore[method-assign]
+    # Overrides first: `--info` would take one that follows it.
+    ordered = sorted(arguments, key=lambda text: text.startswith("-") or "=" not in text)
+    return parser.parse_intermixed_args(ordered)
+
+
+def without_swept(overrides: Sequence[str], hydra: Hydra) -> list[str]:
+    """Return the overrides that have one value."""
+    parsed = OverridesParser.create(hydra.config_loader).parse_overrides(list(overrides))
+    return [str(override.input_line) for override in parsed if not override.is_sweep_override()]
+
+
+def split_sweep(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return Hydra's own overrides, and the others of each run of a sweep over all combinations of values."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    of_hydra = [str(override.input_line) for override in parsed if override.is_hydra_override()]
+    others = [override for override in parsed if not override.is_hydra_override()]
+    (combinations,) = BasicSweeper.split_arguments(others, max_batch_size=None)
+    return of_hydra, [list(combination) for combination in combinations]
+
+
+# Composing
+
+
+def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """Return the composed configuration, with Hydra's own section."""
+    return compose(config_name, list(overrides), return_hydra_config=True)
+
+
+def resolved(config: DictConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the resolved, plain values of what Hydra composed, and its overrides."""
+    # A sweeper passes its jobs without it, after Hydra has set it.
+    if "hydra" in config:
+        HydraConfig.instance().set_config(config)
+        with open_dict(config):
+            del config["hydra"]
+    raw: Any = OmegaConf.to_container(config, resolve=True)
+    return raw, tuple(HydraConfig.get().overrides.task)
+
+
+def with_override(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """Return a configuration with an override applied, as Hydra does. Raises ConfigError for a key that isn't there."""
+    config = OmegaConf.create(dict(raw))
+    OmegaConf.set_struct(config, True)
+    try:
+        parsed = OverridesParser.create().parse_overrides([override])
+        ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+    except HydraException as error:
+        raise ConfigError(f"{override}: {' '.join(str(error).split())}") from error
+    changed: Any = OmegaConf.to_container(config, resolve=True)
+    return changed  # type: ignore[no-any-return]
+
+
+def search_path(entries: Sequence[str] | None, *, must_exist: bool = True) -> tuple[str, ...]:
+    """Return the places of `hydra.searchpath` with absolute paths.
+
+    Raises ConfigError for one that isn't there, unless they are those of a saved run. Hydra only warns.
+    """
+    places = []
+    for entry in entries or ():
+        scheme, _, path = entry.rpartition("://")
+        if scheme in ("", "file"):
+            folder = Path(path).absolute()
+            if must_exist and not folder.is_dir():
+                raise ConfigError(f"hydra.searchpath has {entry}: there is no folder {folder}.")
+            places.append(f"file://{folder}")
+        else:
+            if must_exist and not _is_source(scheme, entry):
+                raise ConfigError(f"hydra.searchpath has {entry}, which isn't there.")
+            places.append(entry)
+    return tuple(places)
+
+
+def _is_source(scheme: str, entry: str) -> bool:
+    """Return True if Hydra finds an entry such as `pkg://package.conf`."""
+    sources = SourcesRegistry.instance()
+    return scheme in sources.types and sources.resolve(scheme)("searchpath", entry).available()
