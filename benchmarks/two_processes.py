@@ -16,12 +16,10 @@ from benchmarks.steps import BATCH, toy_run
 ROUNDS = 7
 WARM_UP, STEPS = 200, 1500
 _US = Unit("µs", 1e6, 0)
-_BOUND = "ours, trainer.cpu_affinity=true"
 _CLAIMS = {
     "raw DDP, DataLoader": Target(0.85),
     "Accelerate": None,
     "Lightning as it comes": None,
-    _BOUND: None,
 }
 
 
@@ -29,7 +27,6 @@ def contestants() -> list[Contestant]:
     length = ("--warm-up", str(WARM_UP), "--steps", str(STEPS), "--batch", str(BATCH), "--processes", "2")
     return [
         ours("ours", *toy_run(WARM_UP, STEPS, processes=2)),
-        ours(_BOUND, *toy_run(WARM_UP, STEPS, processes=2), "trainer.cpu_affinity=true"),
         peer("raw DDP, DataLoader", "raw_loop", *length, torchrun=2),
         peer("Accelerate", "accelerate_loop", *length, needs="accelerate", torchrun=2),
         peer("Lightning as it comes", "lightning_fit", *length, needs="lightning"),

@@ -23,7 +23,7 @@ _LAUNCHER_TARGETS = {
 }
 _LAUNCHER_OPTIONS = {"adopted": "external", "in_place": "in_process"}
 
-REMOVED: dict[str, Any] = {"trainer.log_rank_losses": False}
+REMOVED: dict[str, Any] = {"trainer.cpu_affinity": False, "trainer.log_rank_losses": False}
 """Keys that no longer exist, with the default that they had."""
 
 # Runs of earlier versions train without this logger: `metrics.jsonl` has the same numbers.

@@ -138,7 +138,6 @@ class TrainerConfig:
     benchmark: bool | None  # cudnn.benchmark; null: off in deterministic mode, else on
     matmul_precision: MatmulPrecision | None = None  # null: as torch or the user's code sets it
     num_threads: int | None = auto(at_least=1)  # intra-op threads of a process; auto: its share of the cores
-    cpu_affinity: bool = False  # pin each process to its share of the cores
     channels_last: bool = False  # store images and convolution weights as NHWC
     # torch.compile's mode.
     compile: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None

@@ -31,7 +31,7 @@ from framework.launch.base import launcher_class
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.strategies.base import Strategy
 from framework.system.allocator import tune_malloc
-from framework.system.hardware import Sharers, sharers_of_cores, threads_per_process
+from framework.system.hardware import processes_on_cores, threads_per_process
 from framework.system.late_dynamo import import_dynamo_late
 from framework.system.rank_log import rank_log
 from framework.system.run_dir import RunDir
@@ -99,7 +99,7 @@ def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetu
         if config.trainer.num_threads is not None:
             torch.set_num_threads(config.trainer.num_threads)
         elif "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(threads_per_process(core_sharers(config, context).number))
+            torch.set_num_threads(threads_per_process(procs_on_cores(config, context)))
         set_deterministic(config.trainer.deterministic, benchmark=config.trainer.benchmark)
         strategy, plan = plan_training(config, context)
         yield RankSetup(requested, config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
@@ -256,7 +256,7 @@ def _stream_in_worker(setup: RankSetup) -> bool:
     """Return True if a stream is read by a worker process: there is a core for it, or it was requested."""
     wanted = setup.config.data.num_workers
     if wanted is None:
-        wanted = worker_count(procs=core_sharers(setup.config, setup.context).number)
+        wanted = worker_count(procs=procs_on_cores(setup.config, setup.context))
     return wanted > 0
 
 
@@ -267,16 +267,16 @@ def loader_options(setup: RankSetup) -> LoaderOptions:
         data.loader,
         num_workers=data.num_workers,
         procs_on_node=topology.procs_per_node,
-        procs_on_cores=core_sharers(setup.config, setup.context).number,
+        procs_on_cores=procs_on_cores(setup.config, setup.context),
         procs_on_device=topology.procs_per_gpu,
         logs=setup.context.is_main,
     )
 
 
-def core_sharers(config: Config, context: Context) -> Sharers:
-    """Return which processes share this one's cores: all of the node, unless srun has bound each to its own."""
-    procs, own = context.topology.procs_per_node, context.local_rank
+def procs_on_cores(config: Config, context: Context) -> int:
+    """Return how many processes share this one's cores: all of the node, unless srun has bound each to its own."""
+    procs = context.topology.procs_per_node
     # The cores of one that srun has started may be its own; those of our own ranks are the command's.
     if not launcher_class(config.launcher).joins_started_ranks:
-        return Sharers(procs, own)
-    return sharers_of_cores(local_rank=own, procs=procs, environ=os.environ)
+        return procs
+    return processes_on_cores(local_rank=context.local_rank, procs=procs, environ=os.environ)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +28,6 @@ from framework.engine.restore import own_checkpoint, restore
 from framework.engine.setup import (
     RankSetup,
     build_data,
-    core_sharers,
     make_eval_loaders,
     make_train_loader,
     setup_rank,
@@ -45,7 +43,6 @@ from framework.optim.phases import phases_of
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.system.files import free_bytes
 from framework.system.formatting import format_bytes
-from framework.system.hardware import Sharers, keep_to_cores, share_of_cores
 from framework.system.rank_log import logger, warn
 from framework.training import length as run_length
 from framework.training.stop_control import StopControl
@@ -99,8 +96,6 @@ def _run(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamL
             sizes = state_sizes(setup, trainer)
             _check_disk_space(setup, sizes.checkpoint)
             introduce(setup, trainer, datasets, sizes)
-        if setup.config.trainer.cpu_affinity:
-            _bind_to_cores(core_sharers(setup.config, setup.context))
         if names := trainer.sanity_check():
             limits.check_metrics(setup.config, names)
         started = time.perf_counter()
@@ -137,16 +132,6 @@ def _close(trainer: Trainer, loaders: Iterable[Any], *, failing: BaseException |
             first = first or error
     if first is not None and failing is None:
         raise first
-
-
-def _bind_to_cores(sharers: Sharers) -> None:
-    """Bind this process to its share of the cores. Threads and loader workers must have been counted before."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set()
-    own = share_of_cores(cores, local_rank=sharers.own, processes=sharers.number)
-    if own:
-        keep_to_cores(own)
-    else:
-        warn(f"trainer.cpu_affinity=true is ignored: {sharers.number} processes can't be bound to {len(cores)} cores.")
 
 
 def build_trainer(

@@ -6,12 +6,11 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from framework.errors import TopologyError
 from framework.system.formatting import format_count
@@ -132,18 +131,8 @@ def threads_per_process(procs: int) -> int:
     return max(1, cpu_count() // procs)
 
 
-class Sharers(NamedTuple):
-    """The processes that share this process's cores.
-
-    number: how many, including this one. own: the index of this one.
-    """
-
-    number: int
-    own: int
-
-
-def sharers_of_cores(*, local_rank: int, procs: int, environ: Mapping[str, str]) -> Sharers:
-    """Return who shares this process's cores: all `procs` of the node, or the srun tasks with the same mask.
+def processes_on_cores(*, local_rank: int, procs: int, environ: Mapping[str, str]) -> int:
+    """Return how many processes share this one's cores: all `procs` of the node, or the srun tasks with the same mask.
 
     A mask counts if srun started this process itself (children of a task have the same variables) and it is in force:
     this process has as many cores as its mask. https://slurm.schedmd.com/srun.html#OPT_SLURM_CPU_BIND_LIST
@@ -151,27 +140,12 @@ def sharers_of_cores(*, local_rank: int, procs: int, environ: Mapping[str, str])
     is_task = "TORCHELASTIC_RUN_ID" not in environ and environ.get("SLURM_LOCALID") == str(local_rank)
     if is_task and environ.get("SLURM_CPU_BIND_TYPE") == "mask_cpu:":
         masks = [int(mask, 16) for mask in environ["SLURM_CPU_BIND_LIST"].split(",")]
-        own = masks[local_rank % len(masks)]  # a list that is too short begins again
-        tasks = [task for task in range(procs) if masks[task % len(masks)] == own]
-        if own.bit_count() == len(os.sched_getaffinity(0)):
-            return Sharers(len(tasks), tasks.index(local_rank))
-    return Sharers(procs, local_rank)
-
-
-def share_of_cores(cores: Collection[int], *, local_rank: int, processes: int) -> set[int]:
-    """Return one process's own share of `cores`; empty if there are fewer cores than processes.
-
-    A share is of neighbouring numbers, which mostly share a cache and a memory node.
-    """
-    size = len(cores) // processes
-    return set(sorted(cores)[local_rank * size : (local_rank + 1) * size])
-
-
-def keep_to_cores(cores: Collection[int]) -> None:
-    """Pin every thread of this process, and those it starts later, to these cores."""
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread.name), cores)
+        # A list that is too short begins again.
+        task_masks = [masks[task % len(masks)] for task in range(procs)]
+        own_mask = masks[local_rank % len(masks)]
+        if own_mask.bit_count() == len(os.sched_getaffinity(0)):
+            return task_masks.count(own_mask)
+    return procs
 
 
 def _describe(nvml: Any, handle: Any) -> Gpu:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -121,28 +120,3 @@ def test_the_device_is_chosen_before_user_code(train, monkeypatch):
     with pytest.raises(RuntimeError, match="that is all"):
         train("recipe=toy", *data, "launcher=in_process")
     assert CALLS == ["cuda:0", "data"]
-
-
-class Cores:
-    """Notes on which cores each rank may run when its training begins."""
-
-    def __init__(self, *, context, run_dir):
-        self.file = run_dir.path / f"cores_{context.rank}"
-
-    def on_fit_start(self, info):
-        self.file.write_text(json.dumps(sorted(os.sched_getaffinity(0))))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.multiproc
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_processes_keep_to_cores_of_their_own(train):
-    noted = f"+callbacks.cores._target_={__name__}.Cores"
-    pair = ("recipe=toy", *SHORT, *TWO, noted)
-    run_dir = train(*pair, "trainer.cpu_affinity=true")
-    first, second = (set(json.loads((run_dir / f"cores_{rank}").read_text())) for rank in range(2))
-    assert first
-    assert second
-    assert not first & second
-    run_dir = train(*pair)
-    assert set(json.loads((run_dir / "cores_1").read_text())) == os.sched_getaffinity(0)

@@ -9,7 +9,7 @@ import pytest
 
 from framework.errors import TopologyError
 from framework.system import hardware
-from framework.system.hardware import Sharers, share_of_cores, sharers_of_cores
+from framework.system.hardware import processes_on_cores
 
 
 class NVMLError(Exception):
@@ -203,17 +203,6 @@ def test_threads_are_a_share_of_the_cores(monkeypatch):
     assert [hardware.threads_per_process(n) for n in (1, 2, 7, 100)] == [7, 3, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("cores", "processes", "shares"),
-    [
-        ({0, 1, 2, 3}, 2, [{0, 1}, {2, 3}]),
-        ({0, 1}, 3, [set(), set(), set()]),
-    ],
-)
-def test_cores_are_shared_out(cores, processes, shares):
-    assert [share_of_cores(cores, local_rank=rank, processes=processes) for rank in range(processes)] == shares
-
-
 def task_of_srun(local_rank, *, kind="mask_cpu:", listed="0x3,0xC,0x30,0xC0", tasks="4"):
     """What srun sets for a task: as it was seen under SLURM 22.05."""
     return {
@@ -227,22 +216,22 @@ def task_of_srun(local_rank, *, kind="mask_cpu:", listed="0x3,0xC,0x30,0xC0", ta
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (task_of_srun(2), Sharers(1, 0)),
-        (task_of_srun(2, tasks="4(x2)"), Sharers(1, 0)),
+        (task_of_srun(2), 1),
+        (task_of_srun(2, tasks="4(x2)"), 1),
         # Typed masks come without 0x and are repeated.
-        (task_of_srun(2, listed="3,C"), Sharers(2, 1)),
-        (task_of_srun(2, listed="0x3,0x3,0x30,0x30"), Sharers(2, 0)),
+        (task_of_srun(2, listed="3,C"), 2),
+        (task_of_srun(2, listed="0x3,0x3,0x30,0x30"), 2),
         # The binding isn't in force: otherwise there would be one core.
-        (task_of_srun(2, kind="map_cpu:", listed="4,5,6,7"), Sharers(4, 2)),
+        (task_of_srun(2, kind="map_cpu:", listed="4,5,6,7"), 4),
         # A task has started this process.
-        (task_of_srun(0), Sharers(4, 2)),
-        ({**task_of_srun(2), "TORCHELASTIC_RUN_ID": "none"}, Sharers(4, 2)),
-        ({}, Sharers(4, 2)),
+        (task_of_srun(0), 4),
+        ({**task_of_srun(2), "TORCHELASTIC_RUN_ID": "none"}, 4),
+        ({}, 4),
     ],
 )
 def test_srun_tasks_share_their_bindings_cores(monkeypatch, environ, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5}, raising=False)
-    assert sharers_of_cores(local_rank=2, procs=4, environ=environ) == expected
+    assert processes_on_cores(local_rank=2, procs=4, environ=environ) == expected
 
 
 @pytest.mark.parametrize(

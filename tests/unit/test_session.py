@@ -7,8 +7,7 @@ import os
 import pytest
 
 from framework.config.parse import parse
-from framework.engine.setup import core_sharers
-from framework.system.hardware import Sharers
+from framework.engine.setup import procs_on_cores
 from tests.helpers.contexts import cpu_context
 from tests.unit.config.raw import raw_config
 
@@ -23,5 +22,4 @@ def test_cores_bound_by_srun_are_not_divided(monkeypatch, launcher, shared):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8, 16)), raising=False)
     raw = raw_config()
     raw["launcher"]["name"] = launcher
-    sharers = core_sharers(parse(raw), cpu_context(1, world_size=2))
-    assert sharers == (Sharers(2, 1) if shared else Sharers(1, 0))
+    assert procs_on_cores(parse(raw), cpu_context(1, world_size=2)) == (2 if shared else 1)
