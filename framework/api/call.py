@@ -208,7 +208,7 @@ def _datasets(value: Any) -> Any:
     """Return the data as `Datasets`, with DataLoaders taken apart; a function or node that makes it, as it is."""
     if is_maker(value) or (isinstance(value, Mapping) and "_target_" in value):
         return value
-    from framework.data.from_loader import unpack_dataloaders
+    from framework.data.from_dataloader import unpack_dataloaders
 
     if isinstance(value, (list, tuple)):
         if not 1 <= len(value) <= 3:

@@ -207,7 +207,7 @@ class Run:
 
 def _as_test(data: Any) -> Any:
     """Return one Dataset or DataLoader as the test part."""
-    from framework.data.from_loader import unpack_dataloaders
+    from framework.data.from_dataloader import unpack_dataloaders
     from framework.types import Datasets
 
     return unpack_dataloaders(Datasets(data.dataset if hasattr(data, "dataset") else data, test=data))

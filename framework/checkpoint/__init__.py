@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.checkpoint.layout import PARTS
+from framework.checkpoint.layout import PARTS, SHARDS
 from framework.checkpoint.lookup import (
     complete_steps,
     find,
@@ -20,6 +20,7 @@ from framework.checkpoint.lookup import (
     read_manifest,
 )
 from framework.checkpoint.storage import CheckpointStorage, LocalStorage
+from framework.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,7 @@ __all__ = [
     "find_damage",
     "find_weights",
     "load",
+    "load_from",
     "manifest_or_none",
     "read_manifest",
 ]
@@ -48,7 +50,30 @@ def load(directory: Path, *, map_location: str | torch.device, parts: Collection
             move their state beside the parameters, step counters on a GPU would cost a wait per step, and generators
             take CPU tensors.
     """
-    from framework.checkpoint.reader import load_checkpoint
-
     storage, checkpoint = LocalStorage.of(directory)
-    return load_checkpoint(storage, checkpoint, map_location=map_location, parts=parts)
+    return load_from(storage, checkpoint, map_location=map_location, parts=parts)
+
+
+def load_from(
+    storage: CheckpointStorage, checkpoint: str, *, map_location: str | torch.device, parts: Collection[str] = PARTS
+) -> dict[str, Any]:
+    """Return the parts of a checkpoint in any storage, as `load` does."""
+    from framework.checkpoint.reader import load_files
+
+    manifest = storage.read_manifest(checkpoint)
+    if not manifest.is_sharded:
+        return load_files(storage, checkpoint, manifest, parts=parts, map_location=map_location)
+
+    if not isinstance(storage, LocalStorage):
+        raise CheckpointError(
+            f"The checkpoint {storage}/{checkpoint} is of a sharded model, which torch.distributed.checkpoint reads "
+            "from paths. Copy it to a disk."
+        )
+    for file in manifest.files:
+        if file.startswith(f"{SHARDS}/"):
+            storage.check_file(checkpoint, file, manifest)
+
+    # Takes most of a second to import.
+    from framework.checkpoint.sharded_state import load_whole
+
+    return load_whole(storage.folder / checkpoint, manifest, parts=parts, map_location=map_location)

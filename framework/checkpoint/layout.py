@@ -99,7 +99,9 @@ class Manifest:
 def encode(manifest: Manifest) -> str:
     """Return the manifest as JSON, with a checksum of itself."""
     content = asdict(manifest)
-    content["metrics"] = {name: value if math.isfinite(value) else None for name, value in manifest.metrics.items()}
+    for name, value in manifest.metrics.items():
+        # JSON has no NaN and no infinity.
+        content["metrics"][name] = value if math.isfinite(value) else None
     return json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n"
 
 
@@ -124,9 +126,8 @@ def decode(text: bytes, *, source: object) -> Manifest:
                 f"this one reads up to format {FORMAT_VERSION}.\nUpdate the framework to use it."
             )
 
-        content["metrics"] = {
-            name: math.nan if value is None else float(value) for name, value in content["metrics"].items()
-        }
+        for name, value in content["metrics"].items():
+            content["metrics"][name] = math.nan if value is None else float(value)
         content["files"] = {_checked_name(name): FileFacts(**facts) for name, facts in content["files"].items()}
         manifest = Manifest(**content)
         if type(manifest.step) is not int or type(manifest.epoch) is not int:

@@ -10,33 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.checkpoint.layout import PARTS, SHARDS, Manifest, part_file
-from framework.checkpoint.storage import CheckpointStorage, LocalStorage
+from framework.checkpoint.layout import Manifest, part_file
+from framework.checkpoint.storage import CheckpointStorage
 from framework.distributed.sharded import shard_like
 from framework.errors import CheckpointError
-
-
-def load_checkpoint(
-    storage: CheckpointStorage, checkpoint: str, *, map_location: str | torch.device, parts: Collection[str] = PARTS
-) -> dict[str, Any]:
-    """Return the parts of a checkpoint; see `framework.checkpoint.load`."""
-    manifest = storage.read_manifest(checkpoint)
-    if not manifest.is_sharded:
-        return load_files(storage, checkpoint, manifest, parts=parts, map_location=map_location)
-
-    if not isinstance(storage, LocalStorage):
-        raise CheckpointError(
-            f"The checkpoint {storage}/{checkpoint} is of a sharded model, which torch.distributed.checkpoint reads "
-            "from paths. Copy it to a disk."
-        )
-    for file in manifest.files:
-        if file.startswith(f"{SHARDS}/"):
-            storage.check_file(checkpoint, file, manifest)
-
-    # Takes most of a second to import.
-    from framework.checkpoint.sharded_state import load_whole
-
-    return load_whole(storage.folder / checkpoint, manifest, parts=parts, map_location=map_location)
 
 
 def load_files(

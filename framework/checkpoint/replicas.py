@@ -21,6 +21,8 @@ from framework.distributed.context import Context
 
 REPLICAS = "replicas"
 _OWN = ("model", "optimizer", "callbacks", "task")
+"""The entries of `training` that each replica has of its own."""
+
 _log = logging.getLogger("framework")
 
 
@@ -32,10 +34,11 @@ def gather_replicas(own: Mapping[str, Any], context: Context) -> list[dict[str, 
     """
     check_plain(own)
     file = io.BytesIO()
-    if not context.is_main:  # it has its own
+    # Rank 0 has its own already.
+    if not context.is_main:
         torch.save(dict(own), file)
-    given = gather_to_first(file.getvalue(), context)
-    return [torch.load(io.BytesIO(each), map_location="cpu", weights_only=True) for each in given[1:]]
+    of_ranks = gather_to_first(file.getvalue(), context)
+    return [torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True) for saved in of_ranks[1:]]
 
 
 def own_training(training: Mapping[str, Any], context: Context, *, replicas_differ: bool) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def own_training(training: Mapping[str, Any], context: Context, *, replicas_diff
     if not replicas_differ or 1 + len(replicas) != context.world_size:
         return mean_training(training)
     own = {} if context.is_main else replicas[context.rank - 1]
-    return {name: value for name, value in {**training, **own}.items() if name != REPLICAS}
+    return _without_replicas({**training, **own})
 
 
 def mean_training(training: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,32 +55,47 @@ def mean_training(training: Mapping[str, Any]) -> dict[str, Any]:
 
     Floating-point tensors of weights, optimizers and callbacks are averaged. Everything else is rank 0's.
     """
-    rest = {name: value for name, value in training.items() if name != REPLICAS}
-    if replicas := training.get(REPLICAS):
-        ranks = 1 + len(replicas)
-        _log.warning("the checkpoint has the different weights of %d ranks: all resume from their mean", ranks)
-        own = [name for name in _OWN if name in training]
-        rest |= {name: _mean([training[name], *(each[name] for each in replicas)]) for name in own}
-    return rest
+    mean = _without_replicas(training)
+    replicas = training.get(REPLICAS)
+    if not replicas:
+        return mean
+    _log.warning("the checkpoint has the different weights of %d ranks: all resume from their mean", 1 + len(replicas))
+    for name in _OWN:
+        if name in training:
+            mean[name] = _mean([training[name], *(replica[name] for replica in replicas)])
+    return mean
+
+
+def _without_replicas(training: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in training.items() if name != REPLICAS}
 
 
 def _mean(values: Sequence[Any]) -> Any:
     """Return the mean of trees of tensors. An entry that one of them lacks, or has in another shape, is the first's."""
     first = values[0]
-    if any(type(each) is not type(first) for each in values):
+    if any(type(value) is not type(first) for value in values):
         return first
     if isinstance(first, Mapping):
-        mean: Any = copy(first)  # with the versions that a module's state has as an attribute
+        # A copy has the versions that a module's state has as an attribute.
+        mean: Any = copy(first)
         for key in first:
-            if all(key in each for each in values):
-                mean[key] = _mean([each[key] for each in values])
+            if all(key in value for value in values):
+                mean[key] = _mean([value[key] for value in values])
         return mean
-    if isinstance(first, (list, tuple)) and len({len(each) for each in values}) == 1:
+    if isinstance(first, (list, tuple)):
+        if any(len(value) != len(first) for value in values):
+            return first
         return type(first)(map(_mean, zip(*values, strict=True)))
-    if not isinstance(first, Tensor) or len({each.shape for each in values}) > 1:
+    return _mean_tensor(values) if isinstance(first, Tensor) else first
+
+
+def _mean_tensor(tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    if any(tensor.shape != first.shape for tensor in tensors):
         return first
     if not (first.is_floating_point() or first.is_complex()):
         return first
     wide = torch.complex128 if first.is_complex() else torch.float64
     # One by one: a copy of all in double precision would take twice their memory at once.
-    return sum(each.to(wide) for each in values).div(len(values)).to(first.dtype)
+    total: Any = sum(tensor.to(wide) for tensor in tensors)
+    return total.div(len(tensors)).to(first.dtype)  # type: ignore[no-any-return]

@@ -36,13 +36,17 @@ class Retention:
 
     def remove_missing(self, steps: Collection[int]) -> None:
         """Rank only checkpoints of these steps: someone may have deleted others by hand."""
-        self._scores = {step: score for step, score in self._scores.items() if step in steps}
+        for step in self._scores.keys() - set(steps):
+            del self._scores[step]
 
     def resume_from(self, last: int, *, damaged: Collection[int]) -> None:
         """Rank only undamaged checkpoints up to `last`. Later ones are to be deleted."""
-        undamaged = {step: score for step, score in self._scores.items() if step not in damaged}
-        self._scores = {step: score for step, score in undamaged.items() if step <= last}
-        self._abandoned = {step for step in undamaged if step > last}
+        for step in list(self._scores):
+            if step in damaged:
+                del self._scores[step]
+            elif step > last:
+                del self._scores[step]
+                self._abandoned.add(step)
 
     def ranking(self) -> list[int]:
         """Return the steps with a finite score from best to worst; of equal scores, the earlier is better."""

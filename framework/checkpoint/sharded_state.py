@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,8 @@ from framework.distributed.sharded import is_dtensor, layout_of, shard_like
 NOTE = "sharded"
 """The entry of `training` that says what is in the shards."""
 
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
 
 
 def split_state(model: nn.Module, optimizer: Optimizer) -> tuple[Shards, dict[str, Any]]:
@@ -39,37 +40,91 @@ def split_state(model: nn.Module, optimizer: Optimizer) -> tuple[Shards, dict[st
     in its state, name in the shards]. Every rank must call it: ranks with stages communicate.
     """
     layout = layout_of(model)
-    state = model.state_dict()  # first: it leaves only the sharded parameters in the model, which are the optimizer's
-    tensors = {_MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}
-    rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    # First: it leaves only the sharded parameters in the model, which are the optimizer's.
+    state = model.state_dict()
+    tensors: dict[str, Tensor] = {}
+    # The model's entries that are no tensors.
+    values: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[_MODEL + name] = value
+        else:
+            values[name] = value
+
+    split = _split_optimizer(model, optimizer)
+    tensors |= split.tensors
+    if layout is None:
+        tensors = {name: tensor for number, (name, tensor) in enumerate(tensors.items()) if _writes(tensor, number)}
+        whole = split.rest
+    else:
+        whole = _merged(_gather(split.rest), groups=split.rest.groups)
+        # Another rank has the same stages and writes them.
+        if not layout.writes:
+            tensors = {}
+
+    state_dict = {"state": dict(sorted(whole.entries.items())), "param_groups": whole.groups}
+    note = [[number, name, key] for (number, name), key in sorted(whole.keys.items())]
+    return Shards.of(tensors), {"optimizer": state_dict, NOTE: {"model": values, "optimizer": note}}
+
+
+class _OptimizerRest(NamedTuple):
+    """What of an optimizer's state dict isn't in the shards. Parameters have their numbers in the whole model."""
+
+    # Number of the parameter → its state without the tensors that are in the shards.
+    entries: dict[int, dict[str, Any]]
+    # (number of the parameter, name in its state) → name in the shards.
+    keys: dict[tuple[int, str], str]
+    groups: list[dict[str, Any]]
+
+
+class _SplitOptimizer(NamedTuple):
+    tensors: dict[str, Tensor]
+    rest: _OptimizerRest
+
+
+def _split_optimizer(model: nn.Module, optimizer: Optimizer) -> _SplitOptimizer:
+    """Split this rank's optimizer state. Every rank must call it: ranks with stages communicate."""
+    has_stages = layout_of(model) is not None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parameters, numbers = _parameters_of(optimizer), _whole_numbers(model, optimizer)
-    own = optimizer.state_dict()
+    parameters = _parameters_of(optimizer)
+    numbers = _whole_numbers(model, optimizer)
+    state_dict = optimizer.state_dict()
+
+    tensors: dict[str, Tensor] = {}
     entries: dict[int, dict[str, Any]] = {}
-    taken: dict[tuple[int, str], str] = {}
-    for index, entry in own["state"].items():
+    keys: dict[tuple[int, str], str] = {}
+    for index, entry in state_dict["state"].items():
         number = numbers[index]
         entries[number] = {}
         for name, value in entry.items():
-            if is_dtensor(value) or (layout is not None and isinstance(value, Tensor) and value.ndim):
-                key = taken[number, name] = f"{_OPTIMIZER}{names[id(parameters[index])]}.{name}"
+            is_of_stage = has_stages and isinstance(value, Tensor) and value.ndim > 0
+            if is_dtensor(value) or is_of_stage:
+                key = f"{_OPTIMIZER}{names[id(parameters[index])]}.{name}"
+                keys[number, name] = key
                 tensors[key] = value
             else:
                 entries[number][name] = value
-    groups = [{**group, "params": [numbers[index] for index in group["params"]]} for group in own["param_groups"]]
-    if layout is None:
-        tensors = {name: value for index, (name, value) in enumerate(tensors.items()) if _is_its_turn(value, index)}
-    else:
-        of_ranks = _gather((entries, taken, groups))
-        entries = {number: entry for each, _, _ in of_ranks for number, entry in each.items()}
-        taken = {place: key for _, each, _ in of_ranks for place, key in each.items()}
-        for index, group in enumerate(groups):
-            group["params"] = sorted({number for _, _, each in of_ranks for number in each[index]["params"]})
-        if not layout.writes:  # another rank has the same stages and writes them
-            tensors = {}
-    whole = {"state": dict(sorted(entries.items())), "param_groups": groups}
-    note = [[number, name, key] for (number, name), key in sorted(taken.items())]
-    return Shards.of(tensors), {"optimizer": whole, NOTE: {"model": rest, "optimizer": note}}
+
+    groups = []
+    for group in state_dict["param_groups"]:
+        groups.append({**group, "params": [numbers[index] for index in group["params"]]})
+    return _SplitOptimizer(tensors, _OptimizerRest(entries, keys, groups))
+
+
+def _merged(of_ranks: Sequence[_OptimizerRest], *, groups: Sequence[Mapping[str, Any]]) -> _OptimizerRest:
+    """Return what all ranks have together, each of its stages. groups: this rank's own."""
+    entries: dict[int, dict[str, Any]] = {}
+    keys: dict[tuple[int, str], str] = {}
+    for rest in of_ranks:
+        entries |= rest.entries
+        keys |= rest.keys
+    whole_groups = []
+    for index, group in enumerate(groups):
+        numbers = set[int]()
+        for rest in of_ranks:
+            numbers.update(rest.groups[index]["params"])
+        whole_groups.append({**group, "params": sorted(numbers)})
+    return _OptimizerRest(entries, keys, whole_groups)
 
 
 def load_sharded(directory: Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -86,6 +141,7 @@ def load_sharded(directory: Path, model: nn.Module, optimizer: Optimizer | None 
     manifest = storage.read_manifest(checkpoint)
     index = read_index(directory, manifest) if manifest.is_sharded else None
     numbers = [] if optimizer is None else _whole_numbers(model, optimizer)
+
     if index is not None:
         state = load_files(storage, checkpoint, manifest, parts=["training", "generators"])
         weights = _read_weights(directory, index, state["training"], model)
@@ -93,14 +149,26 @@ def load_sharded(directory: Path, model: nn.Module, optimizer: Optimizer | None 
         parts = ["model"] if optimizer is None else PARTS
         state = load_files(storage, checkpoint, manifest, parts=parts)
         state["training"] = mean_training(state.get("training", {}))
+        # `training` has the weights to train on if a callback averages those in `model`.
         weights = _own_entries(model, state["training"].get("model", state["model"]))
     load_weights(model, weights, source=directory)
-    if optimizer is not None:
-        own = _own_optimizer(directory, index, state["training"], optimizer, numbers)
-        if layout_of(model) is not None:
-            groups = zip(own["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
-            own["param_groups"] = [{**saved, "params": here["params"]} for saved, here in groups]
-        state["training"] = {**state["training"], "optimizer": own}
+    if optimizer is None:
+        return state
+
+    saved = state["training"]["optimizer"]
+    if index is None:
+        entries = _own_whole_state(saved, optimizer, numbers)
+    else:
+        entries = _own_sharded_state(directory, index, state["training"], optimizer, numbers)
+    groups = saved["param_groups"]
+    if layout_of(model) is not None:
+        # The numbers of the parameters are those of this rank's stages.
+        own_groups = optimizer.state_dict()["param_groups"]
+        groups = [{**group, "params": own_group["params"]} for group, own_group in zip(groups, own_groups, strict=True)]
+    state["training"] = {
+        **state["training"],
+        "optimizer": {**saved, "state": entries, "param_groups": groups},
+    }
     return state
 
 
@@ -112,24 +180,27 @@ def load_whole(
     map_location: where the model's tensors go.
     """
     index = read_index(directory, manifest)
-    # `training` says how the rest goes together.
     storage, checkpoint = LocalStorage.of(directory)
-    found = load_files(storage, checkpoint, manifest, parts={"training", *parts} - {"model"})
-    note = found["training"].pop(NOTE)
+    # `training` says how the rest goes together.
+    state = load_files(storage, checkpoint, manifest, parts={"training", *parts} - {"model"})
+    note = state["training"].pop(NOTE)
     if "training" in parts:
         tensors = _read_all(directory, index, prefix=_OPTIMIZER)
         for number, name, key in note["optimizer"]:
-            found["training"]["optimizer"]["state"][number][name] = tensors[key]
+            state["training"]["optimizer"]["state"][number][name] = tensors[key]
     if "model" in parts:
         tensors = _read_all(directory, index, prefix=_MODEL)
         weights = {name.removeprefix(_MODEL): tensor.to(map_location) for name, tensor in tensors.items()}
-        found["model"] = {**weights, **note["model"]}
-    return {part: found[part] for part in parts}
+        state["model"] = {**weights, **note["model"]}
+    return {part: state[part] for part in parts}
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters in the order of their numbers in the optimizer's state dict."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _whole_numbers(model: nn.Module, optimizer: Optimizer) -> list[int]:
@@ -139,18 +210,22 @@ def _whole_numbers(model: nn.Module, optimizer: Optimizer) -> list[int]:
     """
     layout = layout_of(model)
     if layout is None:
-        return [*range(len(_parameters_of(optimizer)))]
+        return list(range(len(_parameters_of(optimizer))))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places = {name: place for place, name in enumerate(layout.parameters)}
-    groups = [[places[names[id(parameter)]] for parameter in group["params"]] for group in optimizer.param_groups]
-    of_ranks = _gather(groups)
+    own_groups: list[list[int]] = []
+    for group in optimizer.param_groups:
+        own_groups.append([places[names[id(parameter)]] for parameter in group["params"]])
+
+    whole_order: list[int] = []
     # Every stage must have the same number of groups, empty ones too.
-    whole = chain.from_iterable(sorted({*chain(*group)}) for group in zip(*of_ranks, strict=True))
-    numbers = {place: number for number, place in enumerate(whole)}
-    return [numbers[place] for place in chain(*groups)]
+    for group_of_ranks in zip(*_gather(own_groups), strict=True):
+        whole_order += sorted({*chain.from_iterable(group_of_ranks)})
+    numbers = {place: number for number, place in enumerate(whole_order)}
+    return [numbers[place] for place in chain.from_iterable(own_groups)]
 
 
-def _is_its_turn(tensor: Tensor, index: int) -> bool:
+def _writes(tensor: Tensor, number: int) -> bool:
     """Return True if this rank writes the tensor, or its shard of it. Rank 0 writes what isn't sharded.
 
     Ranks with copies of the same shard, in rows of the mesh, take turns, so that each copies and writes as much.
@@ -158,7 +233,7 @@ def _is_its_turn(tensor: Tensor, index: int) -> bool:
     if not is_dtensor(tensor):
         return dist.get_rank() == 0
     mesh = tensor.device_mesh
-    return mesh.ndim == 1 or index % mesh.size(0) == mesh.get_local_rank(0)
+    return mesh.ndim == 1 or number % mesh.size(0) == mesh.get_local_rank(0)
 
 
 def _gather(value: Any) -> list[Any]:
@@ -170,47 +245,70 @@ def _gather(value: Any) -> list[Any]:
 def _read_weights(directory: Path, index: Metadata, training: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return this rank's shards of the weights. What doesn't fit is empty, for `load_state_dict` to refuse."""
     own = model.state_dict()
-    saved = {
-        name.removeprefix(_MODEL): torch.empty(entry.size, device="meta")
-        for name, entry in tensors_of(index, prefix=_MODEL).items()
-    }
-    targets = {
-        name: torch.empty_like(own[name]) for name in saved if name in own and own[name].shape == saved[name].shape
-    }
-    read_shards(directory, index, {_MODEL + name: value for name, value in targets.items()})
-    return _own_entries(model, {**saved, **targets, **training[NOTE]["model"]})
+    weights: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
+    for key, entry in tensors_of(index, prefix=_MODEL).items():
+        name = key.removeprefix(_MODEL)
+        if name in own and own[name].shape == entry.size:
+            weights[name] = torch.empty_like(own[name])
+            targets[key] = weights[name]
+        else:
+            weights[name] = torch.empty(entry.size, device="meta")
+    read_shards(directory, index, targets)
+    return _own_entries(model, {**weights, **training[NOTE]["model"]})
 
 
-def _own_optimizer(
-    directory: Path, index: Metadata | None, training: Mapping[str, Any], optimizer: Optimizer, numbers: Sequence[int]
-) -> dict[str, Any]:
-    """Return the state dict for this rank's optimizer, its groups as they were saved.
+def _own_whole_state(
+    saved: Mapping[str, Any], optimizer: Optimizer, numbers: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """Return this rank's part of the state of a whole optimizer, by the parameter's number in this rank's optimizer.
 
-    index: of the shards; None for a whole checkpoint. numbers: as `_whole_numbers` returns them.
+    Args:
+        saved: the state dict of the whole optimizer.
+        numbers: as `_whole_numbers` returns them.
     """
-    saved, parameters = training["optimizer"], _parameters_of(optimizer)
-    own_of = {number: own for own, number in enumerate(numbers)}
-    state = {own_of[number]: dict(entry) for number, entry in saved["state"].items() if number in own_of}
-    if index is None:
-        for own, entry in state.items():
+    state: dict[int, dict[str, Any]] = {}
+    for own_number, (number, parameter) in enumerate(zip(numbers, _parameters_of(optimizer), strict=True)):
+        if number not in saved["state"]:
+            continue
+        state[own_number] = {}
+        for name, value in saved["state"][number].items():
             # A count of steps is a plain tensor in a sharded optimizer too.
-            tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.ndim}
-            entry |= {name: _shard(value, like=parameters[own]) for name, value in tensors.items()}
-    else:
-        targets: dict[str, Tensor] = {}
-        written = tensors_of(index)
-        for number, name, key in training[NOTE]["optimizer"]:
-            if number in own_of:
-                own, shape, dtype = own_of[number], written[key].size, written[key].properties.dtype
-                state[own][name] = targets[key] = _zeros(shape, dtype, like=parameters[own])
-        read_shards(directory, index, targets)
-    return {**saved, "state": state}
+            is_sharded = isinstance(value, Tensor) and value.ndim > 0
+            state[own_number][name] = _shard(value, like=parameter) if is_sharded else value
+    return state
+
+
+def _own_sharded_state(
+    directory: Path, index: Metadata, training: Mapping[str, Any], optimizer: Optimizer, numbers: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """Return the same as `_own_whole_state`, with the tensors that are in the shards."""
+    parameters = _parameters_of(optimizer)
+    own_numbers = {number: own_number for own_number, number in enumerate(numbers)}
+    state: dict[int, dict[str, Any]] = {}
+    for number, entry in training["optimizer"]["state"].items():
+        if number in own_numbers:
+            state[own_numbers[number]] = dict(entry)
+
+    written = tensors_of(index)
+    targets: dict[str, Tensor] = {}
+    for number, name, key in training[NOTE]["optimizer"]:
+        if number in own_numbers:
+            own_number = own_numbers[number]
+            shard = _zeros(written[key].size, written[key].properties.dtype, like=parameters[own_number])
+            state[own_number][name] = shard
+            targets[key] = shard
+    read_shards(directory, index, targets)
+    return state
 
 
 def _own_entries(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what this rank has of a whole state dict, and what no rank has: that is another model's."""
-    layout, own = layout_of(model), model.state_dict()
-    return {name: value for name, value in given.items() if layout is None or name in own or name not in layout.names}
+    layout = layout_of(model)
+    if layout is None:
+        return dict(given)
+    own = model.state_dict()
+    return {name: value for name, value in given.items() if name in own or name not in layout.names}
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype, *, like: Tensor) -> Tensor:

@@ -47,8 +47,10 @@ from framework.system.files import FileFacts, read_bytes
 class Shards:
     """What one rank writes."""
 
-    tensors: Mapping[str, Tensor]  # its shard of each tensor, by the tensor's name
-    items: list[WriteItem]  # where each shard belongs
+    # Its shard of each tensor, by the tensor's name.
+    tensors: Mapping[str, Tensor]
+    # Where each shard belongs.
+    items: list[WriteItem]
     # All ranks; used for nothing else, so that each may wait for the slowest while training continues.
     group: dist.ProcessGroup | None = None
 
@@ -72,11 +74,13 @@ class Shards:
         writer = _Writer(directory / SHARDS, begin=begin, finish=finish)
         try:
             dcp.save({}, storage_writer=writer, planner=_Planner(self), process_group=self.group)
-        except CheckpointException as error:  # not an Exception, for torch
+        # For torch this is a BaseException.
+        except CheckpointException as error:
             causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
-            shown = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
-            kind = DiskError if all(isinstance(each, (OSError, DiskError)) for each in causes.values()) else RunError
-            raise kind(f"The shards of {directory} can't be written: {shown}") from error
+            described = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+            is_disk = all(isinstance(cause, (OSError, DiskError)) for cause in causes.values())
+            kind = DiskError if is_disk else RunError
+            raise kind(f"The shards of {directory} can't be written: {described}") from error
 
 
 @final
@@ -100,13 +104,16 @@ class _Writer(FileSystemWriter):
     """Torch's writer, with checksums of its files, between `begin` and `finish` on rank 0."""
 
     def __init__(self, folder: Path, *, begin: Callable[[], object], finish: Callable[[Any], object]) -> None:
-        super().__init__(folder, sync_files=False)  # DirectFile does that
-        self.fs = self._files = _Files()
+        # DirectFile flushes the files to the disk.
+        super().__init__(folder, sync_files=False)
+        self._files = _Files()
+        self.fs = self._files
         self._begin = begin
         self._finish = finish
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the folder is made once rank 0 has begun
+        # The folder is made later, once rank 0 has begun.
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._begin()
@@ -119,8 +126,12 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         super().finish(metadata, [written for written, _ in results])
-        facts = {name: each for _, of_rank in results for name, each in of_rank.items()} | self._files.facts
-        self._finish({f"{SHARDS}/{name}": each for name, each in facts.items()})
+        facts: dict[str, FileFacts] = {}
+        for _, facts_of_rank in results:
+            facts |= facts_of_rank
+        # The index was written just now.
+        facts |= self._files.facts
+        self._finish({f"{SHARDS}/{name}": file_facts for name, file_facts in facts.items()})
 
     def storage_meta(self) -> StorageMeta:
         """Leave out the path, which is a temporary one."""
@@ -131,7 +142,8 @@ class _Writer(FileSystemWriter):
 class _Files(FileSystem):
     def __init__(self) -> None:
         super().__init__()
-        self.facts: dict[str, FileFacts] = {}  # of each file that was written, by its name
+        # Of each file that was written, by its name.
+        self.facts: dict[str, FileFacts] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -175,7 +187,7 @@ def read_index(directory: Path, manifest: Manifest) -> Metadata:
     try:
         content = read_bytes(directory / SHARDS_INDEX, max_bytes=manifest.files[SHARDS_INDEX].size_bytes)
         index: Metadata = _IndexUnpickler(io.BytesIO(content)).load()
-        if not all(isinstance(each, TensorStorageMetadata) for each in index.state_dict_metadata.values()):
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in index.state_dict_metadata.values()):
             raise TypeError("it has entries that are no tensors")
         for place in index.storage_data.values():
             if f"{SHARDS}/{place.relative_path}" not in manifest.files:
@@ -190,14 +202,15 @@ def read_index(directory: Path, manifest: Manifest) -> Metadata:
 
 def tensors_of(index: Metadata, *, prefix: str = "") -> dict[str, TensorStorageMetadata]:
     """Return the entries whose names begin with `prefix`."""
-    entries: Any = index.state_dict_metadata  # `read_index` lets only tensors pass
+    # `read_index` lets only tensors pass.
+    entries: Any = index.state_dict_metadata
     return {name: entry for name, entry in entries.items() if name.startswith(prefix)}
 
 
 # What an index consists of, besides torch's dtypes.
 _ALLOWED: dict[tuple[str, str], Any] = {
-    (each.__module__, each.__qualname__): each
-    for each in (
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
         Metadata,
         TensorStorageMetadata,
         StorageMeta,

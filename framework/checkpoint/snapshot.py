@@ -11,8 +11,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-_PINNED = frozenset({"cuda", "xpu"})  # devices that copy to pinned memory without the host waiting
-_LEAST_REGISTERED_BYTES = 2**20  # registering takes a system call; smaller buffers waste little
+_PINNED = frozenset({"cuda", "xpu"})
+"""Devices that copy to pinned memory without the host waiting."""
+_LEAST_REGISTERED_BYTES = 2**20
+"""Registering takes a system call; smaller buffers waste little."""
 
 
 @final
@@ -23,9 +25,12 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
+        # Buffers of the copy before, and of this one, by their size and whether they are pinned.
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
         self._used: dict[tuple[int, bool], list[Tensor]] = {}
-        self._copied: dict[int, Tensor] = {}  # by the number of the storage, which lives as long as the state it is in
+        # By the number of the storage, which lives as long as the state it is in.
+        self._copied: dict[int, Tensor] = {}
+        # Devices that are still copying.
         self._devices: set[torch.device] = set()
         self._events: list[torch.Event] = []
 
@@ -35,7 +40,8 @@ class Snapshots:
         Copies whole storages, as `torch.save` does, so that tensors that share memory do so in the copy. Devices copy
         before any work that is queued later; the host doesn't wait for them.
         """
-        self._free, self._used = self._used, {}
+        self._free = self._used
+        self._used = {}
         copied = self._copy(state)
         self._events = [torch.accelerator.current_stream(device).record_event() for device in self._devices]
         self._copied.clear()
@@ -51,16 +57,18 @@ class Snapshots:
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach())
         if isinstance(value, Mapping):
-            copied: Any = copy(value)  # with the versions that a module's state has as an attribute
-            for key, each in value.items():
-                copied[key] = self._copy(each)
+            # A copy has the versions that a module's state has as an attribute.
+            copied: Any = copy(value)
+            for key, entry in value.items():
+                copied[key] = self._copy(entry)
             return copied
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._copy, value))
         return copy(value)
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        is_plain = tensor.layout is torch.strided and not tensor.is_quantized
+        if not is_plain or tensor.is_conj() or tensor.is_neg():
             return tensor.cpu().clone()
         storage = tensor.untyped_storage()
         if storage._cdata not in self._copied:
@@ -72,22 +80,30 @@ class Snapshots:
         is_pinned = device.type in _PINNED
         key = (storage.nbytes(), is_pinned)
         free = self._free.get(key)
-        buffer = free.pop() if free else _new_buffer(storage.nbytes(), device if is_pinned else None)
+        if free:
+            buffer = free.pop()
+        elif is_pinned:
+            buffer = _new_pinned_buffer(storage.nbytes(), device)
+        else:
+            buffer = torch.empty(storage.nbytes(), dtype=torch.uint8)
         self._used.setdefault(key, []).append(buffer)
-        buffer.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), non_blocking=is_pinned)
+
+        content = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        buffer.copy_(content, non_blocking=is_pinned)
         if is_pinned:
             self._devices.add(device)
         return buffer
 
 
-def _new_buffer(size_bytes: int, device: torch.device | None) -> Tensor:
-    """Return host memory, pinned for the device; not pinned if that is None."""
-    if device is None or device.type != "cuda" or size_bytes < _LEAST_REGISTERED_BYTES:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device is not None)
+def _new_pinned_buffer(size_bytes: int, device: torch.device) -> Tensor:
+    """Return host memory that is pinned for the device."""
+    if device.type != "cuda" or size_bytes < _LEAST_REGISTERED_BYTES:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     # Torch's allocator would round the size up to a power of two. Shared memory starts at a page of its own, and a fork
     # doesn't move its pages.
     buffer = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), size_bytes, 0)))
+    # Not at the end of the process, when CUDA may be gone.
     weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer

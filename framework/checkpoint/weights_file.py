@@ -39,19 +39,31 @@ def _read(file: Path) -> Mapping[str, Any]:
 
             return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except pickle.UnpicklingError as error:  # whose text advises to read it all the same
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        reason = (
-            f"it holds {found[1]}, and Python objects could run any code" if found else "torch.save didn't write it"
-        )
+    except pickle.UnpicklingError as error:
+        # Its text advises to read the file all the same, so only the class that it names is shown.
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        if match is None:
+            reason = "torch.save didn't write it"
+        else:
+            reason = f"it holds {match[1]}, and Python objects could run any code"
         raise CheckpointError(f"{file} can't be read: {reason}.\nSave model.state_dict() only.") from error
-    except Exception as error:  # torch's and safetensors' own, of many classes
+    except Exception as error:
+        # Torch and safetensors raise errors of many classes.
         raise CheckpointError(f"{file} can't be read: {describe_error(error)}\nIt may be damaged.") from error
+
+    content = _unwrapped(content)
+    if isinstance(content, Mapping) and any(isinstance(value, Tensor) for value in content.values()):
+        return content
+    kind = f"a dict of {', '.join(map(str, content))}" if isinstance(content, Mapping) else type(content).__name__
+    raise CheckpointError(f"{file} holds {kind}. It must be a state dict, or have one as {' or '.join(_WRAPPERS)}.")
+
+
+def _unwrapped(content: Any) -> Any:
+    """Return the state dict that a file's content has as an entry, else the content itself."""
     if isinstance(content, Mapping):
-        content = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), content)
-    if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
-        kind = f"a dict of {', '.join(map(str, content))}" if isinstance(content, Mapping) else type(content).__name__
-        raise CheckpointError(f"{file} holds {kind}. It must be a state dict, or have one as {' or '.join(_WRAPPERS)}.")
+        for key in _WRAPPERS:
+            if isinstance(content.get(key), Mapping):
+                return content[key]
     return content
 
 
@@ -62,8 +74,10 @@ class Loaded:
 
     source: object
     loaded: Sequence[str]
-    left_out: Sequence[str]  # in the file only, or skipped
-    kept: Sequence[str]  # as the model was built
+    # In the file only, or skipped.
+    left_out: Sequence[str]
+    # In the model only, or skipped: as the model was built.
+    kept: Sequence[str]
 
     def describe(self, *, shown: int | None = _SHOWN) -> str:
         """Return a few lines, with the first names of each kind; None: all."""
@@ -88,83 +102,119 @@ def load_what_fits(
     Args:
         state: the whole state dict, on the CPU. source: where it comes from, for messages.
     """
-    layout, own, name = layout_of(model), model.state_dict(), type(model).__name__
-    known = own.keys() if layout is None else layout.names
-    given = _renamed(state, init.rename or {}, source=source)
-    skipped = _skipped([*dict.fromkeys([*given, *known])], init.skip or (), source=source)
-    loaded = [each for each in given if each in known and each not in skipped]
-    left_out = [each for each in given if each not in known or each in skipped]
+    own = model.state_dict()
+    layout = layout_of(model)
+    model_names = own.keys() if layout is None else layout.names
+    renamed = _renamed(state, init.rename or {}, source=source)
+    skipped = _skipped([*dict.fromkeys([*renamed, *model_names])], init.skip or (), source=source)
+    loaded = [name for name in renamed if name in model_names and name not in skipped]
+    left_out = [name for name in renamed if name not in model_names or name in skipped]
 
-    def of_all_ranks(values: Iterable[_T]) -> list[_T]:
-        return [*values] if layout is None else [*dict.fromkeys(chain(*gather_to_all([*values], context)))]
+    def of_all_ranks(names: list[_T]) -> list[_T]:
+        """Return what all ranks have; without stages each has all."""
+        if layout is None:
+            return names
+        return [*dict.fromkeys(chain.from_iterable(gather_to_all(names, context)))]
 
     # Names of stages on other ranks are theirs to load.
-    mine = {each: given[each] for each in loaded if each in own}
-    differ = of_all_ranks(
-        (each, f"  {each}: {_described(value)} in the file, {_described(own[each])} in the model")
-        for each, value in mine.items()
-        if _kind(value) != _kind(own[each])
-    )
-    if differ:
-        lines = [f"Weights in {source} have another shape or kind than in {name}:", *(line for _, line in differ)]
-        names = f"=[{','.join(each for each, _ in differ)}]"
-        if len(differ) > _SHOWN:
-            lines, names = [*lines[: 1 + _SHOWN], f"  and {len(differ) - _SHOWN} more"], ""
-        lines.append(f"Leave them out with init.skip{names}, or build the model to fit.")
-        raise CheckpointError("\n".join(lines))
-    sharded = {
-        each: shard_like(own[each], value) if isinstance(value, Tensor) else value for each, value in mine.items()
-    }
+    values = {name: renamed[name] for name in loaded if name in own}
+    _check_kinds(of_all_ranks(_differences(values, own)), source=source, model=model)
+    sharded = {}
+    for name, value in values.items():
+        sharded[name] = shard_like(own[name], value) if isinstance(value, Tensor) else value
     keys = model.load_state_dict(sharded, strict=False)
+
     # A name that shares its tensor with another one is loaded, or skipped, with that.
-    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    tensors = {each: id(tensor) for each, tensor in named}
-    filled, left = ({tensors.get(each) for each in names} - {None} for names in (mine, skipped))
-    own_kept = [each for each in keys.missing_keys if tensors.get(each) not in filled]
+    tensors = _tensor_ids(model)
+    loaded_tensors = {tensors[name] for name in values if name in tensors}
+    skipped_tensors = {tensors[name] for name in skipped if name in tensors}
+    own_kept = [name for name in keys.missing_keys if tensors.get(name) not in loaded_tensors]
+    own_missing = [name for name in own_kept if name not in skipped and tensors.get(name) not in skipped_tensors]
     kept = of_all_ranks(own_kept)
-    missing = of_all_ranks(each for each in own_kept if each not in skipped and tensors.get(each) not in left)
-    unexpected = [each for each in left_out if each not in skipped]
+    missing = of_all_ranks(own_missing)
+    unexpected = [name for name in left_out if name not in skipped]
+
     if (init.strict and (missing or unexpected)) or not loaded:
-        lines = [f"The weights in {source} don't fit {name}."]
-        lines += [f"  not in the file: {_first(missing, _SHOWN)}"] if missing else []
-        lines += [f"  not in the model: {_first(unexpected, _SHOWN)}"] if unexpected else []
-        lines.append("Use init.rename for what has another name, and init.skip for what shall be left out")
-        lines[-1] += ", or init.strict=false to load what fits." if loaded else ": no name is in both."
+        lines = [f"The weights in {source} don't fit {type(model).__name__}."]
+        if missing:
+            lines.append(f"  not in the file: {_first(missing, _SHOWN)}")
+        if unexpected:
+            lines.append(f"  not in the model: {_first(unexpected, _SHOWN)}")
+        remedy = ", or init.strict=false to load what fits." if loaded else ": no name is in both."
+        lines.append(f"Use init.rename for what has another name, and init.skip for what shall be left out{remedy}")
         raise CheckpointError("\n".join(lines))
     return Loaded(source, loaded, left_out, kept)
 
 
+def _differences(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the names of values of another kind than the model's, each with a line that says how they differ."""
+    differences = []
+    for name, value in values.items():
+        if _kind(value) != _kind(own[name]):
+            differences.append(
+                (name, f"  {name}: {_described(value)} in the file, {_described(own[name])} in the model")
+            )
+    return differences
+
+
+def _check_kinds(differences: Sequence[tuple[str, str]], *, source: object, model: nn.Module) -> None:
+    """Raise CheckpointError if there are differences."""
+    if not differences:
+        return
+    lines = [f"Weights in {source} have another shape or kind than in {type(model).__name__}:"]
+    lines += [line for _, line in differences[:_SHOWN]]
+    names = ",".join(name for name, _ in differences)
+    if len(differences) > _SHOWN:
+        lines.append(f"  and {len(differences) - _SHOWN} more")
+        lines.append("Leave them out with init.skip, or build the model to fit.")
+    else:
+        lines.append(f"Leave them out with init.skip=[{names}], or build the model to fit.")
+    raise CheckpointError("\n".join(lines))
+
+
+def _tensor_ids(model: nn.Module) -> dict[str, int]:
+    """Return a number for the tensor behind each name; names that share a tensor have the same one."""
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: id(tensor) for name, tensor in named}
+
+
 def _renamed(state: Mapping[str, Any], rename: Mapping[str, str], *, source: object) -> dict[str, Any]:
     """Return the state with new names. Raises ConfigError if a pattern matches none, or two names become the same."""
-    names = {each: each for each in state}
+    new_names = {name: name for name in state}
     for pattern, replacement in rename.items():
-        if not any(re.search(pattern, now) for now in names.values()):
-            raise _no_match("rename", pattern, names.values(), source=source)
+        if not any(re.search(pattern, new_name) for new_name in new_names.values()):
+            raise _no_match("rename", pattern, new_names.values(), source=source)
         try:
-            names = {each: re.sub(pattern, replacement, now) for each, now in names.items()}
+            new_names = {name: re.sub(pattern, replacement, new_name) for name, new_name in new_names.items()}
         except (re.error, IndexError) as error:
             raise ConfigError(f"init.rename: {replacement!r} can't replace {pattern!r}: {error}.") from error
+
     origins: dict[str, str] = {}
-    for each, now in names.items():
-        if origins.setdefault(now, each) != each:
-            raise ConfigError(f"init.rename gives {origins[now]} and {each} of {source} the same name, {now}.")
-    return {names[each]: value for each, value in state.items()}
+    for name, new_name in new_names.items():
+        origin = origins.setdefault(new_name, name)
+        if origin != name:
+            raise ConfigError(f"init.rename gives {origin} and {name} of {source} the same name, {new_name}.")
+    return {new_names[name]: value for name, value in state.items()}
 
 
 def _skipped(names: Sequence[str], patterns: Iterable[str], *, source: object) -> set[str]:
-    found = set[str]()
+    """Return the names in which one of the patterns is found. Raises ConfigError for a pattern that matches none."""
+    skipped = set[str]()
     for pattern in patterns:
-        matching = [each for each in names if re.search(pattern, each)]
+        matching = [name for name in names if re.search(pattern, name)]
         if not matching:
             raise _no_match("skip", pattern, names, source=source)
-        found.update(matching)
-    return found
+        skipped.update(matching)
+    return skipped
 
 
 def _no_match(key: str, pattern: str, names: Iterable[str], *, source: object) -> ConfigError:
     names = list(names)
     # Patterns often mean a module, whose name is the beginning of others.
-    modules = {each[:place] for each in names for place, letter in enumerate(f"{each}.") if letter == "."}
+    modules = set[str]()
+    for name in names:
+        parts = name.split(".")
+        modules.update(".".join(parts[:number]) for number in range(1, len(parts) + 1))
     guess = nearest(re.sub(r"[^\w.]", "", pattern).strip("."), sorted(modules))
     where = "" if key == "rename" else " or the model"
     return ConfigError(
@@ -175,7 +225,9 @@ def _no_match(key: str, pattern: str, names: Iterable[str], *, source: object) -
 
 def _kind(value: Any) -> object:
     """Return what two values must have in common: a float of another precision is converted, an integer isn't."""
-    return (value.shape, value.is_floating_point(), value.is_complex()) if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return None
+    return value.shape, value.is_floating_point(), value.is_complex()
 
 
 def _described(value: Any) -> str:
@@ -185,5 +237,7 @@ def _described(value: Any) -> str:
 
 
 def _first(names: Sequence[str], number: int | None) -> str:
-    more = "" if number is None or len(names) <= number else f" and {len(names) - number} more"
-    return ", ".join(names[:number]) + more
+    """Return the first names, and how many more there are. number: None for all."""
+    if number is None or len(names) <= number:
+        return ", ".join(names)
+    return f"{', '.join(names[:number])} and {len(names) - number} more"

@@ -32,7 +32,8 @@ def with_parts(batch: Batch, change: Callable[[Any], Any]) -> Batch:
         return deque(map(change, batch), maxlen=batch.maxlen)
     if isinstance(batch, (list, tuple)):
         parts = [change(part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        is_named_tuple = hasattr(batch, "_fields")
+        return type(batch)(*parts) if is_named_tuple else type(batch)(parts)
     if not isinstance(batch, type) and (is_dataclass(batch) or hasattr(batch, "__attrs_attrs__")):
         return _record_with_parts(batch, change)
     return batch
@@ -97,7 +98,8 @@ def _mapping_with_parts(batch: Mapping[Any, Any], change: Callable[[Any], Any]) 
         mapping = copy.copy(batch)
         for key, part in parts.items():
             mapping[key] = part
-    except TypeError:  # a subclass that forbids changes
+    except TypeError:
+        # It is of a subclass that forbids changes.
         return parts
     return mapping
 
@@ -119,8 +121,9 @@ def _attributes(value: Any) -> dict[str, Any]:
     attributes = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
-        names = [slots] if isinstance(slots, str) else slots
-        attributes |= {name: getattr(value, name) for name in names if name not in _NO_PARTS and hasattr(value, name)}
+        for name in [slots] if isinstance(slots, str) else slots:
+            if name not in _NO_PARTS and hasattr(value, name):
+                attributes[name] = getattr(value, name)
     return attributes
 
 

@@ -72,9 +72,12 @@ def micro_batches(plan: BatchPlan, *, global_count: int, rank: int) -> list[rang
     # For the rank with the most samples: micro-batches as large as in a full global batch, rounded up.
     most = -(-global_count // plan.world_size)
     number = -(-most * plan.micro_batches // plan.largest_share)
-    mine = share(global_count, rank=rank, world_size=plan.world_size)
-    ranges = (share(len(mine), rank=i, world_size=number) for i in range(number))
-    return [mine[each.start : each.stop] for each in ranges]
+    rank_share = share(global_count, rank=rank, world_size=plan.world_size)
+    positions = []
+    for i in range(number):
+        micro = share(len(rank_share), rank=i, world_size=number)
+        positions.append(rank_share[micro.start : micro.stop])
+    return positions
 
 
 def count_windows(num_samples: int, *, global_batch_size: int, drop_last: bool = False) -> int:

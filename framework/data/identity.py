@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from framework.data.sample_check import Sketch
+from framework.data.sketch import Sketch
 from framework.errors import CheckpointError
 
 _REMEDY = (
@@ -40,14 +40,18 @@ class DataIdentity:
 
     @staticmethod
     def load(state: Mapping[str, Any]) -> DataIdentity:
-        sketch = None if state["sketch"] is None else Sketch(**state["sketch"])
-        return DataIdentity(**{**state, "sketch": sketch})
+        identity = DataIdentity(**state)
+        if state["sketch"] is None:
+            return identity
+        return replace(identity, sketch=Sketch(**state["sketch"]))
 
 
 def common_identity(identities: Sequence[DataIdentity]) -> DataIdentity:
     """Return the identity without its sketch if the ranks differ: other processors may compute other samples."""
     first = identities[0]
-    return first if all(each == first for each in identities) else replace(first, indices=(), sketch=None)
+    if all(identity == first for identity in identities):
+        return first
+    return replace(first, indices=(), sketch=None)
 
 
 def checksum_of(order: Tensor) -> int:
@@ -58,10 +62,14 @@ def check_size(saved: DataIdentity, *, size: int | None) -> None:
     """Raise CheckpointError if the train data has another size, or if one of the two is a stream."""
     if size == saved.size:
         return
-    now, then = ("a stream" if number is None else f"{number} samples" for number in (size, saved.size))
     raise CheckpointError(
-        f"The train data is {now}, and was {then} when the checkpoint was made, in the middle of an epoch.\n{_REMEDY}"
+        f"The train data is {_described(size)}, and was {_described(saved.size)} when the checkpoint was made, in the "
+        f"middle of an epoch.\n{_REMEDY}"
     )
+
+
+def _described(size: int | None) -> str:
+    return "a stream" if size is None else f"{size} samples"
 
 
 def check_order(saved: DataIdentity, order: Tensor) -> None:
@@ -76,8 +84,10 @@ def check_order(saved: DataIdentity, order: Tensor) -> None:
 
 def check_content(saved: DataIdentity, now: DataIdentity) -> None:
     """Raise CheckpointError if the sketches of the same samples differ; check nothing if one is missing."""
-    is_known = saved.sketch is not None and now.sketch is not None and list(saved.indices) == list(now.indices)
-    if not is_known or saved.sketch.is_near(now.sketch):  # type: ignore[union-attr, arg-type]
+    if saved.sketch is None or now.sketch is None:
+        return
+    has_same_samples = list(saved.indices) == list(now.indices)
+    if not has_same_samples or saved.sketch.is_near(now.sketch):
         return
     which = f"Samples {', '.join(map(str, saved.indices))}" if saved.indices else "Rows"
     raise CheckpointError(

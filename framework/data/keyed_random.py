@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from types import FunctionType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy
 import torch
@@ -20,11 +20,14 @@ import torch
 from framework.data.object_graph import attributes, is_generator, is_leaf, search
 from framework.distributed.seed import fingerprint, mix, preserved_generators, seed_generators
 
+_T = TypeVar("_T")
+
 _MOST_WATCHED = 64
 """Objects whose attributes are looked at after each sample."""
 _MOST_VALUES = 100
+"""The attributes of an object that is watched, at most."""
 _MOST_SEARCHES = 16
-"""Of new objects, at most 20 ms each. A new generator that is itself an attribute is always noticed."""
+"""Searches of new objects, at most 20 ms each. A new generator that is itself an attribute is always noticed."""
 
 
 @final
@@ -33,9 +36,9 @@ class KeyedRandom:
 
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
-        self._own: list[Any] = []
+        self._generators: list[Any] = []
         # The path to each, by which it is seeded: generators that are created later don't change its numbers.
-        self._names: list[str] = []
+        self._paths: list[str] = []
         self._watched: list[_Attributes] = []
         self._searches_left = _MOST_SEARCHES
         self.find()
@@ -46,11 +49,11 @@ class KeyedRandom:
         A dataset may create one when it loads its first sample, or a new one in every epoch.
         """
         reached = search(*self._roots)
-        numbers = [number for number, each in enumerate(reached.objects) if is_generator(each)]
-        found = [reached.objects[number] for number in numbers]
-        is_changed = [id(each) for each in found] != [id(each) for each in self._own]
-        self._own = found
-        self._names = [reached.path(number) for number in numbers]
+        numbers = [number for number, part in enumerate(reached.objects) if is_generator(part)]
+        generators = [reached.objects[number] for number in numbers]
+        is_changed = list(map(id, generators)) != list(map(id, self._generators))
+        self._generators = generators
+        self._paths = [reached.path(number) for number in numbers]
         self._watched = list(islice(_watched(reached.objects), _MOST_WATCHED))
         return is_changed
 
@@ -59,7 +62,9 @@ class KeyedRandom:
 
         Takes about a microsecond for a dataset with ten attributes.
         """
-        objects = [value for each in self._watched for value in each.new_objects()]
+        objects = []
+        for attributes_of_one in self._watched:
+            objects += attributes_of_one.new_objects()
         if not objects:
             return False
         if any(map(is_generator, objects)):
@@ -70,11 +75,31 @@ class KeyedRandom:
         self._searches_left -= 1
         return self.find()
 
+    def load_seeded(self, load: Callable[[], _T], *, key: int | None = None, searches_all: bool = False) -> _T:
+        """Return what `load` returns if all generators were seeded, also those that loading has created.
+
+        `load` may have drawn from a new generator before that was known and seeded. So it is called again then.
+
+        Args:
+            load: loads a sample or a batch.
+            key: seeds the generators before each call; None: `load` seeds them itself.
+            searches_all: look for new generators everywhere, not only in attributes that have changed.
+        """
+        if key is not None:
+            self.seed(key)
+        value = load()
+        has_new_generators = self.find() if searches_all else self.find_new()
+        if not has_new_generators:
+            return value
+        if key is not None:
+            self.seed(key)
+        return load()
+
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore all generators afterwards: they may be used elsewhere in this process."""
-        states = [_state(generator) for generator in self._own]
-        generators = list(self._own)
+        generators = list(self._generators)
+        states = [_state(generator) for generator in generators]
         with preserved_generators():
             try:
                 yield
@@ -84,13 +109,14 @@ class KeyedRandom:
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return a value that changes with every draw."""
-        return (*fingerprint(()), *(pickle.dumps(_state(generator)) for generator in self._own))
+        states = [pickle.dumps(_state(generator)) for generator in self._generators]
+        return (*fingerprint(()), *states)
 
     def seed(self, key: int) -> None:
         """Seed all generators by a number below 2**63; each draws numbers of its own."""
         seed_generators(key)
-        for name, generator in zip(self._names, self._own, strict=True):
-            _seed(generator, mix(key, "own generator", name))
+        for path, generator in zip(self._paths, self._generators, strict=True):
+            _seed(generator, mix(key, "own generator", path))
 
 
 @final
@@ -103,18 +129,21 @@ class _Attributes:
 
     def new_objects(self) -> list[Any]:
         """Return the values that were added or replaced; numbers, text and tensors are ignored."""
+        new = []
         # A copy, since a thread of the dataset may add attributes meanwhile.
-        items = list(self._values.items())
-        return [value for name, value in items if self._ids.get(name) != id(value) and not is_leaf(value)]
+        for name, value in list(self._values.items()):
+            if self._ids.get(name) != id(value) and not is_leaf(value):
+                new.append(value)
+        return new
 
 
 def _watched(objects: Iterable[Any]) -> Iterator[_Attributes]:
-    for each in objects:
-        if isinstance(each, dict) and len(each) <= _MOST_VALUES:
-            yield _Attributes(each)
-        has_attributes = type(each).__dictoffset__ != 0 and not isinstance(each, (FunctionType, type))
-        if has_attributes and len(attributes(each)) <= _MOST_VALUES:
-            yield _Attributes(attributes(each))
+    for part in objects:
+        if isinstance(part, dict) and len(part) <= _MOST_VALUES:
+            yield _Attributes(part)
+        has_attributes = type(part).__dictoffset__ != 0 and not isinstance(part, (FunctionType, type))
+        if has_attributes and len(attributes(part)) <= _MOST_VALUES:
+            yield _Attributes(attributes(part))
 
 
 def _seed(generator: Any, seed: int) -> None:

@@ -14,16 +14,18 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from framework.config.schema import LoaderKind
+from framework.data.batch_dataset import BatchDataset, BatchKey, BatchRequest
 from framework.data.batching import BatchPlan, count_windows
-from framework.data.epoch_listeners import EpochListeners
 from framework.data.identity import DataIdentity, check_content, check_order, check_size, checksum_of
-from framework.data.order import GlobalOrder, epoch_positions, windows
+from framework.data.order import GlobalOrder, WindowIndices, epoch_positions, windows
 from framework.data.prefetch import pins_memory, prefetch
 from framework.data.resident import ResidentBatches, decode
-from framework.data.sample_check import NUM_SAMPLES, CheckedSamples, CheckKey, sketch_rows
+from framework.data.sample_check import NUM_SAMPLES, CheckedSamples, CheckKey
+from framework.data.set_epoch import EpochListeners
+from framework.data.sketch import sketch_rows
 from framework.data.stream import StreamLoader
-from framework.data.tensor_samples import as_tensor_samples
-from framework.data.workers import BatchDataset, BatchKey, BatchRequest, ItemLoader, tell_epoch
+from framework.data.tensor_samples import TensorSamples, as_tensor_samples
+from framework.data.workers import ItemLoader
 from framework.errors import DataError
 from framework.system.formatting import format_bytes
 from framework.system.hardware import available_memory, threads_per_process
@@ -83,8 +85,7 @@ class LoadedBatches(ItemLoader):
 
     def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches asked for, in order."""
-        keys = (BatchKey(request.indices.tolist(), *request[1:]) for request in requests)
-        return prefetch(self.items(keys), self._device)
+        return prefetch(self.items(map(BatchKey.of, requests)), self._device)
 
     def check(self, indices: list[int]) -> CheckedSamples:
         """Load samples twice, in a worker if there are any: files opened here might not survive the fork."""
@@ -105,37 +106,45 @@ def batch_source(
     Each rank may choose for itself: the numbers are the same either way. Raises DataError if data that must be resident
     can't be; RunError if the dataset raises.
     """
-    source: ResidentBatches | LoadedBatches
-    wants_workers = options.kind == "auto" and bool(options.num_workers)
-    if options.collate_fn is not None and options.kind == "resident":
+    if options.kind == "resident" and options.collate_fn is not None:
         raise DataError(
             f"data.loader=resident keeps the {split} samples as rows of tensors, and they have a collate function of "
             "their own.\nUse data.loader=auto."
         )
-    is_loaded = options.kind == "dataloader" or wants_workers or options.collate_fn is not None
-    samples = None if is_loaded else as_tensor_samples(dataset)
-    if samples is None and options.kind == "resident":
-        available = available_memory()
-        limit = None if available is None else available // options.procs_on_node
-        samples = decode(dataset, split=split, limit_bytes=limit)
+    samples = _resident_samples(dataset, split=split, options=options)
     if samples is None:
         number = options.num_workers
         if number is None:
             number = worker_count(procs=options.procs_on_cores or options.procs_on_node)
-        collate_fn = options.collate_fn
-        source = LoadedBatches(
-            dataset, split=split, seed=seed, device=device, num_workers=number, collate_fn=collate_fn
+        if options.logs:
+            how = f"loaded by {number} worker process(es)" if number else "loaded in this process"
+            _log.info("data: %s is %s", split, how)
+        return LoadedBatches(
+            dataset, split=split, seed=seed, device=device, num_workers=number, collate_fn=options.collate_fn
         )
-        how = f"loaded by {number} worker process(es)" if number else "loaded in this process"
-    else:
-        if samples.device == device or samples.size_bytes <= device_limit(device, procs=options.procs_on_device):
-            samples = samples.to(device)
-        listeners = EpochListeners(dataset, seed=seed)
-        source = ResidentBatches(samples, device=device, seed=seed, split=split, listeners=listeners)
-        how = f"resident in the memory of {samples.device} ({format_bytes(samples.size_bytes)})"
+
+    if samples.device == device or samples.size_bytes <= device_limit(device, procs=options.procs_on_device):
+        samples = samples.to(device)
     if options.logs:
-        _log.info("data: %s is %s", split, how)
-    return source
+        size = format_bytes(samples.size_bytes)
+        _log.info("data: %s is resident in the memory of %s (%s)", split, samples.device, size)
+    listeners = EpochListeners(dataset, split=split, seed=seed)
+    return ResidentBatches(samples, device=device, seed=seed, listeners=listeners)
+
+
+def _resident_samples(dataset: MapDataset, *, split: str, options: LoaderOptions) -> TensorSamples | None:
+    """Return the samples as rows of tensors to keep in memory; None if a DataLoader is to load them."""
+    if options.kind == "dataloader" or options.collate_fn is not None:
+        return None
+    if options.kind == "auto" and options.num_workers:
+        return None
+    samples = as_tensor_samples(dataset)
+    if samples is not None or options.kind == "auto":
+        return samples
+    available = available_memory()
+    if available is not None:
+        available //= options.procs_on_node
+    return decode(dataset, split=split, limit_bytes=available)
 
 
 def worker_count(*, procs: int) -> int:
@@ -183,31 +192,35 @@ class MapLoader:
         sampler: Sampler | None = None,
         limit: int | None = None,
     ) -> None:
-        self.size = dataset_size(dataset, split=split)
+        num_samples = dataset_size(dataset, split=split)
+        self.size = num_samples
         """Samples of an epoch, regardless of `limit`."""
         if sampler is not None:
             self.size = len(sampler)
-        self._order = GlobalOrder(self.size, seed, shuffle, sampler=sampler, num_samples=len(dataset))
-        self._rank = rank
         self.collates = options.collate_fn is not None
         """True if a collate function of the user's makes the batches: it may drop samples."""
-        self._split = split
-        self._sampler_listeners = EpochListeners(sampler, seed=seed, besides=(dataset, options.collate_fn))
         self.dataset_epoch: int | None = None
         """The epoch that `set_epoch` of the dataset gets in an evaluation; None: the epoch that is loaded."""
-        self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
         self._dataset = dataset
+        self._split = split
+        self._rank = rank
+        self._order = GlobalOrder(self.size, seed, shuffle, sampler=sampler, num_samples=num_samples)
+        self._sampler_listeners = EpochListeners(sampler, split=split, seed=seed, besides=(dataset, options.collate_fn))
+        self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
+
         rows = as_tensor_samples(dataset)
-        self._identity = DataIdentity(len(dataset), sketch=None if rows is None else sketch_rows(rows))
+        sketch = None if rows is None else sketch_rows(rows)
+        self._identity = DataIdentity(num_samples, sketch=sketch)
         # The identity in the checkpoint that is resumed, until it is compared.
-        self._saved: DataIdentity | None = None
+        self._saved_identity: DataIdentity | None = None
         self._is_checked = False
         # The order of the epoch that was begun last.
         self._whole_order: Tensor | None = None
         self._set_plan(plan, limit)
 
     def _set_plan(self, plan: BatchPlan, limit: int | None) -> None:
-        self._plan, self._limit = plan, limit
+        self._plan = plan
+        self._limit = limit
         self.global_batch_size = plan.global_batch_size
         steps = count_windows(self.size, global_batch_size=plan.global_batch_size, drop_last=plan.drop_last)
         if steps == 0:
@@ -235,9 +248,11 @@ class MapLoader:
     @property
     def whole(self) -> Batch | None:
         """All rows in memory as a batch, maybe more than are trained on; None unless resident and untransformed."""
-        if not isinstance(self._source, ResidentBatches) or self._source.samples.transform is not None:
+        if not isinstance(self._source, ResidentBatches):
             return None
         samples = self._source.samples
+        if samples.transform is not None:
+            return None
         return samples.pack(list(samples.tensors))
 
     def epoch(self, epoch: int, start: int = 0, *, limit: int | None = None) -> Iterator[Window]:
@@ -250,16 +265,19 @@ class MapLoader:
         Args:
             limit: global batches of the epoch at most; None: the loader's own limit.
         """
-        limit = self._limit if limit is None else limit
+        if limit is None:
+            limit = self._limit
         dataset_epoch = epoch if self.dataset_epoch is None else self.dataset_epoch
         self._source.set_epoch(dataset_epoch)
-        tell_epoch(self._sampler_listeners, dataset_epoch, split=self._split)
+        self._sampler_listeners.set_epoch(dataset_epoch)
+
         positions = epoch_positions(self._order, self._plan, start=start, limit=limit)
         self._whole_order = self._order.indices(epoch, batch_size=self._plan.global_batch_size)
         indices = self._whole_order[positions]
         if not self._is_checked:
             self._is_checked = True
-            self._check(indices)
+            self._check_data(indices, self._whole_order)
+
         gathered = 0
         if isinstance(self._source, ResidentBatches):
             gathered = yield from self._source.windows(indices, self._plan, rank=self._rank, epoch=epoch, start=start)
@@ -268,41 +286,54 @@ class MapLoader:
     def _loaded(self, indices: Tensor, *, epoch: int, dataset_epoch: int, start: int) -> Iterator[Window]:
         """Yield windows whose batches are loaded one by one. indices: from position `start` of the epoch on."""
         # Requests run ahead of the window that is yielded.
-        given, asked = tee(windows(indices, self._plan, rank=self._rank, start=start))
-        requests = (
-            BatchRequest(micro.indices, position, epoch, dataset_epoch)
-            for window in asked
-            for micro, position in zip(window.micro_batches, window.positions, strict=True)
-        )
-        batches = self._source.batches(requests)
-        for window in given:
+        rank_windows, requested = tee(windows(indices, self._plan, rank=self._rank, start=start))
+        batches = self._source.batches(_requests(requested, epoch=epoch, dataset_epoch=dataset_epoch))
+        for window in rank_windows:
             # Loads nothing before it is asked to.
             micro_batches = (MicroBatch(next(batches), micro.num_samples) for micro in window.micro_batches)
             number = len(window.micro_batches)
             yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
 
-    def _check(self, indices: Tensor) -> None:
-        """Load some samples twice and warn if they differ. Raise CheckpointError if the data isn't the checkpoint's."""
-        saved, self._saved = self._saved, None
-        if saved is not None and self._whole_order is not None:
-            check_order(saved, self._whole_order)
-        if isinstance(self._source, ResidentBatches) and self._source.samples.transform is None:
-            checked = CheckedSamples()
-        else:
-            chosen = list(dict.fromkeys(indices[: NUM_SAMPLES**2].tolist()))[:NUM_SAMPLES]
+    def _check_data(self, indices: Tensor, whole_order: Tensor) -> None:
+        """Load some samples twice and warn if they differ. Raise CheckpointError if the data isn't the checkpoint's.
+
+        Args:
+            indices: Of the samples that this epoch will load.
+            whole_order: The order of the whole epoch.
+        """
+        saved = self._saved_identity
+        self._saved_identity = None
+        if saved is not None:
+            check_order(saved, whole_order)
+
+        is_plain = isinstance(self._source, ResidentBatches) and self._source.samples.transform is None
+        if not is_plain:
             if saved is not None and saved.indices:
                 chosen = list(saved.indices)
+            else:
+                # Some more than are needed: a sampler may draw a sample several times.
+                distinct = dict.fromkeys(indices[: NUM_SAMPLES**2].tolist())
+                chosen = list(distinct)[:NUM_SAMPLES]
             checked = self._source.check(chosen)
+            self._warn_of(checked)
             if checked.sketch is not None and self._identity.sketch is None:
                 self._identity = replace(self._identity, indices=chosen, sketch=checked.sketch)
+
         if saved is not None:
             check_content(saved, self._identity)
+
+    def _warn_of(self, checked: CheckedSamples) -> None:
         if checked.difference is not None:
             warn(
                 f"The {self._split} dataset, a {_class_name(self._dataset)}, can't be repeated: {checked.difference} "
                 "differs when it is loaded twice with the same random numbers. So a resumed run, or one with another "
                 "number of workers, trains on other numbers. Draw from the generators of Python, NumPy or torch, or "
                 "from one that is kept in an attribute"
+            )
+        if checked.collate_error is not None:
+            warn(
+                f"Whether the batches of the {self._split} dataset can be repeated was not checked, since its collate "
+                f"function took no batch of {NUM_SAMPLES} samples. {checked.collate_error.splitlines()[0]}"
             )
 
     @property
@@ -319,7 +350,7 @@ class MapLoader:
         """
         if samples > 0:
             check_size(saved, size=self._identity.size)
-            self._saved = saved
+            self._saved_identity = saved
         elif saved.size != self._identity.size:
             _log.info("the train dataset has %d samples now, and had %s", self._identity.size, saved.size)
 
@@ -357,7 +388,8 @@ class EvalLoader:
         is_even: bool = False,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        self._loader, self._is_even = loader, is_even
+        self._loader = loader
+        self._is_even = is_even
         self._tick = tick
         self.turns = turns
 
@@ -385,11 +417,19 @@ class EvalLoader:
         self._loader.close()
 
 
+def _requests(windows: Iterable[WindowIndices], *, epoch: int, dataset_epoch: int) -> Iterator[BatchRequest]:
+    for window in windows:
+        for micro, position in zip(window.micro_batches, window.positions, strict=True):
+            yield BatchRequest(micro.indices, position, epoch, dataset_epoch)
+
+
 def _class_name(dataset: Any) -> str:
     """Return the name of the class; for a Subset or ConcatDataset, with those of its parts."""
-    parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", [])
-    names = dict.fromkeys(_class_name(part) for part in parts)
-    return f"{type(dataset).__name__} of {' and '.join(names)}" if names else type(dataset).__name__
+    name = type(dataset).__name__
+    if isinstance(dataset, Subset):
+        return f"{name} of {_class_name(dataset.dataset)}"
+    names = dict.fromkeys(_class_name(part) for part in getattr(dataset, "datasets", []))
+    return f"{name} of {' and '.join(names)}" if names else name
 
 
 def dataset_size(dataset: MapDataset, *, split: str, processes: int = 1) -> int:

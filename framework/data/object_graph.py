@@ -66,7 +66,6 @@ _WITHOUT_USER_CODE = {
 }
 """Packages without generators in their modules. Searching `datasets` for one would take 25 ms."""
 
-
 _CONTAINERS = (dict, list, tuple)
 
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
@@ -99,46 +98,53 @@ def search(*roots: Any) -> Reached:
     Only the first elements of a large container are visited. Containers in containers, which hold data such as
     annotations, come last.
     """
-    found = Reached([], [])
+    reached = Reached([], [])
     seen: set[int] = set()
-    waiting: deque[tuple[Any, tuple[int, object]]] = deque((root, (-1, number)) for number, root in enumerate(roots))
-    nested: deque[tuple[Any, tuple[int, object]]] = deque()
-    while (waiting or nested) and len(found.objects) < _MOST_OBJECTS:
-        each, origin = waiting.popleft() if waiting else nested.popleft()
-        if id(each) in seen or is_leaf(each):
+    # Objects to visit, each with its origin.
+    waiting: deque[tuple[Any, tuple[int, object]]] = deque()
+    waiting_in_containers: deque[tuple[Any, tuple[int, object]]] = deque()
+    for number, root in enumerate(roots):
+        waiting.append((root, (-1, number)))
+
+    while (waiting or waiting_in_containers) and len(reached.objects) < _MOST_OBJECTS:
+        part, origin = waiting.popleft() if waiting else waiting_in_containers.popleft()
+        if id(part) in seen or is_leaf(part):
             continue
         # This reference keeps other objects from getting its id.
-        found.objects.append(each)
-        found.origins.append(origin)
-        seen.add(id(each))
-        if is_generator(each):
+        reached.objects.append(part)
+        reached.origins.append(origin)
+        seen.add(id(part))
+        if is_generator(part):
             continue
-        number = len(found.objects) - 1
-        is_container = type(each) in _CONTAINERS
-        for name, part in _parts(each):
-            is_nested = is_container and type(part) in _CONTAINERS
-            (nested if is_nested else waiting).append((part, (number, name)))
-    return found
+
+        number = len(reached.objects) - 1
+        is_container = type(part) in _CONTAINERS
+        for name, inner in _parts(part):
+            if is_container and type(inner) in _CONTAINERS:
+                waiting_in_containers.append((inner, (number, name)))
+            else:
+                waiting.append((inner, (number, name)))
+    return reached
 
 
-def is_leaf(each: Any) -> bool:
+def is_leaf(value: Any) -> bool:
     """Return True for a value that holds nothing of interest, such as a number or a tensor."""
-    return issubclass(type(each), _LEAVES)
+    return issubclass(type(value), _LEAVES)
 
 
-def is_generator(each: Any) -> bool:
+def is_generator(value: Any) -> bool:
     """Return True for a random generator that can be seeded."""
-    kind = type(each)
+    kind = type(value)
     return issubclass(kind, GENERATORS) and not issubclass(kind, random.SystemRandom)
 
 
-def attributes(each: Any) -> dict[str, Any]:
+def attributes(holder: Any) -> dict[str, Any]:
     """Return the object's own `__dict__`; an empty one if it has none."""
     try:
-        found = object.__getattribute__(each, "__dict__")
+        values = object.__getattribute__(holder, "__dict__")
     except AttributeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 @contextmanager
@@ -147,56 +153,65 @@ def unchanged(*roots: Any) -> Iterator[None]:
 
     Other changes in place, as to an array, remain.
     """
-    objects = reachable(*roots)
-    holders = [attributes(each) for each in objects]
-    holders += [each for each in objects if isinstance(each, dict) and len(each) <= _MOST_ELEMENTS]
-    lists = [each for each in objects if isinstance(each, list) and len(each) <= _MOST_ELEMENTS]
-    dicts_before = [dict(holder) for holder in holders]
-    lists_before = [list(each) for each in lists]
+    # Dicts include the attributes of objects.
+    dicts: list[dict[Any, Any]] = []
+    lists: list[list[Any]] = []
+    for part in reachable(*roots):
+        dicts.append(attributes(part))
+        if isinstance(part, dict) and len(part) <= _MOST_ELEMENTS:
+            dicts.append(part)
+        if isinstance(part, list) and len(part) <= _MOST_ELEMENTS:
+            lists.append(part)
+    dicts_before = [dict(values) for values in dicts]
+    lists_before = [list(elements) for elements in lists]
     try:
         yield
     finally:
-        for holder, before in zip(holders, dicts_before, strict=True):
-            if list(map(id, holder.values())) != list(map(id, before.values())):
-                holder.clear()
-                holder.update(before)
-        for each, elements in zip(lists, lists_before, strict=True):
-            if list(map(id, each)) != list(map(id, elements)):
-                each[:] = elements
+        for values, values_before in zip(dicts, dicts_before, strict=True):
+            if not _has_same_objects(values.values(), values_before.values()):
+                values.clear()
+                values.update(values_before)
+        for elements, elements_before in zip(lists, lists_before, strict=True):
+            if not _has_same_objects(elements, elements_before):
+                elements[:] = elements_before
 
 
-def _parts(each: Any) -> Iterator[tuple[object, Any]]:
-    """Yield what an object refers to directly, each with a name."""
-    kind = type(each)
+def _has_same_objects(values: Iterable[Any], others: Iterable[Any]) -> bool:
+    return list(map(id, values)) == list(map(id, others))
+
+
+def _parts(holder: Any) -> Iterator[tuple[object, Any]]:
+    """Yield what an object refers to directly, holder with a name."""
+    kind = type(holder)
     if issubclass(kind, type):
-        yield from _parts_of_class(each)
+        yield from _parts_of_class(holder)
         return
     if issubclass(kind, CellType):
-        yield from _content(each)
+        yield from _content(holder)
         return
     if issubclass(kind, FunctionType):
-        yield from _parts_of_function(each)
+        yield from _parts_of_function(holder)
     elif issubclass(kind, MethodType):
-        yield "__self__", each.__self__
-        yield "__func__", each.__func__
+        yield "__self__", holder.__self__
+        yield "__func__", holder.__func__
     elif issubclass(kind, BuiltinFunctionType):
         # Also a bound method of a class in C, such as `random.Random(0).random`.
-        yield "__self__", each.__self__
+        yield "__self__", holder.__self__
     elif issubclass(kind, functools.partial):
-        yield "func", each.func
-        yield "args", each.args
-        yield "keywords", each.keywords
+        yield "func", holder.func
+        yield "args", holder.args
+        yield "keywords", holder.keywords
     elif issubclass(kind, (staticmethod, classmethod)):
-        yield "__func__", each.__func__
+        yield "__func__", holder.__func__
     elif issubclass(kind, property):
-        yield "fget", each.fget
+        yield "fget", holder.fget
     elif issubclass(kind, dict):
-        for number, (key, value) in enumerate(islice(dict.items(each), _MOST_ELEMENTS)):
+        for number, (key, value) in enumerate(islice(dict.items(holder), _MOST_ELEMENTS)):
             yield ("key", key if isinstance(key, (str, int)) else number), value
     elif issubclass(kind, (list, tuple, deque)):
-        yield from enumerate(islice(each, _MOST_ELEMENTS))
-    yield from islice(attributes(each).items(), _MOST_ELEMENTS)
-    yield from _slots(each)
+        yield from enumerate(islice(holder, _MOST_ELEMENTS))
+    yield from islice(attributes(holder).items(), _MOST_ELEMENTS)
+    yield from _slots(holder)
     yield "__class__", kind
 
 

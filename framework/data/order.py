@@ -44,16 +44,19 @@ class GlobalOrder:
         if self.sampler is None:
             return torch.randperm(self.size, generator=generator)
         # A sampler may also draw from other generators, and every rank must get the same order.
-        own = KeyedRandom(self.sampler)
-        with own.preserved():
-            own.seed(mix(self.seed, "sampler", epoch))
+        random = KeyedRandom(self.sampler)
+        with random.preserved():
+            random.seed(mix(self.seed, "sampler", epoch))
             order: Any = self.sampler.order(generator, batch_size=batch_size)
+
         kind = type(self.sampler).__name__
-        if not isinstance(order, Tensor) or order.shape != (self.size,) or order.dtype != torch.int64:
-            given = (
-                f"a tensor of shape {tuple(order.shape)}, {order.dtype}" if isinstance(order, Tensor) else repr(order)
+        if not isinstance(order, Tensor):
+            raise DataError(f"{kind}.order returned {order!r}. It must return int64 indices of shape ({self.size},).")
+        if order.shape != (self.size,) or order.dtype != torch.int64:
+            raise DataError(
+                f"{kind}.order returned a tensor of shape {tuple(order.shape)}, {order.dtype}. It must return int64 "
+                f"indices of shape ({self.size},)."
             )
-            raise DataError(f"{kind}.order returned {given}. It must return int64 indices of shape ({self.size},).")
         if int(order.min()) < 0 or int(order.max()) >= self.num_samples:
             raise DataError(f"{kind}.order returned indices outside of the {self.num_samples} samples.")
         return order
@@ -72,7 +75,9 @@ def epoch_positions(order: GlobalOrder, plan: BatchPlan, *, start: int, limit: i
 
     limit: global batches of the epoch at most. Raises DataError if `start` isn't inside the epoch.
     """
-    end = order.size if limit is None else min(order.size, limit * plan.global_batch_size)
+    end = order.size
+    if limit is not None:
+        end = min(end, limit * plan.global_batch_size)
     if not 0 <= start < end:
         raise DataError(
             f"Training can't continue at sample {start} of an epoch of {end} samples.\n"
@@ -110,9 +115,14 @@ def windows(indices: Tensor, plan: BatchPlan, *, rank: int, start: int = 0) -> I
     for begin in range(0, len(indices), plan.global_batch_size):
         batch = indices[begin : begin + plan.global_batch_size]
         count = len(batch)
-        ranges = full if count == plan.global_batch_size else micro_batches(plan, global_count=count, rank=rank)
-        # Any sample of it will do as a stand-in: its loss is multiplied by 0.
-        micro = (MicroIndices(batch[each.start : each.stop] if each else batch[:1], len(each)) for each in ranges)
-        first = start + begin
-        positions = tuple(first + each.start if each else first for each in ranges)
-        yield WindowIndices(tuple(micro), positions, count, begin + count == len(indices))
+        ranges = full
+        if count < plan.global_batch_size:
+            ranges = micro_batches(plan, global_count=count, rank=rank)
+        micro = []
+        positions = []
+        for kept in ranges:
+            # Any sample of it will do as a stand-in: its loss is multiplied by 0.
+            used = kept or range(1)
+            micro.append(MicroIndices(batch[used.start : used.stop], len(kept)))
+            positions.append(start + begin + used.start)
+        yield WindowIndices(tuple(micro), tuple(positions), count, epoch_end=begin + count == len(indices))

@@ -26,11 +26,14 @@ def pinned(batch: Batch) -> Batch:
     if isinstance(batch, Tensor):
         # A subclass would become a plain tensor.
         is_plain = type(batch) is Tensor and batch.layout is torch.strided
-        can_be_pinned = is_plain and batch.device.type == "cpu" and not batch.is_nested and not batch.is_quantized
-        return batch.pin_memory() if can_be_pinned else batch
+        is_plain = is_plain and not batch.is_nested and not batch.is_quantized
+        if is_plain and batch.device.type == "cpu":
+            return batch.pin_memory()
+        return batch
     if callable(getattr(batch, "pin_memory", None)):
-        is_on_cpu = all(tensor.device.type == "cpu" for tensor in held_tensors(batch))
-        return batch.pin_memory() if is_on_cpu else batch
+        if all(tensor.device.type == "cpu" for tensor in held_tensors(batch)):
+            return batch.pin_memory()
+        return batch
     return with_parts(batch, pinned)
 
 
@@ -40,9 +43,13 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     Anything else stays as it is. Where the device supports it, copies go through pinned memory and are asynchronous.
     """
     if isinstance(batch, Tensor):
-        return pinned(batch).to(device, non_blocking=True) if pins_memory(device) else batch.to(device)
+        if pins_memory(device):
+            return pinned(batch).to(device, non_blocking=True)
+        return batch.to(device)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
-        return _object_to(pinned(batch) if pins_memory(device) else batch, device)
+        if pins_memory(device):
+            batch = pinned(batch)
+        return _object_to(batch, device)
     return with_parts(batch, lambda part: to_device(part, device))
 
 
@@ -64,9 +71,11 @@ def _object_to(batch: Any, device: torch.device) -> Any:
 def _takes_non_blocking(kind: type) -> bool:
     try:
         parameters = signature(kind.to).parameters  # type: ignore[attr-defined]
-    except (AttributeError, ValueError):  # not a method of the class, or written in C
+    except (AttributeError, ValueError):
+        # It is not a method of the class, or is written in C.
         return False
-    return "non_blocking" in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return takes_any or "non_blocking" in parameters
 
 
 def prefetch(
@@ -81,7 +90,8 @@ def prefetch(
         for batch in batches:
             yield to_device(batch, device)
         return
-    side_stream = SideStream(device) if side_stream is None else side_stream
+    if side_stream is None:
+        side_stream = SideStream(device)
     pending: tuple[Batch, torch.Event] | None = None
     for batch in batches:
         begun = side_stream.begin_copy(batch)

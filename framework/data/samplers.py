@@ -18,7 +18,8 @@ from framework.data.tensor_samples import as_tensor_samples
 from framework.errors import ConfigError
 from framework.types import MapDataset
 
-_POOL = 50  # batches that LengthSampler sorts together
+_POOL = 50
+"""Batches that LengthSampler sorts together."""
 
 
 @final
@@ -69,25 +70,30 @@ class WeightedRandomSampler:
         replacement: bool = True,
     ) -> None:
         size = len(dataset)
-        found = column(dataset, weights, key="weights") if isinstance(weights, str) else weights
-        self._weights = torch.as_tensor(found, dtype=torch.float64)
+        if isinstance(weights, str):
+            weights = column(dataset, weights, key="weights")
+        self._weights = torch.as_tensor(weights, dtype=torch.float64)
         if self._weights.shape != (size,):
             given = f"of shape {tuple(self._weights.shape)}" if self._weights.ndim != 1 else len(self._weights)
             raise ConfigError(f"WeightedRandomSampler: {given} weights for {size} samples. Give one for each sample.")
-        bad = not bool(torch.isfinite(self._weights).all()) or bool((self._weights < 0).any())
-        if bad or not bool(self._weights.any()):
-            raise ConfigError("WeightedRandomSampler: weights must be finite and not negative, and some above 0.")
-        self._number, self._replacement = size if num_samples is None else num_samples, replacement
+        is_valid = bool(torch.isfinite(self._weights).all()) and bool((self._weights >= 0).all())
         drawable = int((self._weights > 0).sum())
-        if self._number < 1 or (not replacement and self._number > drawable):
+        if not is_valid or drawable == 0:
+            raise ConfigError("WeightedRandomSampler: weights must be finite and not negative, and some above 0.")
+
+        if num_samples is None:
+            num_samples = size
+        self._num_samples = num_samples
+        self._replacement = replacement
+        if self._num_samples < 1 or (not replacement and self._num_samples > drawable):
             most = "" if replacement else f" and, without replacement, at most {drawable}, the weights above 0"
-            raise ConfigError(f"WeightedRandomSampler: num_samples={self._number} must be at least 1{most}.")
+            raise ConfigError(f"WeightedRandomSampler: num_samples={self._num_samples} must be at least 1{most}.")
 
     def __len__(self) -> int:
-        return self._number
+        return self._num_samples
 
     def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
-        return torch.multinomial(self._weights, self._number, self._replacement, generator=generator)
+        return torch.multinomial(self._weights, self._num_samples, self._replacement, generator=generator)
 
 
 @final
@@ -106,11 +112,14 @@ class BalancedSampler:
         labels: Sequence[int] | Sequence[str] | Tensor | str | int = "targets",
         num_samples: int | None = None,
     ) -> None:
-        found = column(dataset, labels, key="labels") if isinstance(labels, (str, int)) else labels
-        if not isinstance(found, Tensor) and any(isinstance(label, str) for label in found):
-            numbers = {label: number for number, label in enumerate(dict.fromkeys(found))}
-            found = [numbers[label] for label in found]
-        classes = torch.as_tensor(found)
+        values: Any = labels
+        if isinstance(labels, (str, int)):
+            values = column(dataset, labels, key="labels")
+        if not isinstance(values, Tensor) and any(isinstance(label, str) for label in values):
+            distinct = dict.fromkeys(values)
+            numbers = {label: number for number, label in enumerate(distinct)}
+            values = [numbers[label] for label in values]
+        classes = torch.as_tensor(values)
         if classes.shape != (len(dataset),):
             raise ConfigError(
                 f"BalancedSampler: labels of shape {tuple(classes.shape)} for {len(dataset)} samples. Give each one."
@@ -137,8 +146,9 @@ class LengthSampler:
     """
 
     def __init__(self, dataset: MapDataset, lengths: Sequence[int] | Tensor | str = "lengths") -> None:
-        found = column(dataset, lengths, key="lengths") if isinstance(lengths, str) else lengths
-        self._lengths = torch.as_tensor(found)
+        if isinstance(lengths, str):
+            lengths = column(dataset, lengths, key="lengths")
+        self._lengths = torch.as_tensor(lengths)
         if self._lengths.shape != (len(dataset),):
             given = tuple(self._lengths.shape)
             raise ConfigError(f"LengthSampler: lengths of shape {given} for {len(dataset)} samples. Give one for each.")
@@ -148,14 +158,14 @@ class LengthSampler:
 
     def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
         shuffled = torch.randperm(len(self), generator=generator)
-        whole = len(self) // batch_size * batch_size
-        pools = shuffled[:whole].split(_POOL * batch_size)
-        batches = [batch for pool in pools for batch in self._sorted(pool).split(batch_size)]
-        picked = [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
-        return torch.cat([*picked, shuffled[whole:]])
+        in_whole_batches = len(self) // batch_size * batch_size
+        batches: list[Tensor] = []
+        for pool in shuffled[:in_whole_batches].split(_POOL * batch_size):
+            by_length = pool[self._lengths[pool].argsort(stable=True)]
+            batches += by_length.split(batch_size)
 
-    def _sorted(self, indices: Tensor) -> Tensor:
-        return indices[self._lengths[indices].argsort(stable=True)]
+        batch_order = torch.randperm(len(batches), generator=generator).tolist()
+        return torch.cat([*[batches[number] for number in batch_order], shuffled[in_whole_batches:]])
 
 
 @final
@@ -174,31 +184,34 @@ class MixtureSampler:
         if not isinstance(dataset, ConcatDataset):
             kind = type(dataset).__name__
             raise ConfigError(f"MixtureSampler mixes the parts of a torch.utils.data.ConcatDataset, and got a {kind}.")
-        self._sizes = [len(each) for each in dataset.datasets]  # type: ignore[arg-type]
+        self._sizes = [len(part) for part in dataset.datasets]  # type: ignore[arg-type]
         if len(weights) != len(self._sizes):
             raise ConfigError(
                 f"MixtureSampler: {len(weights)} weights for {len(self._sizes)} datasets. Give one for each."
             )
-        empty = [number for number, size in enumerate(self._sizes) if size == 0 and weights[number] > 0]
-        if empty:
-            raise ConfigError(
-                f"MixtureSampler: dataset {empty[0]} has no samples to draw. Leave it out, or weigh it 0."
-            )
-        number = len(dataset) if num_samples is None else num_samples
-        self._drawn = WeightedRandomSampler(self._sizes, weights, number)
+        for number, (size, weight) in enumerate(zip(self._sizes, weights, strict=True)):
+            if size == 0 and weight > 0:
+                raise ConfigError(
+                    f"MixtureSampler: dataset {number} has no samples to draw. Leave it out, or weight it 0."
+                )
+        if num_samples is None:
+            num_samples = len(dataset)
+        # Draws the number of a dataset for each sample.
+        self._drawn = WeightedRandomSampler(self._sizes, weights, num_samples)
 
     def __len__(self) -> int:
         return len(self._drawn)
 
     def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
         which = self._drawn.order(generator, batch_size=batch_size)
-        order, begin = torch.empty_like(which), 0
+        order = torch.empty_like(which)
+        begin = 0
         for number, size in enumerate(self._sizes):
-            if size == 0:
-                continue
             places = (which == number).nonzero().flatten()
-            rounds = [torch.randperm(size, generator=generator) for _ in range(-(-len(places) // size))]
-            order[places] = begin + torch.cat([*rounds, torch.empty(0, dtype=torch.int64)])[: len(places)]
+            if len(places):
+                num_rounds = -(-len(places) // size)
+                rounds = [torch.randperm(size, generator=generator) for _ in range(num_rounds)]
+                order[places] = begin + torch.cat(rounds)[: len(places)]
             begin += size
         return order
 
@@ -211,18 +224,25 @@ def column(dataset: Any, name: str | int, *, key: str) -> Any:
     if isinstance(dataset, Subset):
         values = column(dataset.dataset, name, key=key)
         indices = [int(index) for index in dataset.indices]
-        return values[torch.tensor(indices)] if isinstance(values, Tensor) else [values[index] for index in indices]
+        if isinstance(values, Tensor):
+            return values[torch.tensor(indices)]
+        return [values[index] for index in indices]
     if isinstance(name, int):
-        rows = as_tensor_samples(dataset)
-        if rows is not None and -len(rows.tensors) <= name < len(rows.tensors):
-            return rows.tensors[name] if rows.rows is None else rows.tensors[name][rows.rows]
+        samples = as_tensor_samples(dataset)
+        if samples is not None and -len(samples.tensors) <= name < len(samples.tensors):
+            tensor = samples.tensors[name]
+            return tensor if samples.rows is None else tensor[samples.rows]
     if isinstance(name, str) and hasattr(dataset, name):
         return getattr(dataset, name)
-    if name in getattr(dataset, "column_names", ()):  # of Hugging Face
+
+    # A dataset of Hugging Face has columns.
+    columns = list(getattr(dataset, "column_names", ()))
+    if name in columns:
         return dataset[name][:]
-    there = [text for text in vars(dataset) if not text.startswith("_")] if hasattr(dataset, "__dict__") else []
-    there += list(getattr(dataset, "column_names", ()))
+    names = [text for text in getattr(dataset, "__dict__", {}) if not text.startswith("_")]
+    names += columns
+    has = f"; it has {','.join(names)}" if names else ""
     raise ConfigError(
-        f"data.sampler.{key}={name}: {type(dataset).__name__} has no such attribute or column"
-        f"{f'; it has {chr(44).join(there)}' if there else ''}. Give the values themselves, or another name."
+        f"data.sampler.{key}={name}: {type(dataset).__name__} has no such attribute or column{has}. Give the values "
+        "themselves, or another name."
     )

@@ -27,17 +27,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset
 
 from framework.data.batching import BatchPlan, count_windows, micro_batches, share
-from framework.data.epoch_listeners import EpochListeners
+from framework.data.fetch import collate, user_error
 from framework.data.identity import DataIdentity, check_size
 from framework.data.keyed_random import KeyedRandom
 from framework.data.prefetch import SideStream, pins_memory, prefetch
-from framework.data.workers import ItemLoader, collate, failed_sample, tell_epoch
+from framework.data.set_epoch import EpochListeners
+from framework.data.workers import ItemLoader
 from framework.distributed.collectives import SideChannel, Table
 from framework.distributed.seed import mix, preserved_generators, seed_generators
 from framework.errors import CheckpointError, DataError
 from framework.types import Batch, Collate, MicroBatch, MicroIndices, Waiting, Window
 
-_BLOCK = 256  # samples skipped at once
+_SKIPPED_AT_ONCE = 256
+"""Samples that are read and thrown away at once, to get to where a run resumes."""
 
 
 class StreamPosition(NamedTuple):
@@ -76,16 +78,18 @@ class StreamPlan:
         """Return how many of the first `samples` over all ranks this one reads."""
         if not self.is_sharded:
             return samples
-        windows, rest = divmod(samples, self.batches.global_batch_size)
-        return windows * self._shard_size(self.batches.global_batch_size, self.rank) + self._shard_size(rest, self.rank)
+        windows, remainder = divmod(samples, self.batches.global_batch_size)
+        per_window = self._shard_size(self.batches.global_batch_size, self.rank)
+        return windows * per_window + self._shard_size(remainder, self.rank)
 
     def micro_batches(self, count: int, *, source: int) -> list[range]:
         """Return the positions of each micro-batch in the `count` samples that `source` has for a window."""
-        plan, rank = self.batches, self.rank
-        if self.is_sharded:  # their number doesn't depend on what others have
-            own = self._shard_size(plan.global_batch_size, source)
-            plan, rank = BatchPlan(own, plan.micro_batches, world_size=1), 0
-        return micro_batches(plan, global_count=count, rank=rank)
+        if not self.is_sharded:
+            return micro_batches(self.batches, global_count=count, rank=self.rank)
+        # The shard is split as if there were no other: how many there are doesn't depend on what others have.
+        shard_size = self._shard_size(self.batches.global_batch_size, source)
+        plan = BatchPlan(shard_size, self.batches.micro_batches, world_size=1)
+        return micro_batches(plan, global_count=count, rank=0)
 
     def _shard_size(self, count: int, rank: int) -> int:
         return len(share(count, rank=rank, world_size=self.batches.world_size))
@@ -94,19 +98,28 @@ class StreamPlan:
 # Reading
 
 
+class _Digest(NamedTuple):
+    """A summary of a sample, by which ranks see if they have read the same one."""
+
+    # Of its integers, strings and shapes.
+    checksum: float
+    # The sum of its floats' absolute values. Different processors may compute floats a little differently.
+    float_sum: float
+
+
 class _WindowSamples(NamedTuple):
     """What a rank has read for one window."""
 
     # Those it keeps, on the CPU; a stand-in only if all ranks read the same.
     micro_batches: tuple[MicroBatch, ...]
-    # Of each micro-batch, in the stream.
+    # The positions of each micro-batch in the stream.
     positions: tuple[range, ...]
-    # Samples read.
+    # The number of samples that were read.
     size: int
     # The position after them.
     end: StreamPosition
-    # Of the first sample, see `_digest`.
-    digest: tuple[float, float]
+    # Of the first sample.
+    digest: _Digest
 
 
 @final
@@ -126,9 +139,9 @@ class StreamReader(Dataset["_WindowSamples | None"]):
         self._has_ended = False
         self._position = 0
         # A dataset with a state keeps its generators in it.
-        self._dataset_random = KeyedRandom(*([] if has_state(dataset) else [dataset]))
+        self._dataset_random = KeyedRandom() if has_state(dataset) else KeyedRandom(dataset)
         self._collate_random = KeyedRandom(plan.collate_fn)
-        self._listeners = EpochListeners(dataset, plan.collate_fn, seed=plan.seed, seeds_own=False)
+        self._listeners = EpochListeners(dataset, plan.collate_fn, split=plan.split, seed=plan.seed, seeds_own=False)
 
     def __getitem__(self, start: StreamPosition | None) -> _WindowSamples | None:
         """Return the first window after `start`, or the next one for None; None if there are no more."""
@@ -137,26 +150,51 @@ class StreamReader(Dataset["_WindowSamples | None"]):
         return next(self._windows, None)
 
     def _read(self, start: StreamPosition) -> Iterator[_WindowSamples]:
-        plan, self._start, self._iterator, self._has_ended = self._plan, start, None, start.has_ended
-        self._position = start.samples if start.state is not None or start.has_ended else 0
-        while self._position < start.samples and self._take(min(_BLOCK, start.samples - self._position)):
-            pass
-        at_once = plan.own_samples(plan.batches.global_batch_size)
+        self._begin_at(start)
+        plan = self._plan
+        window_size = plan.own_samples(plan.batches.global_batch_size)
         limit = None if plan.limit is None else plan.own_samples(plan.limit)
-        while samples := self._take(at_once if limit is None else min(at_once, limit - self._position)):
-            begin = self._position - len(samples)
-            micro, positions = [], []
-            for kept in plan.micro_batches(len(samples), source=plan.source):
-                used = kept or range(1)  # any sample will do as a stand-in: its loss is multiplied by 0
-                positions.append(range(begin + used.start, begin + used.stop))
-                name = f"Samples {positions[-1].start} to {positions[-1].stop - 1} of the {plan.split} stream"
-                with self._drawing("collate", positions[-1].start):
-                    batch = collate([samples[i] for i in used], name=name, collate_fn=plan.collate_fn)
-                micro.append(MicroBatch(batch, len(kept)))
+        while True:
+            number = window_size
+            if limit is not None:
+                number = min(window_size, limit - self._position)
+            begin = self._position
+            samples = self._take(number)
+            if not samples:
+                return
+            micro, positions = self._collate(samples, begin=begin)
             end = StreamPosition(start.epoch, self._position, self._state())
             with self._drawing("digest", begin):
                 digest = _digest(samples[0], plan.collate_fn)
-            yield _WindowSamples(tuple(micro), tuple(positions), len(samples), end, digest)
+            yield _WindowSamples(micro, positions, len(samples), end, digest)
+
+    def _begin_at(self, start: StreamPosition) -> None:
+        """Go to where to start: by the state of the dataset, or by skipping samples."""
+        self._start = start
+        self._iterator = None
+        self._has_ended = start.has_ended
+        needs_skipping = start.state is None and not start.has_ended
+        self._position = 0 if needs_skipping else start.samples
+        while self._position < start.samples:
+            skipped = self._take(min(_SKIPPED_AT_ONCE, start.samples - self._position))
+            if not skipped:
+                return
+
+    def _collate(self, samples: Sequence[Any], *, begin: int) -> tuple[tuple[MicroBatch, ...], tuple[range, ...]]:
+        """Return this rank's micro-batches of a window's samples, and the positions of each in the stream."""
+        plan = self._plan
+        micro: list[MicroBatch] = []
+        positions: list[range] = []
+        for kept in plan.micro_batches(len(samples), source=plan.source):
+            # Any sample will do as a stand-in: its loss is multiplied by 0.
+            used = kept or range(1)
+            place = range(begin + used.start, begin + used.stop)
+            name = f"Samples {place.start} to {place.stop - 1} of the {plan.split} stream"
+            with self._drawing("collate", place.start):
+                batch = collate([samples[i] for i in used], name=name, collate_fn=plan.collate_fn)
+            micro.append(MicroBatch(batch, len(kept)))
+            positions.append(place)
+        return tuple(micro), tuple(positions)
 
     @contextmanager
     def _drawing(self, purpose: str, position: int) -> Iterator[None]:
@@ -173,7 +211,6 @@ class StreamReader(Dataset["_WindowSamples | None"]):
 
     def _take(self, number: int) -> list[Any]:
         """Return the next samples; fewer if the stream ends."""
-        plan, epoch = self._plan, self._start.epoch
         taken: list[Any] = []
         with preserved_generators():
             while len(taken) < number and not self._has_ended:
@@ -190,8 +227,8 @@ class StreamReader(Dataset["_WindowSamples | None"]):
                 except StopIteration:
                     self._has_ended = True
                 except Exception as error:
-                    name = f"Sample {self._position} of the {plan.split} stream, in epoch {epoch},"
-                    raise failed_sample(name, error) from error
+                    name = f"Sample {self._position} of the {self._plan.split} stream, in epoch {self._start.epoch},"
+                    raise user_error(name, error) from error
         return taken
 
     def _begin_epoch(self) -> Iterator[Any]:
@@ -200,14 +237,16 @@ class StreamReader(Dataset["_WindowSamples | None"]):
             self._initial = self._state()
         elif state is None:
             state = copy.deepcopy(self._initial)
-        tell_epoch(self._listeners, self._start.epoch, split=self._plan.split, again=True)
+        self._listeners.set_epoch(self._start.epoch, again=True)
         if state is not None:
             self._dataset.load_state_dict(state)  # type: ignore[attr-defined]
         return iter(self._dataset)
 
     def _state(self) -> Any:
         """Return a copy of the dataset's state; None if it has none."""
-        return copy.deepcopy(self._dataset.state_dict()) if has_state(self._dataset) else None  # type: ignore[attr-defined]
+        if not has_state(self._dataset):
+            return None
+        return copy.deepcopy(self._dataset.state_dict())  # type: ignore[attr-defined]
 
 
 def has_state(dataset: IterableDataset[Any]) -> bool:
@@ -215,21 +254,21 @@ def has_state(dataset: IterableDataset[Any]) -> bool:
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _digest(sample: Any, collate_fn: Collate | None) -> tuple[float, float]:
-    """Return a checksum of a sample's integers, strings and shapes, and the sum of its floats' absolute values.
-
-    Ranks see by them if they have read the same sample. Different processors may compute floats a little differently.
-    """
-    checksum, float_sum = 0, 0.0
-    for leaf in tree_leaves(
-        collate([sample], name="A sample", collate_fn=collate_fn)
-    ):  # which makes tensors of numbers, also NumPy's
-        checksum = zlib.crc32(repr(leaf.shape if isinstance(leaf, Tensor) else leaf).encode(), checksum)
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+def _digest(sample: Any, collate_fn: Collate | None) -> _Digest:
+    checksum = 0
+    float_sum = 0.0
+    # Collating makes tensors of numbers, also of NumPy's.
+    batch = collate([sample], name="A sample", collate_fn=collate_fn)
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, Tensor):
+            checksum = zlib.crc32(repr(leaf).encode(), checksum)
+            continue
+        checksum = zlib.crc32(repr(leaf.shape).encode(), checksum)
+        if leaf.is_floating_point() or leaf.is_complex():
             float_sum += float(leaf.detach().abs().double().nan_to_num(posinf=0.0).sum())
-        elif isinstance(leaf, Tensor):
+        else:
             checksum = zlib.crc32(leaf.cpu().numpy().tobytes(), checksum)
-    return checksum, float_sum
+    return _Digest(checksum, float_sum)
 
 
 def first_batch(dataset: IterableDataset[Any], *, number: int, split: str, collate_fn: Collate | None = None) -> Batch:
@@ -257,10 +296,13 @@ def _no_samples(split: str, *, epoch: int) -> DataError:
 class _RankReport(NamedTuple):
     """What each rank sends the others about a window."""
 
+    # Which stream the rank reads.
     source: float
+    # The number of samples that it has read.
     size: float
-    has_batch: float  # to stand in
-    digest: float
+    # It has a batch that can stand in.
+    has_batch: float
+    checksum: float
     float_sum: float
 
 
@@ -302,24 +344,32 @@ class StreamLoader:
         stops_first: bool = False,
         check_state: Callable[[Any], object] | None = None,
     ) -> None:
-        dataset = _shard(dataset, plan) if plan.is_sharded else dataset
+        if plan.is_sharded:
+            dataset = _shard(dataset, plan)
         reader = StreamReader(dataset, plan)
         self._reader = ItemLoader(reader, name=f"{plan.split} stream", num_workers=int(plan.in_worker))
         self._loads_state = has_state(dataset)
-        self._plan, self._exchange = plan, exchange
-        self.collates = plan.collate_fn is not None
-        """True if a collate function of the user's makes the batches: it may drop samples."""
-        self._stops_first, self._check_state = stops_first, check_state
+        self._plan = plan
+        self._exchange = exchange
+        self._stops_first = stops_first
+        self._check_state = check_state
         self._device = device
         self._side_stream = SideStream(device) if pins_memory(device) else None
-        self._batch: Batch | None = None  # the last one read, to stand in
-        self._resumed: StreamPosition | None = None
-        self._position = StreamPosition(0)  # after the window that was yielded last
         self._waiting: Waiting | None = None
+        # The last batch that was read, to stand in.
+        self._batch: Batch | None = None
+        # After the window that was yielded last.
+        self._position = StreamPosition(0)
+        # Where the next epoch continues, after a resume in the middle of one.
+        self._resumed: StreamPosition | None = None
+
+        self.collates = plan.collate_fn is not None
+        """True if a collate function of the user's makes the batches: it may drop samples."""
         self.global_batch_size = plan.batches.global_batch_size
-        limited = None if plan.limit is None else count_windows(plan.limit, global_batch_size=self.global_batch_size)
-        self.steps_per_epoch = limited
+        self.steps_per_epoch: int | None = None
         """At most; None if unknown."""
+        if plan.limit is not None:
+            self.steps_per_epoch = count_windows(plan.limit, global_batch_size=self.global_batch_size)
 
     @property
     def plan(self) -> BatchPlan:
@@ -345,33 +395,45 @@ class StreamLoader:
     def _windows(self, epoch: int, start: int) -> Iterator[Window]:
         position = StreamPosition(epoch, start)
         if start and self._resumed is not None:
-            position, self._resumed = self._resumed._replace(epoch=epoch), None
+            position = self._resumed._replace(epoch=epoch)
+            self._resumed = None
         self._position = position
+
+        # Ranks agree on a window while the one after it is being read and exchanged.
         read = self._reader.items(chain([position], repeat(None)))
-        first, following = self._begin(read), self._begin(read)
+        first = self._begin(read)
+        following = self._begin(read)
         here = self._agree(*first, epoch=epoch)
-        if start and (here.is_over or (here.samples is None and not position.has_ended)):
-            raise DataError(
-                f"Training can't continue at sample {start} of the {self._plan.split} stream: in epoch {epoch} a "
-                "process finds no more.\nIt must give the same samples as when the checkpoint was made, and "
-                "trainer.limit_train_batches must not be smaller."
-            )
-        if here.is_over:
-            raise _no_samples(self._plan.split, epoch=epoch)
-        if here.samples is not None and self._check_state is not None:
-            self._check_state(here.samples.end.state)  # now, and not hours later, when it is to be saved
+        self._check_first(here, position, start=start)
         while not here.is_over:
             after = self._begin(read)
-            ahead, following = self._agree(*following, epoch=epoch), after
+            ahead = self._agree(*following, epoch=epoch)
+            following = after
             if here.samples is not None:
                 self._position = here.samples.end
             self._position = self._position._replace(has_ended=ahead.samples is None)
             yield self._window(here, epoch_end=ahead.is_over)
             here = ahead
 
+    def _check_first(self, first: _AgreedWindow, position: StreamPosition, *, start: int) -> None:
+        """Raise DataError if there is no first window after `start`; and what `check_state` raises."""
+        is_missing = first.samples is None and not position.has_ended
+        if start and (first.is_over or is_missing):
+            raise DataError(
+                f"Training can't continue at sample {start} of the {self._plan.split} stream: in epoch "
+                f"{position.epoch} a process finds no more.\nIt must give the same samples as when the checkpoint was "
+                "made, and trainer.limit_train_batches must not be smaller."
+            )
+        if first.is_over:
+            raise _no_samples(self._plan.split, epoch=position.epoch)
+        # Now, and not hours later, when the state is to be saved.
+        if first.samples is not None and self._check_state is not None:
+            self._check_state(first.samples.end.state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this rank after the window that was yielded last; see `load_state_dict`."""
-        plan, position = self._plan, self._position
+        plan = self._plan
+        position = self._position
         # Of ranks that read the same, the first keeps the state.
         keeps_state = not position.has_ended and (plan.is_sharded or plan.rank == 0)
         return {
@@ -392,15 +454,20 @@ class StreamLoader:
         self._resumed = None
         if samples == 0 or not states:
             return
-        if {(each["shards"], each["stops_first"]) for each in states} != {(self._shards, self._stops_first)}:
+        rules = {(state["shards"], state["stops_first"]) for state in states}
+        if rules != {(self._shards, self._stops_first)}:
             raise CheckpointError(
                 "The checkpoint is in the middle of an epoch of a stream that was read with another data.stream, or by "
                 "another number of processes that each read a shard.\n"
                 "Resume with the same number of processes and data.stream, or from a checkpoint of an epoch's end."
             )
-        own = next(each for each in states if each["shard"] == self._plan.source)
-        read = own["samples"] if self._plan.is_sharded else samples
-        self._resumed = StreamPosition(0, read, own["state"] if self._loads_state else None, bool(own["has_ended"]))
+        own = next(state for state in states if state["shard"] == self._plan.source)
+        self._resumed = StreamPosition(
+            epoch=0,
+            samples=own["samples"] if self._plan.is_sharded else samples,
+            state=own["state"] if self._loads_state else None,
+            has_ended=bool(own["has_ended"]),
+        )
 
     @property
     def identity(self) -> DataIdentity:
@@ -425,8 +492,9 @@ class StreamLoader:
         samples = next(read, None)
         if samples is not None:
             self._batch = samples.micro_batches[0].batch
-        size, digest = (0, (0.0, 0.0)) if samples is None else (samples.size, samples.digest)
-        report = _RankReport(self._plan.source, size, self._batch is not None, *digest)
+        size = 0 if samples is None else samples.size
+        digest = _Digest(0.0, 0.0) if samples is None else samples.digest
+        report = _RankReport(self._plan.source, size, self._batch is not None, digest.checksum, digest.float_sum)
         return samples, self._exchange.gather(report)
 
     def _agree(self, samples: _WindowSamples | None, reports: Callable[[], Table], *, epoch: int) -> _AgreedWindow:
@@ -441,7 +509,8 @@ class StreamLoader:
         if not is_over and not all(row.has_batch for row in rows):
             source = next(rank for rank, row in enumerate(rows) if row.size)
             batch = self._exchange.broadcast(self._batch, source=source)
-            self._batch = batch if self._batch is None else self._batch
+            if self._batch is None:
+                self._batch = batch
         if self._waiting is not None:
             self._waiting.end_waiting()
         return _AgreedWindow(samples, counts, is_over)
@@ -450,30 +519,39 @@ class StreamLoader:
         """Return the samples of each source. Raises DataError, on every rank, if ranks of one source read others."""
         first: dict[float, tuple[int, _RankReport]] = {}
         for rank, row in enumerate(rows):
-            other, found = first.setdefault(row.source, (rank, row))
-            near = math.isclose(row.float_sum, found.float_sum, rel_tol=1e-4)
-            if row.size != found.size or row.digest != found.digest or not near:
+            other_rank, other = first.setdefault(row.source, (rank, row))
+            is_near = math.isclose(row.float_sum, other.float_sum, rel_tol=1e-4)
+            if row.size != other.size or row.checksum != other.checksum or not is_near:
                 raise DataError(
-                    f"Ranks {other} and {rank} don't read the same {self._plan.split} stream: in epoch {epoch} they "
-                    f"have {found.size:.0f} and {row.size:.0f} samples of a global batch, which differ.\n"
+                    f"Ranks {other_rank} and {rank} don't read the same {self._plan.split} stream: in epoch {epoch} "
+                    f"they have {other.size:.0f} and {row.size:.0f} samples of a global batch, which differ.\n"
                     "A stream must give the same samples in every process: seed what it draws, and don't let it look "
                     "at its rank. If each process is to read a shard of its own, use data.stream=join."
                 )
         return {int(source): int(row.size) for source, (_, row) in first.items()}
 
     def _window(self, agreed: _AgreedWindow, *, epoch_end: bool) -> Window:
-        kept = [] if agreed.samples is None else list(zip(*agreed.samples[:2], strict=True))
-        number = max(len(self._plan.micro_batches(count, source=source)) for source, count in agreed.counts.items())
-        kept += [(MicroBatch(self._batch, 0), range(1))] * (number - len(kept))
-        sizes = [micro.num_samples for micro, _ in kept]
-        batches = prefetch((micro.batch for micro, _ in kept), self._device, side_stream=self._side_stream)
-        indices = (torch.arange(each.start, each.stop) for _, each in kept)
+        micro_batches: list[MicroBatch] = []
+        positions: list[range] = []
+        if agreed.samples is not None:
+            micro_batches += agreed.samples.micro_batches
+            positions += agreed.samples.positions
+
+        # Stand-ins, so that this rank joins the others in every forward and backward.
+        numbers = [len(self._plan.micro_batches(count, source=source)) for source, count in agreed.counts.items()]
+        while len(micro_batches) < max(numbers):
+            micro_batches.append(MicroBatch(self._batch, 0))
+            positions.append(range(1))
+
         first_rank = None
         if self._plan.is_sharded:
             first_rank = min(source for source, count in agreed.counts.items() if count)
+        sizes = [micro.num_samples for micro in micro_batches]
+        indices = [torch.arange(place.start, place.stop) for place in positions]
+        batches = prefetch((micro.batch for micro in micro_batches), self._device, side_stream=self._side_stream)
         return Window(
             map(MicroBatch, batches, sizes),
-            len(kept),
+            len(micro_batches),
             sum(agreed.counts.values()),
             epoch_end,
             tuple(map(MicroIndices, indices, sizes)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from framework.data.sample_random import Draws
+from framework.data.draws import Draws
 from framework.errors import DataError
 from framework.types import Batch
 
@@ -63,23 +63,31 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
     @property
     def size_bytes(self) -> int:
         """The size of the samples if they were copied, and of the list of rows."""
-        listed = 0 if self.rows is None else self.rows.nbytes
-        return listed + len(self) * sum(row_bytes(tensor) for tensor in self.tensors)
+        size_bytes = len(self) * sum(row_bytes(tensor) for tensor in self.tensors)
+        if self.rows is not None:
+            size_bytes += self.rows.nbytes
+        return size_bytes
 
     def to(self, device: torch.device) -> TensorSamples:
         """Return the same samples with their tensors on `device`. Only rows that are samples are copied."""
         if device == self.device:
             return self
-        there, used = copy(self), self.tensors
-        if self.rows is not None and len(self.rows) <= len(used[0]):
-            used, there.rows = tuple(tensor.index_select(0, self.rows) for tensor in used), None
-        there.tensors = tuple(tensor.to(device) for tensor in used)
-        there.rows = None if there.rows is None else there.rows.to(device)
-        return there
+        moved = copy(self)
+        if self.rows is None:
+            moved.tensors = tuple(tensor.to(device) for tensor in self.tensors)
+        elif len(self.rows) <= len(self.tensors[0]):
+            moved.tensors = tuple(tensor.index_select(0, self.rows).to(device) for tensor in self.tensors)
+            moved.rows = None
+        else:
+            # Rows that are samples several times are copied once.
+            moved.tensors = tuple(tensor.to(device) for tensor in self.tensors)
+            moved.rows = self.rows.to(device)
+        return moved
 
     def gather(self, index_B: Tensor) -> list[Tensor]:
         """Return the rows of these samples; `index_B` is on the device of the tensors."""
-        index_B = index_B if self.rows is None else self.rows.index_select(0, index_B)
+        if self.rows is not None:
+            index_B = self.rows.index_select(0, index_B)
         return [tensor.index_select(0, index_B) for tensor in self.tensors]
 
     def transformed(self, tensors: list[Tensor], draws: Draws) -> list[Tensor]:
@@ -89,12 +97,12 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
         """
         if self.transform is None:
             return tensors
-        made: Any = self.transform(tensors, draws)
-        rows = list(made) if isinstance(made, (list, tuple)) else []
-        if not rows or not all(isinstance(each, Tensor) and each.ndim and len(each) == len(draws) for each in rows):
-            seen = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in rows]
+        returned: Any = self.transform(tensors, draws)
+        rows = list(returned) if isinstance(returned, (list, tuple)) else []
+        if not rows or not all(_has_rows(tensor, len(draws)) for tensor in rows):
+            described = [_described(value) for value in rows] or type(returned).__name__
             raise DataError(
-                f"The transform of a TensorSamples returned {seen or type(made).__name__} for {len(draws)} samples.\n"
+                f"The transform of a TensorSamples returned {described} for {len(draws)} samples.\n"
                 "It must return a list of tensors whose first dimension is the sample."
             )
         return rows
@@ -106,17 +114,30 @@ def as_tensor_samples(dataset: Any) -> TensorSamples | None:
     None for other datasets, also for subclasses: they may have a `__getitem__` of their own.
     """
     if type(dataset) in (TensorDataset, TensorSamples):
-        tensors = tuple(tensor.detach() for tensor in dataset.tensors)  # every batch would keep the graph alive
-        rows, transform = getattr(dataset, "rows", None), getattr(dataset, "transform", None)
+        # Every batch would keep the graph of the tensors alive.
+        tensors = [tensor.detach() for tensor in dataset.tensors]
+        rows = getattr(dataset, "rows", None)
+        transform = getattr(dataset, "transform", None)
         return TensorSamples(*tensors, rows=rows, transform=transform)
-    if type(dataset) is Subset:
-        inner = as_tensor_samples(dataset.dataset)
-        if inner is not None:
-            chosen = torch.as_tensor(dataset.indices, dtype=torch.int64, device=inner.device)
-            chosen = torch.where(chosen < 0, chosen + len(inner), chosen)  # counted from the end
-            inner.rows = chosen if inner.rows is None else inner.rows[chosen]
-            return inner
-    return None
+    if type(dataset) is not Subset:
+        return None
+
+    inner = as_tensor_samples(dataset.dataset)
+    if inner is None:
+        return None
+    chosen = torch.as_tensor(dataset.indices, dtype=torch.int64, device=inner.device)
+    # Negative indices count from the end.
+    chosen = torch.where(chosen < 0, chosen + len(inner), chosen)
+    inner.rows = chosen if inner.rows is None else inner.rows[chosen]
+    return inner
+
+
+def _has_rows(value: Any, number: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == number
+
+
+def _described(value: Any) -> tuple[int, ...] | str:
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
 def row_bytes(tensor: Tensor) -> int:

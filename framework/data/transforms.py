@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grid_sample, pad
 
-from framework.data.sample_random import Draws
+from framework.data.draws import Draws
 
 ImageTransform = Callable[[Tensor, Draws], Tensor]
 
@@ -33,10 +33,12 @@ class Each:
         self._transforms = transforms
 
     def __call__(self, batch: Sequence[Tensor], draws: Draws) -> list[Tensor]:
-        return [
-            tensor if transform is None else transform(tensor, draws)
-            for tensor, transform in zip_longest(batch, self._transforms)
-        ]
+        transformed = []
+        for tensor, transform in zip_longest(batch, self._transforms):
+            if transform is not None:
+                tensor = transform(tensor, draws)
+            transformed.append(tensor)
+        return transformed
 
 
 @final
@@ -65,12 +67,15 @@ class Normalize:
     """(image − mean) / std in float32, of bytes scaled to 0 to 1; mean, std: one number, or one for each channel."""
 
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
-        self._mean, self._std = _numbers(mean), _numbers(std)
+        self._mean = _numbers(mean)
+        self._std = _numbers(std)
 
     def __call__(self, image_BCHW: Tensor, draws: Draws) -> Tensor:
         scaled = _scaled(image_BCHW)
-        mean, std = _constant(self._mean, scaled.device), _constant(self._std, scaled.device)
-        if scaled is image_BCHW:  # floats of the dataset's own
+        mean = _constant(self._mean, scaled.device)
+        std = _constant(self._std, scaled.device)
+        # Floats are the dataset's own, and may not be changed in place.
+        if scaled is image_BCHW:
             return scaled.sub(mean).div_(std)
         return scaled.sub_(mean).div_(std)
 
@@ -121,15 +126,18 @@ class RandomAffine:
         scale: tuple[float, float] | None = None,
     ) -> None:
         self._radians = math.radians(degrees)
-        self._translate = float(translate[0]), float(translate[1])
-        self._scale = (1.0, 1.0) if scale is None else (float(scale[0]), float(scale[1]))
+        self._translate = (float(translate[0]), float(translate[1]))
+        self._scale = (1.0, 1.0)
+        if scale is not None:
+            self._scale = (float(scale[0]), float(scale[1]))
 
     def __call__(self, image_BCHW: Tensor, draws: Draws) -> Tensor:
         drawn_B4 = draws.uniform(4)
-        images = image_BCHW if image_BCHW.is_floating_point() else image_BCHW.to(torch.float32)
+        is_float = image_BCHW.is_floating_point()
+        images = image_BCHW if is_float else image_BCHW.to(torch.float32)
         grid = self._grid(drawn_B4, height=images.shape[2], width=images.shape[3]).to(images.dtype)
         moved = grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
-        return moved if image_BCHW.is_floating_point() else moved.round_().to(image_BCHW.dtype)
+        return moved if is_float else moved.round_().to(image_BCHW.dtype)
 
     def _grid(self, drawn_B4: Tensor, *, height: int, width: int) -> Tensor:
         """Return where each pixel comes from, as `grid_sample` wants it: (B, H, W, 2), x first, edges at −1 and 1.
@@ -137,18 +145,25 @@ class RandomAffine:
         One operation after another instead of `affine_grid`, whose matrix product may round differently in a batch of
         another size. Angles in double precision for the same reason: sines of single floats differ in the last bit.
         """
-        signed = drawn_B4.to(torch.float32 if drawn_B4.device.type == "mps" else torch.float64) * 2 - 1
-        angle, right, down = signed[:, 0] * self._radians, signed[:, 1], signed[:, 2]
+        # MPS has no double precision.
+        precision = torch.float32 if drawn_B4.device.type == "mps" else torch.float64
+        signed_B4 = drawn_B4.to(precision) * 2 - 1
+        angle_B = signed_B4[:, 0] * self._radians
         low, high = self._scale
-        factor = low + (high - low) * (signed[:, 3] + 1) / 2
-        cos, sin = ((wave / factor).to(torch.float32)[:, None, None] for wave in (angle.cos(), angle.sin()))
-        right, down = (
-            (share * most * size).to(torch.float32)[:, None, None]
-            for share, most, size in zip((right, down), self._translate, (width, height), strict=True)
-        )
+        factor_B = low + (high - low) * (signed_B4[:, 3] + 1) / 2
+        cos = _per_pixel(angle_B.cos() / factor_B)
+        sin = _per_pixel(angle_B.sin() / factor_B)
+        right = _per_pixel(signed_B4[:, 1] * self._translate[0] * width)
+        down = _per_pixel(signed_B4[:, 2] * self._translate[1] * height)
+
         y = torch.arange(height, device=drawn_B4.device, dtype=torch.float32)[:, None] - (height - 1) / 2 - down
         x = torch.arange(width, device=drawn_B4.device, dtype=torch.float32) - (width - 1) / 2 - right
         return torch.stack(((cos * x + sin * y) * (2 / width), (cos * y - sin * x) * (2 / height)), dim=-1)
+
+
+def _per_pixel(value_B: Tensor) -> Tensor:
+    """Return the value of each image in float32, to compute with (B, H, W)."""
+    return value_B.to(torch.float32)[:, None, None]
 
 
 def _scaled(image_BCHW: Tensor) -> Tensor:
@@ -159,7 +174,8 @@ def _scaled(image_BCHW: Tensor) -> Tensor:
 
 
 def _numbers(value: float | Sequence[float]) -> tuple[float, ...]:
-    return (float(value),) if isinstance(value, (int, float)) else tuple(float(each) for each in value)
+    values = (value,) if isinstance(value, (int, float)) else value
+    return tuple(map(float, values))
 
 
 @cache

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from framework.config.optimizers import OptimizerConfig
 from framework.config.schema import Config, Node, ProgressMode, SchedulerConfig
 from framework.config.targets import import_target, requires, takes, unwrap_partial, without_freeze
-from framework.data.from_loader import unpack_dataloaders
+from framework.data.from_dataloader import unpack_dataloaders
 from framework.distributed.context import Context
 from framework.distributed.sharded import by_mesh
 from framework.engine.observers import check_callback, check_logger

@@ -26,9 +26,9 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.targets import check_targets
 from framework.config.topology import Topology
+from framework.data.batch_dataset import BatchDataset, BatchKey
 from framework.data.loader import dataset_size
 from framework.data.stream import first_batch
-from framework.data.workers import BatchDataset, BatchKey
 from framework.distributed.context import Context
 from framework.engine import build
 from framework.engine.assemble import assemble

@@ -8,9 +8,8 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from framework.checkpoint import CheckpointStorage
+from framework.checkpoint import CheckpointStorage, load_from
 from framework.checkpoint.manager import CheckpointManager
-from framework.checkpoint.reader import load_checkpoint
 from framework.errors import CheckpointError
 from tests.helpers.exact import tree_differences
 from tests.unit.checkpoint.states import checkpoint_settings, small_state
@@ -72,7 +71,7 @@ def test_a_run_saves_ranks_deletes_and_resumes_in_another_storage(asynchronous: 
     assert manager.best.metrics == {"val/loss": 0.1}
 
     resumed = manager_in(storage)
-    state = load_checkpoint(storage, storage.pointers()["last"], map_location="cpu")
+    state = load_from(storage, storage.pointers()["last"], map_location="cpu")
     assert tree_differences(state, small_state(4.0) | {"generators": state["generators"]}) == []
     resumed.resume_from(2)
     assert storage.pointers()["best"] == "step_00000002"
@@ -91,7 +90,7 @@ def test_damage_is_found_in_any_storage() -> None:
     storage.files["step_00000001"]["model.pt"] = bytes(damaged)
     assert storage.find_damage("step_00000001") == "model.pt has another checksum than when it was written"
     with pytest.raises(CheckpointError, match=r"The checkpoint Memory/step_00000001 is damaged: model.pt has another"):
-        load_checkpoint(storage, "step_00000001", map_location="cpu")
+        load_from(storage, "step_00000001", map_location="cpu")
     storage.files["step_00000001"]["model.pt"] = content[:-1]
     assert [*storage.complete_steps()] == []
     del storage.files["step_00000001"]["manifest.json"]

@@ -18,7 +18,7 @@ from framework.data.batching import plan_batches
 from framework.data.identity import DataIdentity
 from framework.data.loader import LoaderOptions as Options
 from framework.data.loader import MapLoader
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, RunError
 
 CPU = torch.device("cpu")
 SIZE = 12
@@ -123,12 +123,49 @@ def test_the_check_leaves_no_trace():
     assert random.getstate() == before[1]
 
 
-def test_a_sample_that_fails_is_left_to_loading():
-    def broken(index: int) -> float:
-        raise ValueError(f"bad {index}")
+class FailsOnce:
+    """Raises when it is first called, as a disk may that is slow to wake up."""
 
-    windows = loader(Made(broken)).epoch(0)
-    assert next(windows).num_micro_batches == 1
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, value: Any) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            raise ValueError("bad disk")
+        return value
+
+
+@pytest.mark.parametrize("options", [IN_PROCESS, ONE_WORKER], ids=["in process", "worker"])
+def test_a_sample_that_fails_once_ends_the_run(options):
+    loading = loader(Made(FailsOnce()), options)
+    said = r"(?s)\ASample 0 of the train dataset raised ValueError: bad disk\n.*in __call__: raise ValueError"
+    with pytest.raises(RunError, match=said):
+        next(loading.epoch(0))
+    loading.close()
+
+
+def test_a_batch_transform_that_fails_once_ends_the_run():
+    fails = FailsOnce()
+    samples = TensorSamples(torch.zeros(SIZE, 2), transform=lambda batch, _: fails(batch))
+    with pytest.raises(ValueError, match="bad disk"):
+        loaded(loader(samples))
+
+
+def two_rows(samples: list[Any]) -> Any:
+    return torch.tensor(samples).view(2, 3)
+
+
+@pytest.mark.parametrize("options", [IN_PROCESS, ONE_WORKER], ids=["in process", "worker"])
+def test_a_collate_function_may_refuse_four_samples(capfd, options):
+    plan = plan_batches(batch_size=6, global_batch_size=None, world_size=1, accumulate=1)
+    options = Options(options.kind, options.num_workers, collate_fn=two_rows)
+    loading = MapLoader(Made(float), split="train", plan=plan, rank=0, device=CPU, options=options)
+    assert [batch.shape for batch in loaded(loading)] == [(2, 3), (2, 3)]
+    shown = capfd.readouterr().out
+    assert shown.count("Whether the batches of the train dataset can be repeated was not checked") == 1
+    assert "The collate function, given samples [0, 1, 2, 3] of the train dataset, raised RuntimeError: shape" in shown
+    assert loading.identity.sketch is not None
 
 
 # The data of a resumed run

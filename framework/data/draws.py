@@ -27,7 +27,8 @@ def _signed(value: int) -> int:
 
 
 _GAMMA = _signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
 _LARGEST_RANGE = 1 << 31
 
 
@@ -51,7 +52,8 @@ class Draws:
 
     def uniform(self, n: int) -> Tensor:
         """Return (B, n) numbers in [0, 1), float32: multiples of 2**-24."""
-        return _shifted(self._bits(n), 40).to(torch.float32) * 2.0**-24  # exact on every device
+        # Exact on every device.
+        return _shifted(self._bits(n), 40).to(torch.float32) * 2.0**-24
 
     def integers(self, low: int, high: int, n: int) -> Tensor:
         """Return (B, n) integers from `low` to `high` - 1, int64. Raises ValueError for an empty range.

@@ -1,0 +1,147 @@
+"""Parts that are given as a torch DataLoader: what is taken of it, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from framework.data import samplers
+from framework.errors import DataError
+from framework.types import Datasets, Sampler
+
+
+def unpack_dataloaders(datasets: Datasets) -> Datasets:
+    """Return the datasets with each DataLoader replaced by its dataset, and with its collate function.
+
+    The train part's sampler, batch size and `drop_last` are taken too, of an evaluation part the batch size. Order and
+    seed are the framework's, and so are workers and pinned memory (`data.num_workers`). Raises DataError for what can't
+    be taken.
+    """
+    if not any(isinstance(part, DataLoader) for part in datasets.parts.values()):
+        return datasets
+    for name, part in datasets.parts.items():
+        if isinstance(part, DataLoader):
+            _check(part, name)
+
+    train = datasets.train
+    sampler = datasets.sampler
+    batch_size = datasets.batch_size
+    drop_last = datasets.drop_last
+    train_dataset: Any = _dataset_of(train)
+    if isinstance(train, DataLoader):
+        batch_size = train.batch_size or batch_size
+        drop_last = train.drop_last
+        if not isinstance(train.dataset, IterableDataset):
+            train_dataset, sampler = _order(train)
+    return Datasets(
+        train=train_dataset,
+        val=_datasets_of(datasets.val),
+        test=_datasets_of(datasets.test),
+        collate_fn=_collate_fns(datasets) or None,
+        sampler=sampler,
+        batch_size=batch_size,
+        eval_batch_size=_eval_batch_size(datasets),
+        drop_last=drop_last,
+    )
+
+
+def _dataset_of(part: Any) -> Any:
+    return part.dataset if isinstance(part, DataLoader) else part
+
+
+def _datasets_of(parts: Any) -> Any:
+    """Return the dataset of an evaluation part, or of each of several ones."""
+    if isinstance(parts, Mapping):
+        return {name: _dataset_of(part) for name, part in parts.items()}
+    return _dataset_of(parts)
+
+
+def _collate_fns(datasets: Datasets) -> dict[str, Any]:
+    """Return the collate function of each part that has one other than torch's."""
+    collate_fns: dict[str, Any] = {}
+    for name, part in datasets.parts.items():
+        if isinstance(part, DataLoader):
+            if part.collate_fn is not default_collate:
+                collate_fns[name] = part.collate_fn
+        elif datasets.collate_fn is not None:
+            collate_fns[name] = datasets.collate_fn_of(name)
+    return collate_fns
+
+
+def _eval_batch_size(datasets: Datasets) -> int | None:
+    """Return the largest batch size of the evaluation loaders."""
+    sizes = []
+    for name, part in datasets.parts.items():
+        if name != "train" and isinstance(part, DataLoader) and part.batch_size:
+            sizes.append(part.batch_size)
+    return max(sizes) if sizes else datasets.eval_batch_size
+
+
+def _check(loader: DataLoader[Any], part: str) -> None:
+    """Raise DataError for a setting of the loader that has no counterpart."""
+    # What can't be taken, and why.
+    refused: list[tuple[str, str]] = []
+    batch_sampler = loader.batch_sampler
+    if loader.batch_size is None:
+        what = "batch_size=None"
+        if batch_sampler is not None:
+            what = f"batch_sampler={type(batch_sampler).__name__}"
+        refused.append((what, "Give batch_size, and a sampler that orders samples (framework.samplers)"))
+    elif type(batch_sampler) not in (BatchSampler, type(None)):
+        refused.append((f"batch_sampler={type(batch_sampler).__name__}", "Use one of framework.samplers"))
+
+    if loader.worker_init_fn is not None:
+        what = f"worker_init_fn={getattr(loader.worker_init_fn, '__name__', 'a function')}"
+        refused.append((what, "Leave it out: samples are drawn from generators that are seeded for each of them"))
+
+    what = f"sampler={type(loader.sampler).__name__}"
+    is_random = isinstance(loader.sampler, (WeightedRandomSampler, SubsetRandomSampler))
+    if part != "train" and (is_random or _is_unknown(loader)):
+        refused.append((what, "Every sample is evaluated once: give the samples to evaluate as a Subset"))
+    elif _is_unknown(loader):
+        why = "Each process gets its part anyway, so leave a DistributedSampler out; for others use framework.samplers"
+        refused.append((what, why))
+
+    if refused:
+        lines = "\n".join(f"  {what}: {why}." for what, why in refused)
+        raise DataError(f"The {part} part is a DataLoader with what can't be taken from it:\n{lines}")
+
+
+def _is_unknown(loader: DataLoader[Any]) -> bool:
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    known = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRandomSampler)
+    return type(loader.sampler) not in known
+
+
+def _order(loader: DataLoader[Any]) -> tuple[Any, Sampler]:
+    """Return the dataset and the order of its samples."""
+    dataset: Any = loader.dataset
+    torch_sampler = loader.sampler
+    if isinstance(torch_sampler, WeightedRandomSampler):
+        return dataset, samplers.WeightedRandomSampler(
+            dataset, torch_sampler.weights, torch_sampler.num_samples, torch_sampler.replacement
+        )
+    if isinstance(torch_sampler, SubsetRandomSampler):
+        subset: Any = Subset(dataset, list(torch_sampler.indices))
+        return subset, samplers.RandomSampler(subset)
+    if isinstance(torch_sampler, RandomSampler):
+        if torch_sampler.replacement or torch_sampler.num_samples != len(dataset):
+            uniform = [1.0] * len(dataset)
+            return dataset, samplers.WeightedRandomSampler(
+                dataset, uniform, torch_sampler.num_samples, torch_sampler.replacement
+            )
+        return dataset, samplers.RandomSampler(dataset)
+    return dataset, samplers.SequentialSampler(dataset)
