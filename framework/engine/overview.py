@@ -84,11 +84,11 @@ def introduce(setup: RankSetup, trainer: Trainer, datasets: Datasets, sizes: Sta
         begins = f"resuming {position}" if progress.step else "starting from scratch"
         text = f"Restart {setup.attempt}: {begins}\nCause: {_cause_of_restart(setup)}"
         show(text)
-        trainer.log_values({"restart": Text(text)})
-        trainer.log_values({"restart/attempt": float(setup.attempt)})
+        trainer.logbook.log_values({"restart": Text(text)})
+        trainer.logbook.log_values({"restart/attempt": float(setup.attempt)})
     elif progress.step and is_shown:
         show(f"Resuming {position}")
-    trainer.log_values({"summary": Text(f"{full}\n{facts}"), "config": Text(written_config(setup.run_dir))})
+    trainer.logbook.log_values({"summary": Text(f"{full}\n{facts}"), "config": Text(written_config(setup.run_dir))})
 
 
 def module_table(model: nn.Module, *, rows: int) -> str:

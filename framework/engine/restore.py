@@ -42,7 +42,7 @@ def restore(setup: RankSetup, trainer: Trainer, own: LastUndamaged) -> None:
     elif setup.config.init_from is not None:
         loaded = load_initial_weights(trainer.state.bare_model, setup.config, context=setup.context)
         if loaded is not None:
-            trainer.log_values({"init_from": Text(loaded)})
+            trainer.logbook.log_values({"init_from": Text(loaded)})
     if setup.config.resume is not None or own.damaged:
         barrier(setup.context)  # no rank has refused it
         if trainer.checkpoints is not None:

@@ -271,9 +271,9 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
     results = setup.run_dir.read_run().get("results", {})
     # A run that is resumed after its end has logged this test already.
     if results.get("test") is None or results.get("steps") != trainer.progress.step:
-        trainer.log_values(found.metrics)
-        trainer.log_values(found.texts)
-        trainer.log_values(found.media)
+        trainer.logbook.log_values(found.metrics)
+        trainer.logbook.log_values(found.texts)
+        trainer.logbook.log_values(found.media)
     return {"step": step, "metrics": found.metrics, "texts": markdown_texts(found.texts)}
 
 
@@ -304,7 +304,7 @@ def _report(setup: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, 
         "best": None if best is None else {"step": best.step, "metrics": best.metrics},
         "last": None if state.val_step is None else last,
         "test": test,
-        "slow_ranks": [asdict(each) for each in trainer.slow_ranks.found()],
+        "slow_ranks": [asdict(each) for each in trainer.logbook.slow_ranks.found()],
     }
     setup.run_dir.update_run({"results": results})
     if trainer.stop.on_request:

@@ -30,7 +30,7 @@ from framework.media import markdown_texts
 from framework.monitoring.rank_status import RankPhase
 from framework.system.files import atomic_output
 from framework.training.broadcasting import refused_broadcasting
-from framework.training.evaluation import evaluate
+from framework.training.evaluation import Evaluator
 
 Columns = dict[str, Tensor]
 """Name → values of some samples: shape (n,) or (n, k) or more, on the CPU."""
@@ -41,13 +41,13 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
     with setup_rank(arguments, link) as setup:
         part = setup.config.eval.part
         with _ready(setup, arguments, part=part) as (assembled, loaders), refused_broadcasting():
-            found = evaluate(
-                assembled.model,
-                loaders,
+            evaluator = Evaluator(
+                model=assembled.model,
                 task=assembled.task,
                 precision=assembled.precision,
                 context=setup.context,
             )
+            found = evaluator.evaluate(loaders)
         if setup.context.is_main:
             setup.run_dir.update_run({"results": {"metrics": found.metrics, "texts": markdown_texts(found.texts)}})
 

@@ -1,204 +1,159 @@
-"""Evaluation: every sample once on any number of ranks, and one reduction at the end. What a task may return."""
+"""Evaluation: every sample once on any number of ranks, and one reduction for each set of samples."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from numbers import Integral, Real
-from typing import Any, NamedTuple, NoReturn, cast
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from framework.data.batch_tree import map_tensors
 from framework.distributed.context import Context
 from framework.distributed.sharded import has_output, is_model_sharded
-from framework.errors import TargetError
 from framework.media import Media, Table, Text
 from framework.optim.precision import PrecisionPlugin
-from framework.tasks.supervised import describe
-from framework.training.meter import LOSS, Meter
+from framework.training.meter import Meter
 from framework.training.stateful_metrics import StatefulMetrics
+from framework.training.step_output import check_output, copied, media_of
 from framework.types import MicroBatch, StepOutput, Task, hooks
 
 
-class Evaluation(NamedTuple):
-    """Metrics over all ranks, named `prefix/name`.
+@final
+@dataclass
+class Evaluation:
+    """Results over all ranks, named `prefix/name`."""
 
-    names: all names, including metrics without samples. texts: tables by name. media: rank 0's, by name.
-    """
+    metrics: dict[str, float] = field(default_factory=dict)
+    # Of all metrics, those without samples included; in order.
+    names: list[str] = field(default_factory=list)
+    # Tables.
+    texts: dict[str, Table | Text] = field(default_factory=dict)
+    # Rank 0's.
+    media: dict[str, Media] = field(default_factory=dict)
 
-    metrics: dict[str, float]
-    names: list[str]
-    texts: dict[str, Table | Text]
-    media: dict[str, Media]
+    def add_metrics(self, metrics: Mapping[str, float], *, prefix: str) -> None:
+        for name, value in metrics.items():
+            self.metrics[f"{prefix}/{name}"] = value
+        self.add_names(metrics, prefix=prefix)
 
-
-def evaluate(
-    model: nn.Module,
-    loaders: Mapping[str, Iterable[MicroBatch]],
-    *,
-    task: Task,
-    precision: PrecisionPlugin,
-    context: Context,
-    with_media: bool = False,
-    counts: bool = True,
-    captures_graphs: bool = False,
-) -> Evaluation:
-    """Return metrics over all ranks' batches, on each set by its prefix. Every rank must call it.
-
-    model: the unwrapped module; unless its forward has collectives, ranks may have different numbers of batches.
-    with_media: also return media, of this rank's first batch and of the metrics. Ranks may differ.
-    counts: include this rank's results; False if another rank gets the same batches and counts them.
-    captures_graphs: the model is compiled in one of CUDA_GRAPH_MODES.
-    """
-    whole = Evaluation({}, [], {}, {})
-    if not loaders:
-        return whole
-    with _evaluating(model, captures_graphs=captures_graphs):
-        for start in hooks([task], "on_evaluations_start"):
-            start(model, list(loaders))
-    for prefix, batches in loaders.items():
-        found = _evaluate_set(
-            model,
-            batches,
-            task=task,
-            precision=precision,
-            context=context,
-            prefix=prefix,
-            with_media=with_media,
-            counts=counts,
-            captures_graphs=captures_graphs,
-        )
-        whole = Evaluation(
-            whole.metrics | found.metrics,
-            whole.names + found.names,
-            whole.texts | found.texts,
-            whole.media | found.media,
-        )
-    with _evaluating(model, captures_graphs=captures_graphs):
-        for end in hooks([task], "on_evaluations_end"):
-            end()
-    part = next(iter(loaders)).partition("/")[0]
-    for logged in hooks([task], "logged_evaluations"):
-        values = {f"{part}/{name}": value for name, value in logged().items()}
-        names = list(dict.fromkeys([*whole.names, *values]))
-        whole = whole._replace(metrics=whole.metrics | values, names=names)
-    return whole
+    def add_names(self, names: Iterable[str], *, prefix: str) -> None:
+        for name in names:
+            whole_name = f"{prefix}/{name}"
+            if whole_name not in self.names:
+                self.names.append(whole_name)
 
 
-@contextmanager
-def _evaluating(model: nn.Module, *, captures_graphs: bool) -> Iterator[None]:
-    """Put every module in evaluation mode, without gradients; afterwards each is in its former mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    # A sharded model keeps what it gathers for the next step; memory made in inference mode can't be trained on. Once a
-    # CUDA graph was captured in inference mode, later captures may fail: https://github.com/pytorch/pytorch/issues/135892
-    with torch.no_grad() if captures_graphs or is_model_sharded(model) else torch.inference_mode():
-        yield
-    for module in training:
-        module.training = True  # one by one: a frozen part stays in evaluation mode
+@final
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Evaluates a model with a task. Every rank makes one and calls `evaluate`."""
 
+    # The unwrapped module. Unless its forward has collectives, ranks may have different numbers of batches.
+    model: nn.Module
+    task: Task
+    precision: PrecisionPlugin
+    context: Context
+    # Also return media: of this rank's first batch, and of the metrics. Ranks may differ.
+    with_media: bool = False
+    # Include this rank's results; False if another rank gets the same batches and counts them.
+    counts: bool = True
+    # The model is compiled in one of CUDA_GRAPH_MODES.
+    captures_graphs: bool = False
 
-def _evaluate_set(
-    model: nn.Module,
-    batches: Iterable[MicroBatch],
-    *,
-    task: Task,
-    precision: PrecisionPlugin,
-    context: Context,
-    prefix: str,
-    with_media: bool,
-    counts: bool,
-    captures_graphs: bool,
-) -> Evaluation:
-    """Return metrics over all ranks' batches of one set."""
-    stateful = StatefulMetrics(task, context)
-    media: dict[str, Media] = {}
-    meter = _run_batches(
-        model,
-        batches,
-        stateful,
-        task=task,
-        precision=precision,
-        prefix=prefix,
-        media=media if with_media else None,
-        counts=counts and has_output(model),
-        captures_graphs=captures_graphs,
-    )
-    values, _ = meter.reduce(context)
-    values |= stateful.compute(context)
-    for logged in hooks([task], "logged"):
-        values |= logged("evaluation")
-    names = dict.fromkeys([*meter.names, *values])
-    texts = stateful.texts()
-    if with_media:
-        media |= stateful.media()
-    return Evaluation(
-        {f"{prefix}/{name}": value for name, value in values.items()},
-        [f"{prefix}/{name}" for name in names],
-        {f"{prefix}/{name}": text for name, text in texts.items()},
-        {f"{prefix}/{name}": value for name, value in media.items()},
-    )
+    def evaluate(self, loaders: Mapping[str, Iterable[MicroBatch]]) -> Evaluation:
+        """Return metrics over all ranks' batches, on each set by its prefix."""
+        evaluation = Evaluation()
+        if not loaders:
+            return evaluation
+        with self._evaluation_mode():
+            for start in hooks([self.task], "on_evaluations_start"):
+                start(self.model, list(loaders))
+        for prefix, batches in loaders.items():
+            self._evaluate_set(batches, prefix=prefix, evaluation=evaluation)
+        with self._evaluation_mode():
+            for end in hooks([self.task], "on_evaluations_end"):
+                end()
 
+        # What the task computes of several sets together: `val` of `val/NAME`.
+        part = next(iter(loaders)).partition("/")[0]
+        for logged in hooks([self.task], "logged_evaluations"):
+            evaluation.add_metrics(logged(), prefix=part)
+        return evaluation
 
-def _run_batches(
-    model: nn.Module,
-    batches: Iterable[MicroBatch],
-    stateful: StatefulMetrics,
-    *,
-    task: Task,
-    precision: PrecisionPlugin,
-    prefix: str,
-    media: dict[str, Media] | None,
-    counts: bool,
-    captures_graphs: bool,
-) -> Meter:
-    """Return what the task computes for this rank's batches, in evaluation mode and without gradients.
-
-    A batch of `num_samples` 0 is a stand-in, whose results are dropped. Afterwards every module is in its former mode.
-    media: is filled with the task's media of the first batch; None: not wanted.
-    """
-    meter = Meter()
-    with _evaluating(model, captures_graphs=captures_graphs):
-        for start in hooks([task], "on_evaluation_start"):
-            start(model, prefix)
-        for position, micro in enumerate(batches):
-            with precision.autocast(), nullcontext() if micro.num_samples else isolated(task):
-                output = task.validation_step(model, precision.convert_batch(micro.batch))
-            if position == 0:
-                check_output(output, task, "validation_step")
-            if captures_graphs:
-                output = copied(output)
-            if micro.num_samples and counts:
+    def _evaluate_set(self, batches: Iterable[MicroBatch], *, prefix: str, evaluation: Evaluation) -> None:
+        """Add the results of one set to `evaluation`."""
+        meter = Meter()
+        stateful = StatefulMetrics(self.task, self.context)
+        media: dict[str, Media] = {}
+        counts = self.counts and has_output(self.model)
+        with self._evaluation_mode():
+            for start in hooks([self.task], "on_evaluation_start"):
+                start(self.model, prefix)
+            for position, micro in enumerate(batches):
+                is_first = position == 0
+                output = self._validation_step(micro, is_first=is_first)
+                # The results of a stand-in are dropped.
+                if not counts or micro.num_samples == 0:
+                    continue
                 if output.num_samples:
                     # Cloned: the next batch may overwrite what a compiled model returned.
                     meter.add(output._replace(loss=output.loss.clone()))
                 if output.updates:
                     stateful.update(output.updates)
-                if position == 0 and media is not None and output.media is not None:
+                if is_first and self.with_media and output.media is not None:
                     media |= media_of(output.media)
-        for end in hooks([task], "on_evaluation_end"):
-            end()
-    return meter
+            for end in hooks([self.task], "on_evaluation_end"):
+                end()
+
+        means, _ = meter.reduce(self.context)
+        evaluation.add_names(meter.names, prefix=prefix)
+        evaluation.add_metrics(means, prefix=prefix)
+        evaluation.add_metrics(stateful.compute(self.context), prefix=prefix)
+        for logged in hooks([self.task], "logged"):
+            evaluation.add_metrics(logged("evaluation"), prefix=prefix)
+        for name, text in stateful.texts().items():
+            evaluation.texts[f"{prefix}/{name}"] = text
+        if self.with_media:
+            media |= stateful.media()
+        for name, value in media.items():
+            evaluation.media[f"{prefix}/{name}"] = value
+
+    def _validation_step(self, micro: MicroBatch, *, is_first: bool) -> StepOutput:
+        stand_in = nullcontext() if micro.num_samples else isolated(self.task)
+        with self.precision.autocast(), stand_in:
+            output = self.task.validation_step(self.model, self.precision.convert_batch(micro.batch))
+        if is_first:
+            check_output(output, self.task, "validation_step")
+        if self.captures_graphs:
+            output = copied(output)
+        return output
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        """Put every module in evaluation mode, without gradients; afterwards each is in its former mode."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        # A sharded model keeps what it gathers for the next step; memory made in inference mode can't be trained on.
+        # Once a CUDA graph was captured in inference mode, later captures may fail:
+        # https://github.com/pytorch/pytorch/issues/135892
+        trains_on = self.captures_graphs or is_model_sharded(self.model)
+        with torch.no_grad() if trains_on else torch.inference_mode():
+            yield
+        # One by one: a frozen part stays in evaluation mode.
+        for module in training:
+            module.training = True
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Return a context in which compiled models run eagerly, for batches that would need another compilation.
-
-    If Dynamo isn't imported, nothing has been compiled, and importing it would take seconds.
-    """
-    has_compiled = "torch._dynamo.eval_frame" in sys.modules
-    return torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
-
-
-def copied(output: StepOutput) -> StepOutput:
-    """Return the output with tensors of its own, which the next call of a model with CUDA graphs doesn't overwrite."""
-    loss, metrics, weight, updates = map_tensors(
-        (output.loss, output.metrics, output.weight, output.updates), torch.clone
-    )
-    return output._replace(loss=loss, metrics=metrics, weight=weight, updates=updates)
+    """Return a context in which compiled models run eagerly, for batches that would need another compilation."""
+    # If Dynamo isn't imported, nothing has been compiled, and importing it would take seconds.
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager
@@ -208,53 +163,3 @@ def isolated(task: Task) -> Iterator[None]:
         for without_side_effects in hooks([task], "without_side_effects"):
             stack.enter_context(without_side_effects())
         yield
-
-
-def check_output(output: Any, task: Task, method: str) -> None:
-    """Raise TargetError unless `output`, returned by the task's method, is a valid StepOutput; reads no values."""
-
-    def refuse(what: str) -> NoReturn:
-        raise TargetError(f"{type(task).__name__}.{method} returned {what}")
-
-    if not isinstance(output, StepOutput):
-        refuse(f"{describe(output)}. Return framework.StepOutput(loss, num_samples, metrics={{}}).")
-    loss, num_samples, metrics, weight, updates, media = cast("tuple[Any, Any, Any, Any, Any, Any]", output)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        refuse(f"a loss that is {describe(loss)}. Return a tensor of one number, the batch's mean.")
-    if method == "training_step" and not loss.requires_grad:
-        refuse(
-            "a loss that doesn't depend on a trained parameter. Leave out detach(), item(), torch.no_grad(), argmax() "
-            "and comparisons: they cut the gradient."
-        )
-    if not isinstance(num_samples, Integral) or num_samples < 0:
-        shown = num_samples if isinstance(num_samples, Integral) else describe(num_samples)
-        refuse(f"a num_samples that is {shown}. Return the batch's size, an int.")
-    if weight is not None and not is_number(weight):
-        refuse(f"a weight that is {describe(weight)}. Return one number: what the loss is the mean over.")
-    if not isinstance(metrics, Mapping):
-        refuse(f"metrics that are {describe(metrics)}. Return a dict.")
-    if not isinstance(updates, Mapping) or not all(isinstance(each, tuple) for each in updates.values()):
-        refuse(f"updates that are {describe(updates)}. Return a dict from names of metrics to tuples of arguments.")
-    if media is not None and not callable(media):
-        refuse(f"media that is {describe(media)}. Return a function without arguments that returns a dict.")
-    for name, pair in metrics.items():
-        if not isinstance(name, str) or name == LOSS:
-            refuse(f"a metric called {name!r}. Use a str other than {LOSS!r}.")
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(is_number, pair)):
-            refuse(
-                f"the metric {name!r} as {describe(pair)}. Return a pair (sum over samples, count) of numbers or "
-                "one-element tensors; for a mean m of n samples, (m * n, n)."
-            )
-
-
-def media_of(make: Callable[[], Mapping[str, Media]]) -> Mapping[str, Media]:
-    """Return what a StepOutput's `media` makes. Raises TargetError if that isn't a dict."""
-    made: object = make()
-    if not isinstance(made, Mapping):
-        raise TargetError(f"media of StepOutput returned {made!r}. Return a dict, name → framework.Image, Table, …")
-    return made
-
-
-def is_number(value: object) -> bool:
-    """Return True for a real number or a tensor of one."""
-    return value.numel() == 1 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, Real)

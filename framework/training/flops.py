@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -42,48 +41,55 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 _FORMATS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-_Step = Callable[..., StepOutput]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @final
-@dataclass
 class FlopRate:
-    """FLOP/s of a run, from the FLOPs of one micro-batch. peak: FLOP/s of all devices; None if unknown."""
+    """FLOP/s of a run, from the FLOPs of one micro-batch.
 
-    peak: float | None
-    flops_per_sample: float | None = None  # None: not counted
-    _calls: list[_Call] = field(default_factory=list)
-    _num_samples: int = 0
+    Args:
+        peak: FLOP/s of all devices; None if unknown.
+        is_wanted: False to count nothing.
+    """
+
+    def __init__(self, peak: float | None, *, is_wanted: bool = True) -> None:
+        self.peak = peak
+        # None until they are counted.
+        self.flops_per_sample: float | None = None
+        # A step of this training is still to be recorded.
+        self.is_pending = False
+        self._is_wanted = is_wanted
+        self._calls: list[_Call] = []
+        self._num_samples = 0
+
+    def start(self) -> None:
+        """Begin training: have one step recorded."""
+        self.is_pending = self._is_wanted
 
     @property
     def has_calls(self) -> bool:
         """True if `count` has something to count."""
         return bool(self._calls)
 
-    def recorded(self, step: _Step) -> _Step:
-        """Return a task's step that keeps what the model is called with in its first micro-batch, for `count`."""
+    def record(self, step: Callable[..., StepOutput], model: nn.Module, batch: Batch, **keywords: Any) -> StepOutput:
+        """Return what a task's step returns, and keep what the model is called with in it, for `count`."""
+        self.is_pending = False
+        # In place of a hook, after which a compiled model would be compiled once more.
+        compiled = model._compiled_call_impl
+        call = compiled or model._call_impl
 
-        def run(model: nn.Module, batch: Batch, **named: Any) -> StepOutput:
-            if self._calls:
-                return step(model, batch, **named)
-            # In place of a hook, after which a compiled model would be compiled once more.
-            compiled = model._compiled_call_impl
-            call = compiled or model._call_impl
+        def record_call(*args: Any, **kwargs: Any) -> Any:
+            self._calls.append((args, kwargs))
+            return call(*args, **kwargs)
 
-            def record(*args: Any, **kwargs: Any) -> Any:
-                self._calls.append((args, kwargs))
-                return call(*args, **kwargs)
-
-            model._compiled_call_impl = record
-            try:
-                output = step(model, batch, **named)
-            finally:
-                model._compiled_call_impl = compiled
-            self._num_samples = output.num_samples
-            return output
-
-        return run
+        model._compiled_call_impl = record_call
+        try:
+            output = step(model, batch, **keywords)
+        finally:
+            model._compiled_call_impl = compiled
+        self._num_samples = output.num_samples
+        return output
 
     def count(self, state: TrainState) -> None:
         """Repeat the recorded calls, forward and backward, and count. Every rank must call it.
@@ -93,19 +99,25 @@ class FlopRate:
         a compiled model, which runs eagerly. If a model can't be copied, or memory runs out, that is logged, and there
         are no rates.
         """
-        calls, self._calls = self._calls, []
+        calls = self._calls
+        self._calls = []
         try:
             with state.without_side_effects():
-                self.flops_per_sample = _counted(state, calls) / self._num_samples or None
-        except Exception as error:  # the user's class may refuse to be copied, or to run once more
+                flops = _counted(state, calls)
+            self.flops_per_sample = flops / self._num_samples or None
+        except Exception as error:
+            # The user's class may refuse to be copied, or to run once more.
             logger.info("train/tflop_per_s isn't logged: FLOPs can't be counted: %r", error)
 
     def values(self, samples_per_s: float) -> dict[str, float]:
         """Return what to log: `tflop_per_s` of all devices and, if their peak is known, `mfu`."""
         if self.flops_per_sample is None:
             return {}
-        rate = self.flops_per_sample * samples_per_s
-        return {"tflop_per_s": rate / 1e12} | ({} if self.peak is None else {"mfu": rate / self.peak})
+        flops_per_s = self.flops_per_sample * samples_per_s
+        values = {"tflop_per_s": flops_per_s / 1e12}
+        if self.peak is not None:
+            values["mfu"] = flops_per_s / self.peak
+        return values
 
 
 def peak_of_run(context: Context, precision: Precision) -> float | None:
@@ -114,45 +126,71 @@ def peak_of_run(context: Context, precision: Precision) -> float | None:
         return None
     # The older getters raise if this newer setting was changed directly; it reflects both.
     allows_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    own = peak_of_gpu(torch.cuda.get_device_name(context.device), precision, allows_tf32=allows_tf32)
-    return None if own is None else own * context.topology.nnodes * context.topology.gpus_per_node
+    peak = peak_of_gpu(torch.cuda.get_device_name(context.device), precision, allows_tf32=allows_tf32)
+    if peak is None:
+        return None
+    return peak * context.topology.nnodes * context.topology.gpus_per_node
 
 
 def peak_of_gpu(name: str, precision: Precision, *, allows_tf32: bool) -> float | None:
     """Return the dense peak FLOP/s of a GPU's matrix products; None if it isn't in the table."""
-    form = _FORMATS.get(precision, "tf32" if allows_tf32 else "fp32")
-    words = name.replace("-", " ").split()
-    if precision == "64-true" or {"MIG", "Ti", "Laptop", "D"} & set(words):  # a part of a GPU, or another model
+    words = set(name.replace("-", " ").split())
+    # Grace superchips are named after their GPU: GH200 has an H200, GB200 a B200.
+    words |= {word[1:] for word in words if word.startswith(("GB", "GH"))}
+    is_other_model = bool(words & {"MIG", "Ti", "Laptop", "D"})
+    if precision == "64-true" or is_other_model:
         return None
     for known, peaks in _PEAKS:
-        if set(known.split()) <= {*words, *(word[1:] for word in words if word[:2] in ("GB", "GH"))}:
-            peak = peaks.get(form, peaks["fp32"] if form == "tf32" else None)
+        if words.issuperset(known.split()):
+            peak = _peak_in(peaks, precision, allows_tf32=allows_tf32)
             return None if peak is None else peak * 1e12
     return None
 
 
+def _peak_in(peaks: Mapping[str, float], precision: Precision, *, allows_tf32: bool) -> float | None:
+    """Return the peak of a precision among those of a GPU, in TFLOP/s; None if it hasn't that format."""
+    if precision in _FORMATS:
+        return peaks.get(_FORMATS[precision])
+    if allows_tf32 and "tf32" in peaks:
+        return peaks["tf32"]
+    return peaks["fp32"]
+
+
 def _counted(state: TrainState, calls: Sequence[_Call]) -> int:
+    """Return the FLOPs of the calls and their backward, made on a copy of the model."""
     from torch.utils.flop_counter import FlopCounterMode  # takes 0.2 s, as it imports triton
 
-    memo: dict[int, Any] = {}
-    for parameter in state.bare_model.parameters():
-        alias = memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-        if alias.requires_grad:
-            alias.register_post_accumulate_grad_hook(_drop_gradient)
-    memo |= {id(buffer): buffer.clone() for buffer in state.bare_model.buffers()}
-    for module in state.bare_model.modules():
-        memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS}
-    model = copy.deepcopy(state.bare_model, memo)
-    for module in model.modules():
-        module._compiled_call_impl = None  # LightningModules copy it, bound to the original
+    model = _copy_sharing_weights(state.bare_model)
     with FlopCounterMode(display=False) as counter:
         with state.precision.autocast():
             outputs = [model(*args, **kwargs) for args, kwargs in calls]
-        if state.recomputes:  # a backward takes about twice the forward; what is recomputed isn't the model's work
+        if state.recomputes:
+            # A backward takes about twice the forward; what is recomputed isn't the model's work.
             return 3 * int(counter.get_total_flops())
-        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
-        torch.autograd.backward(tensors, [torch.ones_like(each) for each in tensors])
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
     return int(counter.get_total_flops())
+
+
+def _copy_sharing_weights(original: nn.Module) -> nn.Module:
+    """Return a copy of the model with the same weights, buffers of its own and no hooks, which drops its gradients."""
+    # What `deepcopy` takes in place of a copy, by the id of the original.
+    memo: dict[int, Any] = {}
+    for parameter in original.parameters():
+        alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        if alias.requires_grad:
+            alias.register_post_accumulate_grad_hook(_drop_gradient)
+        memo[id(parameter)] = alias
+    for buffer in original.buffers():
+        memo[id(buffer)] = buffer.clone()
+    for module in original.modules():
+        for name in _HOOKS:
+            memo[id(vars(module)[name])] = OrderedDict[int, Any]()
+    model = copy.deepcopy(original, memo)
+    for module in model.modules():
+        # LightningModules copy it, bound to the original.
+        module._compiled_call_impl = None
+    return model
 
 
 def _drop_gradient(parameter: Tensor) -> None:

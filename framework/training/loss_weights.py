@@ -1,19 +1,20 @@
 """Weight the gradients of each micro-batch by what its loss is a mean over, relative to the whole global batch.
 
 A task returns this weight as `StepOutput.num_samples`, or as `weight` if the mean isn't over samples. Nearly always it
-is the number of samples that the loader gave, and the trainer's factor is right. Otherwise each mean loss is multiplied
-by its weight, so that the gradients add up to that of the sum; the weights of all ranks are summed while the backward
-runs, and afterwards the gradients are divided by this sum.
+is the number of samples that the loader gave, and the share of the global batch that the trainer knows is right.
+Otherwise each mean loss is multiplied by its weight, so that the gradients add up to that of the sum, and before the
+optimizer step they are divided by the sum of all weights. There is a class for each way to get this sum:
 
-The sum over ranks is one collective of one number per step. So the ranks decide in the first step if they need it:
-if the task gives weights, if there is a collate function, which may drop samples, or if a number of samples differs.
+    OneRankWeights    one rank: its own weights
+    SummedWeights     several ranks: summed over ranks while the backward runs
+    SeparateWeights   several ranks, each with steps of its own: refused, since no rank knows the others' weights
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any, final
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -27,191 +28,278 @@ from framework.strategies.base import Strategy
 from framework.types import StepOutput, Task
 
 
-@final
-class LossWeights:
-    """The weights of the micro-batches in each optimizer step. Every rank makes one.
+class LossWeights(Protocol):
+    """The weights of the micro-batches in each optimizer step. `phase` is the name of the task's; "" if it has none."""
 
-    may_drop: the number of samples of a batch may differ from what the loader counted, in any step.
-    counts: this rank's weights are summed; False if another rank trains on the same samples and counts them.
-    """
-
-    def __init__(
-        self, context: Context, *, strategy: Strategy, task: Task, may_drop: bool = False, counts: bool = True
-    ) -> None:
-        self._context, self._task = context, type(task).__name__
-        self._strategy = type(strategy).__name__
-        self._is_alone = context.world_size == 1
-        self._steps_alone = strategy.replicas_differ and not self._is_alone
-        self._may_drop, self._counts = may_drop, counts
-        self._weighs: dict[str | None, bool] = {}  # if outputs have a `weight`, by the task's phase
-        self._sums: dict[str | None, bool] = {}  # if ranks sum weights in each step, by the task's phase
-        self._differs = False  # in this step, from what the loader counted
-        self._loaded = 0  # samples of this step's micro-batches, as the loader counted them
-        self._number = 0.0  # the sum of this step's weights that are numbers
-        self._tensors: list[Tensor] = []  # those that are on a device
-        self._total: Tensor | None = None  # over ranks, to divide by
-        self._exchange: dist.Work | None = None
-        self._difference: Tensor | None = None  # from what the loader counted, on a device, where ranks step alone
-
-    def leave_out_exchange(self) -> None:
-        """Weight losses by what this rank has, for steps in which ranks exchange nothing."""
-        self._is_alone = True
-
-    def are_used(self, output: StepOutput, num_samples: int, phase: str | None) -> bool:
-        """Return True if the loss must go through `weighted`. num_samples: of the micro-batch; 0: a stand-in.
-
-        Raises TargetError if the task gives a weight for some batches only, or if its number of samples first differs
-        from the loader's after the ranks have decided not to sum.
-        """
-        weighs = output.weight is not None
-        if self._weighs.setdefault(phase, weighs) is not weighs:
-            raise TargetError(
-                f"{self._task} returned a StepOutput {'with' if weighs else 'without'} `weight`, unlike before. Return "
-                "one for every batch, or for none."
-            )
-        if self._steps_alone:
-            return weighs or (num_samples > 0 and output.num_samples != num_samples)
-        if self._is_alone:
-            # Note micro-batches that agree with the loader, too: a later one of this step may not.
-            self._loaded += num_samples
-            if weighs or (num_samples and output.num_samples != num_samples):
-                return True
-            self._number += num_samples
-            return False
-        if self._sums.get(phase, True):
-            return True
-        if num_samples and output.num_samples != num_samples:
-            raise TargetError(
-                f"{self._task} returned num_samples={output.num_samples} for a micro-batch of {num_samples} samples, "
-                "and in the first step it returned the size of each. The other processes don't know of it, and the "
-                "gradients would be wrong.\nReturn what the loss is a mean over as `weight` as well, in every "
-                "StepOutput: then it is summed over processes in each step."
-            )
-        return False
-
-    def weighted(self, output: StepOutput, *, num_samples: int, scale: float, is_only: bool = False) -> Tensor:
+    def weighted(
+        self, output: StepOutput, *, num_samples: int, scale: float, phase: str = "", is_only: bool = False
+    ) -> Tensor:
         """Return the loss to go backward from, and note its weight.
 
         Args:
-            num_samples: of the micro-batch, as the loader counted; 0: a stand-in.
-            scale: of all losses. is_only: the step has one micro-batch on each rank.
+            num_samples: of the micro-batch, as the loader counted; 0: a stand-in, whose loss doesn't count.
+            scale: the factor of a loss for each of its samples.
+            is_only: the step has one micro-batch on each rank.
 
         Raises:
-            TargetError: num_samples and weight of the output contradict each other.
-            ConfigError: the ranks step by themselves, and the weight isn't what the loader counted.
+            TargetError: the task's weights contradict each other, or what ranks agreed on in the first step.
+            ConfigError: ranks step by themselves, and the weight isn't what the loader counted.
         """
-        loss = output.loss
-        if not num_samples:
-            return loss * 0
-        weight = weight_of(output, task=self._task)
-        if self._steps_alone:
-            self._check_alone(weight, num_samples)
-            return _scaled(loss, num_samples * scale)
-        if self._is_alone and is_only:  # it is the mean already
-            self._number += num_samples
-            return _scaled(_counted(loss, weight), num_samples * scale)
-        if isinstance(weight, Tensor):
-            self._differs = True
-            self._tensors.append(weight)
-            return _counted(loss, weight) * (weight * scale).to(loss.dtype)
-        self._differs = self._differs or weight != num_samples
-        self._number += weight
-        return _scaled(_counted(loss, weight), weight * scale)
 
-    def begin_sum(self, phase: str | None) -> None:
-        """Start to sum the weights over ranks, if that is needed. Every rank must call it, once per step.
+    def begin_sum(self, phase: str = "") -> None:
+        """Start to sum the weights of the step over ranks, if that is needed.
 
-        The first call for a phase waits for all ranks, which decide if they sum in each step.
+        Every rank must call it once per step, before the backward of the last micro-batch.
         """
-        if self._is_alone or self._steps_alone:
-            return
-        tensors = self._tensors
-        number = self._number
-        differs = self._differs
-        self._forget()
-        if phase not in self._sums:
-            needs_sum = self._may_drop or self._weighs.get(phase, False) or differs
-            self._sums[phase] = any_over_ranks(needs_sum, self._context)
-        if not self._sums[phase]:
-            return
-        device = self._context.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        total = torch.full((), number if self._counts else 0.0, dtype=dtype, device=device)
-        if self._counts:
-            for weight in tensors:
-                total += weight.to(device)
-        self._total = total
-        self._exchange = dist.all_reduce(total, async_op=True)
+
+    def divide(self, parameters: Iterable[Tensor], *, count: int) -> None:
+        """Turn the gradients of the sum over `count` samples into those of the weighted mean.
+
+        They must be the means over ranks; they may be scaled. Every rank must call it.
+        """
 
     def check(self) -> None:
-        """Raise ConfigError if ranks step by themselves and a weight wasn't what the loader counted.
+        """Raise ConfigError if a weight on a device wasn't what it had to be. Waits for the device."""
 
-        Waits for the device; on the CPU each step has checked it.
-        """
+
+def loss_weights(context: Context, *, strategy: Strategy, task: Task, may_drop: bool, counts: bool) -> LossWeights:
+    """Return the weights of this rank's losses. Every rank must call it.
+
+    may_drop: in any step, the number of samples of a batch may differ from what the loader counted.
+    counts: this rank's weights are summed; False if another rank trains on the same samples and counts them.
+    """
+    task_name = type(task).__name__
+    if context.world_size == 1:
+        return OneRankWeights(context, task_name=task_name)
+    if strategy.replicas_differ:
+        return SeparateWeights(task_name=task_name, strategy_name=type(strategy).__name__)
+    return SummedWeights(context, task_name=task_name, may_drop=may_drop, counts=counts)
+
+
+@final
+class OneRankWeights:
+    """The weights of a rank that exchanges nothing with others."""
+
+    def __init__(self, context: Context, *, task_name: str) -> None:
+        self._context = context
+        self._kinds = _WeightKinds(task_name)
+        self._task_name = task_name
+        # Samples of this step's micro-batches, as the loader counted them.
+        self._loaded = 0
+        self._sum = _WeightSum()
+
+    def weighted(
+        self, output: StepOutput, *, num_samples: int, scale: float, phase: str = "", is_only: bool = False
+    ) -> Tensor:
+        self._kinds.check(output, phase)
+        self._loaded += num_samples
+        if output.weight is None and output.num_samples == num_samples:
+            # Noted, too: a later micro-batch of this step may differ from the loader's count.
+            self._sum.number += num_samples
+            return scaled(output.loss, num_samples * scale)
+        if num_samples == 0:
+            return output.loss * 0
+
+        weight = weight_of(output, task=self._task_name)
+        if is_only:
+            # The loss is the mean of the step already.
+            self._sum.number += num_samples
+            return scaled(_counted(output.loss, weight), num_samples * scale)
+        self._sum.add(weight)
+        return _times_weight(output.loss, weight, scale=scale)
+
+    def begin_sum(self, phase: str = "") -> None:
+        """Do nothing: there are no other ranks."""
+
+    def divide(self, parameters: Iterable[Tensor], *, count: int) -> None:
+        # `count` is that of the whole run's batch, of which a trial of one rank has a part.
+        loaded = self._loaded
+        self._loaded = 0
+        device = self._context.device
+        total = self._sum.take(device, _sum_dtype(device))
+        if isinstance(total, Tensor) or total != loaded:
+            _divide(parameters, total, count=loaded)
+
+    def check(self) -> None:
+        """Do nothing: every weight is allowed."""
+
+
+@final
+class SummedWeights:
+    """The weights of ranks that average their gradients in each step.
+
+    The sum over ranks is one collective of one number per step. So the ranks decide in the first step if they need it:
+    if the task gives weights, if there is a collate function, which may drop samples, or if a number of samples differs
+    from the loader's.
+    """
+
+    def __init__(self, context: Context, *, task_name: str, may_drop: bool, counts: bool) -> None:
+        self._context = context
+        self._kinds = _WeightKinds(task_name)
+        self._task_name = task_name
+        self._may_drop = may_drop
+        self._counts = counts
+        # Whether ranks sum weights in each step, by the phase; a phase is missing until its first step.
+        self._sums: dict[str, bool] = {}
+        # Of this step: the sum so far, and if a weight differs from what the loader counted.
+        self._sum = _WeightSum()
+        self._differs = False
+        # Over ranks, once the exchange has ended.
+        self._total: Tensor | None = None
+        self._exchange: dist.Work | None = None
+
+    def weighted(
+        self, output: StepOutput, *, num_samples: int, scale: float, phase: str = "", is_only: bool = False
+    ) -> Tensor:
+        self._kinds.check(output, phase)
+        if not self._sums.get(phase, True):
+            if num_samples and output.num_samples != num_samples:
+                raise self._late_difference(output, num_samples)
+            return scaled(output.loss, num_samples * scale)
+        if num_samples == 0:
+            return output.loss * 0
+
+        weight = weight_of(output, task=self._task_name)
+        if isinstance(weight, Tensor) or weight != num_samples:
+            self._differs = True
+        self._sum.add(weight)
+        return _times_weight(output.loss, weight, scale=scale)
+
+    def begin_sum(self, phase: str = "") -> None:
+        """Start to sum the weights over ranks. The first call for a phase waits for all ranks, which decide on it."""
+        if not self._sums.get(phase, True):
+            return
+        device = self._context.device
+        dtype = _sum_dtype(device)
+        weights = self._sum.take(device, dtype)
+        differs = self._differs
+        self._differs = False
+        if phase not in self._sums:
+            needs_sum = self._may_drop or self._kinds.gives_weights(phase) or differs
+            self._sums[phase] = any_over_ranks(needs_sum, self._context)
+            if not self._sums[phase]:
+                return
+
+        self._total = torch.zeros((), dtype=dtype, device=device)
+        if self._counts:
+            self._total += weights
+        self._exchange = dist.all_reduce(self._total, async_op=True)
+
+    def divide(self, parameters: Iterable[Tensor], *, count: int) -> None:
+        total = self._total
+        if total is None:
+            return
+        self._total = None
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
+        if total.device.type != "cpu":
+            _divide(parameters, total, count=count)
+        elif float(total) != count:
+            _divide(parameters, float(total), count=count)
+
+    def check(self) -> None:
+        """Do nothing: every weight is allowed."""
+
+    def _late_difference(self, output: StepOutput, num_samples: int) -> TargetError:
+        return TargetError(
+            f"{self._task_name} returned num_samples={output.num_samples} for a micro-batch of {num_samples} samples, "
+            "and in the first step it returned the size of each. The other processes don't know of it, and the "
+            "gradients would be wrong.\nReturn what the loss is a mean over as `weight` as well, in every "
+            "StepOutput: then it is summed over processes in each step."
+        )
+
+
+@final
+class SeparateWeights:
+    """Refuses weights other than the loader's number of samples: ranks step without what the others count."""
+
+    def __init__(self, *, task_name: str, strategy_name: str) -> None:
+        self._kinds = _WeightKinds(task_name)
+        self._task_name = task_name
+        self._strategy_name = strategy_name
+        # The sum of the absolute differences from the loader's counts, on the device.
+        self._difference: Tensor | None = None
+
+    def weighted(
+        self, output: StepOutput, *, num_samples: int, scale: float, phase: str = "", is_only: bool = False
+    ) -> Tensor:
+        self._kinds.check(output, phase)
+        if num_samples == 0:
+            return output.loss * 0
+        if output.weight is not None or output.num_samples != num_samples:
+            self._compare(weight_of(output, task=self._task_name), num_samples)
+        return scaled(output.loss, num_samples * scale)
+
+    def begin_sum(self, phase: str = "") -> None:
+        """Do nothing: ranks exchange nothing in a step."""
+
+    def divide(self, parameters: Iterable[Tensor], *, count: int) -> None:
+        """Do nothing: the shares that the trainer knows are right."""
+
+    def check(self) -> None:
         if self._difference is not None and float(self._difference) > 0:
             raise self._refused()
 
-    def _check_alone(self, weight: float | Tensor, num_samples: int) -> None:
+    def _compare(self, weight: float | Tensor, num_samples: int) -> None:
+        """Raise ConfigError if the weight isn't the number of samples; one on a device is compared by `check`."""
         if isinstance(weight, Tensor):
-            before = 0.0 if self._difference is None else self._difference
-            self._difference = before + (weight - num_samples).abs()
+            difference = (weight - num_samples).abs()
+            self._difference = difference if self._difference is None else self._difference + difference
         elif weight != num_samples:
             raise self._refused()
 
     def _refused(self) -> ConfigError:
         return ConfigError(
-            f"{self._task} weights its losses by something other than the samples of a batch (tokens, classes, targets "
-            f"that are ignored, samples that were dropped), and under strategy={self._strategy} each process steps by "
-            "itself, without what the others count.\n"
+            f"{self._task_name} weights its losses by something other than the samples of a batch (tokens, classes, "
+            f"targets that are ignored, samples that were dropped), and under strategy={self._strategy_name} each "
+            "process steps by itself, without what the others count.\n"
             "Use strategy=ddp, allreduce or fsdp, or data that needs no weights."
         )
 
-    def _forget(self) -> None:
-        """Forget the weights of the step."""
+
+class _WeightKinds:
+    """Checks that a task gives a `weight` for every batch of a phase, or for none."""
+
+    def __init__(self, task_name: str) -> None:
+        self._task_name = task_name
+        self._has_weight: dict[str, bool] = {}
+
+    def check(self, output: StepOutput, phase: str) -> None:
+        """Raise TargetError if the output has a weight and an earlier one of the phase had none, or the reverse."""
+        has_weight = output.weight is not None
+        if self._has_weight.setdefault(phase, has_weight) is not has_weight:
+            raise TargetError(
+                f"{self._task_name} returned a StepOutput {'with' if has_weight else 'without'} `weight`, unlike "
+                "before. Return one for every batch, or for none."
+            )
+
+    def gives_weights(self, phase: str) -> bool:
+        return self._has_weight.get(phase, False)
+
+
+class _WeightSum:
+    """The sum of a step's weights. Those that are tensors stay on their devices until it is taken."""
+
+    def __init__(self) -> None:
+        self.number = 0.0
+        self._tensors: list[Tensor] = []
+
+    def add(self, weight: float | Tensor) -> None:
+        if isinstance(weight, Tensor):
+            self._tensors.append(weight)
+        else:
+            self.number += weight
+
+    def take(self, device: torch.device, dtype: torch.dtype) -> float | Tensor:
+        """Return the sum, as a tensor on `device` if a weight was one, and begin again at 0."""
+        number = self.number
+        tensors = self._tensors
+        self.number = 0.0
         self._tensors = []
-        self._number = 0.0
-        self._differs = False
-
-    def are_summed(self, phase: str | None) -> bool:
-        """Return True if `begin_sum` must be called in each step, by ranks without an output of the task, too."""
-        return self._sums.get(phase, True)
-
-    @torch.no_grad()
-    def divide(self, parameters: Iterable[Tensor], *, count: int) -> None:
-        """Turn gradients of the sum over `count` into those of the weighted mean, if weights were summed.
-
-        They must be the means over ranks; they may be scaled. Every rank must call it.
-        """
-        if self._is_alone:
-            total: float | Tensor | None = self._number
-            if self._tensors:
-                total = torch.stack([weight.to(self._context.device) for weight in self._tensors]).sum() + self._number
-            count = self._loaded
-            self._loaded = 0
-            self._forget()
-        else:
-            total = self._total
-            self._total = None
-            if self._exchange is not None:
-                self._exchange.wait()
-                self._exchange = None
-        if total is None:
-            return
-        factor: float | Tensor
-        if isinstance(total, Tensor) and total.device.type != "cpu":
-            factor = torch.where(total > 0, count / total, 0)
-        elif float(total) == count:
-            return
-        else:
-            factor = count / float(total) if total > 0 else 0.0
-        kinds: defaultdict[Any, list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                gradient = local_tensor(parameter.grad)
-                kinds[gradient.device, gradient.dtype].append(gradient)
-        for (device, dtype), gradients in kinds.items():
-            own = factor.to(device=device, dtype=dtype) if isinstance(factor, Tensor) else factor
-            torch._foreach_mul_(gradients, own)
+        if not tensors:
+            return number
+        return torch.stack([weight.to(device, dtype) for weight in tensors]).sum() + number
 
 
 def weight_of(output: StepOutput, *, task: str = "The task") -> float | Tensor:
@@ -222,7 +310,8 @@ def weight_of(output: StepOutput, *, task: str = "The task") -> float | Tensor:
     weight: Any = output.num_samples if output.weight is None else output.weight
     if isinstance(weight, Tensor):
         weight = weight.detach().reshape(())
-        if weight.device.type == "cpu":  # reading it waits for nothing
+        if weight.device.type == "cpu":
+            # Reading it waits for nothing.
             weight = float(weight)
         else:
             weight = weight.to(device=output.loss.device, dtype=torch.float32)
@@ -238,6 +327,19 @@ def weight_of(output: StepOutput, *, task: str = "The task") -> float | Tensor:
     return weight  # type: ignore[no-any-return]
 
 
+def scaled(loss: Tensor, factor: float) -> Tensor:
+    """Return loss * factor; multiplying by 1.0 would cost two kernels."""
+    return loss if factor == 1.0 else loss * factor
+
+
+def _times_weight(loss: Tensor, weight: float | Tensor, *, scale: float) -> Tensor:
+    """Return the loss times its weight and `scale`; 0 if its weight is 0."""
+    loss = _counted(loss, weight)
+    if isinstance(weight, Tensor):
+        return loss * (weight * scale).to(loss.dtype)
+    return scaled(loss, weight * scale)
+
+
 def _counted(loss: Tensor, weight: float | Tensor) -> Tensor:
     """Return the loss, or 0 if its weight is 0, since the mean over nothing is NaN."""
     if isinstance(weight, Tensor):
@@ -248,6 +350,35 @@ def _counted(loss: Tensor, weight: float | Tensor) -> Tensor:
     return loss.where(torch.zeros((), dtype=torch.bool, device=loss.device), 0.0)
 
 
-def _scaled(loss: Tensor, factor: float) -> Tensor:
-    """Return loss * factor; multiplying by 1.0 would cost two kernels."""
-    return loss if factor == 1.0 else loss * factor
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the type that weights are summed in: MPS has no double precision."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@torch.no_grad()
+def _divide(parameters: Iterable[Tensor], total: float | Tensor, *, count: int) -> None:
+    """Multiply all gradients by count / total; by 0 if the total is 0."""
+    factor: float | Tensor
+    if isinstance(total, Tensor):
+        factor = torch.where(total > 0, count / total, 0)
+    elif total > 0:
+        factor = count / total
+    else:
+        factor = 0.0
+
+    for gradients in _by_kind(parameters):
+        first = gradients[0]
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(gradients, factor.to(device=first.device, dtype=first.dtype))
+        else:
+            torch._foreach_mul_(gradients, factor)
+
+
+def _by_kind(parameters: Iterable[Tensor]) -> Sequence[list[Tensor]]:
+    """Return the gradients on this rank, those of one device and data type together."""
+    kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = local_tensor(parameter.grad)
+            kinds[gradient.device, gradient.dtype].append(gradient)
+    return list(kinds.values())

@@ -95,12 +95,12 @@ class Meter:
         self._counts: defaultdict[str, Series] = defaultdict(Series)  # of metrics whose counts are tensors
         self._agreed: list[str] | None = None  # names all ranks have, known after the first reduction
 
-    def add(self, output: StepOutput, *, step: int = 0, phase: str | None = None) -> None:
+    def add(self, output: StepOutput, *, step: int = 0, phase: str = "") -> None:
         """Add one batch: its loss is a mean and counts by `output.weight`, else `num_samples`; metrics are sums.
 
-        phase: the task's, whose name then precedes those of loss and metrics.
+        phase: the name of the task's, which then precedes those of loss and metrics.
         """
-        prefix = "" if phase is None else f"{phase}/"
+        prefix = f"{phase}/" if phase else ""
         loss = output.loss.detach()
         weight = weight_of(output)
         if isinstance(weight, Tensor):

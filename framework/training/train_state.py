@@ -6,15 +6,14 @@ Only this module knows that a model may be replicated, averaged by callbacks, sh
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from framework.checkpoint.replicas import REPLICAS, gather_replicas
@@ -25,8 +24,8 @@ from framework.data.stream import StreamLoader
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.seed import generator_states, restore_generator_states
-from framework.distributed.sharded import has_output, is_model_sharded, local_tensor
-from framework.errors import ConfigError, RunError
+from framework.distributed.sharded import has_output, is_model_sharded
+from framework.errors import ConfigError
 from framework.media import Table, Text
 from framework.optim.param_groups import Optimizers
 from framework.optim.phases import Phases
@@ -35,9 +34,18 @@ from framework.optim.schedule import Schedule, Schedules, restore_optimizer
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import Trainable, described_change
 from framework.system.rank_log import logger
-from framework.training.evaluation import Evaluation, evaluate, isolated
+from framework.training.content_hash import weight_hashes
+from framework.training.evaluation import Evaluation, Evaluator, isolated
 from framework.training.meter import Meter, ReportedPairs
-from framework.training.rank_states import RANK_STATES, Fingerprints, fingerprints, own_state, states_of_ranks
+from framework.training.rank_states import (
+    RANK_STATES,
+    Fingerprints,
+    WeightHashes,
+    check_weights_are_equal,
+    fingerprints,
+    own_state,
+    states_of_ranks,
+)
 from framework.training.stop_control import StopControl
 from framework.types import Callback, Logger, MicroBatch, Phase, Task, hooks
 
@@ -45,25 +53,53 @@ from framework.types import Callback, Logger, MicroBatch, Phase, Task, hooks
 @final
 @dataclass
 class Progress:
-    """How far training is. step: optimizer steps done. epoch: the current one, from 0. samples: consumed of it."""
+    """How far training is."""
 
+    # The current one, counted from 0.
     epoch: int = 0
+    # Optimizer steps done.
     step: int = 0
+    # Samples of the epoch that were trained on, over all ranks.
     samples: int = 0
 
     @property
     def last_epoch(self) -> int:
         """The epoch of the last step done."""
-        return max(self.epoch - int(self.samples == 0), 0)
+        if self.samples > 0 or self.epoch == 0:
+            return self.epoch
+        return self.epoch - 1
 
     def advance(self, *, global_count: int, epoch_end: bool) -> None:
         """Count one optimizer step; the last one of an epoch moves on to the next."""
         self.step += 1
-        self.samples = 0 if epoch_end else self.samples + global_count
-        self.epoch += int(epoch_end)
+        self.samples += global_count
+        if epoch_end:
+            self.epoch += 1
+            self.samples = 0
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.step, self.samples = state["epoch"], state["step"], state["samples"]
+        self.epoch = state["epoch"]
+        self.step = state["step"]
+        self.samples = state["samples"]
+
+
+class RankState(NamedTuple):
+    """What one rank adds to a checkpoint, beside weights and optimizer."""
+
+    generators: dict[str, Any]
+    # What the rank has not logged yet: its meter, and pairs (sum, count) of callbacks.
+    meter: dict[str, Any]
+    reported: dict[str, tuple[float, float]]
+    # Why a callback of this rank asks to stop.
+    stop_reason: str | None
+    # The position in a stream; None for map-style data.
+    stream: Any
+    data: DataIdentity
+    # Names of the parameters that are trained.
+    trainable: Sequence[str]
+    # By which the ranks' weights, and the states of task and callbacks, are compared.
+    weights: WeightHashes
+    fingerprints: Fingerprints
 
 
 @final
@@ -71,30 +107,37 @@ class Progress:
 class TrainState:
     """What a run is made of, with its progress."""
 
-    model: nn.Module  # wrapped by the strategy, which may replace it
+    # Wrapped by the strategy, which may replace it.
+    model: nn.Module
     task: Task
     strategy: Strategy
     precision: PrecisionPlugin
     optimizer: Optimizer
     schedule: Schedule | Schedules
     callbacks: Mapping[str, Callback]
-    loggers: Mapping[str, Logger]  # empty except on rank 0
+    # Empty except on rank 0.
+    loggers: Mapping[str, Logger]
     train_loader: MapLoader | StreamLoader
     stop: StopControl
     context: Context
-    phases: Phases | None = None  # of the task
-    recomputes: bool = False  # activation checkpointing is on
-    compile_mode: str | None = None  # of `torch.compile`, for when the model is wrapped again; None: not compiled
+    # Of the task; None if it has a single loss.
+    phases: Phases | None = None
+    # Activation checkpointing is on.
+    recomputes: bool = False
+    # Of `torch.compile`, for when the model is wrapped again; None: not compiled.
+    compile_mode: str | None = None
     progress: Progress = field(default_factory=Progress)
-    val_metrics: dict[str, float] = field(default_factory=dict)  # of the last validation, after step `val_step`
+    # Metrics and tables of the last validation, after step `val_step`.
+    val_metrics: dict[str, float] = field(default_factory=dict)
     val_step: int | None = None
-    val_texts: dict[str, Table | Text] = field(default_factory=dict)  # tables of that validation
+    val_texts: dict[str, Table | Text] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.meter = Meter(varies=self.phases is not None)
         self.reported = ReportedPairs()
         self.trainable = Trainable(self.bare_model)
-        self._saved_trainable: Sequence[str] | None = None  # names of those trained, in the checkpoint resumed from
+        # Names of the parameters that are trained, in the checkpoint that was loaded.
+        self._saved_trainable: Sequence[str] | None = None
 
     @property
     def bare_model(self) -> nn.Module:
@@ -111,7 +154,8 @@ class TrainState:
         if share.world_size == context.world_size:
             return True
         of_ranks = gather_to_all((share.rank, has_output(self.bare_model)), context)
-        return of_ranks.index((share.rank, True)) == context.rank
+        first_with_output = of_ranks.index((share.rank, True))
+        return first_with_output == context.rank
 
     @property
     def observers(self) -> list[Any]:
@@ -121,20 +165,35 @@ class TrainState:
     @property
     def optimizers(self) -> list[Optimizer]:
         """One, or several in the order of the configuration."""
-        return list(self.optimizer.named.values()) if isinstance(self.optimizer, Optimizers) else [self.optimizer]
+        if isinstance(self.optimizer, Optimizers):
+            return list(self.optimizer.named.values())
+        return [self.optimizer]
 
-    def of(self, phase: Phase) -> tuple[Optimizer, Schedule]:
-        """Return the optimizer that a phase steps, and its schedule."""
+    def of(self, phase: Phase) -> tuple[Optimizer, Schedule | Schedules]:
+        """Return the optimizer that a phase steps, and its schedule; one without a name steps all."""
+        if not phase.name:
+            return self.optimizer, self.schedule
         assert isinstance(self.optimizer, Optimizers), "phases name one of several"
         assert isinstance(self.schedule, Schedules)
         return self.optimizer.named[phase.optimizer], self.schedule.named[phase.optimizer]
+
+    def trained_in(self, phase: Phase) -> Sequence[nn.Parameter]:
+        """Return the parameters that a phase trains."""
+        if not phase.name:
+            return self.trainable.parameters
+        optimizer, _ = self.of(phase)
+        parameters = []
+        for group in optimizer.param_groups:
+            parameters += [parameter for parameter in group["params"] if parameter.requires_grad]
+        return parameters
 
     def update_trainable(self) -> None:
         """Have the strategy rebuild what depends on which parameters are trained, after a change of `requires_grad`.
 
         Raises ConfigError if no parameter is left to train.
         """
-        changed, before = self.trainable.update(), self.model
+        changed = self.trainable.update()
+        before = self.model
         self.model = self.strategy.rewrap(self.model, changed=changed)
         if not self.trainable.parameters:
             raise ConfigError(
@@ -159,14 +218,14 @@ class TrainState:
         Only gradients remain, to which a stand-in adds zeros.
         """
         generators = generator_states(self.context.devices)
-        kept = {name: buffer.clone() for name, buffer in self.bare_model.named_buffers()}
+        buffers = {name: buffer.clone() for name, buffer in self.bare_model.named_buffers()}
         with isolated(self.task):
             yield
         restore_generator_states(generators, devices=self.context.devices)
         with torch.no_grad():
             for name, buffer in self.bare_model.named_buffers():
-                if name in kept:
-                    buffer.copy_(kept[name])
+                if name in buffers:
+                    buffer.copy_(buffers[name])
 
     @contextmanager
     def restored_afterwards(self) -> Iterator[None]:
@@ -177,11 +236,10 @@ class TrainState:
         model = self.bare_model
         weights = copy.deepcopy(model.state_dict())
         optimizer = copy.deepcopy(self.optimizer.state_dict())
-        states = [
-            (load, copy.deepcopy(save()))
-            for each in self.observers
-            for save, load in zip(hooks([each], "state_dict"), hooks([each], "load_state_dict"), strict=True)
-        ]
+        states = []
+        for observer in self.observers:
+            for save, load in zip(hooks([observer], "state_dict"), hooks([observer], "load_state_dict"), strict=True):
+                states.append((load, copy.deepcopy(save())))
         yield
         model.load_state_dict(weights)
         restore_optimizer(self.optimizer, optimizer)
@@ -198,9 +256,8 @@ class TrainState:
 
     def evaluate(self, loaders: Mapping[str, Iterable[MicroBatch]], *, with_media: bool = False) -> Evaluation:
         """Return the metrics of the weights that the bare model holds, on each set by its prefix."""
-        return evaluate(
-            self.bare_model,
-            loaders,
+        evaluator = Evaluator(
+            model=self.bare_model,
             task=self.task,
             precision=self.precision,
             context=self.context,
@@ -208,6 +265,7 @@ class TrainState:
             counts=self.speaks_for_share,
             captures_graphs=self.compile_mode in CUDA_GRAPH_MODES,
         )
+        return evaluator.evaluate(loaders)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a later run needs to continue exactly. Every rank must call it; the same on every rank.
@@ -217,75 +275,106 @@ class TrainState:
         Raises RunError on every rank if ranks that should have the same weights, or the same state of the task or a
         callback, don't.
         """
-        context, task = self.context, hooks([self.task], "state_dict")
         training: dict[str, Any] = {
             "strategy": self.strategy.state_dict(self.model),
-            "task": task[0]() if task else {},
+            "task": {},
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "callbacks": {name: hook() for name, hook in self._callback_hooks("state_dict")},
         }
+        for task_state in hooks([self.task], "state_dict"):
+            training["task"] = task_state()
         if self.strategy.replicas_differ:
-            own = {name: training[name] for name in ("optimizer", "callbacks", "task")}
-            training[REPLICAS] = gather_replicas({"model": self.bare_model.state_dict(), **own}, context)
+            own = {"model": self.bare_model.state_dict()}
+            for name in ("optimizer", "callbacks", "task"):
+                own[name] = training[name]
+            training[REPLICAS] = gather_replicas(own, self.context)
+        weights = self._weights_to_save(training)
+
+        objects = self._named_observers()
+        states = {f"callbacks.{name}": state for name, state in training["callbacks"].items()}
+        states["task"] = training["task"]
+        of_ranks = gather_to_all(self._rank_state(objects, states), self.context)
+        step = self.progress.step
+        check_weights_are_equal([rank.weights for rank in of_ranks], step=step)
+        prints = [rank.fingerprints for rank in of_ranks]
+        others = states_of_ranks(objects, states, prints, step=step, context=self.context)
+        if others:
+            training[RANK_STATES] = others
+
+        trainable: set[str] = set()
+        for rank in of_ranks:
+            trainable.update(rank.trainable)
+        training |= {
+            "progress": asdict(self.progress),
+            "val_metrics": dict(self.val_metrics),
+            "val_step": self.val_step,
+            "meters": [rank.meter for rank in of_ranks],
+            "reported": [rank.reported for rank in of_ranks],
+            "trainable": sorted(trainable),
+            "streams": [rank.stream for rank in of_ranks if rank.stream is not None],
+            "data": common_identity([rank.data for rank in of_ranks]).state_dict(),
+            "global_batch_size": self.train_loader.global_batch_size,
+            "stop": {"reason": self.stop.reason, "wishes": [rank.stop_reason for rank in of_ranks]},
+        }
+        return {**weights, "training": training, "generators": [rank.generators for rank in of_ranks]}
+
+    def _weights_to_save(self, training: dict[str, Any]) -> dict[str, Any]:
+        """Return the entry `model`, or `shards` of a model that is spread over ranks.
+
+        Adds to `training` what belongs to it: the optimizer's part in shards, or the weights to train on.
+        """
         if is_model_sharded(self.bare_model):
             from framework.checkpoint.sharded_state import split_state  # takes most of a second to import
 
             shards, entries = split_state(self.bare_model, self.optimizer)
             training |= entries
-            weights: dict[str, Any] = {"shards": shards}
-        else:
-            weights = {"model": self.bare_model.state_dict()}
-            if self._weight_swaps():
-                training["model"] = weights["model"]
-                with self.evaluation_weights():
-                    # Copied, keeping tied weights tied: these tensors hold the average only while it is swapped in.
-                    weights = {"model": copy.deepcopy(self.bare_model.state_dict())}
-        part = None if context.world_size == 1 or self.strategy.replicas_differ else self.strategy.shard_index
-        compared = part, {} if part is None else _weight_hashes(self.bare_model)
-        objects = self._named_observers()
-        states = {f"callbacks.{name}": state for name, state in training["callbacks"].items()}
-        states["task"] = training["task"]
+            return {"shards": shards}
+        if not self._weight_swaps():
+            return {"model": self.bare_model.state_dict()}
+        training["model"] = self.bare_model.state_dict()
+        with self.evaluation_weights():
+            # Copied, keeping tied weights tied: these tensors hold the average only while it is swapped in.
+            return {"model": copy.deepcopy(self.bare_model.state_dict())}
+
+    def _rank_state(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> RankState:
+        """Return this rank's part of a checkpoint. objects, states: of task and callbacks, by name."""
+        context = self.context
+        replicas_differ = self.strategy.replicas_differ
+        weights = WeightHashes(None, {})
         prints: Fingerprints = {}
         if context.world_size > 1:
-            prints = fingerprints(objects, states, replicas_differ=self.strategy.replicas_differ)
+            prints = fingerprints(objects, states, replicas_differ=replicas_differ)
+            if not replicas_differ and self.strategy.shard_index is not None:
+                weights = WeightHashes(self.strategy.shard_index, weight_hashes(self.bare_model))
+        trainable: Sequence[str] = []
         # Rank 0 has all of them, unless each rank has its own stages.
-        trained = self.trainable.names if context.is_main or self.strategy.num_stages is not None else []
-        mine = (generator_states(context.devices), self.meter.state_dict(), self.stop.own_reason)
-        data = (self.train_loader.state_dict(), self.train_loader.identity)
-        of_ranks = gather_to_all((*mine, self.reported.state_dict(), *data, compared, trained, prints), context)
-        generators, meters, reasons, reported, streams, identities, parts, names, prints_of = map(
-            list, zip(*of_ranks, strict=True)
+        if context.is_main or self.strategy.num_stages is not None:
+            trainable = self.trainable.names
+        return RankState(
+            generators=generator_states(context.devices),
+            meter=self.meter.state_dict(),
+            reported=self.reported.state_dict(),
+            stop_reason=self.stop.own_reason,
+            stream=self.train_loader.state_dict(),
+            data=self.train_loader.identity,
+            trainable=trainable,
+            weights=weights,
+            fingerprints=prints,
         )
-        check_equal(parts, step=self.progress.step)
-        others = states_of_ranks(objects, states, prints_of, step=self.progress.step, context=context)
-        if others:
-            training[RANK_STATES] = others
-        training |= {
-            "progress": asdict(self.progress),
-            "val_metrics": dict(self.val_metrics),
-            "val_step": self.val_step,
-            "meters": meters,
-            "reported": reported,
-            "trainable": sorted({name for each in names for name in each}),
-            "streams": [each for each in streams if each is not None],
-            "data": common_identity(identities).state_dict(),
-            "global_batch_size": self.train_loader.global_batch_size,
-            "stop": {"reason": self.stop.reason, "wishes": reasons},
-        }
-        return {**weights, "training": training, "generators": generators}
 
     def load_state_dict(self, training: Mapping[str, Any]) -> None:
         """Load the `training` part of a `state_dict`, once the weights are there. Every rank must call it.
 
         New callbacks start from scratch. With another number of ranks, rank 0 gets all that wasn't logged yet.
+        Checkpoints of earlier versions lack some of the entries.
         """
-        self._saved_trainable = training.get("trainable")  # None in older checkpoints
+        self._saved_trainable = training.get("trainable")
         self.restore_trainable()
         self.strategy.load_state_dict(self.model, training.get("strategy", {}))
-        for load in hooks([self.task], "load_state_dict"):
-            if "task" in training:
+        if "task" in training:
+            for load in hooks([self.task], "load_state_dict"):
                 load(own_state("task", training["task"], training, self.context))
         restore_optimizer(self.optimizer, training["optimizer"])
         self.schedule.load_state_dict(training["schedule"])
@@ -293,74 +382,45 @@ class TrainState:
         for name, load in self._callback_hooks("load_state_dict"):
             if name in training["callbacks"]:
                 load(own_state(f"callbacks.{name}", training["callbacks"][name], training, self.context))
+
         self.progress.load_state_dict(training["progress"])
-        if "data" in training:  # not in older checkpoints
-            self.train_loader.load_identity(DataIdentity.load(training["data"]), samples=self.progress.samples)
-        self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.samples)
-        self.val_metrics, self.val_step = dict(training.get("val_metrics", {})), training.get("val_step")
-        meters, reported, rank = training.get("meters", []), training.get("reported", []), self.context.rank
+        samples = self.progress.samples
+        if "data" in training:
+            self.train_loader.load_identity(DataIdentity.load(training["data"]), samples=samples)
+        self.train_loader.load_state_dict(training.get("streams", []), samples=samples)
+        self.val_metrics = dict(training.get("val_metrics", {}))
+        self.val_step = training.get("val_step")
+        self._load_unlogged(training.get("meters", []), training.get("reported", []))
+        self.stop.load_state_dict(training.get("stop", {"reason": None, "wishes": []}))
+
+    def _load_unlogged(self, meters: Sequence[Any], reported: Sequence[Any]) -> None:
+        """Load what each rank had not logged yet. With another number of ranks, rank 0 gets all."""
+        rank = self.context.rank
         if len(meters) == self.context.world_size:
-            meters, reported = [meters[rank]], reported[rank : rank + 1]
+            meters = meters[rank : rank + 1]
+            reported = reported[rank : rank + 1]
         elif rank > 0:
-            meters, reported = [], []
+            return
         self.meter.load_state_dicts(meters, device=self.context.device)
         self.reported.load_state_dicts(reported)
-        self.stop.load_state_dict(training.get("stop", {"reason": None, "wishes": []}))
 
     def _weight_swaps(self) -> list[Callable[..., Any]]:
         """Return the `evaluation_weights` hooks; the strategy's is last, to average what callbacks swap in."""
         swaps = hooks(self.callbacks.values(), "evaluation_weights")
-        return [*swaps, self.strategy.evaluation_weights] if self.strategy.replicas_differ else swaps
+        if self.strategy.replicas_differ:
+            swaps.append(self.strategy.evaluation_weights)
+        return swaps
 
     def _named_observers(self) -> dict[str, Any]:
         """Return the task and the callbacks by their names in messages."""
-        return {"task": self.task, **{f"callbacks.{name}": callback for name, callback in self.callbacks.items()}}
+        observers: dict[str, Any] = {"task": self.task}
+        for name, callback in self.callbacks.items():
+            observers[f"callbacks.{name}"] = callback
+        return observers
 
     def _callback_hooks(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
-        return [(key, hook) for key, callback in self.callbacks.items() for hook in hooks([callback], name)]
-
-
-def check_equal(parts: Sequence[tuple[int | None, Mapping[str, int]]], *, step: int) -> None:
-    """Raise RunError if ranks with the same part of the model have different weights.
-
-    parts: of each rank, which part of the model it has (None: it is compared with no other rank), and the hashes of its
-        parameters by their names.
-    """
-    for part in {part for part, _ in parts} - {None}:
-        hashes = {rank: own for rank, (its, own) in enumerate(parts) if its == part}
-        names = list(next(iter(hashes.values())))
-        unequal = [name for name in names if len({each[name] for each in hashes.values()}) > 1]
-        if not unequal:
-            continue
-        groups = defaultdict(list)  # hash → the ranks that have it
-        for rank, own in hashes.items():
-            groups[own[unequal[0]]].append(str(rank))
-        in_groups = " | ".join(", ".join(group) for group in groups.values())
-        more = f" and of {len(unequal) - 1} of the other {len(names) - 1} parameters" if len(unequal) > 1 else ""
-        raise RunError(
-            f"Replicas have drifted apart: after step {step} the ranks have different values of {unequal[0]} "
-            f"(ranks {in_groups}){more}. This checkpoint isn't saved.\n"
-            "Something changes weights on some ranks only: a callback, hook or forward that writes to them (as "
-            "nn.Embedding(max_norm=...) does), an optimizer that draws random numbers, processors of different kinds, "
-            "or defective hardware. Fix the cause, then resume from an earlier checkpoint."
-        )
-
-
-def _weight_hashes(model: nn.Module) -> dict[str, int]:
-    """Return for each parameter the sum of its bytes read as 64-bit integers; waits for the device once.
-
-    A single changed number always changes the sum. Several changes cancel out with a probability of 2**-64.
-    """
-    sums = {name: _sum_of_bits(local_tensor(parameter)) for name, parameter in model.named_parameters()}
-    if not sums:
-        return {}
-    device = next(iter(sums.values())).device
-    return dict(zip(sums, torch.stack([each.to(device) for each in sums.values()]).tolist(), strict=True))
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
-    words = raw.numel() // 8 * 8
-    return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)
+        """Return the callbacks' names, each with its hook `name`, if it has one."""
+        named = []
+        for key, callback in self.callbacks.items():
+            named += [(key, hook) for hook in hooks([callback], name)]
+        return named

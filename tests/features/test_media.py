@@ -15,7 +15,7 @@ from framework import DataError, Image, Table
 from framework.errors import TargetError
 from framework.loggers.media import picture_of
 from framework.tasks import PredictedAgainstTrue, WorstMistakes
-from framework.training.evaluation import media_of
+from framework.training.step_output import media_of
 from tests.helpers import results
 
 CASES = "tests.features.media_cases"

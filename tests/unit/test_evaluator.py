@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.optim.precision import PrecisionPlugin
-from framework.training.evaluation import evaluate
+from framework.training.evaluation import Evaluator
 from framework.types import MicroBatch, StepOutput
 from tests.helpers.contexts import CPU, cpu_context
 from tests.helpers.loaders import eval_loader
@@ -51,7 +51,7 @@ def evaluate_sizes(context: Context, batch_size: int, is_even: bool) -> list[tup
         dataset = TensorDataset(torch.arange(size))
         task = Exact()
         batches = eval_loader(dataset, batch_size=batch_size, is_even=is_even, **place)
-        values = evaluate(Square(), {"val": batches}, task=task, precision=FP32, context=context)
+        values = Evaluator(model=Square(), task=task, precision=FP32, context=context).evaluate({"val": batches})
         found.append((values.metrics, task.seen))
     return found
 
@@ -88,7 +88,8 @@ class Watching:
 
 def run(model: nn.Module, look: Callable[[nn.Module, Any], None], *, precision: PrecisionPlugin = FP32) -> None:
     batches = [MicroBatch(torch.ones(2, 3), 2)]
-    evaluate(model, {"val": batches}, task=Watching(look), precision=precision, context=cpu_context())
+    evaluator = Evaluator(model=model, task=Watching(look), precision=precision, context=cpu_context())
+    evaluator.evaluate({"val": batches})
 
 
 def test_evaluation_restores_the_mode_of_every_module() -> None:
@@ -162,13 +163,9 @@ class Overwrites:
 
 def test_outputs_of_a_cuda_graph_are_kept() -> None:
     batches = [MicroBatch(torch.tensor([value]), 1) for value in (1.0, 2.0, 3.0)]
-    found = evaluate(
-        Square(),
-        {"val": batches},
-        task=Overwrites(),
-        precision=FP32,
-        context=cpu_context(),
-        captures_graphs=True,
+    evaluator = Evaluator(
+        model=Square(), task=Overwrites(), precision=FP32, context=cpu_context(), captures_graphs=True
     )
+    found = evaluator.evaluate({"val": batches})
     squares = 1 + 4 + 9
     assert found.metrics == {"val/sum": 2.0, "val/appended": 6.0, "val/loss": squares / 6}

@@ -14,8 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.distributed.context import Context
-from framework.strategies.base import Single
-from framework.training.loss_weights import LossWeights
+from framework.training.loss_weights import SummedWeights
 from framework.training.meter import Meter
 from framework.types import StepOutput, SumCount
 from tests.helpers.contexts import cpu_context
@@ -192,9 +191,8 @@ def test_a_numeric_weight_needs_no_device_wait(weight: Any) -> None:
     loss = torch.zeros((), device="meta")
     output = StepOutput(loss, 1, weight=weight)
     context = replace(cpu_context(world_size=2), devices=(loss.device,))
-    weights = LossWeights(context, strategy=Single(context=cpu_context()), task=object())  # type: ignore[arg-type]
+    weights = SummedWeights(context, task_name="Task", may_drop=False, counts=True)
     with Copies() as copies:
-        assert weights.are_used(output, 1, None)
         weights.weighted(output, num_samples=1, scale=0.5)
         Meter().add(output)
     assert copies.seen == []

@@ -287,7 +287,7 @@ def found(context: Context, strategy: Any, slow: Slow) -> tuple[list[tuple[int, 
             clock=Clock(clock.now, operator.sub),
         )
         trainer.fit()
-    named = [(each.rank, each.kind) for each in trainer.slow_ranks.found()]
+    named = [(each.rank, each.kind) for each in trainer.logbook.slow_ranks.found()]
     return sorted(named), numbers.logged[-1][2] if numbers.logged else {}, numbers.texts
 
 

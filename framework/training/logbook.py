@@ -1,0 +1,239 @@
+"""What training logs: noted in every step, reduced over ranks once per log, then given to the loggers.
+
+Noting costs a step next to nothing: tensors stay on their device until `reduce`. All that ranks exchange for a log
+(sums of losses and metrics, times, memory, what each rank asks for) is one collective of one flat tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from framework.config.schema import TrainerConfig
+from framework.distributed.collectives import any_over_ranks
+from framework.loggers.media import log_to_loggers
+from framework.media import Media, Text
+from framework.monitoring.device_usage import DeviceUsage
+from framework.monitoring.slow_ranks import SlowRanks
+from framework.system.rank_log import warn
+from framework.training.flops import FlopRate
+from framework.training.meter import bad_loss, is_loss
+from framework.training.step_output import is_number, is_pair, media_of
+from framework.training.step_times import SHARES, StepTimer, Throughput
+from framework.training.train_state import TrainState
+from framework.types import Interval, Log, hooks
+
+
+class Requests(NamedTuple):
+    """What ranks may ask for in a log. If one rank does, all take part."""
+
+    # To stop training, for a callback.
+    stop: bool
+    # To save a checkpoint, by the clock.
+    save: bool
+    # To rebuild what depends on the trained parameters, since `requires_grad` has changed.
+    rebuild: bool
+
+
+class RankFigures(NamedTuple):
+    """What a rank adds to the reduction, beside losses and metrics; afterwards, the sums over ranks."""
+
+    # For each request: the number of ranks that make it.
+    stops: float
+    saves: float
+    rebuilds: float
+    # The number of ranks with pairs (sum, count) that callbacks have returned.
+    with_pairs: float
+    # See `StepTimer.shares`, `DeviceUsage.row` and `SlowRanks.row`.
+    shares: Sequence[float]
+    memory_gb: Sequence[float]
+    times: Sequence[float]
+
+    def flat(self) -> list[float]:
+        counts = (self.stops, self.saves, self.rebuilds, self.with_pairs)
+        return [*counts, *self.shares, *self.memory_gb, *self.times]
+
+    def from_flat(self, numbers: Sequence[float]) -> RankFigures:
+        """Return figures of these numbers, which are in the order of `flat` and as many as this rank's own."""
+        remaining = iter(numbers)
+        return RankFigures(
+            stops=next(remaining),
+            saves=next(remaining),
+            rebuilds=next(remaining),
+            with_pairs=next(remaining),
+            shares=list(islice(remaining, len(self.shares))),
+            memory_gb=list(islice(remaining, len(self.memory_gb))),
+            times=list(islice(remaining, len(self.times))),
+        )
+
+
+class Reduction(NamedTuple):
+    """What a log has learned of all ranks, the same on each."""
+
+    # Means of losses and metrics by name.
+    means: dict[str, float]
+    figures: RankFigures
+
+    @property
+    def requests(self) -> Requests:
+        """What at least one rank asks for."""
+        figures = self.figures
+        return Requests(stop=figures.stops > 0, save=figures.saves > 0, rebuild=figures.rebuilds > 0)
+
+
+@final
+class Logbook:
+    """Notes what steps compute, and writes it to the loggers. Every rank has one; only rank 0 has loggers."""
+
+    def __init__(self, state: TrainState, settings: TrainerConfig, *, timer: StepTimer, flops: FlopRate) -> None:
+        self._state = state
+        self._progress = state.progress
+        self._context = state.context
+        self._every = settings.log_every_n_steps
+        self._timer = timer
+        self._flops = flops
+        self._usage = DeviceUsage(state.context)
+        self._task_values = hooks([state.task], "logged")
+        self.slow_ranks = SlowRanks(rank=state.context.rank, world_size=state.context.world_size)
+        self.throughput = Throughput()
+        # Of the last step. The schedule has moved on when they are logged.
+        self.lrs: list[float] = []
+        # By the names they are logged under.
+        self.grad_norms: dict[str, Tensor] = {}
+        # What makes the media of the step that is logged next, by prefix.
+        self._media: dict[str, Callable[[], Mapping[str, Media]]] = {}
+
+    def is_due(self, step: int) -> bool:
+        """Return True if a log follows once `step` steps are done."""
+        return step % self._every == 0
+
+    def keep_media(self, media: Callable[[], Mapping[str, Media]], *, phase: str) -> None:
+        """Keep a step's media, if the step will be logged and this rank has loggers."""
+        if self._state.loggers and self.is_due(self._progress.step + 1):
+            self._media[f"train/{phase}".rstrip("/")] = media
+
+    def has_media(self, *, phase: str) -> bool:
+        return f"train/{phase}".rstrip("/") in self._media
+
+    # One log
+
+    def reduce(self, requests: Requests) -> Reduction:
+        """Reduce over ranks what the last steps have computed, and what ranks ask for.
+
+        Every rank must call it; waits for the device. Raises RunError if ranks have metrics of different names.
+        """
+        times = self.slow_ranks.row(self._timer.read())
+        figures = RankFigures(
+            stops=float(requests.stop),
+            saves=float(requests.save),
+            rebuilds=float(requests.rebuild),
+            with_pairs=float(bool(self._state.reported)),
+            shares=self._timer.shares,
+            memory_gb=self._usage.row(),
+            times=times,
+        )
+        means, numbers = self._state.meter.reduce(self._context, extra=figures.flat())
+        return Reduction(means, figures.from_flat(numbers))
+
+    def check_losses(self, means: Mapping[str, float]) -> None:
+        """Raise RunError if a loss was NaN or infinite since the last log. Every rank must call it."""
+        for name, mean in means.items():
+            if is_loss(name) and not math.isfinite(mean):
+                step = self._state.meter.first_nonfinite_step(self._context)
+                raise bad_loss(mean, step=step, epoch=self._progress.last_epoch)
+
+    def write(self, reduction: Reduction) -> None:
+        """Give a log to the loggers, and begin the next one. Every rank must call it."""
+        if reduction.figures.with_pairs:
+            self.log_pairs("train")
+        if not reduction.means:
+            return
+
+        values = self._step_values(reduction.means)
+        usage = {}
+        if self._state.loggers:
+            usage = self._usage.values(reduction.figures.memory_gb)
+        self.log_values(values | self.task_values("step") | self._time_values(reduction.figures) | usage)
+
+        for prefix, make in self._media.items():
+            self.log_values({f"{prefix}/{name}": value for name, value in media_of(make).items()})
+        self._media.clear()
+
+    def _step_values(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return losses, metrics, learning rates, gradient norms and speed, under the names that are logged."""
+        values = dict(means)
+        for group, lr in zip(self._state.optimizer.param_groups, self.lrs, strict=True):
+            values[f"lr/{group.get('name', '')}".rstrip("/")] = float(lr)
+        for name, norm in self.grad_norms.items():
+            values[name] = float(norm)
+        self.grad_norms.clear()
+
+        samples_per_s = self.throughput.read()
+        values["samples_per_s"] = samples_per_s
+        for unit, number in getattr(self._state.task, "per_sample", {}).items():
+            values[f"{unit}_per_s"] = samples_per_s * number
+        values |= self._flops.values(samples_per_s)
+        return {f"train/{name}": value for name, value in values.items()}
+
+    def _time_values(self, figures: RankFigures) -> dict[str, float]:
+        """Return where the ranks' time goes, on rank 0; warn of a rank that is newly slow."""
+        if not self._context.is_main:
+            return {}
+        values = self.slow_ranks.note(figures.times, step=self._progress.step)
+        if self.slow_ranks.news is not None:
+            warn(self.slow_ranks.news)
+            self.log_values({"slow_rank": Text(self.slow_ranks.news)})
+        if values:
+            for name, summed in zip(SHARES, figures.shares, strict=True):
+                values[f"time/{name}"] = summed / self._context.world_size
+        return values
+
+    # What callbacks and tasks log
+
+    def add(self, log: Log, *, part: str) -> None:
+        """Log the values that a callback has returned. Pairs (sum, count) wait until `log_pairs` reduces them."""
+        values: dict[str, Any] = {}
+        answered: Mapping[str, Any] = log.values
+        for name, value in answered.items():
+            whole_name = f"{part}/{name}"
+            if is_pair(value):
+                self._state.reported.add(whole_name, (value[0], value[1]))
+            elif not is_number(value):
+                values[whole_name] = value
+            elif self._context.is_main:
+                # Only there, since reading a tensor waits for the device.
+                values[whole_name] = float(value)
+        self.log_values(values)
+
+    def log_pairs(self, part: str) -> None:
+        """Reduce the pairs of a part (`train` or `val`) over ranks and log their means. Every rank must call it."""
+        self.log_values(self._state.reported.reduce(self._context, prefix=f"{part}/"))
+
+    def any_pairs(self) -> bool:
+        """Return True if any rank has pairs to reduce. Every rank must call it."""
+        return any_over_ranks(bool(self._state.reported), self._context)
+
+    def task_values(self, interval: Interval) -> dict[str, float]:
+        """Return the metrics that the task reduces itself. Every rank must call it."""
+        values = {}
+        for logged in self._task_values:
+            for name, value in logged(interval).items():
+                values[f"train/{name}"] = value
+        return values
+
+    # To the loggers
+
+    def log_values(self, values: Mapping[str, Any]) -> None:
+        """Give numbers and media of the last step done to the loggers. Raises TargetError for any other value."""
+        if values:
+            progress = self._progress
+            log_to_loggers(self._state.loggers.values(), values, step=progress.step, epoch=progress.last_epoch)
+
+    def flush(self) -> None:
+        """Make what is logged so far survive a kill."""
+        for flush in hooks(self._state.loggers.values(), "flush"):
+            flush()
