@@ -27,18 +27,23 @@ def config_dir() -> Path:
 
 def docs_dir() -> Path:
     """Return the folder of the documentation: in the package if installed, else in the repository."""
-    inside = _PACKAGE / "docs"
-    return inside if inside.is_dir() else _PACKAGE.parent / "docs"
+    installed = _PACKAGE / "docs"
+    if installed.is_dir():
+        return installed
+    return _PACKAGE.parent / "docs"
 
 
 def user_config_dir(working_dir: Path) -> Path | None:
     """Return the user's own `conf` in `working_dir`, whose files take precedence; None if there is none."""
     place = working_dir / "conf"
-    return place.resolve() if place.is_dir() and not place.samefile(config_dir()) else None
+    if not place.is_dir() or place.samefile(config_dir()):
+        return None
+    return place.resolve()
 
 
 def import_from_working_dir() -> None:
     """Put the working directory on sys.path, as `python -m` does, so that the user's modules are found."""
     working_dir = str(Path.cwd())
-    if not {working_dir, ""} & set(sys.path):
+    # An empty entry is the working directory, too.
+    if working_dir not in sys.path and "" not in sys.path:
         sys.path.insert(0, working_dir)

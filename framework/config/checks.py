@@ -19,7 +19,8 @@ from framework.errors import ConfigError
 
 def check(config: Config, *, also: Iterable[str] = ()) -> None:
     """Raise one ConfigError with all rules that `config` breaks. also: further mistakes, those of the job."""
-    rules = (
+    mistakes: list[str] = []
+    for rule in (
         _limits,
         _trainer,
         _processes,
@@ -29,8 +30,8 @@ def check(config: Config, *, also: Iterable[str] = ()) -> None:
         _scheduler,
         _metrics,
         _init,
-    )
-    mistakes = [mistake for rule in rules for mistake in rule(config)]
+    ):
+        mistakes += rule(config)
     raise_mistakes([*mistakes, *also])
 
 
@@ -42,18 +43,22 @@ def _limits(config: Config) -> Iterator[str]:
         value = getattr(trainer, name)
         if isinstance(value, float) and value > 1:
             yield f"trainer.{name}={value}: a fraction of the batches is at most 1.0; a number of batches is whole."
-    for name in ("limit_train_batches", "limit_val_batches", "fast_dev_run"):
-        if trainer.overfit_batches is not None and getattr(trainer, name) not in (None, False):
-            yield f"trainer.overfit_batches can't go with trainer.{name}: each decides the batches. Set one of them."
+    if trainer.overfit_batches is not None:
+        for name in ("limit_train_batches", "limit_val_batches", "fast_dev_run"):
+            if getattr(trainer, name) not in (None, False):
+                yield (
+                    f"trainer.overfit_batches can't go with trainer.{name}: each decides the batches. Set one of them."
+                )
 
 
 def _trainer(config: Config) -> Iterator[str]:
-    trainer, mode, accumulate = config.trainer, config.trainer.compile, config.trainer.accumulate_grad_batches
-    key, recomputed = "trainer.activation_checkpointing", trainer.activation_checkpointing
-    if recomputed is not None and mode is not None:
+    trainer = config.trainer
+    mode = trainer.compile
+    accumulate = trainer.accumulate_grad_batches
+    if trainer.activation_checkpointing is not None and mode is not None:
         yield (
-            f"{key} can't go with trainer.compile={mode}: compiled BatchNorm would count each batch twice. "
-            "Set one of them to null."
+            f"trainer.activation_checkpointing can't go with trainer.compile={mode}: compiled BatchNorm would count "
+            "each batch twice. Set one of them to null."
         )
     if mode in CUDA_GRAPH_MODES and accumulate > 1:
         yield (
@@ -70,12 +75,12 @@ def _trainer(config: Config) -> Iterator[str]:
 
 def _processes(config: Config) -> Iterator[str]:
     topology = config.topology
-    nodes = topology.nnodes
-    rank = topology.node_rank
-    if rank >= nodes:
-        yield f"topology.node_rank={rank} is out of range: it must be less than topology.nnodes={nodes}."
-    host, _, port = (topology.rdzv_endpoint or "HOST:1").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    nnodes = topology.nnodes
+    if topology.node_rank >= nnodes:
+        yield (
+            f"topology.node_rank={topology.node_rank} is out of range: it must be less than topology.nnodes={nnodes}."
+        )
+    if topology.rdzv_endpoint is not None and not _is_endpoint(topology.rdzv_endpoint):
         yield (
             f"topology.rdzv_endpoint={topology.rdzv_endpoint}: must be HOST:PORT, a name or address of node 0 and a "
             "port from 1 to 65535 that is free there, such as node0:29400."
@@ -90,6 +95,11 @@ def _processes(config: Config) -> Iterator[str]:
             "topology.share_gpus=true can't go with backend=nccl, which needs a GPU of its own for each process. "
             "Use backend=gloo, or backend=auto, which uses gloo if GPUs are shared."
         )
+
+
+def _is_endpoint(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
 
 
 def _launcher(config: Config) -> Iterator[str]:
@@ -135,22 +145,29 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _scheduler(config: Config) -> Iterator[str]:
-    for key, schedule in () if any(_optimizer(config)) else schedules(config):
-        if schedule is not None and schedule["_target_"].endswith(".ReduceLROnPlateau"):
-            if config.scheduler.monitor is None:
-                yield f"{key}: ReduceLROnPlateau needs a metric. Set scheduler.monitor, to val/loss for instance."
-            if config.scheduler.interval == "step":
-                yield f"{key}: ReduceLROnPlateau can't go with scheduler.interval=step. Use scheduler.interval=epoch."
+    # If the section `optimizer` has mistakes, its schedules aren't known.
+    if any(_optimizer(config)):
+        return
+    for key, schedule in schedules(config):
+        if schedule is None or not schedule["_target_"].endswith(".ReduceLROnPlateau"):
+            continue
+        if config.scheduler.monitor is None:
+            yield f"{key}: ReduceLROnPlateau needs a metric. Set scheduler.monitor, to val/loss for instance."
+        if config.scheduler.interval == "step":
+            yield f"{key}: ReduceLROnPlateau can't go with scheduler.interval=step. Use scheduler.interval=epoch."
 
 
 def _metrics(config: Config) -> Iterator[str]:
-    checkpoint, trainer = config.checkpoint, config.trainer
+    checkpoint = config.checkpoint
+    trainer = config.trainer
     if checkpoint.enabled and checkpoint.monitor is None and checkpoint.save_top_k > 1:
         yield (
             f"checkpoint.save_top_k={checkpoint.save_top_k} keeps the best ones, which needs a metric. "
             "Set checkpoint.monitor, to val/loss for instance, or save_top_k=1 or -1."
         )
-    is_off = trainer.val_check_interval is None and trainer.check_val_every_n_epoch is None
+
+    has_no_interval = trainer.val_check_interval is None and trainer.check_val_every_n_epoch is None
+    is_never_validated = has_no_interval or trainer.limit_val_batches == 0
     monitors = {"scheduler.monitor": config.scheduler.monitor}
     if checkpoint.enabled:
         monitors["checkpoint.monitor"] = checkpoint.monitor
@@ -161,7 +178,7 @@ def _metrics(config: Config) -> Iterator[str]:
         if part != "val" or not name:
             guess = f"{key}=val/{name or metric.strip('/')}"
             yield f"{key}={metric}: must be a validation metric, named val/….{did_you_mean(guess)}"
-        elif trainer.limit_val_batches == 0 or is_off:
+        elif is_never_validated:
             yield (
                 f"{key}={metric} is never computed, because validation is off. Set {key}=null, or "
                 "trainer.limit_val_batches=null and one of trainer.check_val_every_n_epoch and val_check_interval."
@@ -176,11 +193,13 @@ def validation_mistakes(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.fast_dev_run or trainer.limit_val_batches == 0:
         return
-    pairs = [("val_check_interval", "max_steps")]
+    # Each interval with the length of the run, in the same unit.
+    intervals = [("val_check_interval", "max_steps")]
     if trainer.val_check_interval is None:
-        pairs.append(("check_val_every_n_epoch", "max_epochs"))
-    for interval, end in pairs:
-        every, last = getattr(trainer, interval), getattr(trainer, end)
+        intervals.append(("check_val_every_n_epoch", "max_epochs"))
+    for interval, end in intervals:
+        every = getattr(trainer, interval)
+        last = getattr(trainer, end)
         if every is not None and last is not None and every > last:
             yield (
                 f"trainer.{interval}={every} is above trainer.{end}={last}, so nothing would be validated. "

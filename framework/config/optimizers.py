@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,44 +37,79 @@ _COMPARE = {
     ">": operator.gt,
 }
 _NDIM = re.compile(r"ndim\s*(<=|>=|==|!=|<|>)\s*(\d+)")
+_MAX_SHOWN = 4
+"""Names of parameters in a message."""
 
 
 class Pattern:
-    """Chooses parameters by name and number of dimensions. key: where it is written. Raises ConfigError."""
+    """Chooses parameters by name and number of dimensions.
 
-    def __init__(self, given: Any, *, key: str) -> None:
-        parts = given if isinstance(given, list) else [given]
+    Args:
+        value: What the configuration says.
+        key: Where it says so, for messages.
+
+    Raises:
+        ConfigError: It isn't a pattern.
+    """
+
+    def __init__(self, value: Any, *, key: str) -> None:
+        parts = value if isinstance(value, list) else [value]
         if not parts or not all(isinstance(part, str) and part for part in parts):
             raise ConfigError(
-                f"{key}={given}: must be a regular expression of parameter names, a rule such as ndim<2, or a list of "
+                f"{key}={value}: must be a regular expression of parameter names, a rule such as ndim<2, or a list of "
                 "those, all of which must hold."
             )
-        self.key, self._text = key, " and ".join(parts)
-        rules = [_NDIM.fullmatch(part.strip()) for part in parts]
-        self._rules = [(_COMPARE[rule[1]], int(rule[2])) for rule in rules if rule]
-        try:
-            self._names = [re.compile(part) for part, rule in zip(parts, rules, strict=True) if not rule]
-        except re.error as error:
-            raise ConfigError(f"{key}={given}: is no regular expression: {error}.") from error
+        self.key = key
+        self._text = " and ".join(parts)
+        self._rules: list[tuple[Callable[[int, int], bool], int]] = []
+        self._expressions: list[re.Pattern[str]] = []
+        for part in parts:
+            rule = _NDIM.fullmatch(part.strip())
+            if rule is not None:
+                self._rules.append((_COMPARE[rule[1]], int(rule[2])))
+                continue
+            try:
+                self._expressions.append(re.compile(part))
+            except re.error as error:
+                raise ConfigError(f"{key}={value}: is no regular expression: {error}.") from error
 
     def __str__(self) -> str:
         return self._text
 
     def matches(self, name: str, *, ndim: int) -> bool:
-        """Return True if everything holds for a parameter."""
-        return all(each.search(name) for each in self._names) and all(test(ndim, n) for test, n in self._rules)
+        """Return True if every part of the pattern holds for a parameter."""
+        for expression in self._expressions:
+            if not expression.search(name):
+                return False
+        return all(compare(ndim, number) for compare, number in self._rules)
 
     def refused(self, names: Iterable[str]) -> ConfigError:
         """Return the error for a pattern that chooses none of the parameters `names`."""
         names = list(names)
-        plain = [re.sub(r"[^\w.]", "", each.pattern.replace("\\.", ".")).strip(".") for each in self._names]
-        close = next(filter(None, (nearest(each, names) for each in plain)), None)
-        close = close or next((name for name in names for part in plain if nearest(part, name.split("."))), None)
-        known = f" The model has {', '.join(names[:4])}{', …' if len(names) > 4 else ''}." if names else ""
+        known = ""
+        if names:
+            others = ", …" if len(names) > _MAX_SHOWN else ""
+            known = f" The model has {', '.join(names[:_MAX_SHOWN])}{others}."
         return ConfigError(
             f"{self.key}: no parameter matches {self}, or an earlier pattern takes all that do."
-            f"{did_you_mean(close)}{known}"
+            f"{did_you_mean(self._similar_name(names))}{known}"
         )
+
+    def _similar_name(self, names: list[str]) -> str | None:
+        """Return the parameter whose name, or a part of it, is most like one of the expressions."""
+        plain_texts = []
+        for expression in self._expressions:
+            unescaped = expression.pattern.replace("\\.", ".")
+            plain_texts.append(re.sub(r"[^\w.]", "", unescaped).strip("."))
+
+        for text in plain_texts:
+            similar = nearest(text, names)
+            if similar is not None:
+                return similar
+        for name in names:
+            if any(nearest(text, name.split(".")) for text in plain_texts):
+                return name
+        return None
 
 
 @dataclass(frozen=True)
@@ -88,24 +123,35 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """One optimizer. name: its key among several, empty for the only one. node: without the framework's keys."""
+    """One optimizer of the section `optimizer`."""
 
+    # Its name among several optimizers; empty for the only one.
     name: str
+    # Where it is written: `optimizer`, or `optimizer.NAME`.
     key: str
+    # The target and its keywords, without the keys that the framework reads.
     node: Node
-    pattern: Pattern | None  # None: all parameters that no earlier optimizer takes
+    # None: all parameters that no earlier optimizer takes.
+    pattern: Pattern | None
     groups: tuple[GroupConfig, ...]
-    schedule: Any  # a node, None for a constant rate; ... : the one of `scheduler.schedule`
+    # The node of its schedule; None for a constant rate; `...` for the one of `scheduler.schedule`.
+    schedule: Any
 
     @property
     def labels(self) -> list[str]:
-        """The names of its groups in logs: first the one of what no group matches."""
-        return [self.name, *("/".join(filter(None, (self.name, group.name))) for group in self.groups)]
+        """The names of its groups in logs: first that of the parameters that no group matches."""
+        labels = [self.name]
+        for group in self.groups:
+            labels.append(f"{self.name}/{group.name}" if self.name else group.name)
+        return labels
 
     @property
     def own_schedule(self) -> Mapping[str, Any]:
         """The node of its own schedule; empty without one."""
-        return {} if self.schedule is ... else self.schedule or {}
+        if self.schedule is ... or self.schedule is None:
+            return {}
+        schedule: Mapping[str, Any] = self.schedule
+        return schedule
 
     @property
     def choice(self) -> tuple[str, str, list[str]]:
@@ -114,9 +160,12 @@ class OptimizerConfig:
 
     def settings(self, label: str) -> dict[str, Any]:
         """Return the optimizer's keys for the group of this label."""
-        options = dict(zip(self.labels[1:], (group.options for group in self.groups), strict=True))
-        own = options.get(label, {})  # none for a group that the target itself has made
-        return {name: value for name, value in {**self.node, **own}.items() if not name.startswith("_")}
+        settings = dict(self.node)
+        # A group that the target itself has made is none of these, and has the optimizer's keys.
+        for group_label, group in zip(self.labels[1:], self.groups, strict=True):
+            if group_label == label:
+                settings.update(group.options)
+        return {name: value for name, value in settings.items() if not name.startswith("_")}
 
 
 def is_several(section: Mapping[str, Any]) -> bool:
@@ -127,50 +176,66 @@ def is_several(section: Mapping[str, Any]) -> bool:
 def optimizer_configs(section: Mapping[str, Any]) -> list[OptimizerConfig]:
     """Return the optimizers that the section `optimizer` describes. Raises ConfigError for a wrong key or pattern."""
     if not is_several(section):
-        for key in ("params", "schedule"):
+        for key, instead in (
+            ("params", ", or use optimizer.groups."),
+            ("schedule", ": scheduler.schedule is its schedule."),
+        ):
             if key in section:
                 raise ConfigError(
-                    f"optimizer.{key} is for one of several optimizers by name, and there is one. Leave it out"
-                    + (": scheduler.schedule is its schedule." if key == "schedule" else ", or use optimizer.groups.")
+                    f"optimizer.{key} is for one of several optimizers by name, and there is one. Leave it out{instead}"
                 )
         return [_optimizer("", section, key="optimizer")]
-    found = [_optimizer(name, node, key=f"optimizer.{name}") for name, node in section.items() if node is not None]
-    if not found:
+
+    optimizers = [_optimizer(name, node, key=f"optimizer.{name}") for name, node in section.items() if node is not None]
+    if not optimizers:
         raise ConfigError("optimizer has neither a `_target_` nor optimizers by name. Choose an option of its group.")
-    return found
+    return optimizers
 
 
 def schedules(config: Config) -> list[tuple[str, Node | None]]:
     """Return the key and the node of every learning-rate schedule."""
-    own = ((f"{each.key}.schedule", each.schedule) for each in optimizer_configs(config.optimizer))
-    return [("scheduler.schedule", config.scheduler.schedule), *((key, node) for key, node in own if node is not ...)]
+    nodes: list[tuple[str, Node | None]] = [("scheduler.schedule", config.scheduler.schedule)]
+    for optimizer in optimizer_configs(config.optimizer):
+        if optimizer.schedule is not ...:
+            nodes.append((f"{optimizer.key}.schedule", optimizer.schedule))
+    return nodes
 
 
 def described(section: Mapping[str, Any]) -> str:
     """Return the names of the optimizers' classes."""
-    return " and ".join(each.node["_target_"].rpartition(".")[2] for each in optimizer_configs(section))
+    targets = [optimizer.node["_target_"] for optimizer in optimizer_configs(section)]
+    return " and ".join(target.rpartition(".")[2] for target in targets)
 
 
 def _optimizer(name: str, node: Node, *, key: str) -> OptimizerConfig:
-    given = node.get("groups") or []
-    if not isinstance(given, list):
+    entries = node.get("groups") or []
+    if not isinstance(entries, list):
         raise ConfigError(f"{key}.groups: must be a list of mappings such as {{params: ndim<2, weight_decay: 0}}.")
-    groups = [_group(each, key=f"{key}.groups.{number}", default=str(number)) for number, each in enumerate(given)]
+    groups = []
+    for number, entry in enumerate(entries):
+        groups.append(_group(entry, key=f"{key}.groups.{number}", default_name=str(number)))
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
         raise ConfigError(f"{key}.groups: the names {', '.join(names)} must differ.")
+
+    pattern = None
+    if node.get("params") is not None:
+        pattern = Pattern(node["params"], key=f"{key}.params")
     return OptimizerConfig(
-        name,
-        key,
-        node={each: value for each, value in node.items() if each not in OWN_KEYS},
-        pattern=None if node.get("params") is None else Pattern(node["params"], key=f"{key}.params"),
+        name=name,
+        key=key,
+        node={keyword: value for keyword, value in node.items() if keyword not in OWN_KEYS},
+        pattern=pattern,
         groups=tuple(groups),
         schedule=node.get("schedule", ...),
     )
 
 
-def _group(given: Any, *, key: str, default: str) -> GroupConfig:
-    if not isinstance(given, Mapping) or "params" not in given:
+def _group(entry: Any, *, key: str, default_name: str) -> GroupConfig:
+    if not isinstance(entry, Mapping) or "params" not in entry:
         raise ConfigError(f"{key}: must be a mapping with `params`, such as {{params: ndim<2, weight_decay: 0}}.")
-    options = {name: value for name, value in given.items() if name not in ("params", "name")}
-    return GroupConfig(str(given.get("name", default)), Pattern(given["params"], key=f"{key}.params"), options)
+    return GroupConfig(
+        name=str(entry.get("name", default_name)),
+        pattern=Pattern(entry["params"], key=f"{key}.params"),
+        options={keyword: value for keyword, value in entry.items() if keyword not in ("params", "name")},
+    )

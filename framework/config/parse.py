@@ -23,10 +23,14 @@ from framework.errors import ConfigError
 PACKAGE_LINE = "The first line of a recipe's file must be `# @package _global_`."
 
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_MAX_DURATION_S = 365 * 86400  # beyond it the clocks of torch and the system overflow
-_MAX_SHOWN = 60  # characters of a wrong value
-_MISSING = "???"  # OmegaConf's mark for a value that has to be given
-_WRONG: Any = object()  # stands for a value that has been reported as wrong
+# Beyond a year, the clocks of torch and of the system overflow.
+_MAX_DURATION_S = 365 * 86400
+# Characters of a wrong value in a message.
+_MAX_SHOWN = 60
+# OmegaConf's mark for a value that has to be given.
+_MISSING = "???"
+# Stands for a value that has been reported as wrong.
+_WRONG: Any = object()
 # Other common names of precisions, for suggestions. In Lightning, bf16 is not bf16-true.
 _PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "fp64": "64-true", "double": "64-true"}
 
@@ -48,8 +52,9 @@ def raise_mistakes(mistakes: list[str]) -> None:
     if len(mistakes) == 1:
         raise ConfigError(mistakes[0])
     if mistakes:
-        shown = [f"  - {mistake}" for mistake in mistakes]
-        raise ConfigError("\n".join([f"The configuration has {len(mistakes)} mistakes:", *shown]))
+        lines = [f"The configuration has {len(mistakes)} mistakes:"]
+        lines += [f"  - {mistake}" for mistake in mistakes]
+        raise ConfigError("\n".join(lines))
 
 
 def known_keys(raw: Mapping[str, Any] | None = None) -> list[str]:
@@ -73,7 +78,13 @@ def normalize_override(override: str) -> str:
 
 def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of everything in mappings and lists, at every depth."""
-    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(node, Mapping):
+        items = node.items()
+    elif isinstance(node, list):
+        items = enumerate(node)
+    else:
+        return
     for name, value in items:
         key = f"{path}.{name}" if path else str(name)
         yield key, value
@@ -94,7 +105,9 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def show(value: Any) -> str:
     """Return a value as it would be typed, shortened."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
+    if len(text) > _MAX_SHOWN:
+        return f"{text[: _MAX_SHOWN - 1]}…"
+    return text
 
 
 class _Field:
@@ -103,17 +116,23 @@ class _Field:
     def __init__(self, field: Field[Any], hint: Any) -> None:
         kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
         self.name = field.name
-        made: Any = field.default_factory
-        self.default = field.default if made is MISSING else made()  # `dataclasses.MISSING` for none
+        # `dataclasses.MISSING` if it has none.
+        self.default = field.default
+        if field.default_factory is not MISSING:
+            self.default = field.default_factory()
         self.auto = "auto" in field.metadata
         self.nullable = NoneType in kinds
-        self.bounds: Mapping[str, float] = field.metadata.get("bounds", {})  # at_least, above, at_most
+        # at_least, above, at_most.
+        self.bounds: Mapping[str, float] = field.metadata.get("bounds", {})
         # A dataclass, or types that the schema lists.
         self.kinds = [kind for kind in kinds if kind is not NoneType]
         # The dataclass below this key, if it has one.
         self.section: Any = kinds[0] if is_dataclass(kinds[0]) else None
         # The names that are allowed, if it takes one of several.
-        self.options = [name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
+        self.options: list[str] = []
+        for kind in kinds:
+            if get_origin(kind) is Literal:
+                self.options += get_args(kind)
         if JobName in kinds:
             self.options = list(JOBS)
 
@@ -121,8 +140,9 @@ class _Field:
     def allowed(self) -> str:
         """Describe the allowed values, for messages."""
         if self.section is not None:
-            return f"a mapping with the keys {', '.join(field.name for field in _fields_of(self.section))}"
-        names = {
+            keys = ", ".join(field.name for field in _fields_of(self.section))
+            return f"a mapping with the keys {keys}"
+        names: dict[Any, str] = {
             bool: "true or false",
             int: "a whole number",
             float: "a fraction" if int in self.kinds else "a number",
@@ -136,10 +156,15 @@ class _Field:
             dict[str, Node]: "a mapping from names to mappings with `_target_`",
             dict[str, str]: "a mapping from text to text",
         }
-        types = " or ".join(names.get(kind) or f"one of {', '.join(self.options)}" for kind in self.kinds)
+        options = f"one of {', '.join(self.options)}"
+        types = " or ".join(names.get(kind, options) for kind in self.kinds)
         limits = " and ".join(f"{word.replace('_', ' ')} {bound}" for word, bound in self.bounds.items())
-        others = ["auto"] * self.auto + ["null"] * self.nullable
-        return ", or ".join([f"{types} {limits}".rstrip(), *others])
+        ways = [f"{types} {limits}".rstrip()]
+        if self.auto:
+            ways.append("auto")
+        if self.nullable:
+            ways.append("null")
+        return ", or ".join(ways)
 
 
 @cache
@@ -157,7 +182,9 @@ class _Reader:
 
     def read_section(self, section: type, raw: Any, *, path: str) -> Any:
         """Return an instance of the dataclass `section`, in which wrong values are `_WRONG`."""
-        values = {field.name: self._read_key(field, raw, key=f"{path}{field.name}") for field in _fields_of(section)}
+        values = {}
+        for field in _fields_of(section):
+            values[field.name] = self._read_key(field, raw, key=f"{path}{field.name}")
         for name in raw:
             if name not in values:
                 self._report_unknown(f"{path}{name}", raw[name], among=values, within=path.rstrip("."))
@@ -165,32 +192,54 @@ class _Reader:
 
     def _read_key(self, field: _Field, raw: Mapping[str, Any], *, key: str) -> Any:
         if field.name not in raw:
-            # A user's own file for a group, or a run saved by an earlier version, may lack newer keys.
-            if field.default is not MISSING:
-                return field.default
-            return None if field.nullable else self._wrong(f"{key} is missing. It must be {field.allowed}.")
+            return self._missing(field, key=key)
         value = raw[field.name]
         if value == _MISSING:
             return self._wrong(f"{key} has no value. It must be {field.allowed}.")
-        if field.nullable and (value is None or (field.auto and value == "auto")):
+        if field.nullable and value is None:
             return None
-        is_named = dict[str, Node] in field.kinds and (isinstance(value, Mapping) and "_target_" not in value)
-        if Node in field.kinds and not is_named:
+        if field.auto and value == "auto":
+            return None
+
+        if field.section is not None:
+            if not isinstance(value, Mapping):
+                return self._wrong(f"{key}={show(value)}: must be {field.allowed}.")
+            return self.read_section(field.section, value, path=f"{key}.")
+        if dict[str, Node] in field.kinds:
+            # `optimizer` takes one node, too.
+            if Node in field.kinds and (not isinstance(value, Mapping) or "_target_" in value):
+                return self._read_node(value, key=key)
+            return self._read_named_nodes(field, value, key=key)
+        if Node in field.kinds:
             return self._read_node(value, key=key)
-        if field.section is None and dict[str, Node] not in field.kinds:
-            return self._read_scalar(field, value, key=key)
+        return self._read_scalar(field, value, key=key)
+
+    def _missing(self, field: _Field, *, key: str) -> Any:
+        """Return the default: a user's own file for a group, or a run of an earlier version, may lack newer keys."""
+        if field.default is not MISSING:
+            return field.default
+        if field.nullable:
+            return None
+        return self._wrong(f"{key} is missing. It must be {field.allowed}.")
+
+    def _read_named_nodes(self, field: _Field, value: Any, *, key: str) -> Any:
         if not isinstance(value, Mapping):
             return self._wrong(f"{key}={show(value)}: must be {field.allowed}.")
-        if field.section is not None:
-            return self.read_section(field.section, value, path=f"{key}.")
-        return {name: self._read_node(node, key=f"{key}.{name}") for name, node in value.items() if node is not None}
+        nodes = {}
+        for name, node in value.items():
+            # `callbacks.NAME=null` removes one.
+            if node is not None:
+                nodes[name] = self._read_node(node, key=f"{key}.{name}")
+        return nodes
 
     def _read_node(self, node: Any, *, key: str) -> Any:
         if not isinstance(node, Mapping):
             return self._wrong(f"{key}={show(node)}: must be a mapping with `_target_`.")
         if "_target_" not in node:
-            own = f"+{key}._target_=package.module.Name"
-            return self._wrong(f"{key} has no `_target_`. Choose an option of its group, or give it one: {own}")
+            return self._wrong(
+                f"{key} has no `_target_`. Choose an option of its group, or give it one: "
+                f"+{key}._target_=package.module.Name"
+            )
         for where, value in walk(node, key):
             if value == _MISSING:
                 self._wrong(f"{where} has no value. Set {where}=VALUE")
@@ -199,17 +248,23 @@ class _Reader:
         return node
 
     def _read_scalar(self, field: _Field, value: Any, *, key: str) -> Any:
-        results = (_convert(value, kind) for kind in field.kinds)
-        result = next((result for result in results if result is not _WRONG), _WRONG)
-        if result is _WRONG or not _within(result, field.bounds):
-            return self._wrong(f"{key}={show(value)}: must be {field.allowed}.{_hint(field, value, key=key)}")
-        return result
+        for kind in field.kinds:
+            result = _convert(value, kind)
+            if result is not _WRONG:
+                # The first type that takes the value decides.
+                if _within(result, field.bounds):
+                    return result
+                break
+        return self._wrong(f"{key}={show(value)}: must be {field.allowed}.{_hint(field, value, key=key)}")
 
     def _report_unknown(self, key: str, value: Any, *, among: Iterable[str], within: str) -> None:
-        guess = nearest_key(key, known_keys(self._raw))
         shown = key if isinstance(value, Mapping) else f"{key}={show(value)}"
-        keys = "" if guess else f" {within or 'The configuration'} has {', '.join(among)}."
-        self._wrong(f"{shown}: there is no such key.{did_you_mean(guess)}{keys}")
+        guess = nearest_key(key, known_keys(self._raw))
+        if guess is not None:
+            hint = did_you_mean(guess)
+        else:
+            hint = f" {within or 'The configuration'} has {', '.join(among)}."
+        self._wrong(f"{shown}: there is no such key.{hint}")
 
     def _wrong(self, mistake: str) -> Any:
         self.mistakes.append(mistake)
@@ -217,43 +272,65 @@ class _Reader:
 
 
 def _convert(value: Any, kind: Any) -> Any:
+    """Return the value as one of the types that the schema lists; `_WRONG` if it isn't one of that type."""
     if kind is Duration:
         seconds = seconds_of(value)
         return _WRONG if seconds is None else seconds
     if kind is Texts:
-        is_right = isinstance(value, list) and all(_convert(text, str) is not _WRONG for text in value)
-        return Texts(tuple(value)) if is_right else _WRONG
-    if kind == dict[str, Any]:
-        return value if isinstance(value, Mapping) else _WRONG
-    if kind is FunctionName:
-        return value if _is_dotted_name(value) else _WRONG
-    if kind is JobName:
-        return value if (isinstance(value, str) and value in JOBS) or _is_dotted_name(value) else _WRONG
+        if isinstance(value, list) and all(_is_text(text) for text in value):
+            return Texts(tuple(value))
+        return _WRONG
     if kind == dict[str, str]:
-        is_right = isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
-        return dict(value) if is_right else _WRONG
-    if get_origin(kind) is Literal:
-        return value if value in get_args(kind) else _WRONG
+        if isinstance(value, Mapping) and all(isinstance(text, str) for text in (*value, *value.values())):
+            return dict(value)
+        return _WRONG
     if kind is float and type(value) is int:
         return float(value)
-    if kind is str:
-        return value if isinstance(value, str) and value.strip() else _WRONG
-    # By exact type: to Python, True is an int.
-    return value if type(value) is kind else _WRONG
+
+    if kind == dict[str, Any]:
+        is_right = isinstance(value, Mapping)
+    elif kind is FunctionName:
+        is_right = _is_dotted_name(value)
+    elif kind is JobName:
+        is_right = (isinstance(value, str) and value in JOBS) or _is_dotted_name(value)
+    elif get_origin(kind) is Literal:
+        is_right = value in get_args(kind)
+    elif kind is str:
+        is_right = _is_text(value)
+    else:
+        # By exact type: to Python, True is an int.
+        is_right = type(value) is kind
+    return value if is_right else _WRONG
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def seconds_of(value: Any) -> Duration | None:
     """Return a duration such as `90s`, or a number of seconds, in seconds; None if it isn't one."""
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip())):
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip())
+        if match is None:
+            return None
         value = float(match[1]) * _UNIT_S[match[2]]
-    return Duration(float(value)) if type(value) in (int, float) and 0 < value <= _MAX_DURATION_S else None
+    # By exact type: to Python, True is an int.
+    if type(value) not in (int, float) or not 0 < value <= _MAX_DURATION_S:
+        return None
+    return Duration(float(value))
 
 
 def _within(value: Any, bounds: Mapping[str, float]) -> bool:
+    """Return True if a value is no number, or a finite one inside the bounds."""
     if type(value) not in (int, float):
         return True
-    least, most = bounds.get("at_least", -math.inf), bounds.get("at_most", math.inf)
-    return bool(-math.inf < value < math.inf and least <= value <= most and value > bounds.get("above", -math.inf))
+    # Not `math.isfinite`, which can't take whole numbers that are larger than any float.
+    if not -math.inf < value < math.inf:
+        return False
+    at_least = bounds.get("at_least", -math.inf)
+    at_most = bounds.get("at_most", math.inf)
+    above = bounds.get("above", -math.inf)
+    return bool(at_least <= value <= at_most and value > above)
 
 
 def _hint(field: _Field, value: Any, *, key: str) -> str:
@@ -261,8 +338,9 @@ def _hint(field: _Field, value: Any, *, key: str) -> str:
     if Texts in field.kinds and isinstance(value, str) and value.strip():
         return f" Write {key}=[{value}]."
     if field.options:
-        guess = nearest(_PRECISIONS.get(show(value), show(value)), field.options)
-        return did_you_mean(guess and f"{key}={guess}")
+        typed = show(value)
+        guess = nearest(_PRECISIONS.get(typed, typed), field.options)
+        return "" if guess is None else did_you_mean(f"{key}={guess}")
     if int in field.kinds and type(value) is float and value.is_integer():
         return f" Write {key}={int(value)}."
     if field.name == "recipe" and isinstance(value, Mapping):
@@ -280,9 +358,10 @@ def _keys(section: type, raw: Any, *, path: str) -> Iterator[str]:
     """Yield the dotted keys of a section, and those inside the nodes of `raw`."""
     for field in _fields_of(section):
         key = f"{path}{field.name}"
-        value = raw.get(field.name) if isinstance(raw, Mapping) else None
         yield key
+        value = raw.get(field.name) if isinstance(raw, Mapping) else None
         if field.section is not None:
             yield from _keys(field.section, value, path=f"{key}.")
         elif Node in field.kinds or dict[str, Node] in field.kinds:
-            yield from (inner for inner, _ in walk(value, key))
+            for inner_key, _ in walk(value, key):
+                yield inner_key

@@ -25,6 +25,7 @@ from framework.errors import ConfigError
 from framework.system.files import FileFacts, check_nesting, read_bytes, read_text
 from framework.system.run_dir import RunDir, write_atomically
 
+# PyYAML's loader in C, if there is one: it saves 40 ms of each rank's start.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_THERE = object()
 
@@ -50,13 +51,14 @@ def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[
     secrets = Secrets(raw)
     recipe = [text for text in overrides if key_of(text) == "recipe"] or [f"recipe={raw['recipe']}"]
     others = [text for text in overrides if key_of(text) not in ("recipe", "resume", "rerun")]
-    texts = {
-        run_dir.overrides_file: dump_yaml(secrets.masked_overrides([*recipe, *others])),
-        run_dir.config_file: dump_yaml(secrets.masked_config()),
-    }
+
+    # The configuration comes last: a run that has one is complete.
+    texts: dict[Path, str] = {}
     entries = secrets.entries()
     if entries or run_dir.secrets_file.exists():
-        texts = {run_dir.secrets_file: dump_yaml(entries), **texts}
+        texts[run_dir.secrets_file] = dump_yaml(entries)
+    texts[run_dir.overrides_file] = dump_yaml(secrets.masked_overrides([*recipe, *others]))
+    texts[run_dir.config_file] = dump_yaml(secrets.masked_config())
     for file, text in texts.items():
         write_atomically(file, text, is_private=file == run_dir.secrets_file)
     return {file.name: text for file, text in texts.items()}
@@ -70,14 +72,16 @@ def search_path_override(places: Sequence[str]) -> str:
 
 def run_of(path: str | Path, *, key: str = "resume") -> RunDir:
     """Return the run that `path`, given as `key`, is or lies in. Raises ConfigError with a suggestion otherwise."""
-    given = Path(path).expanduser().absolute()
-    if not given.exists() and not given.is_symlink():  # a `last` whose checkpoint is gone still names the run
-        raise ConfigError(f"{key}={path}: there is no such directory.{_hint(given, key=key)}")
-    for place in (given, *given.parents):
-        if is_run(place):
-            return RunDir(place)
-    what = "not a run directory: it has no config.yaml and overrides.yaml"
-    raise ConfigError(f"{key}={path}: {what}.{_hint(given, key=key)}")
+    place = Path(path).expanduser().absolute()
+    # The symlink `last` of a checkpoint that is gone still names the run.
+    if not place.exists() and not place.is_symlink():
+        raise ConfigError(f"{key}={path}: there is no such directory.{_hint(place, key=key)}")
+    for folder in (place, *place.parents):
+        if is_run(folder):
+            return RunDir(folder)
+    raise ConfigError(
+        f"{key}={path}: not a run directory: it has no config.yaml and overrides.yaml.{_hint(place, key=key)}"
+    )
 
 
 def load_saved(path: str | Path, *, typed: Sequence[str] = ()) -> SavedRun:
@@ -88,15 +92,17 @@ def load_saved(path: str | Path, *, typed: Sequence[str] = ()) -> SavedRun:
     Args:
         typed: the overrides of the command; a key that was edited in `config.yaml` must be among them.
     """
-    given, run_dir = Path(path).expanduser().absolute(), run_of(path)
+    run_dir = run_of(path)
+    place = Path(path).expanduser().absolute()
     checkpoint = None
-    if given not in (run_dir.path, run_dir.checkpoints, run_dir.checkpoints / "last"):
-        checkpoint = given.resolve()
+    if place not in (run_dir.path, run_dir.checkpoints, run_dir.checkpoints / "last"):
+        checkpoint = place.resolve()
         if checkpoint.parent != run_dir.checkpoints.resolve() or not checkpoint.is_dir():
             raise ConfigError(
                 f"resume={path}: this is neither a run directory nor one of its checkpoints.\n"
                 f"Resume from the run's last checkpoint with {resume_argument(run_dir.path)}"
             )
+
     raw, overrides = _load_unchanged(run_dir, typed=typed)
     if raw.get("job", "train") != "train":
         raise ConfigError(
@@ -127,8 +133,14 @@ def newest_unfinished(folder: Path, *, is_own: Callable[[RunDir], bool] = lambda
 
     It may still be running: then `locked` refuses it.
     """
-    places = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []  # names begin with the time
-    return next((run for run in map(RunDir, places) if _is_unfinished(run) and is_own(run)), None)
+    if not folder.is_dir():
+        return None
+    # The names of run directories begin with the time.
+    for place in sorted(folder.iterdir(), reverse=True):
+        run_dir = RunDir(place)
+        if _is_unfinished(run_dir) and is_own(run_dir):
+            return run_dir
+    return None
 
 
 def load_checkpoint(directory: Path) -> SavedRun:
@@ -138,7 +150,10 @@ def load_checkpoint(directory: Path) -> SavedRun:
     """
     raw = _load(directory / "config.yaml", dict)
     run_dir = RunDir(directory.parent.parent)
-    overrides = _load_overrides(run_dir) if is_run(run_dir.path) else [f"recipe={raw.get('recipe')}"]
+    if is_run(run_dir.path):
+        overrides = _load_overrides(run_dir)
+    else:
+        overrides = [f"recipe={raw.get('recipe')}"]
     raw = with_secrets(raw, run_dir)
     return SavedRun("checkpoint.path", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=directory)
 
@@ -156,7 +171,8 @@ def value_of(override: str) -> Any:
     try:
         return OverridesParser.create().parse_override(override).value()
     except HydraException:
-        return override.partition("=")[2].strip("'\"")  # a path with characters that Hydra would want quoted
+        # A path with characters that Hydra would want quoted.
+        return override.partition("=")[2].strip("'\"")
 
 
 def resume_argument(path: str | Path) -> str:
@@ -167,7 +183,8 @@ def resume_argument(path: str | Path) -> str:
 def path_argument(key: str, path: str | Path) -> str:
     """Return `key=PATH`, quoted for the shell and for Hydra."""
     value = str(path)
-    if not re.fullmatch(r"[\w./-]*/[\w./-]*", value, flags=re.ASCII):  # Hydra may read it as something else
+    # Anything but a plain path may mean something else to Hydra.
+    if not re.fullmatch(r"[\w./-]*/[\w./-]*", value, flags=re.ASCII):
         from hydra.core.override_parser.types import Quote, QuotedString
 
         value = QuotedString(value, Quote.single).with_quotes()
@@ -179,11 +196,21 @@ def merge_overrides(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
 
     A key typed now replaces the earlier one; choosing another option of a group drops what was typed for the old one.
     """
-    # A mapping is merged into what is there (`optimizer={lr:0.1}`), anything else replaces it.
-    keys = {key_of(text) for text in typed if not text.partition("=")[2].lstrip().startswith("{")}
-    groups = {key for key in keys if "." not in key}
-    kept = [text for text in saved if key_of(text) not in keys and key_of(text).partition(".")[0] not in groups]
-    return [*kept, *typed]
+    replaced: set[str] = set()
+    for text in typed:
+        value = text.partition("=")[2]
+        # A mapping is merged into what is there (`optimizer={lr:0.1}`), anything else replaces it.
+        if not value.lstrip().startswith("{"):
+            replaced.add(key_of(text))
+    # `optimizer=sgd` replaces `optimizer.lr=0.1`, too; a key with a dot is no group.
+    groups = {key for key in replaced if "." not in key}
+
+    merged: list[str] = []
+    for text in saved:
+        key = key_of(text)
+        if key not in replaced and key.partition(".")[0] not in groups:
+            merged.append(text)
+    return [*merged, *typed]
 
 
 def apply_typed(
@@ -191,24 +218,35 @@ def apply_typed(
 ) -> dict[str, Any]:
     """Return the saved configuration with the keys and groups of `typed` as they are in `after`, and what follows.
 
-    before, after: composed without and with `typed`. What differs follows from it, as `data.datasets.root` does from
-        `data.root`.
+    Args:
+        before: The configuration composed without `typed`.
+        after: The configuration composed with `typed`. All that differs from `before` follows from `typed`, as
+            `data.datasets.root` follows from `data.root`.
     """
-    changed = deepcopy(dict(before))
+    # A typed key is taken out of `before`, so that it counts as a difference even if today's default is typed.
+    without_typed = deepcopy(dict(before))
     for text in typed:
-        node = changed
-        parts = key_of(text).partition("@")[0].replace("/", ".").split(".")
-        while len(parts) > 1 and isinstance(node.get(parts[0]), dict):
-            node = node[parts.pop(0)]
-        if not text.startswith("~"):
-            node.pop(parts[0], None)  # so that it differs, even if today's default is typed
-    return _apply_changes(saved, before=changed, after=after)
+        if text.startswith("~"):
+            continue
+        names = _dotted_key(text).split(".")
+        section = without_typed
+        while len(names) > 1 and isinstance(section.get(names[0]), dict):
+            section = section[names.pop(0)]
+        section.pop(names[0], None)
+    return _apply_changes(saved, before=without_typed, after=after)
+
+
+def _dotted_key(override: str) -> str:
+    """Return the key that an override sets, also if it chooses an option of a group such as `optimizer@x=sgd`."""
+    return key_of(override).partition("@")[0].replace("/", ".")
 
 
 def _apply_changes(target: Mapping[str, Any], *, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `target` with every difference between `before` and `after`."""
     result = dict(target)
     for key in before.keys() | after.keys():
-        old, new = before.get(key, _NOT_THERE), after.get(key, _NOT_THERE)
+        old = before.get(key, _NOT_THERE)
+        new = after.get(key, _NOT_THERE)
         if isinstance(old, Mapping) and isinstance(new, Mapping) and isinstance(result.get(key), Mapping):
             result[key] = _apply_changes(result[key], before=old, after=new)
         elif new is _NOT_THERE:
@@ -258,6 +296,7 @@ def written_config(run_dir: RunDir) -> str:
         if facts is None:
             raise ConfigError(f"{run_dir.config_file} can't be read: {error.strerror or error}") from error
         content = b""
+
     if facts is not None and FileFacts.of(content) != facts:
         content = str(run_dir.read_run().get("config", "")).encode()
         if FileFacts.of(content) != facts:
@@ -270,7 +309,8 @@ def written_config(run_dir: RunDir) -> str:
 
 def load_written_config(run_dir: RunDir) -> dict[str, Any]:
     """Return the configuration as the run wrote it, secrets masked. Raises RequestError if it can't be read."""
-    return _checked(run_dir.config_file, dict, lambda: _load_text(written_config(run_dir)))  # type: ignore[no-any-return]
+    config: dict[str, Any] = _checked(run_dir.config_file, dict, lambda: _load_text(written_config(run_dir)))
+    return config
 
 
 def _load_unchanged(run_dir: RunDir, *, typed: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -285,12 +325,13 @@ def _load_unchanged(run_dir: RunDir, *, typed: Sequence[str]) -> tuple[dict[str,
 
 
 def _load_overrides(run_dir: RunDir) -> list[str]:
+    """Return what was typed for the run. Raises ConfigError if the file was changed since."""
     overrides = _load(run_dir.overrides_file, list)
     if not _is_unchanged(run_dir, run_dir.overrides_file):
-        had = " ".join(map(str, run_dir.read_run().get("overrides", [])))
+        recorded = " ".join(map(str, run_dir.read_run().get("overrides", [])))
         raise ConfigError(
             f"{run_dir.overrides_file} isn't what the run wrote. Restore it, and type what you want to change.\n"
-            f"The run was started with: {had or 'no overrides'}"
+            f"The run was started with: {recorded or 'no overrides'}"
         )
     return list(map(str, overrides))
 
@@ -309,17 +350,19 @@ def _check_edits(run_dir: RunDir, *, written: Mapping[str, Any], typed: Sequence
         copies = sorted(run_dir.checkpoints.glob("step_*/config.yaml"))
         where = f" {copies[-1]} is one." if copies else ""
         raise ConfigError(f"{error}\nRestore it from a copy.{where}") from error
+
     before = flatten(written)
     now = flatten(edited)
-    typed_keys = {key_of(text).partition("@")[0].replace("/", ".") for text in typed}
+    typed_keys = {_dotted_key(text) for text in typed}
     lines = []
-    for key in [*before, *(key for key in now if key not in before)]:
-        value = now.get(key, _NOT_THERE)
+    # Each key once, those of `before` first.
+    for key in before | now:
         old = before.get(key, _NOT_THERE)
-        is_typed = any(key == each or key.startswith(f"{each}.") for each in typed_keys)
-        if repr(value) != repr(old) and not is_typed:
-            new = f"~{key}" if value is _NOT_THERE else f"{key}={show(value)}"
-            lines.append(f"  {new} ({'it was not there' if old is _NOT_THERE else f'it was {show(old)}'})")
+        new = now.get(key, _NOT_THERE)
+        is_typed = any(key == typed_key or key.startswith(f"{typed_key}.") for typed_key in typed_keys)
+        # Compared as text, because nan differs from itself, and 1 equals 1.0 and true.
+        if not is_typed and repr(new) != repr(old):
+            lines.append(f"  {_edit_text(key, old=old, new=new)}")
     if lines:
         raise ConfigError(
             f"{run_dir.config_file} was edited, or is damaged: it isn't what the run wrote. These keys differ:\n"
@@ -328,10 +371,23 @@ def _check_edits(run_dir: RunDir, *, written: Mapping[str, Any], typed: Sequence
         )
 
 
+def _edit_text(key: str, *, old: Any, new: Any) -> str:
+    """Return the override that makes an edit, and what the value was before."""
+    override = f"~{key}" if new is _NOT_THERE else f"{key}={show(new)}"
+    before = "it was not there" if old is _NOT_THERE else f"it was {show(old)}"
+    return f"{override} ({before})"
+
+
 def objects_of(run_dir: RunDir, raw: Mapping[str, Any]) -> list[str]:
-    """Return where the Python objects of a run lie, which may have been moved; those of a run that it reruns stay."""
-    found = [(run_dir.path / Path(file).name, file) for file in raw.get("objects") or ()]
-    return [str(moved if moved.exists() else file) for moved, file in found]
+    """Return the files of the Python objects that a run needs.
+
+    They lie in the run directory, which may have been moved since; those of a run that it reruns lie in the other's.
+    """
+    files = []
+    for recorded in raw.get("objects") or ():
+        here = run_dir.path / Path(recorded).name
+        files.append(str(here) if here.exists() else recorded)
+    return files
 
 
 def is_run(place: Path) -> bool:
@@ -341,31 +397,45 @@ def is_run(place: Path) -> bool:
 
 def _is_unfinished(run_dir: RunDir) -> bool:
     """Return True for a training that hasn't finished. Raises RequestError if `run.json` is damaged."""
-    if not is_run(run_dir.path) or not run_dir.run_file.exists():  # not a run, or killed while it was created
+    # It isn't a run, or it was killed while it was created.
+    if not is_run(run_dir.path) or not run_dir.run_file.exists():
         return False
-    facts = run_dir.read_run()
-    job = facts["job"] if "job" in facts else load_run(run_dir)[0].get("job")
-    return facts.get("status") != "finished" and job == "train"
+    record = run_dir.read_run()
+    if record.get("status") == "finished":
+        return False
+    # Runs of earlier versions have no job in their record.
+    job = record["job"] if "job" in record else load_run(run_dir)[0].get("job")
+    return bool(job == "train")
 
 
-def _hint(given: Path, *, key: str) -> str:
-    """Suggest a run: the one with the nearest name, or the newest in a folder of runs."""
-    place = next(parent for parent in (given, *given.parents) if parent.is_dir())
-    if place == place.parent:
+def _hint(wrong: Path, *, key: str) -> str:
+    """Suggest a run in place of the path `wrong`: the one with the nearest name, or the newest in a folder of runs."""
+    folder = next(place for place in (wrong, *wrong.parents) if place.is_dir())
+    if folder == folder.parent:
         return ""
-    files = [file for pattern in ("*/overrides.yaml", "*/*/overrides.yaml") for file in place.glob(pattern)]
-    folders = ((file.parent, file.parent.parent.name) for file in files)
-    found = [run for run, name in folders if name not in JOBS and "." not in name]  # only training runs
-    if not found:
+    runs = _training_runs(folder)
+    if not runs:
         return ""
-    if place == given:
-        return f"\nThe newest run in it: {path_argument(key, max(found, key=lambda run: run.name))}"
-    guess = nearest(str(given), map(str, found))
+    if folder == wrong:
+        newest = max(runs, key=lambda run: run.name)
+        return f"\nThe newest run in it: {path_argument(key, newest)}"
+    guess = nearest(str(wrong), [str(run) for run in runs])
     return f"\nDid you mean {path_argument(key, guess)}?" if guess else ""
 
 
+def _training_runs(folder: Path) -> list[Path]:
+    """Return the training runs in a folder and in its folders. Those of other jobs lie in folders named after these."""
+    runs = []
+    for pattern in ("*/overrides.yaml", "*/*/overrides.yaml"):
+        for file in folder.glob(pattern):
+            name = file.parent.parent.name
+            if name not in JOBS and "." not in name:
+                runs.append(file.parent)
+    return runs
+
+
 def load_yaml(file: Path) -> Any:
-    """Load a YAML file; in C if PyYAML has that, which saves 40 ms of each rank's start.
+    """Load a YAML file.
 
     Raises OSError, ValueError or yaml.YAMLError if it can't be read.
     """
@@ -385,14 +455,19 @@ def _load_text(text: str) -> Any:
 
 
 def _load(file: Path, kind: type) -> Any:
+    """Load a YAML file with a mapping or list, as `kind` says. Raises ConfigError."""
     return _checked(file, kind, lambda: load_yaml(file))
 
 
 def _checked(file: Path, kind: type, load: Callable[[], Any]) -> Any:
+    """Return what `load` makes of the file. Raises ConfigError if it fails, or returns something else than `kind`."""
     try:
         content = load()
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+    except OSError as error:
+        raise ConfigError(f"{file} can't be read: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        # YAML's errors have several lines.
+        reason = " ".join(str(error).split())
         raise ConfigError(f"{file} can't be read: {reason}") from error
     if not isinstance(content, kind):
         what = "mapping" if kind is dict else "list"

@@ -65,107 +65,169 @@ ExportFormat = Literal["state_dict", "safetensors", "pretrained", "onnx", "torch
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    datasets: Node  # gives framework.Datasets(train, val, test)
-    collate_fn: Node | None = None  # makes a batch of a list of samples; null: torch's default_collate
-    sampler: Node | None = None  # the order of the train part, from framework.samplers; null: by `shuffle`
-    # Per process, as in PyTorch; auto: that of a DataLoader that is given as the train part, else 32.
+    # Returns framework.Datasets(train, val, test).
+    datasets: Node
+    # Makes a batch of a list of samples. null: torch's default_collate.
+    collate_fn: Node | None = None
+    # The order of the train part, one of framework.samplers. null: `shuffle` decides.
+    sampler: Node | None = None
+    # Samples of a process in one batch, as in PyTorch. auto: as in the DataLoader that is given as the train part,
+    # else 32.
     batch_size: int | Literal["auto"] = bounded(at_least=1)
-    global_batch_size: int | None = bounded(at_least=1)  # over ranks and accumulation; wins over batch_size
-    # Per process; auto: that of a DataLoader, else 256; null: batch_size.
+    # Samples of an optimizer step, over all processes and accumulation steps. It replaces batch_size.
+    global_batch_size: int | None = bounded(at_least=1)
+    # Samples of a process in one evaluation batch. auto: as in the DataLoader that is given, else 256.
+    # null: batch_size.
     eval_batch_size: int | Literal["auto"] | None = bounded(at_least=1)
-    loader: LoaderKind = "auto"  # resident: kept in memory as tensors; auto: what are tensors already
-    num_workers: int | None = auto(at_least=0)  # DataLoader processes per rank and part; auto: 8, or the cores left
-    # Drop an incomplete global batch at an epoch's end; null: as a DataLoader given as the train part, else false.
+    # resident: decode every sample once and keep it in memory. dataloader: torch's DataLoader. auto: resident for
+    # tensors.
+    loader: LoaderKind = "auto"
+    # DataLoader processes of each rank and part. auto: the rank's share of the cores minus one, at most 8.
+    num_workers: int | None = auto(at_least=0)
+    # Drop an incomplete global batch at the end of an epoch. null: as in the DataLoader that is given as the train
+    # part, else false.
     drop_last: bool | None = None
-    stream: Literal["shared", "join", "stop"] = "shared"  # how processes share a part that is an IterableDataset
+    # How processes share a part that is an IterableDataset. shared: all read it and keep their samples. join, stop:
+    # each reads its shard, until all shards end or until the first one does.
+    stream: Literal["shared", "join", "stop"] = "shared"
+    # Draw a new order of the training samples in every epoch.
     shuffle: bool
-    root: str | None  # folder of the data set's files; null if it has none
-    mirrors: Texts | None  # addresses to download missing files from; null: the data set's own
+    # The folder of the data set's files. null: it has none.
+    root: str | None
+    # Addresses to download missing files from. null: the data set's own.
+    mirrors: Texts | None
 
     @property
     def train_batch_size(self) -> int:
         """The batch size of a process, as far as it is known without the data."""
-        return 32 if self.batch_size == "auto" else self.batch_size
+        if self.batch_size == "auto":
+            return 32
+        return self.batch_size
 
     @property
     def evaluated_batch_size(self) -> int:
         """The batch size of a process in evaluations, as far as it is known without the data."""
-        return 256 if self.eval_batch_size == "auto" else self.eval_batch_size or self.train_batch_size
+        if self.eval_batch_size == "auto":
+            return 256
+        return self.eval_batch_size or self.train_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
     name: BackendName
     init_method: InitMethod
-    init_timeout: Duration  # for set-up, until the first step is done
-    timeout: Duration  # for every collective after it
+    # The time-out of the set-up, until the first step is done.
+    init_timeout: Duration
+    # The time-out of every collective after the first step.
+    timeout: Duration
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyConfig:
+    # Number of machines.
     nnodes: int = bounded(at_least=1)
-    node_rank: int = bounded(at_least=0)  # of the node the command runs on
+    # The number of the node that the command runs on.
+    node_rank: int = bounded(at_least=0)
+    # Processes on each node. auto: as many as the GPUs allow, one on the CPU.
     procs_per_node: int | None = auto(at_least=1)
+    # GPUs of each process. auto: the node's GPUs are split evenly.
     gpus_per_process: int | None = auto(at_least=1)
-    min_gpus_per_process: int = bounded(at_least=1)  # what the model needs; the default of gpus_per_process
-    share_gpus: bool  # processes may share GPUs; needs gpus_per_process, and not nccl
-    rdzv_endpoint: str | None  # HOST:PORT of node 0, where nodes meet; null on one node
-    rdzv_secret: str | None = None  # always null: `launch.environment.without_secret` takes it from the command
+    # GPUs that the model needs; the default of gpus_per_process.
+    min_gpus_per_process: int = bounded(at_least=1)
+    # Let several processes use one GPU. It needs gpus_per_process and another backend than nccl.
+    share_gpus: bool
+    # HOST:PORT of node 0, where the nodes meet. null: there is one node.
+    rdzv_endpoint: str | None
+    # Always null here: `launch.environment.without_secret` takes the secret from the command, so that it isn't saved.
+    rdzv_secret: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Lightning's names, if it has one."""
+    """The names are Lightning's, if it has one."""
 
-    gpus: int | None = auto(at_least=0)  # GPUs used per node
+    # GPUs used on each node; 0 is the CPU. auto: all.
+    gpus: int | None = auto(at_least=0)
+    # Passes over the training samples. null: max_steps decides.
     max_epochs: int | None = bounded(at_least=1)
-    max_steps: int | None = bounded(at_least=1)  # optimizer steps
+    # Optimizer steps. null: max_epochs decides.
+    max_steps: int | None = bounded(at_least=1)
     precision: Precision
+    # Batches of a process in one optimizer step.
     accumulate_grad_batches: int = bounded(at_least=1)
+    # The largest norm, or value, of the gradients. null: they aren't clipped.
     gradient_clip_val: float | None = bounded(above=0)
     gradient_clip_algorithm: ClipAlgorithm
+    # Optimizer steps between two logs.
     log_every_n_steps: int = bounded(at_least=1)
-    progress: ProgressMode = "auto"  # on the terminal
-    val_check_interval: int | None = bounded(at_least=1)  # optimizer steps; null: at the end of epochs
-    check_val_every_n_epoch: int | None = bounded(at_least=1)  # null: not at the end of epochs
-    num_sanity_val_steps: int = bounded(at_least=0, default=1)  # validation batches of each process before training
-    limit_train_batches: int | float | None = bounded(above=0)  # int: batches; float in (0, 1]: that share
+    # How progress is shown on the terminal.
+    progress: ProgressMode = "auto"
+    # Optimizer steps between two validations. null: validate at the end of epochs.
+    val_check_interval: int | None = bounded(at_least=1)
+    # Epochs between two validations. null: don't validate at the end of epochs.
+    check_val_every_n_epoch: int | None = bounded(at_least=1)
+    # Validation batches of each process before training, to find mistakes early.
+    num_sanity_val_steps: int = bounded(at_least=0, default=1)
+    # A whole number of batches, or a share of them from 0 to 1. null: all.
+    limit_train_batches: int | float | None = bounded(above=0)
     limit_val_batches: int | float | None = bounded(at_least=0)
     limit_test_batches: int | float | None = bounded(at_least=0)
-    fast_dev_run: bool | int = bounded(at_least=0)  # n batches of everything, no checkpoints; true: 1
-    overfit_batches: int | float | None = bounded(above=0)  # train and validate on the same few batches, in order
+    # Run this many batches of everything and write no checkpoints. true: 1.
+    fast_dev_run: bool | int = bounded(at_least=0)
+    # Train and validate on the same few batches, in order. A number or a share, as in limit_train_batches.
+    overfit_batches: int | float | None = bounded(above=0)
+    # Use deterministic algorithms only.
     deterministic: bool
-    benchmark: bool | None  # cudnn.benchmark; null: off in deterministic mode, else on
-    matmul_precision: MatmulPrecision | None = None  # null: as torch or the user's code sets it
-    num_threads: int | None = auto(at_least=1)  # intra-op threads of a process; auto: its share of the cores
-    channels_last: bool = False  # store images and convolution weights as NHWC
-    # torch.compile's mode.
+    # cudnn.benchmark. null: off in deterministic mode, else on.
+    benchmark: bool | None
+    # null: as torch or the user's code sets it.
+    matmul_precision: MatmulPrecision | None = None
+    # Intra-op threads of a process. auto: its share of the cores.
+    num_threads: int | None = auto(at_least=1)
+    # Store images and the weights of convolutions as NHWC.
+    channels_last: bool = False
+    # The mode of torch.compile. null: the model isn't compiled.
     compile: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    # Modules to recompute in the backward: auto, or class names.
+    # Modules whose activations are recomputed in the backward: names of classes. auto: what the model repeats.
     activation_checkpointing: Literal["auto"] | Texts | None = None
-    profiler: Literal["pytorch"] | None = None  # records some steps; `callbacks=[profiler]` says which
+    # Record some steps with torch's profiler; `callbacks=[profiler]` says which.
+    profiler: Literal["pytorch"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    schedule: Node | None  # gets the optimizer, and `total_steps` if it takes that keyword and wasn't given it
-    total_steps: int | None = bounded(at_least=1, default=None)  # in `interval`s; null: those of the run
+    # Is given the optimizer, and `total_steps` if it takes that keyword and the node doesn't set it.
+    schedule: Node | None
+    # The length of the schedule, counted in `interval`s. null: the length of the run.
+    total_steps: int | None = bounded(at_least=1, default=None)
+    # When the schedule takes a step.
     interval: Interval
-    monitor: str | None  # the metric ReduceLROnPlateau watches
+    # The metric that ReduceLROnPlateau watches.
+    monitor: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    path: str | None  # for job=eval, predict and export: a checkpoint or a run directory
+    # For job=eval, predict and export: a checkpoint or a run directory.
+    path: str | None
+    # Write checkpoints.
     enabled: bool
-    monitor: str | None  # a validation metric, such as val/accuracy; null: no `best`
+    # The validation metric that decides which checkpoints are the best, such as val/accuracy. null: none is.
+    monitor: str | None
+    # Whether a small or a large value of `monitor` is better.
     mode: Mode
-    save_top_k: int = bounded(at_least=-1)  # number of best ones kept; -1 keeps every checkpoint
-    save_last_k: int = bounded(at_least=1, default=2)  # number of newest ones kept, in case the last is damaged
+    # Number of the best checkpoints that are kept. -1 keeps every checkpoint.
+    save_top_k: int = bounded(at_least=-1)
+    # Number of the newest checkpoints that are kept, in case the last one is damaged.
+    save_last_k: int = bounded(at_least=1, default=2)
+    # Optimizer steps between two checkpoints.
     every_n_steps: int | None = bounded(at_least=1)
+    # Epochs between two checkpoints.
     every_n_epochs: int | None = bounded(at_least=1)
-    every_n_minutes: float | None = bounded(above=0)  # since the last save; checked at each log
-    asynchronous: bool = True  # write while training continues
+    # Minutes since the last checkpoint; checked at each log.
+    every_n_minutes: float | None = bounded(above=0)
+    # Write while training continues.
+    asynchronous: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,122 +236,168 @@ class LauncherConfig:
     _target_: FunctionName
     # Its keywords.
     args: dict[str, Any] = field(default_factory=dict)
-    max_restarts: int = bounded(at_least=0)  # of the whole run after failures; launcher=elastic only
-    late_after: Duration  # how long ranks wait for another one before it is reported as late
+    # How often the whole run is restarted after failures. launcher=elastic only.
+    max_restarts: int = bounded(at_least=0)
+    # How long ranks wait for another one before it is reported as late.
+    late_after: Duration
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
     """How the weights of `init_from` fit the model. Patterns are regular expressions, found anywhere in a name."""
 
-    rename: dict[str, str] | None = None  # pattern → replacement, applied in order to the names in the file
-    skip: Texts | None = None  # patterns of names, after renaming, that aren't loaded
-    strict: bool = True  # every name is in both, the file and the model
+    # Pattern → replacement, applied in this order to the names in the file.
+    rename: dict[str, str] | None = None
+    # Patterns of the names, after renaming, that aren't loaded.
+    skip: Texts | None = None
+    # Refuse a name that is only in the file or only in the model.
+    strict: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
+    # The part of the data that is evaluated.
     part: Part
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig:
+    # The part of the data that is predicted.
     part: Part
-    output: str  # a file that doesn't exist yet: .csv or .pt
+    # A .csv or .pt file that doesn't exist yet.
+    output: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     format: Literal["text", "json"]
-    train_samples: int | None = bounded(at_least=1)  # if the data set isn't there to be counted
+    # The number of training samples, if the data set isn't there to be counted.
+    train_samples: int | None = bounded(at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig:
-    processes: int | None = bounded(at_least=2)  # compared with one process; null: the run's, at least 2
-    steps: int = bounded(at_least=1)  # optimizer steps
+    # Number of processes that are compared with one process. null: the run's, at least 2.
+    processes: int | None = bounded(at_least=2)
+    # Optimizer steps.
+    steps: int = bounded(at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightConfig:
-    """job=preflight, and the checks before training if `enabled`. A limit of null isn't checked."""
+    """job=preflight, and the same checks before training if `enabled`. A limit of null isn't checked."""
 
-    enabled: bool = False  # before training, too; `preflight=true` sets this key
-    seconds: Duration | None = None  # spent measuring; null: 20, or 2 before training
-    max_bytes: int = bounded(at_least=4, default=2**28)  # largest message
-    max_clock_offset: Duration | None = Duration(1.0)  # from rank 0's clock
-    max_latency: Duration | None = None  # of a link, one way
-    min_link_bandwidth: float | None = bounded(above=0, default=None)  # MB/s, 10^6 bytes, of a link
-    min_bus_bandwidth: float | None = bounded(above=0, default=None)  # MB/s, of all_reduce at its best size
-    min_matmul: float | None = bounded(above=0, default=None)  # GFLOP/s of a device
-    min_free_disk: float | None = bounded(above=0, default=None)  # GB, 10^9 bytes, for the run directory
-    min_shm: float | None = bounded(above=0, default=None)  # GB free in /dev/shm
+    # Check before training, too. `preflight=true` sets this key.
+    enabled: bool = False
+    # Time spent measuring. null: 20 seconds, or 2 before training.
+    seconds: Duration | None = None
+    # The largest message, in bytes.
+    max_bytes: int = bounded(at_least=4, default=2**28)
+    # The largest difference of a clock from rank 0's.
+    max_clock_offset: Duration | None = Duration(1.0)
+    # The latency of a link, one way.
+    max_latency: Duration | None = None
+    # The bandwidth of a link, in MB/s (10^6 bytes).
+    min_link_bandwidth: float | None = bounded(above=0, default=None)
+    # The bus bandwidth of all_reduce at its best size, in MB/s.
+    min_bus_bandwidth: float | None = bounded(above=0, default=None)
+    # The speed of a device, in GFLOP/s.
+    min_matmul: float | None = bounded(above=0, default=None)
+    # Free space for the run directory, in GB (10^9 bytes).
+    min_free_disk: float | None = bounded(above=0, default=None)
+    # Free space in /dev/shm, in GB.
+    min_shm: float | None = bounded(above=0, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesConfig:
     """job=collectives."""
 
-    backends: Texts | None = None  # gloo, nccl: shown side by side; null: the run's own backend
-    delay: Duration = Duration(1.0)  # how late the sender of isend/irecv is
+    # gloo, nccl, or both side by side. null: the run's own backend.
+    backends: Texts | None = None
+    # How late the sender of isend/irecv is.
+    delay: Duration = Duration(1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """job=tune. Names are those of Lightning's Tuner, if it has one."""
+    """job=tune. The names are those of Lightning's Tuner, if it has one."""
 
-    find_batch_size: bool = True  # find the largest batch that fits
-    find_lr: bool = True  # find a learning rate, with that batch
-    max_batch_size: int | None = bounded(at_least=1, default=None)  # per process; null: the size of the data set
-    steps_per_trial: int = bounded(at_least=2, default=3)  # the first one allocates the optimizer's state
-    margin: float = bounded(at_least=0, at_most=0.9, default=0.1)  # fraction of the free memory to keep free
+    # Find the largest batch that fits.
+    find_batch_size: bool = True
+    # Find a learning rate, with that batch.
+    find_lr: bool = True
+    # The largest batch of a process that is tried. null: the size of the data set.
+    max_batch_size: int | None = bounded(at_least=1, default=None)
+    # Optimizer steps of each trial. The first one allocates the optimizer's state, so two are the least.
+    steps_per_trial: int = bounded(at_least=2, default=3)
+    # The fraction of the free memory to keep free.
+    margin: float = bounded(at_least=0, at_most=0.9, default=0.1)
+    # The first and the last learning rate of the range test.
     min_lr: float = bounded(at_least=1e-30, at_most=1e6, default=1e-7)
     max_lr: float = bounded(at_least=1e-30, at_most=1e6, default=10.0)
-    num_training: int = bounded(at_least=20, default=100)  # optimizer steps of the range test
-    # Stop at this multiple of the lowest loss; null: never.
+    # Optimizer steps of the range test.
+    num_training: int = bounded(at_least=20, default=100)
+    # Stop the range test at this multiple of the lowest loss. null: never.
     early_stop_threshold: float | None = bounded(above=1, default=4.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     format: ExportFormat
-    output: str | None  # a file, or folder, that doesn't exist yet; null: <recipe>_<step> and the format's suffix, here
-    dynamic_batch: bool  # onnx, torch_export: any batch size; false: the example's
+    # A file, or folder, that doesn't exist yet. null: <recipe>_<step> with the format's suffix, in this folder.
+    output: str | None
+    # For onnx and torch_export: allow any batch size. false: only the example's.
+    dynamic_batch: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunsConfig:
     """job=runs, compare and report."""
 
-    paths: Texts | None = None  # run directories, or folders of them; `runs=[a,b]` sets this key; null: path.outputs
-    sort: str = "started"  # a column, a metric or a key; -NAME: the largest first
-    filter: str | None = None  # conditions such as `status=failed val/accuracy>0.9`
+    # Run directories, or folders of them. `runs=[a,b]` sets this key. null: path.outputs.
+    paths: Texts | None = None
+    # A column, a metric or a key. -NAME sorts the largest first.
+    sort: str = "started"
+    # Conditions such as `status=failed val/accuracy>0.9`.
+    filter: str | None = None
     format: Literal["text", "csv", "json"] = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    output: str = "report.html"  # a file that doesn't exist yet
+    # A file that doesn't exist yet.
+    output: str = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathConfig:
+    # The folder of all run directories.
     outputs: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
+    # The name of the recipe, the first folder of the run directory's path.
     recipe: str
+    # What the command does: one of the framework's jobs, or a function of the user's.
     job: JobName
-    args: dict[str, Any] = field(default_factory=dict)  # keywords of the function that `job` names
+    # Keywords of the function that `job` names.
+    args: dict[str, Any] = field(default_factory=dict)
     seed: int = bounded(at_least=0, at_most=2**32 - 1)
-    tags: Texts = Texts(())  # labels of the run, in run.json and trackers
-    resume: str | None  # the run directory to resume
-    rerun: str | None = None  # the run directory whose configuration a new run uses
-    trust: bool = False  # run the code of a saved run that isn't known to be the user's; always false in config.yaml
-    init_from: str | None  # a checkpoint, a file of weights, or a folder of transformers, to take the weights from
+    # Labels of the run, in run.json and in trackers.
+    tags: Texts = Texts(())
+    # The run directory to resume.
+    resume: str | None
+    # The run directory whose configuration a new run uses.
+    rerun: str | None = None
+    # Run the code of a saved run that isn't known to be the user's. It is always false in config.yaml.
+    trust: bool = False
+    # Where to take the weights from: a checkpoint, a file of weights, or a folder of transformers.
+    init_from: str | None
     init: InitConfig = InitConfig()
-    objects: Texts | None = None  # files of pickled objects, see framework.config.objects; set by framework.train
+    # Files of pickled objects, which framework.train writes; see framework.config.objects.
+    objects: Texts | None = None
     eval: EvalConfig
     predict: PredictConfig
     plan: PlanConfig
@@ -308,7 +416,8 @@ class Config:
     topology: TopologyConfig
     trainer: TrainerConfig
     strategy: Node
-    optimizer: Node | dict[str, Node]  # see framework.config.optimizers
+    # One optimizer, or several by name; see framework.config.optimizers.
+    optimizer: Node | dict[str, Node]
     scheduler: SchedulerConfig
     checkpoint: CheckpointConfig
     logger: dict[str, Node]

@@ -28,14 +28,15 @@ class Secrets:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        found: set[str] = set()
+        secrets: set[str] = set()
         for path, value in _leaves(config):
             if _is_secret(path, value):
-                found.add(str(value))
+                secrets.add(str(value))
             elif isinstance(value, str):
-                found.update(secrets_in(value))
-        # Without a digit, it may be a plain word elsewhere. The longest first, since one may contain another.
-        repeated = [text for text in found if len(text) >= _MIN_REPEATED and re.search(r"\d", text)]
+                secrets.update(secrets_in(value))
+        # A short secret, or one without a digit, may be a plain word elsewhere.
+        repeated = [secret for secret in secrets if len(secret) >= _MIN_REPEATED and re.search(r"\d", secret)]
+        # The longest first, because one may contain another.
         self._repeated = sorted(repeated, key=len, reverse=True)
 
     def masked_config(self) -> dict[str, Any]:
@@ -44,6 +45,7 @@ class Secrets:
         return masked
 
     def masked_overrides(self, overrides: Sequence[str]) -> list[str]:
+        """Return typed overrides with every secret masked."""
         return [self.masked_text(masked_override(text)) for text in overrides]
 
     def masked_text(self, text: str) -> str:
@@ -56,9 +58,11 @@ class Secrets:
     def entries(self) -> list[dict[str, Any]]:
         """Return the masked values and where they belong: the content of secrets.yaml."""
         masked = dict(_leaves(self.masked_config()))
-        return [
-            {"key": list(path), "value": value} for path, value in _leaves(self._config) if masked.get(path) != value
-        ]
+        entries = []
+        for path, value in _leaves(self._config):
+            if masked.get(path) != value:
+                entries.append({"key": list(path), "value": value})
+        return entries
 
     def _masked(self, node: Any, path: Path) -> Any:
         if isinstance(node, Mapping):
@@ -67,7 +71,9 @@ class Secrets:
             return [self._masked(value, (*path, number)) for number, value in enumerate(node)]
         if _is_secret(path, node):
             return MASK
-        return self.masked_text(node) if isinstance(node, str) else node
+        if isinstance(node, str):
+            return self.masked_text(node)
+        return node
 
 
 def restored_config(config: Mapping[str, Any], entries: Any, *, file: str) -> dict[str, Any]:
@@ -77,12 +83,16 @@ def restored_config(config: Mapping[str, Any], entries: Any, *, file: str) -> di
     other than masked values.
     """
     changed: dict[str, Any] = _copied(config)
-    for entry in entries if isinstance(entries, list) else ():
-        is_entry = isinstance(entry, dict) and isinstance(entry.get("key"), list) and "value" in entry
-        place = _place_of(changed, entry["key"]) if is_entry else None
+    # The file may be damaged, or somebody else's.
+    if not isinstance(entries, list):
+        entries = []
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("key"), list) or "value" not in entry:
+            continue
+        place = _masked_place(changed, entry["key"])
         if place is not None:
-            node, name = place
-            node[name] = entry["value"]
+            parent, name = place
+            parent[name] = entry["value"]
     if Secrets(changed).masked_config() != Secrets(config).masked_config():
         raise ConfigError(f"{file} doesn't belong to the config.yaml beside it. Restore both, or remove {file}.")
     return changed
@@ -90,14 +100,18 @@ def restored_config(config: Mapping[str, Any], entries: Any, *, file: str) -> di
 
 def missing_secrets(config: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys of values that are still masked, because the run's secrets.yaml isn't there."""
-    masked = [path for path, value in _leaves(config) if _is_masked(value)]
-    return [".".join(map(str, path)) for path in masked]
+    keys = []
+    for path, value in _leaves(config):
+        if _is_masked(value):
+            keys.append(".".join(map(str, path)))
+    return keys
 
 
 def masked_override(text: str) -> str:
     """Return a typed `key=value`, or an argument such as `--api-key=VALUE`, with its secret masked."""
     name, sign, value = text.partition("=")
-    if "${" in value:  # a reference holds no secret itself
+    # A reference holds no secret itself.
+    if "${" in value:
         return text
     if sign and _is_secret(tuple(name.lstrip("+~-").split(".")), value):
         return f"{name}={MASK}"
@@ -109,16 +123,18 @@ def masked_override(text: str) -> str:
 def masked_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command with their secrets masked, also that of `--api-key VALUE`."""
     masked = []
-    is_value = False
+    follows_secret_option = False
     for argument in arguments:
-        masked.append(MASK if is_value else masked_override(argument))
-        is_value = argument.startswith("--") and "=" not in argument and is_secret_name(argument)
+        masked.append(MASK if follows_secret_option else masked_override(argument))
+        follows_secret_option = argument.startswith("--") and "=" not in argument and is_secret_name(argument)
     return masked
 
 
 def _masked_in_braces(match: re.Match[str]) -> str:
-    is_secret = _is_secret((match["name"],), match["value"].strip())
-    return f"{match['name']}:{MASK}" if is_secret else match[0]
+    name = match["name"]
+    if _is_secret((name,), match["value"].strip()):
+        return f"{name}:{MASK}"
+    return match[0]
 
 
 def _is_secret(path: Path, value: Any) -> bool:
@@ -126,7 +142,8 @@ def _is_secret(path: Path, value: Any) -> bool:
     names = [name for name in path if isinstance(name, str) and is_secret_name(name)]
     if not names or isinstance(value, (bool, Mapping, list)):
         return False
-    if str(path[-1]).startswith("_"):  # `_target_` and the like, below a key such as `secrets`
+    # `_target_` and the like, below a key such as `secrets`.
+    if str(path[-1]).startswith("_"):
         return False
     text = str(value).lower()
     if text in _NO_SECRET:
@@ -156,10 +173,12 @@ def _copied(node: Any) -> Any:
     """Return a copy whose sequences are lists, as they are in a file."""
     if isinstance(node, Mapping):
         return {name: _copied(value) for name, value in node.items()}
-    return [_copied(value) for value in node] if isinstance(node, (list, tuple)) else node
+    if isinstance(node, (list, tuple)):
+        return [_copied(value) for value in node]
+    return node
 
 
-def _place_of(config: Any, path: Sequence[Any]) -> tuple[Any, Any] | None:
+def _masked_place(config: Any, path: Sequence[Any]) -> tuple[Any, Any] | None:
     """Return the mapping or list that holds the masked value, and its key there; None if there is no masked value."""
     node = config
     for name in path[:-1]:
@@ -170,10 +189,12 @@ def _place_of(config: Any, path: Sequence[Any]) -> tuple[Any, Any] | None:
 
 
 def _item(node: Any, name: Any) -> Any:
-    if isinstance(node, dict):
-        return node.get(name) if isinstance(name, (str, int)) else None
-    is_position = isinstance(node, list) and type(name) is int and 0 <= name < len(node)
-    return node[name] if is_position else None
+    """Return an item of a mapping or list; None if there is no such item."""
+    if isinstance(node, dict) and isinstance(name, (str, int)):
+        return node.get(name)
+    if isinstance(node, list) and type(name) is int and 0 <= name < len(node):
+        return node[name]
+    return None
 
 
 def _has_mask(value: Any) -> bool:

@@ -6,34 +6,43 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
 _CUTOFF = 0.6
-_CUTOFF_ELSEWHERE = 0.8  # for a name in another section than the one that was given
+"""Names that are less alike, from 0 to 1, aren't suggested."""
+
+_CUTOFF_ELSEWHERE = 0.8
+"""The same for a name in another section than the one that was given."""
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str | None:
-    """Return the name in `allowed` that is most like `given`, or None if none is similar."""
+def nearest(wrong: str, allowed: Iterable[str]) -> str | None:
+    """Return the name in `allowed` that is most like `wrong`, or None if none is similar."""
     by_folded = {name.casefold(): name for name in allowed}
-    matches = get_close_matches(given.casefold(), by_folded, n=1, cutoff=_CUTOFF)
+    folded = wrong.casefold()
+    matches = get_close_matches(folded, by_folded, n=1, cutoff=_CUTOFF)
     if matches:
         return by_folded[matches[0]]
-    longer = [name for folded, name in by_folded.items() if len(given) > 1 and given.casefold() in folded]
+    if len(wrong) < 2:
+        return None
+    # `steps` isn't like `steps_per_trial`, letter by letter, but a part of it.
+    longer = [by_folded[name] for name in by_folded if folded in name]
     return min(longer, key=len, default=None)
 
 
-def nearest_key(given: str, allowed: Iterable[str]) -> str | None:
-    """Return the full dotted key that is most like `given`, in any section; None if none is similar.
+def nearest_key(wrong: str, allowed: Iterable[str]) -> str | None:
+    """Return the full dotted key that is most like `wrong`, in any section; None if none is similar.
 
     `trainer.gpsu`, `optimizer_lr` and `gpus` find `trainer.gpus`, `optimizer.lr` and `trainer.gpus`.
     """
-    allowed = list(allowed)
-    has_section = given.rpartition(".")[0] in allowed
-    # Not the sections above it: the mistake is in the rest of the name.
-    scored = [
-        (_likeness(given, key, has_section=has_section), -len(key), key)
-        for key in allowed
-        if not given.startswith(f"{key}.")
-    ]
-    best = max(scored, default=None)
-    return best[2] if best is not None and best[0] >= _CUTOFF else None
+    keys = list(allowed)
+    has_section = wrong.rpartition(".")[0] in keys
+    scores: list[tuple[float, int, str]] = []
+    for key in keys:
+        # Not the sections above it: the mistake is in the rest of the name.
+        if not wrong.startswith(f"{key}."):
+            # Of two keys that are as much alike, the shorter one wins.
+            scores.append((_likeness(wrong, key, has_section=has_section), -len(key), key))
+    if not scores:
+        return None
+    likeness, _, key = max(scores)
+    return key if likeness >= _CUTOFF else None
 
 
 def did_you_mean(name: str | None) -> str:
@@ -41,21 +50,27 @@ def did_you_mean(name: str | None) -> str:
     return "" if name is None else f" Did you mean {name}?"
 
 
-def _likeness(given: str, key: str, *, has_section: bool) -> float:
-    if given == key:
+def _likeness(wrong: str, key: str, *, has_section: bool) -> float:
+    """Return how much alike two keys are; above 1 if they are the same.
+
+    has_section: the section of `wrong` exists, so that its name is probably the mistake.
+    """
+    if wrong == key:
         return 2.0
-    section, _, name = given.casefold().rpartition(".")
+    section, _, name = wrong.casefold().rpartition(".")
     key_section, _, key_name = key.casefold().rpartition(".")
     of_name = _ratio(name, key_name)
     # `epochs` for `max_epochs`, `prec` for `precision`
     if len(name) > 1 and (name in key_name.split("_") or key_name.startswith(name)):
         of_name = max(of_name, _CUTOFF_ELSEWHERE)
-    if section == key_section:  # a right section says nothing about the name below it
+    # A right section says nothing about the name below it.
+    if section == key_section:
         return of_name
     if has_section and of_name < _CUTOFF_ELSEWHERE:
         return 0.0
-    of_all = _ratio(given.casefold().replace(".", "_"), key.casefold().replace(".", "_"))
-    if name == key_name:  # the right name in the wrong place; `of_all` decides between several of them
+    of_all = _ratio(wrong.casefold().replace(".", "_"), key.casefold().replace(".", "_"))
+    # The right name in the wrong place; `of_all` decides between several of them.
+    if name == key_name:
         return 0.85 + 0.1 * of_all
     return max(of_all, 0.9 * of_name)
 

@@ -21,8 +21,8 @@ _SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-# Of annotations that allow numbers but no strings.
 _NUMERIC_WORDS = {"int", "float", "None", "NoneType", "Optional", "Union", "Tensor", "torch"}
+"""The words of annotations that allow numbers but no strings."""
 
 
 def check_targets(config: Config) -> None:
@@ -31,10 +31,16 @@ def check_targets(config: Config) -> None:
     Raises TargetError with all mistakes, one per line. An exception raised by a module's import is passed on.
     """
     load_objects(config.objects or ())
+    model, _ = without_freeze(config.model)
+    collate_fn = config.data.collate_fn
+    if collate_fn is not None:
+        # It is called with the samples later, for each batch.
+        collate_fn = {**collate_fn, "_partial_": True}
+
     mistakes = [
-        *check_node(without_freeze(config.model)[0], "model", supplied=("devices",)),
+        *check_node(model, "model", supplied=("devices",)),
         *check_node(config.data.datasets, "data.datasets", supplied=("run_config", "run_context")),
-        *check_node(config.data.collate_fn and {**config.data.collate_fn, "_partial_": True}, "data.collate_fn"),
+        *check_node(collate_fn, "data.collate_fn"),
         *check_node(config.data.sampler, "data.sampler", positional=1),
         *check_node(config.task, "task", supplied=("model", "config", "context")),
         *check_node(config.strategy, "strategy", supplied=("context",)),
@@ -82,23 +88,26 @@ def requires(node: Node, keyword: str) -> bool:
 
 def import_target(name: str) -> Any:
     """Return what a dotted name stands for. Raises TargetError with the nearest name if there is no such thing."""
-    found: Any = None
+    target: Any = None
     path = ""
     for part in name.split("."):
-        parent, path = found, f"{path}.{part}".lstrip(".")
+        parent = target
+        path = f"{path}.{part}".lstrip(".")
         if hasattr(parent, part):
-            found = getattr(parent, part)
+            target = getattr(parent, part)
             continue
         try:
-            found = importlib.import_module(path)
+            target = importlib.import_module(path)
         except ModuleNotFoundError as error:
-            if f"{path}.".startswith(f"{error.name}."):  # it, or its parent, which is no package
+            # The module itself is missing, or its parent isn't a package.
+            if f"{path}.".startswith(f"{error.name}."):
                 raise TargetError(_no_such(path, within=parent)) from None
-            missing = f"{path} can't be imported, because it imports {error.name}, which isn't installed."
-            raise TargetError(missing) from error
-    if not callable(found):
-        raise TargetError(f"it is a {type(found).__name__} and can't be called. Name a class or function.")
-    return found
+            raise TargetError(
+                f"{path} can't be imported, because it imports {error.name}, which isn't installed."
+            ) from error
+    if not callable(target):
+        raise TargetError(f"it is a {type(target).__name__} and can't be called. Name a class or function.")
+    return target
 
 
 def check_node(node: Any, key: str, *, positional: int = 0, supplied: Collection[str] = ()) -> Iterator[str]:
@@ -114,22 +123,29 @@ def check_node(node: Any, key: str, *, positional: int = 0, supplied: Collection
             yield from _check_keywords(node, key, parameters, positional=positional, supplied=supplied)
         except TargetError as error:
             yield f"{key}._target_={node['_target_']}: {error}"
-    if isinstance(node, list) or (isinstance(node, Mapping) and node.get("_recursive_", True)):
-        for name, item in node.items() if isinstance(node, Mapping) else enumerate(node):
+    if isinstance(node, Mapping) and node.get("_recursive_", True):
+        for name, item in node.items():
             yield from check_node(item, f"{key}.{name}")
+    elif isinstance(node, list):
+        for number, item in enumerate(node):
+            yield from check_node(item, f"{key}.{number}")
 
 
 def _check_keywords(
     node: Node, key: str, parameters: Mapping[str, inspect.Parameter], *, positional: int, supplied: Collection[str]
 ) -> Iterator[str]:
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
         return
     target = node["_target_"]
     by_position = [p.name for p in parameters.values() if p.kind in _BY_POSITION]
-    filled = set(by_position[: positional + len(node.get("_args_") or ())])
+    # Those that the framework passes by position, and those of the node.
+    num_passed = positional + len(node.get("_args_") or ())
+    filled = set(by_position[:num_passed])
     allowed = [p.name for p in parameters.values() if p.kind in _NAMED and p.name not in filled]
     takes = f"It takes {', '.join(allowed) or 'nothing'}."
-    if len(by_position) < positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+
+    if len(by_position) < positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
         yield f"{key}: {target} must take a first argument, which the framework passes. {takes}"
     for name, value in node.items():
         if name in _SPECIAL:
@@ -138,13 +154,18 @@ def _check_keywords(
             yield f"{key}.{name} is filled in by the framework. Leave it out."
         elif name not in allowed:
             guess = nearest(name, allowed)
-            hint = did_you_mean(guess and f"{key}.{guess}")
-            hint = hint or f" If it is another target's, remove it with ~{key}.{name}."
+            if guess is not None:
+                hint = did_you_mean(f"{key}.{guess}")
+            else:
+                hint = f" If it is another target's, remove it with ~{key}.{name}."
             yield f"{key}.{name}: {target} has no such keyword.{hint} {takes}"
         elif isinstance(value, str) and _wants_number(parameters[name]):
             yield f"{key}.{name}={value}: must be a number for {target}."
+
+    if node.get("_partial_"):
+        return
     given = filled | node.keys() | set(supplied)
-    for p in parameters.values() if not node.get("_partial_") else ():
+    for p in parameters.values():
         if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in given:
             yield f"{key}.{p.name} is required by {target}. {takes}"
 
@@ -156,28 +177,39 @@ def _wants_number(parameter: inspect.Parameter) -> bool:
 
 
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a callable's signature; `**kwargs` if it has none, as some that are written in C."""
     anything = {"kwargs": inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)}
     try:
-        shown = inspect.signature(target).parameters
+        parameters = inspect.signature(target).parameters
+        if not inspect.isclass(target):
+            return parameters
         # A decorated `__init__` may take more than it shows, as those of transformers' configurations do.
-        own = inspect.signature(target, follow_wrapped=False).parameters if inspect.isclass(target) else shown
-    except ValueError:  # written in C, without a signature
+        decorated = inspect.signature(target, follow_wrapped=False).parameters
+    except ValueError:
         return anything
-    return {**shown, **anything} if own != shown and any(p.kind is p.VAR_KEYWORD for p in own.values()) else shown
+    if decorated != parameters and any(p.kind is p.VAR_KEYWORD for p in decorated.values()):
+        return {**parameters, **anything}
+    return parameters
 
 
 def _no_such(path: str, *, within: Any) -> str:
+    """Return the message for a dotted name that doesn't exist. within: the module or class that should have it."""
     parent, _, name = path.rpartition(".")
     guess = nearest(name, _names_in(within))
     if not parent:
         return f"there is no module {name}.{did_you_mean(guess)}"
+    if guess is not None:
+        return f"there is no {name} in {parent}.{did_you_mean(f'{parent}.{guess}')}"
     # Another package of the same name may hide the one that is meant.
-    place = f" ({within.__file__})" if guess is None and getattr(within, "__file__", None) else ""
-    return f"there is no {name} in {parent}{place}.{did_you_mean(guess and f'{parent}.{guess}')}"
+    file = getattr(within, "__file__", None)
+    place = f" ({file})" if file else ""
+    return f"there is no {name} in {parent}{place}."
 
 
 def _names_in(parent: Any) -> list[str]:
+    """Return the names in a module or class, its modules that aren't imported included; None: all modules there are."""
     if parent is None:
         return [module.name for module in pkgutil.iter_modules()]
     names = [name for name in dir(parent) if not name.startswith("_")]
-    return names + [module.name for module in pkgutil.iter_modules(getattr(parent, "__path__", None) or [])]
+    folders = getattr(parent, "__path__", None) or []
+    return names + [module.name for module in pkgutil.iter_modules(folders)]
