@@ -16,6 +16,7 @@ from typing import Any
 from framework.api.nodes import KEY, Nodes, is_maker, override_value, unused_name
 from framework.command.request import JobResult, PythonCall
 from framework.config.parse import known_keys
+from framework.config.saved import key_of
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError, RequestError, RunError
@@ -24,36 +25,48 @@ from framework.launch.fork_server import PRELOAD, ForkServer
 from framework.monitoring.report import FailureReport, render
 from framework.types import Datasets
 
-_SECTIONS = tuple(
-    field.name for field in fields(Config) if field.name not in ("recipe", "job", "resume", "objects", "trust")
-)
+_NO_ARGUMENTS = ("recipe", "job", "resume", "objects", "trust")
+_SECTIONS = tuple(field.name for field in fields(Config) if field.name not in _NO_ARGUMENTS)
 _ONE_NODE = ("model", "task", "strategy", "optimizer")
 _NAMED_NODES = ("callbacks", "logger")
-_TEXTS = ("seed", "init_from", "tags")  # not groups
-_kept_servers: list[ForkServer] = []  # at most one, which has torch loaded for the next call
+
+# A string is their value; for the other sections it chooses an option.
+_TEXTS = ("seed", "init_from", "tags")
+
+# Overrides that the run's methods set, or that are for the command alone.
+_FOR_THE_COMMAND = ("job", "resume", "rerun", "checkpoint.path", "trust")
+
+# At most one server, which has torch loaded for the next call.
+_kept_servers: list[ForkServer] = []
 
 
 class RunFailedError(RunError):
     """A process of the run failed; the message is the failure report that the command prints.
 
     Attributes:
-        report: the report's fields: `report.first.rank`, `.phase`, `.step`, `.exception`, `.traceback`, …
-        directory: the run directory; `framework.load(directory).resume()` continues from the last checkpoint.
+        report: The report's fields: `report.first.rank`, `.phase`, `.step`, `.exception`, `.traceback`, …
+        directory: The run directory; `framework.load(directory).resume()` continues from the last checkpoint.
     """
 
     def __init__(self, text: str, *, report: FailureReport, directory: Path) -> None:
         super().__init__(text)
-        self.report, self.directory = report, directory
+        self.report = report
+        self.directory = directory
 
 
 def execute(overrides: Sequence[str], nodes: Nodes, *, name: str | None = None) -> JobResult:
     """Run the job that the overrides ask for, in processes of its own.
 
-    name: replaces the recipe's name in paths and titles.
-    Raises FrameworkError; RunFailedError if a rank failed.
+    Args:
+        name: Replaces the recipe's name in paths and titles.
+
+    Raises:
+        RunFailedError: A rank failed.
+        FrameworkError: The request is wrong.
     """
     _check_caller()
-    with _fork_server() as server:  # it imports torch while this process pickles and composes
+    # The server imports torch while this process pickles and composes.
+    with _fork_server() as server:
         from framework.command import compose
 
         result = compose.run_call(overrides, PythonCall(nodes.pickled(), name), fork_server=server)
@@ -76,10 +89,10 @@ def section_overrides(
     A string chooses an option of a group. A dict without `_target_` sets keys. Anything else is a part of the run and
     replaces the recipe's. Raises ConfigError for mistakes that only Python code can make.
     """
-    given = {section: value for section, value in sections.items() if value is not None}
+    arguments = {section: value for section, value in sections.items() if value is not None}
     if loss is not None or metrics is not None:
-        given["task"] = _supervised(nodes, loss, metrics, task=given.get("task"))
-    for section, value in given.items():
+        arguments["task"] = _supervised(nodes, loss, metrics, task=arguments.get("task"))
+    for section, value in arguments.items():
         _check_section(section)
         if isinstance(value, str) and section not in _TEXTS:
             yield f"{section}={value}"
@@ -90,33 +103,34 @@ def section_overrides(
         elif section == "data":
             yield from _data(nodes, value)
         elif section == "scheduler":
-            parts = value if isinstance(value, Mapping) else {"schedule": _not_made(value, section)}
-            yield from _keys(nodes, section, parts, parts_of_run=("schedule",))
+            keys = value if isinstance(value, Mapping) else {"schedule": _not_made(value, section)}
+            yield from _keys(nodes, section, keys, parts_of_run=("schedule",))
         elif isinstance(value, Mapping):
             yield from _keys(nodes, section, value)
         else:
             yield f"{section}={override_value(_plain(value))}"
+
     if not isinstance(typed, (list, tuple)) or not all(isinstance(text, str) for text in typed):
         raise ConfigError(f'overrides={typed!r}: must be a list of strings, such as ["trainer.max_epochs=1"].')
     for text in typed:
-        key = text.lstrip("+~").partition("=")[0]
-        if (
-            text.startswith("-")
-            or key in ("job", "resume", "rerun", "checkpoint.path", "trust")
-            or key.startswith("hydra")
-        ):
+        key = key_of(text)
+        if text.startswith("-") or key.startswith("hydra") or key in _FOR_THE_COMMAND:
             raise ConfigError(f"overrides: {text} is for the command. Use framework.load and the run's methods.")
-        if key in given:
+        if key in arguments:
             raise ConfigError(f"overrides: {text} can't go with the argument {key}. Leave one of them out.")
         yield text
 
 
 def _check_section(section: str) -> None:
+    """Raise ConfigError with a suggestion if there is no such section."""
     if section in _SECTIONS:
         return
+    # `max_epochs=5` was probably meant as trainer={"max_epochs": 5}.
     owners = [key.rpartition(".")[0] for key in known_keys() if key.endswith(f".{section}")]
-    guess = nearest(section, _SECTIONS)
-    hint = did_you_mean(f"{owners[0]}={{{section!r}: ...}}" if owners and "." not in owners[0] else guess)
+    if owners and "." not in owners[0]:
+        hint = did_you_mean(f"{owners[0]}={{{section!r}: ...}}")
+    else:
+        hint = did_you_mean(nearest(section, _SECTIONS))
     raise ConfigError(f"{section}: there is no such argument or section.{hint} Sections: {', '.join(_SECTIONS)}.")
 
 
@@ -128,19 +142,33 @@ def _supervised(nodes: Nodes, loss: Any, metrics: Mapping[str, Any] | None, *, t
         raise ConfigError("metrics needs loss. Without one, metrics are those of the task.")
     if not callable(loss):
         raise ConfigError(f"loss={loss!r}: must be a function or module of (output, target): nn.CrossEntropyLoss()")
-    if metrics is not None and not isinstance(metrics, Mapping):
+    if metrics is None:
+        metrics = {}
+    if not isinstance(metrics, Mapping):
         raise ConfigError('metrics: must be a dict of names and metrics, such as {"accuracy": Accuracy()}.')
-    own = {name: nodes.function(each, key=f"metrics.{name}") for name, each in (metrics or {}).items()}
-    if wrong := [name for name in own if not KEY.fullmatch(name)]:
-        raise ConfigError(
-            f"metrics: {wrong[0]!r} can't be a name. Use letters, digits and _ - / . @ %, a letter first."
-        )
-    return {"_target_": "framework.tasks.Supervised", "loss": nodes.function(loss, key="loss"), "metrics": own}
+    metric_nodes = {}
+    for name, metric in metrics.items():
+        metric_nodes[name] = nodes.function(metric, key=f"metrics.{name}")
+        if not KEY.fullmatch(name):
+            raise ConfigError(
+                f"metrics: {name!r} can't be a name. Use letters, digits and _ - / . @ %, a letter first."
+            )
+    return {
+        "_target_": "framework.tasks.Supervised",
+        "loss": nodes.function(loss, key="loss"),
+        "metrics": metric_nodes,
+    }
+
+
+def _is_part(value: Any) -> bool:
+    """Return True for a class, function, partial or node."""
+    return is_maker(value) or (isinstance(value, Mapping) and "_target_" in value)
 
 
 def _one_node(nodes: Nodes, section: str, value: Any) -> Iterator[str]:
+    """Yield the overrides of the model, task, strategy or optimizer: keys, or a part that replaces the recipe's."""
     if isinstance(value, Mapping) and "_target_" not in value:
-        if not all(is_maker(part) or (isinstance(part, Mapping) and "_target_" in part) for part in value.values()):
+        if not all(_is_part(item) for item in value.values()):
             yield from _keys(nodes, section, value)
             return
         # Several optimizers by name.
@@ -153,30 +181,28 @@ def _one_node(nodes: Nodes, section: str, value: Any) -> Iterator[str]:
 
 def _not_made(value: Any, section: str) -> Any:
     """Return the value. Raises ConfigError for an optimizer or scheduler that is made already, for another model."""
-    if not isinstance(value, Mapping) and not is_maker(value) and callable(getattr(value, "step", None)):
-        name, place = type(value).__name__, type(value).__module__.removesuffix(f".{type(value).__name__.lower()}")
-        groups = getattr(value, "param_groups", None)
-        arguments = f", lr={groups[0]['lr']}" if groups else ", ..."
-        raise ConfigError(
-            f"{section}: this {name} was made for your copy of the model. Pass what makes one: "
-            f"partial({place}.{name}{arguments})"
-        )
-    return value
+    is_made = not isinstance(value, Mapping) and not is_maker(value) and callable(getattr(value, "step", None))
+    if not is_made:
+        return value
+    name = type(value).__name__
+    # torch.optim.SGD is in torch.optim.sgd.
+    place = type(value).__module__.removesuffix(f".{name.lower()}")
+    groups = getattr(value, "param_groups", None)
+    arguments = f"lr={groups[0]['lr']}" if groups else "..."
+    raise ConfigError(
+        f"{section}: this {name} was made for your copy of the model. Pass what makes one: "
+        f"partial({place}.{name}, {arguments})"
+    )
 
 
 def _named(nodes: Nodes, section: str, value: Any) -> Iterator[str]:
     """Yield the overrides of callbacks or loggers: options, with keys, and objects under the names of their classes."""
-    if isinstance(value, Mapping):
-        own = dict(value)
-    else:
-        own = {}
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            is_option = isinstance(item, str)
-            own[unused_name(item if is_option else _name_of(item), own)] = {} if is_option else item
-    options = {name: keys for name, keys in own.items() if isinstance(keys, Mapping) and "_target_" not in keys}
+    items = _by_name(value)
+    # An option is given by its name; its value is a dict of the keys that differ.
+    options = [name for name, item in items.items() if isinstance(item, Mapping) and "_target_" not in item]
     if options:
         yield f"{section}=[{','.join(options)}]"
-    for name, item in own.items():
+    for name, item in items.items():
         key = f"{section}.{name}"
         if name in options:
             yield from _keys(nodes, key, item)
@@ -184,29 +210,51 @@ def _named(nodes: Nodes, section: str, value: Any) -> Iterator[str]:
             yield from _replaced(key, nodes.part(item, key=key))
 
 
+def _by_name(value: Any) -> dict[str, Any]:
+    """Return callbacks or loggers by name: a dict has names, a list of options and objects gets them."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, (list, tuple)):
+        value = [value]
+    items: dict[str, Any] = {}
+    for item in value:
+        if isinstance(item, str):
+            items[unused_name(item, items)] = {}
+        else:
+            items[unused_name(_name_of(item), items)] = item
+    return items
+
+
 def _name_of(part: Any) -> str:
     """Return `early_stopping` for an `EarlyStopping`, its class, or a partial of it."""
     made = part.func if isinstance(part, partial) else part
     name = getattr(made, "__name__", type(made).__name__)
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-    return words if words.isidentifier() else "function"  # a lambda
+    # `<lambda>` is no identifier.
+    return words if words.isidentifier() else "function"
 
 
 def _data(nodes: Nodes, value: Any) -> Iterator[str]:
+    """Yield the overrides of the data: keys of the section, or the parts of the data."""
     from torch.utils.data import IterableDataset
 
-    is_section = isinstance(value, Mapping) and not value.keys() <= {"train", "val", "test"} and "_target_" not in value
-    keys = dict(value) if is_section else {"datasets": value}
+    keys = {"datasets": value}
+    if isinstance(value, Mapping) and "_target_" not in value:
+        names_parts = value.keys() <= {"train", "val", "test"}
+        if not names_parts:
+            keys = dict(value)
     if "datasets" in keys:
-        keys["datasets"] = datasets = _datasets(keys["datasets"])
+        datasets = _datasets(keys["datasets"])
+        keys["datasets"] = datasets
+        # A stream has its own order.
         if isinstance(datasets, Datasets) and isinstance(datasets.train, IterableDataset):
-            keys.setdefault("shuffle", False)  # a stream has its own order
+            keys.setdefault("shuffle", False)
     yield from _keys(nodes, "data", keys, parts_of_run=("datasets", "sampler"), functions=("collate_fn",))
 
 
 def _datasets(value: Any) -> Any:
     """Return the data as `Datasets`, with DataLoaders taken apart; a function or node that makes it, as it is."""
-    if is_maker(value) or (isinstance(value, Mapping) and "_target_" in value):
+    if _is_part(value):
         return value
     from framework.data.from_dataloader import unpack_dataloaders
 
@@ -234,9 +282,12 @@ def _keys(
     """Yield the overrides that set the keys of a section; those of `parts_of_run` and `functions` are nodes."""
     for name, value in values.items():
         key = f"{section}.{name}"
-        if value is not None and not isinstance(value, str) and name in (*parts_of_run, *functions):
-            make = nodes.function if name in functions else nodes.part
-            yield from _replaced(key, make(value, key=key))
+        if value is None or isinstance(value, str):
+            yield f"++{key}={override_value(nodes.value(value, key=key))}"
+        elif name in functions:
+            yield from _replaced(key, nodes.function(value, key=key))
+        elif name in parts_of_run:
+            yield from _replaced(key, nodes.part(value, key=key))
         else:
             yield f"++{key}={override_value(nodes.value(_plain(value), key=key))}"
 
@@ -245,7 +296,9 @@ def _plain(value: Any) -> Any:
     """Return paths as strings and tuples as lists, which the framework's own keys take."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def _replaced(key: str, node: Mapping[str, Any]) -> Iterator[str]:
@@ -257,7 +310,8 @@ def _replaced(key: str, node: Mapping[str, Any]) -> Iterator[str]:
 def _check_caller() -> None:
     """Raise RequestError if the caller is itself a rank, of ours or of another launcher."""
     cluster = detect(os.environ)
-    if cluster is None and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # set for our ranks
+    # The framework sets this variable for its ranks.
+    if cluster is None and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         raise RequestError(
             "This call was made by a process that trains: it imports the module that makes the call.\n"
             'Put the call under `if __name__ == "__main__":`, or define model and data in a module of their own.'

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Collection, Mapping
 from functools import partial
 from inspect import Parameter
-from itertools import chain, count
 from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, final
@@ -57,17 +56,21 @@ class Nodes:
     def function(self, value: Any, *, key: str) -> dict[str, Any]:
         """Return the node of a callable, such as a loss: a function as it is, an instance of a class."""
         if isinstance(value, _FUNCTIONS):
-            node: dict[str, Any] = self.value(value, key=key)
-            return node
+            named: dict[str, Any] = self.value(value, key=key)
+            return named
         node = self.part(value, key=key)
-        return {**node, "_partial_": True} if isinstance(getattr(value, "func", None), _FUNCTIONS) else node
+        # A partial of a function is called for each batch; one of a class makes an instance first.
+        if isinstance(value, partial) and isinstance(value.func, _FUNCTIONS):
+            node["_partial_"] = True
+        return node
 
     def value(self, value: Any, *, key: str) -> Any:
         """Return an argument as YAML has it: a plain value, or a node that evaluates to exactly this value."""
         kind = type(value)
         if kind.__module__ == "numpy" and isinstance(value, Real):
-            return value.item()  # type: ignore[attr-defined] # of NumPy's numbers
-        if kind is str and ("${" in value or value == "???"):  # OmegaConf would read them
+            return value.item()  # type: ignore[attr-defined] # NumPy's numbers have it
+        # OmegaConf would read these as an interpolation or a missing value.
+        if kind is str and ("${" in value or value == "???"):
             return self._object(value, key=key)
         if kind in _PLAIN:
             return value
@@ -75,10 +78,18 @@ class Nodes:
             return {name: self.value(item, key=f"{key}.{name}") for name, item in value.items()}
         if kind in (list, tuple):
             items = [self.value(item, key=f"{key}.{number}") for number, item in enumerate(value)]
-            return items if kind is list else {"_target_": "builtins.tuple", "_args_": [items]}
+            if kind is list:
+                return items
+            return {"_target_": "builtins.tuple", "_args_": [items]}
         if isinstance(value, partial):
             return {**self._call(value, key=key), "_partial_": True}
-        name = importable_name(value) if is_maker(value) else str(value) if str(kind) == _DTYPE else None
+
+        name = None
+        if is_maker(value):
+            name = importable_name(value)
+        elif str(kind) == _DTYPE:
+            # torch.float32 is written `torch.float32`.
+            name = str(value)
         if name is not None:
             return {"_target_": "hydra.utils.get_object", "path": name}
         return self._object(value, key=key)
@@ -89,22 +100,29 @@ class Nodes:
             return None
         try:
             return _pickled(self._objects)
-        except Exception:  # a user's class may raise anything
+        # A user's class may raise anything.
+        except Exception:
             for name, value in self._objects.items():
                 _check_pickles(name, value)
             raise
 
     def _call(self, value: Any, *, key: str) -> dict[str, Any]:
+        """Return the node that calls a class or function, with the arguments of a partial."""
         bound: partial[Any] = value if isinstance(value, partial) else partial(value)
         called: Any = bound.func
-        node: dict[str, Any] = {
-            "_target_": importable_name(called) or self._add(called, name=getattr(called, "__name__", key))
-        }
+        target = importable_name(called)
+        if target is None:
+            target = self._add(called, name=getattr(called, "__name__", key))
+
+        node: dict[str, Any] = {"_target_": target}
         if bound.args:
             node["_args_"] = [self.value(item, key=f"{key}.{number}") for number, item in enumerate(bound.args)]
-        return node | {name: self.value(item, key=f"{key}.{name}") for name, item in bound.keywords.items()}
+        for name, item in bound.keywords.items():
+            node[name] = self.value(item, key=f"{key}.{name}")
+        return node
 
     def _object(self, value: Any, *, key: str) -> dict[str, Any]:
+        """Return the node that makes an equal object, or the node of the pickled object."""
         kind: Any = type(value)
         arguments = constructor_arguments(value)
         if arguments is not None:
@@ -113,15 +131,23 @@ class Nodes:
 
     def _add(self, value: Any, *, name: str) -> str:
         """Keep the object under its name, or the next unused one, and return the dotted name."""
-        name = name if name.isidentifier() else "function"  # a lambda
-        name = unused_name(name, [taken for taken, other in self._objects.items() if other is not value])
+        # `<lambda>` is no identifier.
+        if not name.isidentifier():
+            name = "function"
+        taken = [other_name for other_name, other in self._objects.items() if other is not value]
+        name = unused_name(name, taken)
         self._objects[name] = value
         return f"{OBJECTS}.{name}"
 
 
 def unused_name(name: str, taken: Collection[str]) -> str:
     """Return `name`, or the first of `name_2`, `name_3`, … that isn't taken."""
-    return next(each for each in chain([name], (f"{name}_{number}" for number in count(2))) if each not in taken)
+    candidate = name
+    number = 2
+    while candidate in taken:
+        candidate = f"{name}_{number}"
+        number += 1
+    return candidate
 
 
 def is_maker(value: Any) -> bool:
@@ -131,17 +157,22 @@ def is_maker(value: Any) -> bool:
 
 def importable_name(value: Any) -> str | None:
     """Return the shortest dotted name by which any process can import `value`; None if it has none."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    root = str(module).partition(".")[0]
-    if module is None or name is None or root == "__main__" or module not in sys.modules:
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", None)
+    if module is None or name is None or module not in sys.modules:
         return None
-    if not _is_findable(root) or _attribute(module, name) != value:
+    root = module.partition(".")[0]
+    if root == "__main__" or not _is_findable(root) or _attribute(module, name) != value:
         return None
+
+    # `torch.nn.Linear` for `torch.nn.modules.linear.Linear`.
     parts = module.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    public = (prefix for prefix in prefixes if prefix in sys.modules and not prefix.rpartition(".")[2].startswith("_"))
-    prefix = next((each for each in public if _attribute(each, name) == value), module)
-    return f"{prefix}.{name}"
+    for length in range(1, len(parts) + 1):
+        package = ".".join(parts[:length])
+        is_public = not parts[length - 1].startswith("_")
+        if is_public and package in sys.modules and _attribute(package, name) == value:
+            return f"{package}.{name}"
+    return f"{module}.{name}"
 
 
 def constructor_arguments(value: Any) -> dict[str, Any] | None:
@@ -153,20 +184,29 @@ def constructor_arguments(value: Any) -> dict[str, Any] | None:
     kind = type(value)
     if not inspect.isclass(kind) or importable_name(kind) is None:
         return None
-    state = getattr(value, "__dict__", None)
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None:
+        return None
     is_module = hasattr(value, "parameters") and hasattr(value, "register_buffer")
-    if state is None or (state and not is_module) or (is_module and any(True for _ in value.parameters())):
+    if is_module and list(value.parameters()):
+        return None
+    if attributes and not is_module:
         return None
     try:
-        parameters = inspect.signature(kind).parameters.values()
-        given = {each.name: getattr(value, each.name) for each in parameters if hasattr(value, each.name)}
-        defaults = {each.name: each.default for each in parameters if each.default is not Parameter.empty}
-        arguments = {name: item for name, item in given.items() if name not in defaults or item != defaults[name]}
-        if not all(isinstance(item, _PLAIN) for item in arguments.values()):
+        arguments: dict[str, Any] = {}
+        for name, parameter in inspect.signature(kind).parameters.items():
+            if not hasattr(value, name):
+                continue
+            argument = getattr(value, name)
+            if parameter.default is Parameter.empty or argument != parameter.default:
+                arguments[name] = argument
+        if not all(isinstance(argument, _PLAIN) for argument in arguments.values()):
             return None
-        return arguments if pickle.dumps(kind(**arguments)) == pickle.dumps(value) else None
-    except Exception:  # a class that can't be made so, or compared, may raise anything
+        is_equal = pickle.dumps(kind(**arguments)) == pickle.dumps(value)
+    # A class that can't be made so, or compared, may raise anything.
+    except Exception:
         return None
+    return arguments if is_equal else None
 
 
 def override_value(value: Any) -> str:
@@ -179,25 +219,31 @@ def override_value(value: Any) -> str:
         case str():
             return QuotedString(value.replace("${", "\\${"), Quote.single).with_quotes()
         case Mapping():
-            return "{" + ", ".join(f"{name}: {override_value(item)}" for name, item in value.items()) + "}"
+            items = [f"{name}: {override_value(item)}" for name, item in value.items()]
+            return "{" + ", ".join(items) + "}"
         case list() | tuple():
-            return "[" + ", ".join(map(override_value, value)) + "]"
+            return "[" + ", ".join(override_value(item) for item in value) + "]"
         case _:
             return str(value)
 
 
 def _is_findable(root: str) -> bool:
+    """Return True if any process can import this top-level module."""
+    if root in sys.builtin_module_names:
+        return True
     try:
-        return root in sys.builtin_module_names or importlib.util.find_spec(root) is not None
-    except ValueError:  # a module that was made by hand
+        return importlib.util.find_spec(root) is not None
+    # A module that was made by hand.
+    except ValueError:
         return False
 
 
 def _attribute(module: str, name: str) -> Any:
-    found: Any = sys.modules[module]
+    """Return the attribute of a module, such as `Class.method`; None if there is none."""
+    value: Any = sys.modules[module]
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _on_cpu(value: Any) -> Any:
@@ -205,8 +251,10 @@ def _on_cpu(value: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.nn.Module):
         return value
-    is_elsewhere = {each.device.type for each in value.parameters()} - {"cpu", "meta"}
-    return copy.deepcopy(value).cpu() if is_elsewhere else value
+    devices = {parameter.device.type for parameter in value.parameters()}
+    if devices <= {"cpu", "meta"}:
+        return value
+    return copy.deepcopy(value).cpu()
 
 
 def _pickled(value: Any) -> bytes:
@@ -216,11 +264,11 @@ def _pickled(value: Any) -> bytes:
     torch = sys.modules.get("torch")
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, each: Any) -> Any:
-            is_plain = torch is not None and type(each) is torch.Tensor and each.layout is torch.strided
-            if is_plain and each.is_leaf and each.untyped_storage().nbytes() > each.nbytes:
-                return each.clone().__reduce_ex__(self.proto)
-            return super().reducer_override(each)
+        def reducer_override(self, item: Any) -> Any:
+            is_plain = torch is not None and type(item) is torch.Tensor and item.layout is torch.strided
+            if is_plain and item.is_leaf and item.untyped_storage().nbytes() > item.nbytes:
+                return item.clone().__reduce_ex__(self.proto)
+            return super().reducer_override(item)
 
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
@@ -228,11 +276,13 @@ def _pickled(value: Any) -> bytes:
 
 
 def _check_pickles(name: str, value: Any) -> None:
+    """Raise ConfigError if the object can't be pickled."""
     try:
         _pickled(value)
     except Exception as error:
-        kind = value.value if isinstance(value, ObjectFactory) else value
+        given = value.value if isinstance(value, ObjectFactory) else value
+        kind = type(given).__name__
         raise ConfigError(
-            f"{name}: an object of {type(kind).__name__} can't be handed to the processes: {error}.\n"
-            f"Pass a function that makes it, which each process calls: def make(): return {type(kind).__name__}(...)"
+            f"{name}: an object of {kind} can't be handed to the processes: {error}.\n"
+            f"Pass a function that makes it, which each process calls: def make(): return {kind}(...)"
         ) from error

@@ -33,6 +33,8 @@ def write_recipe(run_dir: RunDir, path: Path) -> Path:
     if path.exists():
         raise ConfigError(f"{path} exists already. Choose another name, or remove it.")
     raw = load_yaml(run_dir.config_file)
+
+    # The parts of the recipe's file: the recipe it starts from, the options of groups, and the keys.
     base: list[Any] = []
     options: dict[str, Any] = {}
     content: dict[str, Any] = {}
@@ -43,7 +45,8 @@ def write_recipe(run_dir: RunDir, path: Path) -> Path:
                 f"run with {text.partition('=')[0]}='${{oc.env:NAME}}'."
             )
         override = OverridesParser.create().parse_override(text)
-        key, value = override.key_or_group, override.value()
+        key = override.key_or_group
+        value = override.value()
         section, _, below = key.partition(".")
         if key == "recipe":
             base = [] if value == BLANK else [value]
@@ -55,26 +58,33 @@ def write_recipe(run_dir: RunDir, path: Path) -> Path:
             # YAML can't remove the node that the recipe has, so the whole section is written out.
             options[f"override /{section}"] = _EMPTY_OPTIONS[section]
             content[section] = raw[section]
+        # A section that is written out has this key already.
         elif content.get(section) is not raw[section]:
             _set(content, key.split("."), value)
     raise_mistakes(list(_unnamed(content, objects_of(run_dir, raw))))
-    defaults = [*base, *({name: option} for name, option in options.items())]
-    written = {**({"defaults": defaults} if defaults else {}), **content}
+
+    written: dict[str, Any] = {}
+    defaults = base + [{group: option} for group, option in options.items()]
+    if defaults:
+        written["defaults"] = defaults
+    written.update(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, _HEAD + yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=120))
     return path
 
 
 def _is_group(key: str) -> bool:
+    """Return True if `conf`, the framework's or the user's, has a folder of options for the key."""
     places = (config_dir(), user_config_dir(Path.cwd()))
     return any(place is not None and (place / key).is_dir() for place in places)
 
 
 def _set(content: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set a value at a path of keys, and make the mappings that lead there."""
     *parents, last = path
     for name in parents:
-        below = content.get(name)
-        content[name] = below if isinstance(below, dict) else {}
+        if not isinstance(content.get(name), dict):
+            content[name] = {}
         content = content[name]
     content[last] = value
 
@@ -85,13 +95,14 @@ def _unnamed(content: Mapping[str, Any], files: Sequence[str]) -> Iterator[str]:
     for key, target in walk(content):
         if not (key.endswith("._target_") and str(target).startswith(f"{OBJECTS}.")):
             continue
-        found = import_target(target)
+        pickled = import_target(target)
         place = key.removesuffix("._target_")
-        if not isinstance(found, ObjectFactory):
-            name = getattr(found, "__qualname__", target)
+        if not isinstance(pickled, ObjectFactory):
+            name = getattr(pickled, "__qualname__", target)
             yield f"{place}: {name} is defined in a script or notebook. Move it to a module, and import it from there."
             continue
-        value, name = found.value, importable_name(type(found.value))
+        value = pickled.value
+        name = importable_name(type(value))
         if isinstance(value, Datasets):
             yield f"{place}: these data sets have no name. Put a function that makes them in a module, and pass that."
         elif is_maker(value) or name is None:

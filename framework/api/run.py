@@ -78,13 +78,16 @@ class Run:
         """All that was logged: a pandas DataFrame indexed by step; without pandas, a list of dicts."""
         rows: dict[int, dict[str, Any]] = {}
         for row in read_rows(self._run_dir, warns=True):
-            rows.setdefault(row["step"], {}).update({name: row[name] for name in row if name != "nonfinite"})
+            values = {name: value for name, value in row.items() if name != "nonfinite"}
+            rows.setdefault(row["step"], {}).update(values)
         try:
             import pandas
         except ImportError:
             return list(rows.values())
         table = pandas.DataFrame(list(rows.values()))
-        return table.set_index("step") if rows else table
+        if not rows:
+            return table
+        return table.set_index("step")
 
     def best_model(self) -> nn.Module:
         """Return the model with the best weights by `checkpoint.monitor`, else the last: on the CPU, in eval mode."""
@@ -106,7 +109,7 @@ class Run:
         nodes = Nodes()
         typed = section_overrides(nodes, sections, overrides, loss=loss, metrics=metrics)
         self._check_trust("resume")
-        execute([self._key("resume"), "trust=true", *typed], nodes)
+        execute([f"resume={override_value(str(self.directory))}", "trust=true", *typed], nodes)
         return self
 
     def evaluate(
@@ -133,8 +136,8 @@ class Run:
 
         with TemporaryDirectory() as folder:
             file = Path(folder, "predictions.pt")
-            own = [f"predict.output={override_value(str(file))}", *overrides]
-            self._job("predict", data, part, own, sections)
+            output = f"predict.output={override_value(str(file))}"
+            self._job("predict", data, part, [output, *overrides], sections)
             predictions: dict[str, Tensor] = torch.load(file, weights_only=True)
         return predictions
 
@@ -147,26 +150,28 @@ class Run:
         return write_recipe(self._run_dir, Path(path))
 
     def _read(self) -> RunRecord:
-        found = read_run(self.directory)
-        if found is None:
+        record = read_run(self.directory)
+        if record is None:
             raise ConfigError(f"{self.directory} isn't a run any more: it was moved or removed.")
-        return found
+        return record
 
     def _weights(self) -> str:
-        return BEST if (self._run_dir.checkpoints / BEST).exists() else LAST
-
-    def _key(self, key: str, path: Path | None = None) -> str:
-        return f"{key}={override_value(str(path or self.directory))}"
+        """Return the name of the best checkpoint, or of the last one if none is the best."""
+        if (self._run_dir.checkpoints / BEST).exists():
+            return BEST
+        return LAST
 
     def _job(self, job: str, data: Any, part: str, overrides: Sequence[str], sections: dict[str, Any]) -> RunDir:
+        """Run a job on the best weights, and return its run directory. data, part: as for `evaluate`."""
         self._check_trust(job)
         nodes = Nodes()
         if data is not None:
-            is_one = not isinstance(data, (tuple, list, dict)) and not is_maker(data) and not hasattr(data, "parts")
-            sections = {"data": _as_test(data) if is_one else data, **sections}
+            has_parts = isinstance(data, (tuple, list, dict)) or is_maker(data) or hasattr(data, "parts")
+            sections = {"data": data if has_parts else _as_test(data), **sections}
+        checkpoint = self._run_dir.checkpoints / self._weights()
         typed = [
             f"job={job}",
-            self._key("checkpoint.path", self._run_dir.checkpoints / self._weights()),
+            f"checkpoint.path={override_value(str(checkpoint))}",
             "trust=true",
             f"{job}.part={part}",
             *section_overrides(nodes, sections, overrides),
@@ -182,9 +187,9 @@ class Run:
         from framework.command import compose
 
         raw, overrides = load_run(self._run_dir)
-        found = SavedRun(what, run_dir=self._run_dir, raw=raw, overrides=tuple(map(str, overrides)), checkpoint=None)
+        saved = SavedRun(what, run_dir=self._run_dir, raw=raw, overrides=tuple(map(str, overrides)), checkpoint=None)
         outputs = compose.default_outputs(recipe=raw.get("recipe"))
-        check_trust(found, outputs=outputs, asked_by="load it with framework.load(path, trust=True)")
+        check_trust(saved, outputs=outputs, asked_by="load it with framework.load(path, trust=True)")
 
     def _model(self, which: str) -> nn.Module:
         import torch
@@ -192,16 +197,14 @@ class Run:
         self._check_trust("the model")
         from framework.jobs.export.model_file import load_source
 
-        config = load_config(self._run_dir)
         topology = self.record.get("topology", {})
         if "span" not in topology:
             raise ConfigError(f"{self._run_dir.run_file} doesn't say for how many devices the model is. Restore it.")
-        raw = {
-            **config,
-            "objects": objects_of(self._run_dir, config) or None,
-            "checkpoint": {**config["checkpoint"], "path": str(self._run_dir.checkpoints / which)},
-        }
-        with torch.random.fork_rng(devices=[]):  # building a model draws numbers
+        raw = load_config(self._run_dir)
+        raw["objects"] = objects_of(self._run_dir, raw) or None
+        raw["checkpoint"]["path"] = str(self._run_dir.checkpoints / which)
+        # Building a model draws random numbers, and the caller's generator must not notice.
+        with torch.random.fork_rng(devices=[]):
             return load_source(parse(raw), span=topology["span"]).model
 
 
@@ -210,4 +213,6 @@ def _as_test(data: Any) -> Any:
     from framework.data.from_dataloader import unpack_dataloaders
     from framework.types import Datasets
 
-    return unpack_dataloaders(Datasets(data.dataset if hasattr(data, "dataset") else data, test=data))
+    # There has to be a train part, which isn't read.
+    dataset = data.dataset if hasattr(data, "dataset") else data
+    return unpack_dataloaders(Datasets(dataset, test=data))

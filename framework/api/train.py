@@ -54,20 +54,39 @@ def train(
     """
     if recipe is not None and not isinstance(recipe, str):
         raise ConfigError(f"recipe={recipe!r}: must be the name of a recipe. Did you mean model=...?")
-    given = {"model": model, "data": data, "optimizer": optimizer, **sections}
-    if recipe is None:
-        needed = {"model": model, "data": data, "loss (or task)": sections.get("task") if loss is None else loss}
-        if missing := [name for name, value in needed.items() if value is None and not overrides]:
-            raise ConfigError(
-                f"framework.train needs a recipe, or model, data and loss. Missing: {', '.join(missing)}."
-            )
-    if name is not None and (not name.strip(". ") or Path(name).is_absolute() or ".." in Path(name).parts):
+    if recipe is None and not overrides:
+        _check_complete(model=model, data=data, loss=loss, task=sections.get("task"))
+    if name is not None and not _is_folder_name(name):
         raise ConfigError(f"name={name!r}: must be the name of a folder below outputs, such as 'digits'.")
+    if name is None and recipe is None:
+        name = _program_name()
+
     nodes = Nodes()
-    typed = section_overrides(nodes, given, overrides, loss=loss, metrics=metrics)
-    result = execute([f"recipe={recipe or BLANK}", *typed], nodes, name=name or (None if recipe else _program_name()))
+    all_sections = {"model": model, "data": data, "optimizer": optimizer, **sections}
+    typed = section_overrides(nodes, all_sections, overrides, loss=loss, metrics=metrics)
+    result = execute([f"recipe={recipe or BLANK}", *typed], nodes, name=name)
     assert result.run_dir is not None, "a training has a run directory"
-    return Run(result.run_dir.path, trust=True)  # made by this call
+    # This call has made the run, so its code is the caller's.
+    return Run(result.run_dir.path, trust=True)
+
+
+def _check_complete(*, model: Any, data: Any, loss: Any, task: Any) -> None:
+    """Raise ConfigError if a call without a recipe lacks a part."""
+    missing = []
+    if model is None:
+        missing.append("model")
+    if data is None:
+        missing.append("data")
+    if loss is None and task is None:
+        missing.append("loss (or task)")
+    if missing:
+        raise ConfigError(f"framework.train needs a recipe, or model, data and loss. Missing: {', '.join(missing)}.")
+
+
+def _is_folder_name(name: str) -> bool:
+    """Return True for a relative path that stays below the folder it is appended to."""
+    has_letters = bool(name.strip(". "))
+    return has_letters and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def _program_name() -> str:

@@ -1,4 +1,5 @@
-"""The configuration: its keys (`schema`), what is allowed (`checks`), answers to mistakes. Nothing here imports torch.
+"""The configuration: its keys, what is allowed, and answers to mistakes. Nothing here imports torch.
 
-Start with `schema`.
+Start with `schema`, which has every key. `parse` turns what Hydra composed into it, and `checks` has the rules between
+keys. `saved` writes and reads a run's configuration; `targets` imports what `_target_` names.
 """

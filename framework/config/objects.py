@@ -34,7 +34,8 @@ def load_objects(files: Sequence[str]) -> None:
     Raises RequestError if a file isn't what its run wrote, or needs a module that can't be imported here.
     """
     _loaded.clear()
-    for file in map(Path, files):
+    for name in files:
+        file = Path(name)
         content = RunDir(file.parent).read_unchanged(file)
         try:
             _loaded.update(pickle.loads(content))
@@ -43,7 +44,8 @@ def load_objects(files: Sequence[str]) -> None:
                 f"{file} has Python objects of the run, and they need what can't be imported here: {error}.\n"
                 "Use the folder and the environment that the run was started from."
             ) from error
-        except Exception as error:  # of a damaged pickle, or of the user's classes
+        # A damaged pickle, and the user's classes, can raise anything.
+        except Exception as error:
             raise ConfigError(
                 f"{file} has Python objects of the run, and they can't be loaded: {describe_error(error)}"
             ) from error

@@ -20,9 +20,12 @@ from framework.errors import ConfigError, RunError
 MAX_RECORD_BYTES = 2**26
 """The largest file that is read as a whole, 64 MiB: far above any record or configuration."""
 
-_READ_BYTES = 1 << 20
+# Read at once to compute a checksum.
+_CHUNK_BYTES = 1 << 20
+
+# Levels of mappings and lists, and entries on one level, of what is parsed.
 _MAX_DEPTH = 100
-_MAX_ENTRIES = 1_000_000  # on one level
+_MAX_ENTRIES = 1_000_000
 
 
 # Reading. Whatever lies in a run directory may be damaged, or written by somebody else.
@@ -34,8 +37,9 @@ def open_regular(path: Path, *, max_bytes: int | None = None) -> BinaryIO:
     Raises OSError if there is no such file, if it is a folder, FIFO, socket or device, and if it is larger than
     `max_bytes`.
     """
-    _check_regular(path, path.stat(), max_bytes=max_bytes)  # opening a device may already do something
-    # Check again: another process may have put something else there since.
+    # Before it is opened, because opening a device may already do something.
+    _check_regular(path, path.stat(), max_bytes=max_bytes)
+    # And once more, because another process may have put something else there since.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
     try:
@@ -50,7 +54,8 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
     """Return the content of a regular file. Raises OSError as `open_regular` does."""
     with open_regular(path, max_bytes=max_bytes) as file:
         content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:  # it has grown, or its file system knows no sizes
+    # It has grown, or its file system knows no sizes.
+    if len(content) > max_bytes:
         raise _too_large(path, len(content), max_bytes=max_bytes)
     return content
 
@@ -70,8 +75,10 @@ def parse_json(text: str | bytes, *, allows_nan: bool = True) -> Any:
 
     allows_nan: take NaN and Infinity, which JSON doesn't have, as Python does.
     """
+    # What Python's parser calls for NaN and Infinity; None: its own.
+    parse_constant = None if allows_nan else _refuse_constant
     try:
-        content = json.loads(text) if allows_nan else json.loads(text, parse_constant=_refuse_constant)
+        content = json.loads(text, parse_constant=parse_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     check_nesting(content)
@@ -145,7 +152,7 @@ def content_damage(open_file: Callable[[], BinaryIO], facts: FileFacts, *, thoro
 def _crc32_of(file: BinaryIO) -> str:
     crc32 = 0
     file.seek(0)
-    while chunk := file.read(_READ_BYTES):
+    while chunk := file.read(_CHUNK_BYTES):
         crc32 = zlib.crc32(chunk, crc32)
     return f"{crc32:08x}"
 
@@ -169,7 +176,7 @@ def _too_large(path: Path, size_bytes: int, *, max_bytes: int) -> OSError:
 def checked_output(text: str, *, key: str, suffixes: Collection[str]) -> Path:
     """Return the absolute path that `key`=`text` means. Raises ConfigError if it exists or can't be written.
 
-    suffixes: it has one of them; empty for a folder.
+    suffixes: It must have one of these; empty for a folder.
     """
     output = Path(text).expanduser().absolute()
     if suffixes and output.suffix not in suffixes:
@@ -196,9 +203,9 @@ def atomic_output(output: Path, *, key: str) -> Iterator[Path]:
         temporary = Path(folder.name) / output.name
         yield temporary
         with _disk_errors(output, key=key):
-            for each in (temporary, *temporary.rglob("*")):
-                if each.is_file():
-                    with each.open("rb") as file:
+            for path in (temporary, *temporary.rglob("*")):
+                if path.is_file():
+                    with path.open("rb") as file:
                         os.fsync(file.fileno())
             temporary.replace(output)
 
@@ -209,7 +216,9 @@ def free_bytes(folder: Path) -> int | None:
     None if that isn't known: some network file systems report no size.
     """
     folder = folder.absolute()
-    usage = shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists()))
+    while not folder.exists():
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
     return usage.free if usage.total else None
 
 

@@ -22,32 +22,50 @@ def format_rate(per_s: float, unit: str = "B/s") -> str:
 
 
 def _decimal(value: float, unit: str) -> str:
+    """Return the value with three digits and a decimal prefix of the unit."""
     power = 0
+    # What would be rounded to 1000 gets the next prefix.
     while value >= 999.5 and power < len(_DECIMAL) - 1:
-        value, power = value / 1000, power + 1
-    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+        value /= 1000
+        power += 1
+    if power == 0 or value >= 99.95:
+        digits = 0
+    elif value >= 9.995:
+        digits = 1
+    else:
+        digits = 2
     return f"{value:.{digits}f} {_DECIMAL[power]}{unit}"
 
 
 def format_binary_bytes(size_bytes: float) -> str:
     """Return `4 B`, `64 KiB`, `24.9 GiB`, for buffers whose sizes are powers of two."""
-    size, power = float(size_bytes), 0
+    size = float(size_bytes)
+    power = 0
     while size >= 1024 and power < len(_BINARY) - 1:
-        size, power = size / 1024, power + 1
-    return f"{size:.{0 if size == int(size) or power == 0 else 1}f} {_BINARY[power]}B"
+        size /= 1024
+        power += 1
+    digits = 0 if power == 0 or size.is_integer() else 1
+    return f"{size:.{digits}f} {_BINARY[power]}B"
 
 
 def format_seconds(seconds: float) -> str:
     """Return a measured time: `52 µs`, `1.4 ms`, `12.3 s`; negative ones keep their sign."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= scale:
-            return f"{seconds / scale:.3g} {unit}" if abs(seconds) < 1000 * scale else f"{seconds / scale:,.0f} {unit}"
+    if abs(seconds) >= 1000:
+        return f"{seconds:,.0f} s"
+    if abs(seconds) >= 1:
+        return f"{seconds:.3g} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds / 1e-3:.3g} ms"
     return f"{seconds * 1e6:.0f} µs"
 
 
 def format_count(number: int, one: str, many: str | None = None) -> str:
     """Return `1 rank`, `2 ranks`; `many` is for plurals that don't end in s."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    if number == 1:
+        noun = one
+    else:
+        noun = many or f"{one}s"
+    return f"{number:,} {noun}"
 
 
 def format_table(rows: Sequence[Sequence[str]], *, width: int = 10_000) -> str:
@@ -87,8 +105,9 @@ def format_duration(seconds: float | None) -> str:
     """Return hours, minutes and seconds, as in `0:01:30` and `49:05:00`; `–` for None."""
     if seconds is None:
         return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 def display_path(path: Path) -> str:

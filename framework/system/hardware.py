@@ -16,7 +16,9 @@ from framework.errors import TopologyError
 from framework.system.formatting import format_count
 
 _DRIVER_DEVICE = Path("/dev/nvidiactl")
-_NO_MEMORY_LIMIT = 1 << 60  # version 1 of control groups writes a number above this for none
+
+# Version 1 of control groups writes a number above this if there is no limit.
+_NO_MEMORY_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ def _ask_driver(nvml: Any, visible: str | None) -> tuple[Gpu, ...]:
     try:
         nvml.nvmlInit()
         try:
-            gpus = [_describe(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            gpus = [_describe(nvml, handle) for handle in handles]
             return tuple(_select(gpus, visible, nvml=nvml))
         finally:
             nvml.nvmlShutdown()
@@ -74,24 +77,35 @@ def resolve_gpus(requested: int | None) -> int:
     """
     if requested == 0:
         return 0
-    visible = count_gpus()
-    if requested is None or requested <= visible:
-        return visible if requested is None else requested
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    limit = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown!r})"
-    use = f"Use trainer.gpus={visible} or trainer.gpus=auto. " if visible else ""
-    found = format_count(visible, "GPU") if visible else "no GPU"
+    num_visible = count_gpus()
+    if requested is None:
+        return num_visible
+    if requested <= num_visible:
+        return requested
+
+    has = "no GPU"
+    use = ""
+    if num_visible > 0:
+        has = format_count(num_visible, "GPU")
+        use = f"Use trainer.gpus={num_visible} or trainer.gpus=auto. "
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    limit = "" if variable is None else f" (CUDA_VISIBLE_DEVICES={variable!r})"
     raise TopologyError(
-        f"trainer.gpus={requested}, but this machine has {found}{limit}.\n"
+        f"trainer.gpus={requested}, but this machine has {has}{limit}.\n"
         f"{use}To run as CPU processes instead: trainer.gpus=0 topology.procs_per_node={requested}"
     )
 
 
 def cpu_count(root: Path = Path("/")) -> int:
     """Return the cores that this process may use, by its affinity and its control groups' quotas; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    # Rounded down: one thread more than the quota grants gets all of them throttled.
-    return max(1, min([cores, *(int(quota) for quota in _cpu_quotas(root))]))
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    for quota in _cpu_quotas(root):
+        # Rounded down: one thread more than the quota grants gets all of them throttled.
+        cores = min(cores, int(quota))
+    return max(1, cores)
 
 
 def openmp_environment(root: Path = Path("/"), *, alone: bool = True) -> dict[str, str]:
@@ -106,8 +120,10 @@ def openmp_environment(root: Path = Path("/"), *, alone: bool = True) -> dict[st
     """
     cores = cpu_count(root)
     is_limited = hasattr(os, "sched_getaffinity") and cores < len(os.sched_getaffinity(0))
-    is_shared = is_limited or (alone and _running_elsewhere(root) >= (os.cpu_count() or 1) / 2)
-    return {"OMP_WAIT_POLICY": "PASSIVE"} if is_shared else {}
+    is_busy = alone and _running_elsewhere(root) >= (os.cpu_count() or 1) / 2
+    if is_limited or is_busy:
+        return {"OMP_WAIT_POLICY": "PASSIVE"}
+    return {}
 
 
 def _running_elsewhere(root: Path) -> int:
@@ -119,9 +135,13 @@ def _running_elsewhere(root: Path) -> int:
     readings: list[int] = []
     for _ in range(3):
         words = _read(root / "proc/loadavg").split()
-        readings.append(int(words[3].split("/")[0]) - 1 if len(words) > 3 else 0)
-        if readings[-1] <= 0:
+        if len(words) < 4:
             return 0
+        # The fourth word is RUNNING/ALL, this thread included.
+        running = int(words[3].split("/")[0]) - 1
+        if running <= 0:
+            return 0
+        readings.append(running)
         time.sleep(0.003)
     return min(readings)
 
@@ -160,8 +180,8 @@ def _select(gpus: list[Gpu], visible: str | None, *, nvml: Any) -> list[Gpu]:
     if visible is None:
         return gpus
     selected: list[Gpu] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        gpu = _find(gpus, entry, nvml=nvml)
+    for entry in visible.split(","):
+        gpu = _find(gpus, entry.strip(), nvml=nvml)
         if gpu is None:
             break
         if gpu in selected:
@@ -171,14 +191,16 @@ def _select(gpus: list[Gpu], visible: str | None, *, nvml: Any) -> list[Gpu]:
 
 
 def _find(gpus: list[Gpu], entry: str, *, nvml: Any) -> Gpu | None:
+    """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names; None if it is invalid."""
     if entry.startswith("MIG-"):
         try:
             return _describe(nvml, nvml.nvmlDeviceGetHandleByUUID(entry))
         except nvml.NVMLError:
             return None
-    if entry.startswith("GPU-"):  # a unique prefix of a UUID is enough
-        found = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
-        return found[0] if len(found) == 1 else None
+    # A unique prefix of a UUID is enough.
+    if entry.startswith("GPU-"):
+        matches = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+        return matches[0] if len(matches) == 1 else None
     if entry.isdecimal() and int(entry) < len(gpus):
         return gpus[int(entry)]
     return None
@@ -189,17 +211,32 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
     None if that isn't known, as outside Linux.
     """
-    known = [int(kib) * 1024 for kib in re.findall(r"^MemAvailable:\s*(\d+)", _read(root / "proc/meminfo"), re.M)]
+    available: list[int] = []
+    host = re.search(r"^MemAvailable:\s*(\d+)", _read(root / "proc/meminfo"), re.MULTILINE)
+    if host is not None:
+        available.append(int(host[1]) * 1024)
+
     for levels, version in control_groups("memory", root=root):
-        names = ("memory.max", "memory.current", "inactive_file")
         if version == 1:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            limit_file = "memory.limit_in_bytes"
+            usage_file = "memory.usage_in_bytes"
+            cache_entry = "total_inactive_file"
+        else:
+            limit_file = "memory.max"
+            usage_file = "memory.current"
+            cache_entry = "inactive_file"
         for level in levels:
-            limit, used = (_read(level / name).strip() for name in names[:2])
-            if limit.isdecimal() and used.isdecimal() and int(limit) < _NO_MEMORY_LIMIT:
-                cached = re.search(rf"^{names[2]} (\d+)$", _read(level / "memory.stat"), re.M)
-                known.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
-    return max(0, min(known)) if known else None
+            limit = _read(level / limit_file).strip()
+            usage = _read(level / usage_file).strip()
+            if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= _NO_MEMORY_LIMIT:
+                continue
+            # The kernel gives cached files up when memory is needed.
+            cache = re.search(rf"^{cache_entry} (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
+            cached = int(cache[1]) if cache else 0
+            available.append(int(limit) - int(usage) + cached)
+    if not available:
+        return None
+    return max(0, min(available))
 
 
 def control_groups(
@@ -210,12 +247,16 @@ def control_groups(
         _, controllers, group = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        names = (controller, controllers) if controllers else ("",)
-        mount = next((path for name in names if (path := root / "sys/fs/cgroup" / name).is_dir()), None)
-        if mount is not None:
-            # In a container the path may be the host's and not exist here; the container's own limit is at the mount.
-            folder = mount / group.strip("/")
-            yield [level for level in (folder, *folder.parents) if level.is_relative_to(mount)], 1 if controllers else 2
+        # In version 2 there is one hierarchy for all controllers; in version 1 each one, or several, have their own.
+        version = 1 if controllers else 2
+        names = (controller, controllers) if version == 1 else ("",)
+        mounts = [root / "sys/fs/cgroup" / name for name in names]
+        mount = next((path for path in mounts if path.is_dir()), None)
+        if mount is None:
+            continue
+        # In a container the path may be the host's and not exist here; the container's own limit is at the mount.
+        folder = mount / group.strip("/")
+        yield [level for level in (folder, *folder.parents) if level.is_relative_to(mount)], version
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
@@ -224,11 +265,13 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
         names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         for level in levels:
             words = " ".join(_read(level / name) for name in names).split()
-            if len(words) == 2 and words[0].isdecimal():  # "max" or -1 is no limit
+            # "max" or -1 is no limit.
+            if len(words) == 2 and words[0].isdecimal():
                 yield int(words[0]) / int(words[1])
 
 
 def _read(file: Path) -> str:
+    """Return the text of a file; empty if it can't be read."""
     try:
         return file.read_text()
     except OSError:

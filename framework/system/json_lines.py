@@ -16,6 +16,8 @@ Check = Callable[[Row], str | None]
 """Returns what is wrong with a row, None if nothing is."""
 
 MAX_FILE_BYTES = 2**34
+"""16 GiB, larger than any log."""
+
 _MAX_LINE_BYTES = 2**26
 
 # Where one row ends and the next one begins, if the newline between them was damaged.
@@ -27,21 +29,27 @@ _LOST_NEWLINE = re.compile(rb'(?<=\}).(?=\{"step":)', re.DOTALL)
 class Line:
     """A row and its text, or what is wrong with the line. Each row ends with a newline; only `\\n` ends a line."""
 
-    number: int  # counted from 1
+    # Counted from 1.
+    number: int
     text: bytes
     row: Row | None
+    # What is wrong with the line, if there is no row.
     fault: str | None = None
     # The newline after it was damaged or is missing in the file.
     is_repaired: bool = False
 
 
 def read_lines(path: Path, *, check: Check | None = None, having: str | None = None) -> Iterator[Line]:
-    """Yield the lines of a file. A row is an object with a whole number as `step`, for which `check` returns None.
+    """Yield the lines of a file. A row is an object with a whole number as `step`.
 
-    Two rows between which the newline was damaged are two lines, and a last row without a newline gets one. Raises
-    OSError if it isn't a regular file, or is larger than any log is.
+    Two rows between which the newline was damaged are two lines, and a last row without a newline gets one.
 
-    having: skip lines without this key, which need not be parsed then.
+    Args:
+        check: Says what else is wrong with a row.
+        having: Skip lines without this key, which need not be parsed then.
+
+    Raises:
+        OSError: It isn't a regular file, or is larger than any log.
     """
     key = b"" if having is None else json.dumps(having).encode()
     with open_regular(path, max_bytes=MAX_FILE_BYTES) as file:
@@ -51,16 +59,23 @@ def read_lines(path: Path, *, check: Check | None = None, having: str | None = N
             if key not in text:
                 continue
             line = _parsed(number, text, check)
+            two_rows: list[Line] = []
             if line.row is None:
-                for match in _LOST_NEWLINE.finditer(text):
-                    two = [_parsed(number, half, check) for half in (text[: match.start()], text[match.end() :])]
-                    if all(each.row is not None for each in two):
-                        yield from two
-                        break
-                else:
-                    yield line
+                two_rows = _split(number, text, check)
+            if two_rows:
+                yield from two_rows
             else:
                 yield line
+
+
+def _split(number: int, text: bytes, check: Check | None) -> list[Line]:
+    """Return two rows whose newline was damaged; an empty list if the text isn't two rows."""
+    for match in _LOST_NEWLINE.finditer(text):
+        first = _parsed(number, text[: match.start()], check)
+        second = _parsed(number, text[match.end() :], check)
+        if first.row is not None and second.row is not None:
+            return [first, second]
+    return []
 
 
 def _next_line(file: BinaryIO) -> bytes:
@@ -72,11 +87,13 @@ def _next_line(file: BinaryIO) -> bytes:
 
 
 def _parsed(number: int, text: bytes, check: Check | None) -> Line:
+    fault: str | None = None
     try:
         row = parse_json(text.decode(), allows_nan=False)
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise ValueError("it isn't a row with a step")
-        fault = None if check is None else check(row)
+        if check is not None:
+            fault = check(row)
     except ValueError as error:
         fault = str(error) if text.endswith(b"\n") else "it ends in the middle"
     if fault is not None:

@@ -15,12 +15,20 @@ from framework.system.shown_text import shown
 if TYPE_CHECKING:
     import psutil
 
-_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
-_GRACE_S = 0.5  # for those that are about to end by themselves, such as Python's resource tracker
-_TERMINATE_S = 10.0  # from SIGTERM to SIGKILL: W&B's service uploads meanwhile
-_KILL_S = 10.0  # only a process in an uninterruptible system call, or another user's, outlives SIGKILL for so long
+# A number of prctl(2).
+_PR_SET_CHILD_SUBREAPER = 36
+
+# Before SIGTERM, for processes that are about to end by themselves, such as Python's resource tracker.
+_GRACE_S = 0.5
+# From SIGTERM to SIGKILL: W&B's service uploads in this time.
+_TERMINATE_S = 10.0
+# After SIGKILL. Only a process in an uninterruptible system call, or another user's, outlives it for so long.
+_KILL_S = 10.0
 _POLL_S = 0.02
-_MAX_CHARS = 80  # of a command
+
+# Characters of a command in a message.
+_MAX_CHARS = 80
+
 ENDS_WITH_OTHERS = "FRAMEWORK_ENDS_WITH_OTHERS"
 """Environment variable of a helper process of the framework, which ends by itself once its pipe is closed."""
 ENDS_WITHIN_S = _GRACE_S + _TERMINATE_S + _KILL_S + 5.0
@@ -41,9 +49,10 @@ def end_descendants() -> list[str]:
 
     Processes that end by themselves within half a second aren't named. If there are none, this costs a system call.
     """
-    import psutil  # not at the start of a fork server
+    # Imported here, to keep it out of the start of a fork server.
+    import psutil
 
-    named: dict[psutil.Process, str] = {}
+    descriptions: dict[psutil.Process, str] = {}
     began_s = time.monotonic()
     while _reap() and time.monotonic() < began_s + _GRACE_S + _TERMINATE_S + _KILL_S:
         passed_s = time.monotonic() - began_s
@@ -51,21 +60,22 @@ def end_descendants() -> list[str]:
         if passed_s > _GRACE_S:
             descendants = psutil.Process().children(recursive=True)
         for process in descendants:
-            with suppress(psutil.Error):  # it has ended meanwhile, or is another user's
+            # It may have ended in the meantime, or be another user's.
+            with suppress(psutil.Error):
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                is_ours = ENDS_WITH_OTHERS in process.environ()
-                if process not in named and not is_ours:
-                    named[process] = _described(process)
+                ends_by_itself = ENDS_WITH_OTHERS in process.environ()
+                if process not in descriptions and not ends_by_itself:
+                    descriptions[process] = _described(process)
                     process.terminate()
                 if passed_s > _GRACE_S + _TERMINATE_S:
                     process.kill()
         time.sleep(_POLL_S)
-    return list(named.values())
+    return list(descriptions.values())
 
 
 def left_behind(processes: list[str]) -> str:
-    """Return the line that names them."""
+    """Return the line of a message that names these processes."""
     return f"Left behind by the ranks, and ended: {', '.join(processes)}"
 
 
@@ -81,7 +91,8 @@ def _reap() -> bool:
 
 def _described(process: psutil.Process) -> str:
     command = process.cmdline()
-    if "framework.launch.fork_server" in command:  # forked without running another program
+    # A rank was forked, and its children too, if they didn't run another program.
+    if "framework.launch.fork_server" in command:
         return f"pid {process.pid} (a fork of a rank)"
     text = shown(shlex.join(command) or process.name())
     if len(text) > _MAX_CHARS:

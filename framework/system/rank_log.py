@@ -46,7 +46,8 @@ def warn(text: str) -> None:
 
 def show(text: str) -> None:
     """Print a line; rank 0's output is shown on the terminal."""
-    with suppress(OSError):  # standard output is a file on a full disk
+    # Standard output may be a file on a full disk.
+    with suppress(OSError):
         print(shown(text), flush=True)
 
 

@@ -19,7 +19,9 @@ from typing import Any
 from framework.errors import RequestError
 from framework.system.files import FileFacts, open_regular, read_bytes, read_json
 
+# To find a name that no other run has.
 _ATTEMPTS = 100
+
 _KINDS: Mapping[str, type] = {
     "earlier": list,
     "restarts": list,
@@ -29,7 +31,9 @@ _KINDS: Mapping[str, type] = {
     "config": str,
 }
 """The types of the optional entries of `run.json` that a resumed run reads."""
-_updating = threading.Lock()  # trackers note their ids from threads
+
+# Trackers note their ids in run.json from threads.
+_updating = threading.Lock()
 
 
 @dataclass(unsafe_hash=True)
@@ -56,14 +60,19 @@ class RunDir:
 
     def failure_of(self, *, node: int, attempt: int, is_last: bool) -> Path:
         """Return the report of a failure: node 0's, or that of a node cut off from it. is_last: no restart follows."""
-        parts = ["failure", *([f"node{node}"] if node else []), *([] if is_last else [f"attempt_{attempt}"])]
-        return self.path / f"{'_'.join(parts)}.json"
+        name = "failure"
+        if node > 0:
+            name += f"_node{node}"
+        if not is_last:
+            name += f"_attempt_{attempt}"
+        return self.path / f"{name}.json"
 
     def objects_file(self, number: int | str) -> Path:
         """Return the file of the Python objects that a call of `framework.train` gave; each resume may add one."""
         return self.path / f"objects_{number}.pkl"
 
     def rank_log(self, rank: int) -> Path:
+        """Return the log of one rank."""
         return self.logs / f"rank_{rank}.log"
 
     def read_run(self) -> dict[str, Any]:
@@ -88,8 +97,8 @@ class RunDir:
     def update_run(self, facts: Mapping[str, Any]) -> None:
         """Add to `run.json`. One process at a time may: the parent before and after the ranks, rank 0 in between."""
         with _updating:
-            known = self.read_run() if self.run_file.exists() else {}
-            write_object(self.run_file, {**known, **facts})
+            record = self.read_run() if self.run_file.exists() else {}
+            write_object(self.run_file, record | dict(facts))
 
     def recorded_facts(self, name: str) -> FileFacts | None:
         """Return the size and checksum of a file of the run in `run.json`; None if earlier versions didn't record them.
@@ -127,8 +136,10 @@ class RunDir:
     def record_tracker(self, name: str, facts: Mapping[str, Any]) -> None:
         """Note in `run.json` what identifies the run in a tracker, to continue it there. As `update_run`."""
         with _updating:
-            known = self.read_run()
-            write_object(self.run_file, {**known, "trackers": {**known.get("trackers", {}), name: dict(facts)}})
+            record = self.read_run()
+            trackers = record.get("trackers", {})
+            record["trackers"] = trackers | {name: dict(facts)}
+            write_object(self.run_file, record)
 
 
 @contextmanager
@@ -143,7 +154,8 @@ def new_run_dir(parent: Path, *, name: str | None = None) -> Iterator[RunDir]:
         if run_dir is not None:
             shutil.rmtree(run_dir.path, ignore_errors=True)
         for folder in missing:
-            with suppress(OSError):  # another run is in it
+            # Another run may be in it by now.
+            with suppress(OSError):
                 folder.rmdir()
         raise
 
@@ -173,7 +185,8 @@ def check_no_way_out(run_dir: RunDir) -> None:
     Symlinks to checkpoints, and those that W&B makes in its folder, are never written to.
     """
     root = run_dir.path.resolve()
-    for folder, folders, files in os.walk(root):  # doesn't follow symlinks
+    # `os.walk` doesn't follow symlinks.
+    for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
             place = Path(folder, name)
             # Unlike `Path.resolve` before Python 3.13, this raises nothing for a loop of symlinks.
@@ -202,13 +215,15 @@ def locked(run_dir: RunDir) -> Iterator[None]:
             f"The run {run_dir.path} is in use by {_holder(run_dir)}.\n"
             "Two commands can't train in one directory: wait until that one has ended, or end it."
         ) from None
-    except OSError:  # no locks here; a directory that can't be written is refused when the run is recorded
+    # There are no locks here. (A directory that can't be written is refused when the run is recorded.)
+    except OSError:
         pass
     try:
         yield
     finally:
         if lock.is_locked:
-            run_dir.lock_file.unlink(missing_ok=True)  # before the release: it may be another process's after it
+            # Before the release, because after it the file may be another process's.
+            run_dir.lock_file.unlink(missing_ok=True)
             lock.release()
 
 
@@ -216,13 +231,15 @@ def is_locked(run_dir: RunDir) -> bool:
     """Return True if a process is in `locked`; without taking the lock. True, too, on a file system without locks."""
     try:
         file = open_regular(run_dir.lock_file)
-    except PermissionError:  # of another user, who may be running it
+    # It is another user's, who may be running it.
+    except PermissionError:
         return True
     except OSError:
         return False
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released with the file
+            # This lock is released when the file is closed.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
     return False
@@ -261,9 +278,12 @@ def _is_loop(path: Path) -> bool:
 
 def _holder(run_dir: RunDir) -> str:
     """Describe the process that runs it, by `run.json`."""
-    run = read_object(run_dir.run_file) or {}  # there is none if it has only just begun
-    is_running = run.get("status") == "running" and "process" in run
-    return f"process {run['process']['pid']} on {run['process']['host']}" if is_running else "another process"
+    record = read_object(run_dir.run_file)
+    # There is no record if the run has only just begun.
+    if record is None or record.get("status") != "running" or "process" not in record:
+        return "another process"
+    process = record["process"]
+    return f"process {process['pid']} on {process['host']}"
 
 
 def new_name() -> str:
@@ -278,8 +298,9 @@ def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    mode = 0o600 if is_private else 0o666
     try:
-        with os.fdopen(os.open(temporary, flags, 0o600 if is_private else 0o666), "w") as file:
+        with os.fdopen(os.open(temporary, flags, mode), "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -297,7 +318,7 @@ def write_object(path: Path, content: Mapping[str, Any]) -> None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """Return the content of a JSON file; None if this machine doesn't see it, or it isn't a JSON object."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None

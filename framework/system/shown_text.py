@@ -72,7 +72,8 @@ def secrets_in(text: str) -> list[str]:
 
 def is_secret_name(name: str) -> bool:
     """Return True if a key of this name holds a password or token."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)  # apiKey → api_Key
+    # apiKey → api_Key
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return _SECRET_NAME.search(words) is not None and _MODEL_TOKEN.search(words.lower()) is None
 
 

@@ -1,4 +1,4 @@
-"""Signals as something to wait for with `select`, among other events."""
+"""Signals: wait for them with `select`, among other events, or die with the parent process."""
 
 from __future__ import annotations
 
@@ -54,20 +54,28 @@ def catching_signals(
     ours.setblocking(False)
     theirs.setblocking(False)
     numbers = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
-    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False) if numbers else None
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    earlier_wakeup_fd: int | None = None
+    if numbers:
+        # From now on, Python writes the number of each signal to this socket.
+        earlier_wakeup_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    earlier_handlers = {number: signal.signal(number, _do_nothing) for number in numbers}
     try:
         yield Signals(ours, [*numbers, *observed])
     finally:
-        for number, handler in before.items():
+        for number, handler in earlier_handlers.items():
             signal.signal(number, handler)
-        if wakeup is not None:
-            signal.set_wakeup_fd(wakeup)
+        if earlier_wakeup_fd is not None:
+            signal.set_wakeup_fd(earlier_wakeup_fd)
         ours.close()
         theirs.close()
 
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+def _do_nothing(*_: object) -> None:
+    """Handle a signal that is collected: its number has been written to the socket."""
+
+
+_PR_SET_PDEATHSIG = 1
+"""A number of prctl(2)."""
 
 
 def die_with_parent(expected_parent: int) -> None:
