@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _command() -> int:
-    from framework.launch.environment import without_secret
+    from framework.launch.cluster_environment import without_secret
 
     arguments = without_secret(sys.argv[1:], os.environ)
     sys.argv[1:] = arguments
@@ -87,7 +87,7 @@ def _answer(
 
 def _external(arguments: list[str]) -> int | None:
     """Run this process's part if torchrun, srun or Kubernetes started it as a rank, else return None."""
-    from framework.launch.environment import ReportedByRankZeroError, chooses_own_ranks, detect, typed_value
+    from framework.launch.cluster_environment import ReportedByRankZeroError, chooses_own_ranks, detect, typed_value
 
     if chooses_own_ranks(arguments):
         return None

@@ -20,7 +20,7 @@ from framework.config.saved import key_of
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError, RequestError, RunError
-from framework.launch.environment import detect
+from framework.launch.cluster_environment import detect
 from framework.launch.fork_server import PRELOAD, ForkServer
 from framework.monitoring.report import FailureReport, render
 from framework.types import Datasets

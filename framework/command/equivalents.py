@@ -10,7 +10,7 @@ from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.distributed.store import LOOPBACK
 from framework.launch.base import launcher_class
-from framework.launch.plan import rank_environment
+from framework.launch.rank_environment import rank_environment
 
 _ENDPOINT = "HOST:29400"
 # Keys that don't define a training, but how its ranks are started.

@@ -14,7 +14,7 @@ from framework.config.saved import run_of
 from framework.config.schema import Config
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError
 from framework.launch.base import Part
-from framework.launch.environment import split_endpoint
+from framework.launch.cluster_environment import split_endpoint
 from framework.launch.handshake import RunSpec, make_visible
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.node_monitor import Limits

@@ -23,7 +23,8 @@ from framework.distributed.store import StoreGoneError, call_in_thread, call_wit
 from framework.errors import EXIT_RUN_FAILED, ConfigError, FrameworkError, LaunchError
 from framework.launch.base import Launcher, Part
 from framework.launch.child import silence_compiled_code
-from framework.launch.handshake import ExternalRanks, Fingerprint, Handshake, RunSpec, fingerprint
+from framework.launch.fingerprint import Fingerprint, fingerprint
+from framework.launch.handshake import ExternalRanks, Handshake, RunSpec
 from framework.launch.local import NodeRun, launch_on_this_node, node_run
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.report import FailureReport
@@ -93,14 +94,14 @@ class ElasticNode:
         self._run = run
         self._setup = setup = run.setup
         assert setup.endpoint is not None
-        self._named = "topology.rdzv_endpoint={}:{}".format(*setup.endpoint)
+        self._address = "topology.rdzv_endpoint={}:{}".format(*setup.endpoint)
         self._handshake = Handshake(
             own,
-            number=setup.node,
+            index=setup.node,
             count=setup.topology.nnodes,
             endpoint=setup.endpoint,
-            noun="node",
-            named=self._named,
+            kind="node",
+            address=self._address,
             port_option="topology.rdzv_endpoint",
         )
         silence_compiled_code()  # this process is a client of the store, which may be lost
@@ -111,7 +112,7 @@ class ElasticNode:
         """Wait for all nodes; see `joined_nodes`."""
         setup, handshake, limit_s = self._setup, self._handshake, self._setup.limits.init_timeout_s
         others = f"{setup.topology.nnodes - 1} more of {setup.topology.nnodes} nodes" if setup.node == 0 else "node 0"
-        self._run.print(f"Waiting for {others} at {self._named}")
+        self._run.print(f"Waiting for {others} at {self._address}")
         self._run.store = self._wait(lambda: handshake.open(timeout_s=limit_s), timeout_s=limit_s)
         if setup.node == 0:
             self._wait(lambda: handshake.compare(timeout_s=limit_s), timeout_s=limit_s)
@@ -181,6 +182,6 @@ class ElasticNode:
 
     def _lost_store(self) -> LaunchError:
         return LaunchError(
-            f"Node {self._setup.node} has lost the run's store at {self._named}: node 0 has ended, or can't be "
+            f"Node {self._setup.node} has lost the run's store at {self._address}: node 0 has ended, or can't be "
             "reached.\nLook at what node 0 printed."
         )

@@ -26,18 +26,11 @@ from framework.distributed.store import open_run_store
 from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ConfigError, FrameworkError, TopologyError
 from framework.launch.base import Launcher, Part
 from framework.launch.child import log_to, silence_compiled_code
-from framework.launch.environment import ClusterEnvironment, typed_value
+from framework.launch.cluster_environment import ClusterEnvironment, typed_value
 from framework.launch.external_monitor import ExternalMonitor
 from framework.launch.handshake import WAIT_S, ExternalRanks, RunSpec, make_visible
-from framework.launch.plan import (
-    LaunchPlan,
-    MonitorLink,
-    NodeSetup,
-    Outcome,
-    RankArguments,
-    network_environment,
-    rank_environment,
-)
+from framework.launch.plan import LaunchPlan, MonitorLink, NodeSetup, Outcome, RankArguments
+from framework.launch.rank_environment import network_environment, rank_environment
 from framework.launch.worker import run_entry
 from framework.monitoring.rank_status import RankStatus, heartbeat
 from framework.system.formatting import format_count

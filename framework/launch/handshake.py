@@ -1,25 +1,23 @@
 """How ranks, or nodes, that were started one by one agree on what to run.
 
-"Number" means the rank or the node. Only number 0 composes the configuration. It writes a fingerprint of what it was
-started with to the store. The others compare theirs with it, and write the differences. Number 0 reads them and sends
-all the same answer: what to run, or an exit status.
+A member is a rank or a node, as `kind` says, and has an index from 0 on. Only member 0 composes the configuration. It
+writes a fingerprint of what it was started with to the store. The others compare theirs with it, and write the
+differences. Member 0 reads them and sends all the same answer: what to run, or an exit status.
 
-    handshake/fingerprint     of number 0
-    handshake/here/N          {host, differences}
+    handshake/fingerprint     of member 0
+    handshake/here/I          {host, differences} of member I
     handshake/answer          {spec} or {status}
-    handshake/left/N          number N doesn't need the store any more
-    handshake/met/N           number N has come to this attempt
+    handshake/left/I          member I doesn't need the store any more
+    handshake/met/I           member I has come to this attempt
     handshake/all_met         all have
-    handshake/done/N          number N has done its work
+    handshake/done/I          member I has done its work
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import importlib
 import os
-import platform
 import shlex
 import socket
 import time
@@ -30,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from framework.config.assets import config_dir, user_config_dir
 from framework.config.saved import resume_argument
 from framework.config.topology import Topology
 from framework.distributed.store import (
@@ -47,12 +44,12 @@ from framework.distributed.store import (
     listen,
 )
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError, TopologyError
-from framework.launch.environment import ClusterEnvironment
+from framework.launch.cluster_environment import ClusterEnvironment
+from framework.launch.fingerprint import Fingerprint, differences, fingerprint
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import list_ranks
 from framework.system.files import read_text
 from framework.system.run_dir import RunDir, write_atomically
-from framework.system.versions import installed_versions
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -61,34 +58,13 @@ WAIT_S = 600.0
 """How long ranks wait for one another if no backend.init_timeout is known."""
 
 _POLL_S = 0.05
-_CLOSE_TIMEOUT_S = 60.0  # for the others to leave, if this process hosts the store
+# For the others to leave, if this process hosts the store.
+_CLOSE_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_AFTER_FAILURE_S = 5.0
 _SHOWN = 6
 
-
-Fingerprint = dict[str, str]
-"""What a process was started with: arguments by their keys, hashes of files, versions of packages."""
-
-
-def fingerprint(arguments: Sequence[str], *, working_dir: Path) -> Fingerprint:
-    """Return the fingerprint of this process. arguments: of the command."""
-    typed = {key: value for key, _, value in (text.partition("=") for text in arguments) if key != "topology.node_rank"}
-    own = user_config_dir(working_dir)
-    folders = {"conf": config_dir()} if own is None else {"the framework's conf": config_dir(), "conf": own}
-    files = {f"{name}/{key}": value for name, folder in folders.items() for key, value in _hashes(folder, "**/*.yaml")}
-    for pattern in ("*.py", "*/*.py"):  # where most of what `_target_` names is
-        files |= dict(_hashes(working_dir, pattern))
-    versions = {"python": ".".join(platform.python_version_tuple()[:2]), **installed_versions(("framework", "torch"))}
-    return {**typed, **files, **versions}
-
-
-def differences(theirs: Fingerprint, ours: Fingerprint, *, noun: str = "rank") -> list[str]:
-    """Return a line for each thing that differs, with both values. `ours` is of number 0."""
-    return [
-        f"{name}: {theirs.get(name, 'missing')}; {noun} 0 has {ours.get(name, 'none')}"
-        for name in sorted(theirs.keys() | ours.keys())
-        if theirs.get(name) != ours.get(name)
-    ]
+# Overrides that say from what a run starts. A resumed run has its own answer.
+_STARTS = ("resume", "rerun", "init_from", "trust")
 
 
 @dataclass(frozen=True)
@@ -99,9 +75,10 @@ class RunSpec:
     run_dir: str
     topology: Topology
     limits: Limits
-    config: str  # the text of the run directory's file, as is `overrides`
+    # The texts of files of the run directory. `secrets` is empty if there is no such file.
+    config: str
     overrides: str
-    secrets: str  # empty if there are none
+    secrets: str
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> RunSpec:
@@ -109,9 +86,17 @@ class RunSpec:
         return RunSpec(**{**plain, **parsed})
 
 
+@dataclass(frozen=True)
+class _Member:
+    """One that differs from member 0."""
+
+    index: int
+    host: str
+
+
 @final
 class Handshake:
-    """One side of the handshake, for number 0 or another one. Closing it tells the others.
+    """One member's side of the handshake. Closing it tells the others.
 
     Calls that use the store may raise torch's DistError, a RuntimeError, if it is gone.
     """
@@ -120,69 +105,88 @@ class Handshake:
         self,
         own: Fingerprint,
         *,
-        number: int,
+        index: int,
         count: int,
         endpoint: tuple[str, int],
-        noun: str,
-        named: str,
+        kind: str,
+        address: str,
         port_option: str,
         attempt: int = 0,
         hosted_elsewhere: bool = False,
     ) -> None:
-        """Numbers run from 0 to `count` - 1.
+        """Members have the indices 0 to `count` - 1.
 
         Args:
-            noun: what is counted, "rank" or "node".
-            endpoint, named: where they meet, and how messages call it.
+            endpoint: host and port where they meet.
+            kind: what the members are, "rank" or "node".
+            address: how messages call the endpoint.
             port_option: what the user sets for another port.
-            hosted_elsewhere: the store is neither hosted by number 0 nor ends with it.
+            hosted_elsewhere: the store is neither hosted by member 0 nor ends with it.
         """
         self._own = own
-        self._number, self._count, self._endpoint, self._attempt = number, count, endpoint, attempt
-        self._noun, self._named = noun, named
-        self._self, self._zero = f"{noun.capitalize()} {number}", f"{noun.capitalize()} 0"
-        self._other_port = f"Set {port_option} to a free port of that machine, the same for every {noun}."
-        self._other_secret = (
-            f"its secret isn't {noun} 0's: set {SECRET}, or type topology.rdzv_secret, the same for every {noun}"
-        )
-        self._is_host = number == 0 and not hosted_elsewhere
+        self._index = index
+        self._count = count
+        self._endpoint = endpoint
+        self._kind = kind
+        self._address = address
+        self._attempt = attempt
         self._hosted_elsewhere = hosted_elsewhere
+        self._is_host = index == 0 and not hosted_elsewhere
+
+        # For messages.
+        self._this = f"{kind.capitalize()} {index}"
+        self._zero = f"{kind.capitalize()} 0"
+        self._other_port = f"Set {port_option} to a free port of that machine, the same for every {kind}."
+        self._other_secret = (
+            f"its secret isn't {kind} 0's: set {SECRET}, or type topology.rdzv_secret, the same for every {kind}"
+        )
+
         self._store: Store | None = None
+        # How this member differs from member 0.
         self._differences: list[str] = []
-        self._is_compared = self._is_answered = False
+        self._is_compared = False
+        self._is_answered = False
 
     def open(self, *, timeout_s: float) -> Store:
         """Return the store: host it, or connect once its host listens. Raises RunError, TopologyError."""
         if self._store is None:
             self._store = self._host() if self._is_host else self._reach(timeout_s)
             self._keys = RunStore(self._store, attempt=self._attempt)
-            if self._number == 0:  # also for those that come again later
+            if self._index == 0:
+                # Also for members that come again later, after a restart.
                 self._keys.set("handshake/fingerprint", self._own)
         return self._store
 
     def close(self, status: int) -> None:
         """Leave, with an exit status.
 
-        Number 0 sends it to the others if they have no answer yet. If it hosts the store, which ends with it, it waits
+        Member 0 sends it to the others if they have no answer yet. If it hosts the store, which ends with it, it waits
         for them to leave.
         """
-        with suppress(FrameworkError, RuntimeError, StoreGoneError):  # it was printed, or is why this process ends
-            if self._number > 0:
+        # An error of the store was printed, or is why this process ends.
+        with suppress(FrameworkError, RuntimeError, StoreGoneError):
+            if self._index > 0:
                 if self._store is not None:
-                    call_with_deadline(lambda: self._keys.set(f"handshake/left/{self._number}", True))
+                    call_with_deadline(lambda: self._keys.set(f"handshake/left/{self._index}", True))
                 return
             if not self._is_answered:
                 self.open(timeout_s=_CLOSE_TIMEOUT_S)
                 self._keys.set("handshake/answer", {"status": status})
             if self._is_host:
-                # Before the comparison, wait for those that haven't come yet, too. After a failure some never leave.
-                has_failed = self._is_compared and status not in (0, EXIT_STOPPED)
-                others = range(1, self._count)
-                awaited = [number for number in others if not self._is_compared or self._statement(number)]
-                limit_s = _CLOSE_TIMEOUT_AFTER_FAILURE_S if has_failed else _CLOSE_TIMEOUT_S
-                _await(self._has_left, awaited, timeout_s=limit_s)
+                self._wait_for_others_to_leave(status)
 
-    # Number 0
+    def _wait_for_others_to_leave(self, status: int) -> None:
+        others: Iterable[int] = range(1, self._count)
+        limit_s = _CLOSE_TIMEOUT_S
+        # Before the comparison, those that haven't come yet are waited for, too: they need the answer.
+        if self._is_compared:
+            others = [index for index in others if self._statement(index)]
+            # After a failure some never leave.
+            if status not in (0, EXIT_STOPPED):
+                limit_s = _CLOSE_TIMEOUT_AFTER_FAILURE_S
+        _await(self._has_left, others, timeout_s=limit_s)
+
+    # Member 0
 
     def compare(self, *, timeout_s: float) -> None:
         """Wait until all the others have compared themselves with this process.
@@ -192,12 +196,16 @@ class Handshake:
         """
         self.open(timeout_s=timeout_s)
         self._is_compared = True
-        self._await_all(self._statement, range(1, self._count), timeout_s=timeout_s)
-        differing: dict[tuple[str, ...], list[tuple[int, str]]] = {}
-        for number in range(1, self._count):
-            said = self._statement(number)
-            if said["differences"]:
-                differing.setdefault(tuple(said["differences"]), []).append((number, said["host"]))
+        others = range(1, self._count)
+        self._await_all(self._statement, others, timeout_s=timeout_s)
+
+        # Many ranks usually differ in the same way.
+        differing: dict[tuple[str, ...], list[_Member]] = {}
+        for index in others:
+            statement = self._statement(index)
+            if statement["differences"]:
+                members = differing.setdefault(tuple(statement["differences"]), [])
+                members.append(_Member(index, statement["host"]))
         if differing:
             raise self._refusal(differing)
 
@@ -209,33 +217,38 @@ class Handshake:
 
     def sent_before(self, attempt: int) -> RunSpec | None:
         """Return what ran in an earlier attempt, if the store has outlived it. Raises RunError."""
-        answer = RunStore(self.open(timeout_s=WAIT_S), attempt=attempt).get("handshake/answer") or {}
-        return RunSpec.from_plain(answer["spec"]) if "spec" in answer else None
+        store = self.open(timeout_s=WAIT_S)
+        answer = RunStore(store, attempt=attempt).get("handshake/answer")
+        if answer is None or "spec" not in answer:
+            return None
+        return RunSpec.from_plain(answer["spec"])
 
     # The others
 
     def follow(self, *, timeout_s: float) -> RunSpec | int:
-        """Compare this process with number 0, and return its answer: what to run, or the exit status to leave with.
+        """Compare this process with member 0, and return its answer: what to run, or the exit status to leave with.
 
-        Number 0 prints the differences of all. Raises RunError if it can't be reached, ends, or says nothing in time.
+        Member 0 prints the differences of all. Raises RunError if it can't be reached, ends, or doesn't answer in time.
         """
         deadline = time.monotonic() + timeout_s
         self.open(timeout_s=timeout_s)
-        try:  # with a deadline of its own: if the link to the store is cut, torch's calls don't return
+        try:
+            # With a deadline of its own: if the link to the store is cut, torch's calls don't return.
             return call_with_deadline(lambda: self._compare_and_receive(deadline), timeout_s=timeout_s + PROBE_S)
         except (TimeoutError, StoreGoneError) as error:
             has = f"has waited {timeout_s:g} s for" if isinstance(error, TimeoutError) else "has lost"
             raise RunError(
-                f"{self._self} {has} {self._noun} 0 at {self._named}, which hadn't said what to run.\n"
-                f"Look at what {self._noun} 0 printed; type backend.init_timeout=TIME if it only needs longer."
+                f"{self._this} {has} {self._kind} 0 at {self._address}, which hadn't said what to run.\n"
+                f"Look at what {self._kind} 0 printed; type backend.init_timeout=TIME if it only needs longer."
             ) from error
 
     def refusal(self, status: int) -> FrameworkError:
-        """Return the error of one that number 0 has answered with this exit status."""
+        """Return the error of a member that member 0 has answered with this exit status."""
         if self._differences:
-            return self._refusal({tuple(self._differences): [(self._number, socket.gethostname())]})
-        kind = ConfigError if status == EXIT_WRONG_REQUEST else RunError
-        return kind(f"{self._zero} at {self._named} has ended before the run began. Look at what it printed.")
+            this = _Member(self._index, socket.gethostname())
+            return self._refusal({tuple(self._differences): [this]})
+        error = ConfigError if status == EXIT_WRONG_REQUEST else RunError
+        return error(f"{self._zero} at {self._address} has ended before the run began. Look at what it printed.")
 
     # All
 
@@ -245,44 +258,48 @@ class Handshake:
         A process that was restarted ends the attempt that its predecessor was part of.
         """
         store = self.open(timeout_s=timeout_s)
-        number = 0
-        while RunStore(store, attempt=number).get("handshake/all_met"):
-            number += 1
-        if number > 0:
-            before = RunStore(store, attempt=number - 1)
+        attempt = 0
+        while RunStore(store, attempt=attempt).get("handshake/all_met"):
+            attempt += 1
+
+        if attempt > 0:
+            before = RunStore(store, attempt=attempt - 1)
             if before.get("alarm") is None:
-                before.set("alarm", {"node": self._number, "cause": f"{self._self} was restarted"})
-        if number > max_restarts:
+                before.set("alarm", {"node": self._index, "cause": f"{self._this} was restarted"})
+        if attempt > max_restarts:
             raise RunError("A node was restarted, and no restart was left: launcher.max_restarts allows for more.")
-        self._present = present = RunStore(store, attempt=number)
-        present.set(f"handshake/met/{self._number}", True)
-        self._await_all(lambda other: present.get(f"handshake/met/{other}"), range(self._count), timeout_s=timeout_s)
+
+        present = RunStore(store, attempt=attempt)
+        self._present = present
+        present.set(f"handshake/met/{self._index}", True)
+        self._await_all(lambda index: present.get(f"handshake/met/{index}"), range(self._count), timeout_s=timeout_s)
         present.set("handshake/all_met", True)
-        return number
+        return attempt
 
     def all_done(self) -> bool:
-        """Report that this one has done its work in the attempt; return True if all have."""
-        self._present.set(f"handshake/done/{self._number}", True)
-        return all(self._present.get(f"handshake/done/{number}") for number in range(self._count))
+        """Tell the others that this member has done its work in the attempt; return True if all have."""
+        self._present.set(f"handshake/done/{self._index}", True)
+        return all(self._present.get(f"handshake/done/{index}") for index in range(self._count))
 
-    def _statement(self, number: int) -> Any:
-        """Return what another number wrote when it came, or None; of one with another secret only that."""
+    def _statement(self, index: int) -> Any:
+        """Return what another member wrote when it came, or None; of one with another secret only that."""
         try:
-            return self._keys.get(f"handshake/here/{number}")
+            return self._keys.get(f"handshake/here/{index}")
         except UnverifiedError:
             return {"host": "an unknown host", "differences": [self._other_secret]}
 
-    def _has_left(self, number: int) -> bool:
+    def _has_left(self, index: int) -> bool:
         try:
-            return bool(self._keys.get(f"handshake/left/{number}"))
-        except UnverifiedError:  # it has been refused, and needs nothing more
+            return bool(self._keys.get(f"handshake/left/{index}"))
+        except UnverifiedError:
+            # It has been refused, and needs nothing more.
             return True
 
-    def _await_all(self, has_come: Callable[[int], Any], numbers: Iterable[int], *, timeout_s: float) -> None:
-        missing = _await(has_come, numbers, timeout_s=timeout_s)
+    def _await_all(self, has_come: Callable[[int], Any], indices: Iterable[int], *, timeout_s: float) -> None:
+        missing = _await(has_come, indices, timeout_s=timeout_s)
         if missing:
             raise RunError(
-                f"{list_ranks(missing, noun=self._noun).capitalize()} of {self._count} didn't come to {self._named} "
+                f"{list_ranks(missing, noun=self._kind).capitalize()} of {self._count} didn't come to {self._address} "
                 f"within backend.init_timeout={timeout_s:g} s.\n"
                 "Check that they were started with this same command and can reach this machine."
             )
@@ -294,68 +311,81 @@ class Handshake:
         except OSError as error:
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                 raise TopologyError(
-                    f"{self._zero} doesn't reach itself at {self._named}.\n"
-                    f"Name {self._noun} 0 by an address that is its own, as the other {self._noun}s know it."
+                    f"{self._zero} doesn't reach itself at {self._address}.\n"
+                    f"Name {self._kind} 0 by an address that is its own, as the other {self._kind}s know it."
                 ) from error
             raise RunError(
-                f"{self._zero} can't host the store of the run at {self._named}: {os.strerror(error.errno or 0)}.\n"
+                f"{self._zero} can't host the store of the run at {self._address}: {os.strerror(error.errno or 0)}.\n"
                 f"{self._other_port}"
             ) from error
 
     def _reach(self, timeout_s: float) -> Store:
-        importlib.import_module("torch.distributed")  # while number 0 composes
+        """Connect to the store once its host listens."""
+        # This takes a second or more, in which member 0 composes the configuration.
+        importlib.import_module("torch.distributed")
         host, port = self._endpoint
         deadline = time.monotonic() + timeout_s
+
         # torchrun's agent listens before it starts this process; if it doesn't, it has been killed.
         limit_s = min(timeout_s, STORE_TIMEOUT_S) if self._hosted_elsewhere else timeout_s
         reason = await_listener(host, port, timeout_s=limit_s)
         if reason is not None:
             raise RunError(
-                f"{self._self} could not reach {self._named} within {limit_s:g} s ({reason}).\n"
-                f"Check that {self._noun} 0 was started there and can be reached from this machine."
+                f"{self._this} could not reach {self._address} within {limit_s:g} s ({reason}).\n"
+                f"Check that {self._kind} 0 was started there and can be reached from this machine."
             )
+
         left_s = max(PROBE_S, deadline - time.monotonic())
-        try:  # torch's client waits forever if something else listens there and says nothing
+        try:
+            # torch's client waits forever if something else listens there and doesn't answer.
             return call_with_deadline(partial(connect, host, port, timeout_s=left_s), timeout_s=left_s)
         except StoreGoneError as error:
             raise RunError(
-                f"{self._self} got no answer from a store at {self._named} within {timeout_s:g} s: something else may "
-                f"have that port.\nLook at what {self._noun} 0 printed. {self._other_port}"
+                f"{self._this} got no answer from a store at {self._address} within {timeout_s:g} s: something else "
+                f"may have that port.\nLook at what {self._kind} 0 printed. {self._other_port}"
             ) from error
 
     def _compare_and_receive(self, deadline: float) -> RunSpec | int:
-        self._keys.set(f"handshake/left/{self._number}", False)  # true if an earlier process of this number has left
-        own_host = socket.gethostname()
+        # It is true if an earlier process of this member has left.
+        self._keys.set(f"handshake/left/{self._index}", False)
+        host = socket.gethostname()
         try:
             zeros = self._keys.wait_for("handshake/fingerprint", timeout_s=deadline - time.monotonic())
-            self._differences = differences(self._own, zeros, noun=self._noun)
-        except UnverifiedError:  # nor could the answer be verified
-            self._keys.set(f"handshake/here/{self._number}", None)
-            raise self._refusal({(self._other_secret,): [(self._number, own_host)]}) from None
-        self._keys.set(f"handshake/here/{self._number}", {"host": own_host, "differences": self._differences})
+        except UnverifiedError:
+            # With another secret than member 0's, the answer couldn't be verified either.
+            self._keys.set(f"handshake/here/{self._index}", None)
+            raise self._refusal({(self._other_secret,): [_Member(self._index, host)]}) from None
+
+        self._differences = differences(self._own, zeros, kind=self._kind)
+        self._keys.set(f"handshake/here/{self._index}", {"host": host, "differences": self._differences})
         answer = self._keys.wait_for("handshake/answer", timeout_s=deadline - time.monotonic())
         if "spec" in answer and not self._differences:
             return RunSpec.from_plain(answer["spec"])
         return int(answer.get("status", EXIT_WRONG_REQUEST))
 
-    def _refusal(self, differing: Mapping[tuple[str, ...], Sequence[tuple[int, str]]]) -> ConfigError:
-        lines = [f"The {self._noun}s were started differently, so nothing was run:"]
-        for found, who in differing.items():
-            hosts = sorted({host for _, host in who})
-            numbers = list_ranks([number for number, _ in who], noun=self._noun)
-            lines.append(f"{numbers.capitalize()} on {', '.join(hosts)}:")
-            more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-            lines += [f"  {line}" for line in (*found[:_SHOWN], *more)]
-        lines.append(f"Start every {self._noun} with the same command, the same files and the same versions.")
+    def _refusal(self, differing: Mapping[tuple[str, ...], Sequence[_Member]]) -> ConfigError:
+        """Return the error that lists the differences from member 0, and the members that have them."""
+        lines = [f"The {self._kind}s were started differently, so nothing was run:"]
+        for found, members in differing.items():
+            hosts = sorted({member.host for member in members})
+            indices = list_ranks([member.index for member in members], noun=self._kind)
+            lines.append(f"{indices.capitalize()} on {', '.join(hosts)}:")
+            lines += [f"  {line}" for line in found[:_SHOWN]]
+            if len(found) > _SHOWN:
+                lines.append(f"  and {len(found) - _SHOWN} more")
+        lines.append(f"Start every {self._kind} with the same command, the same files and the same versions.")
         return ConfigError("\n".join(lines))
 
 
-def _await(is_done: Callable[[int], Any], numbers: Iterable[int], *, timeout_s: float) -> list[int]:
-    """Wait until `is_done` holds for each of the numbers; return those for which it doesn't after that time."""
+def _await(is_done: Callable[[int], Any], indices: Iterable[int], *, timeout_s: float) -> list[int]:
+    """Wait until `is_done` holds for each index; return those for which it doesn't after that time."""
     deadline = time.monotonic() + timeout_s
-    while (numbers := [number for number in numbers if not is_done(number)]) and time.monotonic() < deadline:
+    missing = list(indices)
+    while True:
+        missing = [index for index in missing if not is_done(index)]
+        if not missing or time.monotonic() >= deadline:
+            return missing
         time.sleep(_POLL_S)
-    return list(numbers)
 
 
 def make_visible(run_dir: RunDir, spec: RunSpec) -> None:
@@ -379,13 +409,6 @@ def make_visible(run_dir: RunDir, spec: RunSpec) -> None:
         ) from error
 
 
-def _hashes(folder: Path, pattern: str) -> Iterable[tuple[str, str]]:
-    for file in sorted(folder.glob(pattern)):
-        if os.access(file, os.R_OK) and file.is_file():
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            yield file.relative_to(folder).as_posix(), f"sha256 {digest[:16]}"
-
-
 # Ranks that torchrun, srun or Kubernetes started
 
 
@@ -398,11 +421,11 @@ class ExternalRanks:
         self.arguments = list(arguments)
         self.handshake = Handshake(
             fingerprint(arguments, working_dir=Path.cwd()),
-            number=cluster.rank,
+            index=cluster.rank,
             count=cluster.world_size,
             endpoint=(cluster.store_host, cluster.port),
-            noun="rank",
-            named=f"{cluster.host}:{cluster.port}",
+            kind="rank",
+            address=f"{cluster.host}:{cluster.port}",
             port_option="--master-port" if cluster.starter == "torchrun" else "MASTER_PORT",
             attempt=cluster.attempt,
             hosted_elsewhere=cluster.agent_store,
@@ -411,16 +434,18 @@ class ExternalRanks:
     def resume_previous_attempt(self) -> None:
         """After torchrun has restarted the ranks, resume the run of an earlier attempt if it has a checkpoint.
 
-        Only the agent's store outlives an attempt. Raises RunError if it can't be reached.
+        Raises RunError if the store can't be reached.
         """
-        for attempt in reversed(range(self.cluster.attempt if self.cluster.agent_store else 0)):
+        if not self.cluster.agent_store:
+            # Only the agent's store outlives an attempt.
+            return
+        for attempt in reversed(range(self.cluster.attempt)):
             spec = self.handshake.sent_before(attempt)
-            if spec is not None:
-                if any(RunDir(Path(spec.run_dir)).checkpoints.glob("step_*")):
-                    own = [
-                        text
-                        for text in self.arguments
-                        if text.partition("=")[0] not in ("resume", "rerun", "init_from", "trust")
-                    ]
-                    self.arguments = [*own, *shlex.split(resume_argument(spec.run_dir)), "trust=true"]  # its own run
-                return
+            if spec is None:
+                continue
+            has_checkpoint = any(RunDir(Path(spec.run_dir)).checkpoints.glob("step_*"))
+            if has_checkpoint:
+                others = [text for text in self.arguments if text.partition("=")[0] not in _STARTS]
+                # The run is this command's own, so its code needs no question.
+                self.arguments = [*others, *shlex.split(resume_argument(spec.run_dir)), "trust=true"]
+            return

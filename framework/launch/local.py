@@ -23,8 +23,10 @@ from framework.distributed.store import LOOPBACK, RunStore, listen
 from framework.errors import EXIT_STOPPED, LaunchError
 from framework.launch.base import Launcher
 from framework.launch.child import LEAVE_S, Child, Message
-from framework.launch.fork_server import ForkServer, RunServer, running_fork_server
-from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, network_environment, rank_environment
+from framework.launch.fork_server import ForkServer, running_fork_server
+from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments
+from framework.launch.rank_environment import network_environment, rank_environment
+from framework.launch.run_server import RunServer
 from framework.launch.stopping import shown_signal
 from framework.monitoring.failure import FailureKind
 from framework.monitoring.node_exchange import NodeExchange

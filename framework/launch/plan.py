@@ -1,19 +1,14 @@
-"""What a launcher is given and returns, and what it gives to each rank."""
+"""What a launcher is given and returns, and what it gives to each rank: plain values."""
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-import psutil
-
 from framework.config.schema import InitMethod
 from framework.config.topology import Topology
-from framework.distributed.store import LOOPBACK
 from framework.launch.handshake import ExternalRanks, RunSpec
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.rank_status import RankStatus
@@ -33,10 +28,14 @@ class NodeSetup:
     topology: Topology
     limits: Limits
     init_method: InitMethod
-    fork_server: ForkServer | None  # None: one is started if the launcher needs it
-    terminal: bool  # rank 0's output goes there as well as to its log
-    node: int = 0  # this machine's
-    endpoint: tuple[str, int] | None = None  # host and port of the store on node 0; None on one node
+    # None: one is started if the launcher needs it.
+    fork_server: ForkServer | None
+    # Rank 0's output goes to the terminal as well as to its log.
+    terminal: bool
+    # The index of this machine.
+    node: int = 0
+    # Host and port of the store on node 0; None on one node.
+    endpoint: tuple[str, int] | None = None
     max_restarts: int = 0
     # The arguments of the command, which must be the same on every node.
     arguments: tuple[str, ...] = ()
@@ -53,7 +52,8 @@ class LaunchPlan(NodeSetup):
 
     entry: str
     run_dir: RunDir
-    names: tuple[str, ...] = ()  # of what every rank needs besides the fork server's preload
+    # Names of modules that every rank needs besides the fork server's preload.
+    names: tuple[str, ...] = ()
 
     def spec(self) -> RunSpec:
         """Return what other nodes, or other external ranks, need to run their part."""
@@ -75,7 +75,8 @@ class Outcome:
 
     status: int
     failure: FailureReport | None = None
-    late: tuple[Mapping[str, Any], ...] = ()  # ranks that others waited for and that caught up
+    # Ranks that others waited for and that caught up.
+    late: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,10 @@ class RankArguments:
     run_dir: str
     topology: Topology
     rank: int
-    rendezvous: str | None  # URL for `init_process_group`; None for a group of one without a store
-    attempt: int = 0  # counts restarts after failures; they resume from the last checkpoint
+    # URL for `init_process_group`; None for a group of one without a store.
+    rendezvous: str | None
+    # Counts restarts after failures; they resume from the last checkpoint.
+    attempt: int = 0
 
     @property
     def local_rank(self) -> int:
@@ -126,54 +129,3 @@ class MonitorLink:
         except BaseException as error:
             self.record_failure(error)
             raise
-
-
-def rank_environment(topology: Topology, *, rank: int, host: str, port: int, attempt: int = 0) -> dict[str, str]:
-    """Return the variables that torchrun sets, for `env://` and for libraries that read them.
-
-    With TORCHELASTIC_USE_AGENT_STORE, rank 0 too is a client of the store at MASTER_ADDR:MASTER_PORT.
-    """
-    local_world = topology.procs_per_node
-    return {
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank % local_world),
-        "GROUP_RANK": str(rank // local_world),
-        "WORLD_SIZE": str(topology.world_size),
-        "LOCAL_WORLD_SIZE": str(local_world),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-    }
-
-
-_LOOPBACK = ("127.", "localhost")
-_ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): only the route is looked up
-
-
-def network_environment(host: str, *, nnodes: int) -> dict[str, str]:
-    """Return GLOO_SOCKET_IFNAME for ranks that meet at `host`, unless the user has set it: loopback on one node.
-
-    Debian gives a machine's own name the address 127.0.1.1, so other nodes would connect to themselves. Empty if the
-    interface isn't found: IPv6 only, or a system other than Linux.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return {}
-    host = LOOPBACK if nnodes == 1 else host
-    try:
-        address = _own_address(host)
-        if address.startswith(_LOOPBACK) and not host.startswith(_LOOPBACK):
-            address = _own_address(_ELSEWHERE)  # node 0's own name is a loopback address
-    except OSError:  # an unknown name, or no route
-        return {}
-    for interface, addresses in psutil.net_if_addrs().items():
-        if address in [each.address for each in addresses]:
-            return {"GLOO_SOCKET_IFNAME": interface}
-    return {}
-
-
-def _own_address(host: str) -> str:
-    """Return the IPv4 address that this machine would send from. Raises OSError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # a datagram socket only looks up the route
-        return str(probe.getsockname()[0])

@@ -1,16 +1,27 @@
-"""One rank's failure, and what to try after it."""
+"""Decide how a run failed: how each rank did, and which one is to blame.
+
+How one rank failed follows from what it raised, how its process ended and what its log says (`failure_facts`). Every
+node's monitor states that of its ranks, and `find_first` merges the statements: first is the rank that failed by
+itself, or the one that the others waited for. Which ranks those are is decided in `late_ranks`.
+"""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
 from framework.errors import EXIT_STOPPED
+from framework.monitoring.late_ranks import RankState, max_progress, ranks_behind, stuck_for
 from framework.monitoring.rank_status import CRASH
+
+# Of the time-out: a rank that waited for less wasn't waiting for a hung one.
+_WAITED_SHARE = 0.5
+# How much later than its peers' errors the end of a process may be seen.
+_NOTICE_S = 5.0
 
 
 class FailureKind(str, Enum):
@@ -31,38 +42,51 @@ class RankFailure:
     rank: int
     kind: FailureKind
     node: int
-    time: float  # seconds since the epoch
+    # Seconds since the epoch.
+    time: float
     log: str
     host: str = ""
     local_rank: int = 0
     pid: int = 0
     devices: str = ""
     phase: str = "unknown"
-    step: int = 0  # optimizer steps done
-    status: int | None = None  # of the process, minus the number of a signal; None while it lives, or if unknown
-    exception: str | None = None  # "RuntimeError: message"
+    # Optimizer steps done.
+    step: int = 0
+    # Of the process, minus the number of a signal; None while it lives, or if unknown.
+    status: int | None = None
+    # `RuntimeError: message`.
+    exception: str | None = None
     traceback: str | None = None
-    expected: bool = False  # a FrameworkError: its message says everything
+    # It is a FrameworkError: its message says everything.
+    expected: bool = False
     exit_status: int = 1
-    is_final: bool = False  # another attempt would fail with the same error
+    # Another attempt would fail with the same error.
+    is_final: bool = False
     signal: str | None = None
     oom: bool = False
-    said: str | None = None  # why compiled code aborted it, as far as its log says
-    waited_s: float | None = None  # how long the others waited for it
-    still_s: float | None = None  # of a rank that hung and nobody waited for: how long it has made no progress
-    stacks: str | None = None  # of all threads, when the report was made, or when compiled code crashed
-    waited_in: str | None = None  # the phase in which the others waited
-    lost_peer: bool = False  # it failed because another rank was gone or didn't come: a consequence
+    # Why compiled code aborted it, as far as its log says.
+    said: str | None = None
+    # How long the others waited for it.
+    waited_s: float | None = None
+    # Of a rank that hung and nobody waited for: how long it has made no progress.
+    still_s: float | None = None
+    # Of all threads, when the report was made, or when compiled code crashed.
+    stacks: str | None = None
+    # The phase in which the others waited.
+    waited_in: str | None = None
+    # It failed because another rank was gone or didn't come: a consequence.
+    lost_peer: bool = False
     timed_out: bool = False
 
     @property
     def is_independent(self) -> bool:
         """True if the rank failed by itself, not because of another one."""
-        ended = self.kind in (FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL)
-        return ended and not self.lost_peer and not self.timed_out
+        has_ended = self.kind in (FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL)
+        return has_ended and not self.lost_peer and not self.timed_out
 
     @property
     def cause(self) -> str:
+        """What happened, in a few words."""
         match self.kind:
             case FailureKind.EXCEPTION:
                 return str(self.exception)
@@ -71,19 +95,35 @@ class RankFailure:
             case FailureKind.EXIT if self.status is not None:
                 return f"exited with status {self.status} and without an error"
             case FailureKind.EXIT | FailureKind.SIGNAL:
-                unseen = "its process is gone: killed, or exited without an error"
-                what = unseen if self.signal is None else f"killed by {self.signal}"
-                what += "" if self.said is None else f": {self.said}"
-                return what + ("; the system was out of memory" if self.oom else "")
+                return self._end_in_words()
             case FailureKind.UNREACHABLE:
-                silent = f" for {self.waited_s:.0f} s" if self.waited_s and self.waited_s >= 1 else ""
+                silent = ""
+                if self.waited_s and self.waited_s >= 1:
+                    silent = f" for {self.waited_s:.0f} s"
                 return f"its node hasn't answered{silent}: link cut, machine down, or its processes gone"
             case _:
-                what = "was stopped (SIGSTOP)" if self.kind is FailureKind.STOPPED else "hung"
-                waited = "" if self.waited_s is None else f"; the others waited {self.waited_s:.0f} s"
-                if self.still_s is not None:
-                    waited = f": no progress for {self.still_s:.0f} s"
-                return what + waited + ("" if self.waited_in is None else f" in {self.waited_in}")
+                return self._hang_in_words()
+
+    def _end_in_words(self) -> str:
+        if self.signal is None:
+            text = "its process is gone: killed, or exited without an error"
+        else:
+            text = f"killed by {self.signal}"
+        if self.said is not None:
+            text += f": {self.said}"
+        if self.oom:
+            text += "; the system was out of memory"
+        return text
+
+    def _hang_in_words(self) -> str:
+        text = "was stopped (SIGSTOP)" if self.kind is FailureKind.STOPPED else "hung"
+        if self.still_s is not None:
+            text += f": no progress for {self.still_s:.0f} s"
+        elif self.waited_s is not None:
+            text += f"; the others waited {self.waited_s:.0f} s"
+        if self.waited_in is not None:
+            text += f" in {self.waited_in}"
+        return text
 
     def to_plain(self) -> dict[str, Any]:
         return {**asdict(self), "cause": self.cause}
@@ -94,7 +134,7 @@ class RankFailure:
         return RankFailure(**{**known, "kind": FailureKind(plain["kind"])})
 
 
-# How it failed
+# How one rank failed
 
 # What only gloo, NCCL and the store say: to a rank whose peer is gone, and to one whose wait timed out.
 _LOST_PEER = re.compile(
@@ -112,10 +152,11 @@ _ABORTED = (
     re.compile(r".*device-side assert.*"),
 )
 _TIMED_OUT = re.compile(r"timed out|time-?out|could not join the process group", re.IGNORECASE)
-_CRASHES = {
-    signal.strsignal(number): number.name
-    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-}
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+CRASH_SIGNALS = frozenset(number.name for number in _CRASHES)
+"""Names of the signals by which compiled code ends its process."""
+# By what faulthandler writes when one comes, such as `Segmentation fault`.
+_CRASH_WORDS = {signal.strsignal(number): number.name for number in _CRASHES}
 
 
 def failure_facts(
@@ -136,8 +177,9 @@ def failure_facts(
     """
     if record is not None:
         of_peers = record["of_peers"]
+        known = {key: value for key, value in record.items() if key != "of_peers"}
         return {
-            **{key: value for key, value in record.items() if key != "of_peers"},
+            **known,
             "kind": FailureKind.EXCEPTION,
             "status": None if end is None else end["status"],
             "stacks": stacks if end is None else None,
@@ -147,7 +189,9 @@ def failure_facts(
     if end is None or (end["status"] in (0, EXIT_STOPPED) and not end["early"]):
         return None
     ended_by = _signal(end["status"], stacks or "")
-    said = _said_before_abort(log) if ended_by == "SIGABRT" else None
+    said = None
+    if ended_by == "SIGABRT":
+        said = _said_before_abort(log)
     nccl_timeout = _NCCL_TIMEOUT in log
     return {
         "kind": FailureKind.EXIT if ended_by is None else FailureKind.SIGNAL,
@@ -157,115 +201,165 @@ def failure_facts(
         "oom": oom,
         "said": said,
         "stacks": stacks,
-        "lost_peer": nccl_timeout or (said is not None and _LOST_PEER.search(said) is not None),
+        "lost_peer": nccl_timeout or _LOST_PEER.search(said or "") is not None,
         "timed_out": nccl_timeout,
     }
 
 
 def _said_before_abort(log: str) -> str | None:
+    """Return why torch aborted the process, as far as the end of its log says; else None."""
     for pattern in _ABORTED:
-        if found := pattern.search(log):
-            return found[found.lastindex or 0].strip()
+        match = pattern.search(log)
+        if match:
+            return match[match.lastindex or 0].strip()
     return None
 
 
 def _signal(status: int | None, stacks: str) -> str | None:
     """Return the signal that ended a process, by its exit status or else by what faulthandler wrote."""
     if status is None:
-        words = stacks.removeprefix(CRASH).partition("\n")[0] if stacks.startswith(CRASH) else ""
-        return _CRASHES.get(words.replace("-", " "))
+        if not stacks.startswith(CRASH):
+            return None
+        words = stacks.removeprefix(CRASH).partition("\n")[0]
+        return _CRASH_WORDS.get(words.replace("-", " "))
     if status >= 0:
         return None
     try:
         return signal.Signals(-status).name
-    except ValueError:  # most real-time signals have none
+    except ValueError:
+        # Most real-time signals have no name.
         return f"signal {-status}"
 
 
-# What to try
-
-_SMALLER_BATCH = "Lower data.batch_size; trainer.accumulate_grad_batches keeps the global batch."
-_BY_MESSAGE = {
-    r"(CUDA|HIP|accelerator|XPU|MPS).* out of memory|OutOfMemoryError": _SMALLER_BATCH,
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory": _SMALLER_BATCH,
-    r"DataLoader worker .* (killed by signal|exited unexpectedly)|Unable to (open|allocate) shared memory": "A data "
-    "worker died, usually for lack of memory: lower data.num_workers (data.num_workers=0 loads in the rank's own "
-    "process), or give the container more /dev/shm.",
-    r"device-side assert": "A GPU kernel got an invalid value, usually an index or a class label out of range. Set "
-    "CUDA_LAUNCH_BLOCKING=1 in the environment to see in which line.",
-    # Errors of an earlier kernel, as worded by the call that noticed them.
-    r"(CUBLAS|CUDNN|CUSPARSE|CUFFT)_(STATUS_)?(EXECUTION_FAILED|EXEC_FAILED|INTERNAL_ERROR|NOT_INITIALIZED)"
-    r"|(CUDA|HIP) error: (an illegal memory access|unspecified launch failure|misaligned address)": "A GPU kernel "
-    "failed, often an earlier one: the error is seen when the next call looks. Set CUDA_LAUNCH_BLOCKING=1 in the "
-    "environment to see in which line.",
-    r"Too many open files": "Raise the limit (`ulimit -n`), or lower data.num_workers.",
-}
-_BY_PHASE = {
-    "starting": "It was still making its data or reading its configuration.",
-    "meeting": "It was forming the process group. Look at the network between the nodes.",
-    "preflight": "The end of its log names the check. Look at its device and at its network.",
-    "collectives": "The end of its log names the exchange. Look at its network.",
-    "building": "It was building the model or reading a checkpoint.",
-    "data": "It was loading data: look at its disk and its share of the files. If DataLoader workers load the data, "
-    "data.num_workers=0 shows the line.",
-    "checkpoint": "It was saving: look at the disk below the run directory.",
-    "logging": "It was in a callback or logger: its stack shows which.",
-    "closing": "It was closing callbacks, loggers and data, or writing results.",
-    "evaluate": "It was evaluating: look at validation_step and the data it got.",
-}
-_IN_SET_UP = "backend.init_timeout, which counts until the first step is done (job=preflight: backend.timeout)"
+# Which rank is to blame
 
 
-def advice(first: RankFailure, *, world_size: int) -> str:
-    """Return one or two sentences on what to try; "" if the failure itself says everything."""
-    match first.kind:
-        case _ if first.oom:
-            return (
-                "Lower data.batch_size or data.num_workers (0: none), or give the job more memory; "
-                "trainer.accumulate_grad_batches keeps the global batch."
-            )
-        case FailureKind.UNREACHABLE:
-            return (
-                f"Check that {first.host or f'node {first.node}'} is up and reaches topology.rdzv_endpoint; its own "
-                "report is there. Then resume the run."
-            )
-        case FailureKind.STOPPED:
-            return "Something stopped the process: a debugger, a job scheduler that suspends, or `kill -STOP`."
-        case FailureKind.HUNG:
-            look_at = _BY_PHASE.get(first.phase, "Its stack shows where it is.")
-            key = "backend.timeout" if first.step or first.phase == "collectives" else _IN_SET_UP
-            return f"{look_at} If it is only slow, raise {key}."
-        case FailureKind.SIGNAL if first.said is not None:
-            return _by_message(first.said)
-        case FailureKind.SIGNAL if first.signal in _CRASHES.values():
-            where = "this is the Python stack of that moment" if first.stacks else "its log may say more"
-            more = " A full /dev/shm causes SIGBUS, too." if first.signal == "SIGBUS" else ""
-            return f"Compiled code failed; {where}.{more}"
-        case FailureKind.SIGNAL if first.signal == "SIGKILL":
-            return (
-                "The system's out-of-memory killer sends it too, but no sign of it was found: look at `dmesg`, the job "
-                "scheduler's log, and the container's memory limit."
-            )
-        case FailureKind.SIGNAL:
-            return "Something outside ended this one process. A signal to the command itself stops all ranks and saves."
-        case FailureKind.EXIT if first.status is None:
-            return "Look at the output of what started the ranks (torchrun, srun), and at the end of the rank's log."
-        case FailureKind.EXIT:
-            return "Something in the process called exit(): its log may say what. Raise an exception instead."
-    if first.expected:  # an error of ours, which says itself what to do
-        return ""
-    if words := _by_message(str(first.exception)):
-        return words
-    if not first.lost_peer or world_size == 1:
-        return ""
-    if first.timed_out:
-        return (
-            "No rank was behind the others: they may have called different collectives. Compare the stacks in the "
-            "report, and look for branches that only some ranks take."
+@dataclass(frozen=True)
+class Verdict:
+    """The ranks that failed, and what is known of the others."""
+
+    # The one to blame.
+    first: RankFailure
+    others: tuple[RankFailure, ...]
+    # The stacks of the other ranks that lived, by rank.
+    living: Mapping[str, str]
+    # Ranks that others waited for earlier in the run.
+    late: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StatedRank(RankState):
+    """What is stated of one rank; see `NodeMonitor.statement`."""
+
+    stated_s: float
+    # The shorter one of that in set-up and that in training.
+    timeout_s: float
+    # Which rank it is and where it was, as fields of RankFailure.
+    place: Mapping[str, Any]
+    # How it failed by itself, as further fields.
+    failure: Mapping[str, Any] | None
+    stacks: str | None
+
+
+def find_first(statements: Sequence[Mapping[str, Any]], *, silent_nodes: Sequence[RankFailure] = ()) -> Verdict:
+    """Merge the statements of all nodes, and decide which rank is to blame.
+
+    First is the earliest rank that failed by itself. If all that failed had lost a peer or timed out, it is the living
+    rank they waited for, else a silent node.
+
+    Args:
+        silent_nodes: a failure of kind UNREACHABLE for each node that didn't answer.
+    """
+    ranks: list[_StatedRank] = []
+    late: list[Mapping[str, Any]] = []
+    for statement in sorted(statements, key=lambda statement: int(statement["node"])):
+        for rank in statement["ranks"]:
+            ranks.append(_StatedRank(**rank, stated_s=statement["time"], timeout_s=statement["timeout_s"]))
+        late += statement["late"]
+
+    failures = [RankFailure.from_plain({**rank.place, **rank.failure}) for rank in ranks if rank.failure is not None]
+    failures = _causes_first(failures)
+    if not failures:
+        ordered = list(silent_nodes) or _hung(ranks, failures) or [_fallback_suspect(ranks, late)]
+    elif failures[0].lost_peer:
+        hung = _hung(ranks, failures) or list(silent_nodes)
+        hung_ranks = {failure.rank for failure in hung}
+        ordered = [*hung, *(failure for failure in failures if failure.rank not in hung_ranks)]
+    else:
+        ordered = [*failures, *silent_nodes]
+
+    first = ordered[0]
+    living: dict[str, str] = {}
+    for state in ranks:
+        if state.alive and state.stacks and state.rank != first.rank:
+            living[str(state.rank)] = state.stacks
+    return Verdict(first, tuple(ordered[1:]), living=living, late=late)
+
+
+def _causes_first(failures: Sequence[RankFailure]) -> list[RankFailure]:
+    """Return the failures by their time, but consequences of another one after it.
+
+    The end of a process is seen later than its peers notice it, and nodes' clocks differ, so a rank that failed by
+    itself comes before those that lost a peer up to `_NOTICE_S` earlier.
+    """
+    cause_times = [failure.time for failure in failures if not failure.lost_peer]
+
+    def order(failure: RankFailure) -> tuple[bool, float, int]:
+        is_consequence = failure.lost_peer and any(time <= failure.time + _NOTICE_S for time in cause_times)
+        return is_consequence, failure.time, failure.rank
+
+    return sorted(failures, key=order)
+
+
+def _hung(ranks: Sequence[_StatedRank], failures: Sequence[RankFailure]) -> list[RankFailure]:
+    """Return the living ranks that the others waited for.
+
+    If some have failed, no rank hung unless they had waited for a good part of the time-out.
+    """
+    if failures and not any(failure.timed_out for failure in failures):
+        return []
+    # A rank that lost a peer without waiting may be the one: it came when the others had gone.
+    failed = {failure.rank for failure in failures if failure.timed_out or not failure.lost_peer}
+    late = [rank for rank in ranks_behind(ranks) if rank.rank not in failed]
+    waiting = [rank for rank in ranks if rank not in late]
+    progress = max_progress(waiting)
+    furthest = [rank for rank in waiting if rank.collectives == progress.collectives]
+    if failures and not any(rank.still_s >= _WAITED_SHARE * rank.timeout_s for rank in furthest):
+        late = [rank for rank in late if rank.stopped]
+
+    # If all of the furthest have ended, the others waited for as long as the one that waited longest.
+    waited_s = progress.still_s or max((rank.still_s for rank in waiting), default=0.0)
+    time = max((rank.stated_s for rank in ranks), default=0.0)
+    if failures:
+        time = min(failure.time for failure in failures)
+    return [
+        RankFailure(
+            **rank.place,
+            kind=FailureKind.STOPPED if rank.stopped else FailureKind.HUNG,
+            time=time,
+            waited_s=waited_s if furthest else None,
+            waited_in=furthest[0].place["phase"] if furthest else None,
+            stacks=rank.stacks,
         )
-    return "It lost another rank, and no rank has reported why: look at the ends of their logs, and at the network."
+        for rank in sorted(late, key=_most_behind_first)
+    ]
 
 
-def _by_message(text: str) -> str:
-    """Return what to try after an error with this text; "" if it isn't known."""
-    return next((words for pattern, words in _BY_MESSAGE.items() if re.search(pattern, text)), "")
+def _most_behind_first(rank: _StatedRank) -> tuple[bool, int, int, int]:
+    return not rank.stopped, rank.collectives, rank.step, rank.rank
+
+
+def _fallback_suspect(ranks: Sequence[_StatedRank], late: Sequence[Mapping[str, Any]]) -> RankFailure:
+    """Return the rank that makes no progress though nobody waits for it; else the one that was waited for longest."""
+    working = [rank for rank in ranks if rank.alive and not rank.done]
+    longest = max(late, key=lambda entry: float(entry["seconds"]), default=None)
+    is_stuck = stuck_for(working) > _WAITED_SHARE * min(rank.timeout_s for rank in ranks)
+    if longest is None or is_stuck:
+        suspect = min(working or ranks, key=lambda rank: (rank.collectives, rank.step))
+        return replace(_hang_of(suspect), still_s=suspect.still_s)
+    suspect = next(rank for rank in ranks if rank.rank == longest["rank"])
+    return replace(_hang_of(suspect), waited_s=longest["seconds"], phase=longest["phase"])
+
+
+def _hang_of(rank: _StatedRank) -> RankFailure:
+    return RankFailure(**rank.place, kind=FailureKind.HUNG, time=rank.stated_s, stacks=rank.stacks)

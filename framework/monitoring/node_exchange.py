@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 from framework.distributed.store import RunStore, StoreGoneError, call_with_deadline
-from framework.monitoring.node_monitor import NodeMonitor, Progress, max_progress
+from framework.monitoring.late_ranks import Progress, max_progress
+from framework.monitoring.node_monitor import NodeMonitor
 
 T = TypeVar("T")
 _EXCHANGE_EVERY_S = 1.0

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
@@ -33,9 +33,6 @@ CRASH = "Fatal Python error: "
 """How faulthandler begins when a signal ends the process."""
 
 HEARTBEAT_S = 0.5
-
-_WORKER = "Data worker, pid "  # begins the stacks of one, after those of its rank
-_LOADING = "torch/utils/data/_utils/fetch.py"  # in the stack of a worker that isn't idle
 
 _PAGE_BYTES = mmap.PAGESIZE
 _RECORD_BYTES = 1 << 20  # memory is used only as it is written
@@ -279,30 +276,6 @@ def _collectives() -> int:
         return sum(int(group._get_sequence_number_for_group()) for group in (c10d._get_default_group(), *counted))
     except (RuntimeError, ValueError):  # a backend that doesn't count, or the group was just destroyed
         return 0
-
-
-# What faulthandler writes
-
-
-def with_workers(stacks: str, of_workers: Mapping[int, str]) -> str:
-    """Return a rank's stacks with those of its loader workers, by pid."""
-    return "\n\n".join([stacks, *(f"{_WORKER}{pid}:\n{text}" for pid, text in of_workers.items())])
-
-
-def main_stack(stacks: str) -> Iterator[str]:
-    """Yield the frames of the thread that crashed, else of the main thread, innermost first.
-
-    If a loader worker is loading something, they are the worker's: the rank waits for it.
-
-    The main thread, the oldest, comes last. "Current" is whichever thread handled the signal.
-    """
-    stacks, *of_workers = stacks.split(_WORKER)
-    stacks = next((each for each in of_workers if _LOADING in each), stacks)
-    mark = "Current thread " if stacks.startswith(CRASH) else "hread 0x"
-    for line in stacks.rpartition(mark)[2].splitlines()[1:]:
-        if not line.startswith("  File "):
-            return
-        yield line.strip()
 
 
 def _shortened(value: Any) -> Any:

@@ -22,8 +22,8 @@ from framework.monitoring.rank_status import (
     RankPhase,
     RankStatus,
     heartbeat,
-    main_stack,
 )
+from framework.monitoring.stacks import main_stack
 from tests.helpers.command import ROOT
 
 WAIT_S = 60.0

@@ -12,7 +12,7 @@ from framework.command.launcher import Placement, place
 from framework.command.request import Request
 from framework.config.parse import parse
 from framework.errors import ConfigError, FrameworkError, TopologyError
-from framework.launch.environment import detect
+from framework.launch.cluster_environment import detect
 from framework.launch.handshake import ExternalRanks
 from tests.unit.config.raw import raw_config
 

@@ -11,7 +11,7 @@ from framework.config.parse import parse
 from framework.errors import ConfigError, TopologyError
 from framework.jobs.parity import job as parity
 from framework.jobs.parity.comparison import CAUSES, render
-from framework.launch.environment import detect
+from framework.launch.cluster_environment import detect
 from framework.launch.handshake import ExternalRanks
 from tests.unit.config.raw import raw_config
 

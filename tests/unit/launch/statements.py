@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from framework.monitoring.failure import failure_facts
-from framework.monitoring.node_monitor import RankState
+from framework.monitoring.late_ranks import RankState
 from framework.monitoring.rank_status import RankPhase
 
 LOST_PEER = "RuntimeError: [pair.cc:538] Connection closed by peer [127.0.0.1]:81"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from framework.distributed.store import SECRET
 from framework.errors import TopologyError
-from framework.launch.environment import (
+from framework.launch.cluster_environment import (
     ClusterEnvironment,
     ReportedByRankZeroError,
     chooses_own_ranks,

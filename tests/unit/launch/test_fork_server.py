@@ -14,7 +14,8 @@ import pytest
 
 from framework.errors import LaunchError
 from framework.launch.child import Child, Message
-from framework.launch.fork_server import ForkServer, RunServer
+from framework.launch.fork_server import ForkServer
+from framework.launch.run_server import RunServer
 from tests.helpers import processes
 from tests.helpers.stopping import wait_until
 

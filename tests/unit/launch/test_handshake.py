@@ -11,7 +11,8 @@ import pytest
 
 from framework.distributed.store import SECRET
 from framework.errors import ConfigError, RunError
-from framework.launch.handshake import Fingerprint, Handshake, differences, fingerprint
+from framework.launch.fingerprint import Fingerprint, differences, fingerprint
+from framework.launch.handshake import Handshake
 
 OURS = {"recipe": "toy", "seed": "1", "conf/a.yaml": "sha256 1", "python": "3.11"}
 
@@ -49,8 +50,8 @@ def test_a_fingerprint_has_every_source_of_configurations(tmp_path: Path):
 def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = listener.getsockname()[:2]
-    how: dict[str, Any] = {"endpoint": endpoint, "noun": "node", "named": "the store", "port_option": "a port"}
-    zero, other = (Handshake(OURS, number=number, count=2, **how) for number in range(2))
+    how: dict[str, Any] = {"endpoint": endpoint, "kind": "node", "address": "the store", "port_option": "a port"}
+    zero, other = (Handshake(OURS, index=index, count=2, **how) for index in range(2))
     monkeypatch.setenv(SECRET, "one")
     zero.open(timeout_s=30.0)
     monkeypatch.setenv(SECRET, "other")
@@ -66,9 +67,14 @@ def test_different_and_missing_ranks_are_named_together() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = listener.getsockname()[:2]
 
-    def rank(number: int, own: Fingerprint) -> Handshake:
-        how: dict[str, Any] = {"endpoint": endpoint, "noun": "rank", "named": "the store", "port_option": "MASTER_PORT"}
-        return Handshake(own, number=number, count=4, **how)
+    def rank(index: int, own: Fingerprint) -> Handshake:
+        how: dict[str, Any] = {
+            "endpoint": endpoint,
+            "kind": "rank",
+            "address": "the store",
+            "port_option": "MASTER_PORT",
+        }
+        return Handshake(own, index=index, count=4, **how)
 
     zero = rank(0, OURS)
     other = {**OURS, "seed": "2"}

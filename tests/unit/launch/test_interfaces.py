@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from framework.launch.plan import network_environment
+from framework.launch.rank_environment import network_environment
 
 
 @pytest.mark.parametrize(

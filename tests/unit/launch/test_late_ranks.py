@@ -13,16 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.monitoring.node_monitor import (
-    Limits,
-    NodeMonitor,
-    Progress,
-    RankInfo,
-    RankState,
-    max_progress,
-    ranks_behind,
-    waited_for,
-)
+from framework.monitoring.late_ranks import Progress, RankState, max_progress, ranks_behind, waited_for
+from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankPhase, RankStatus
 from tests.unit.launch.statements import state
 

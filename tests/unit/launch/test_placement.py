@@ -8,7 +8,7 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import ConfigError, TopologyError
-from framework.launch.environment import ClusterEnvironment
+from framework.launch.cluster_environment import ClusterEnvironment
 from framework.launch.external import external_topology
 from tests.unit.config.raw import raw_config
 

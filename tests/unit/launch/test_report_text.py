@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from framework.monitoring.failure import FailureKind, RankFailure, advice
+from framework.monitoring.advice import advice
+from framework.monitoring.failure import FailureKind, RankFailure
 from framework.monitoring.rank_status import RankPhase
 from framework.monitoring.report import FailureReport, late_line, list_ranks, make_report, render
 from tests.unit.launch.statements import LOST_PEER, TIMED_OUT, end, observed, record, state, statement
