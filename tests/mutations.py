@@ -306,9 +306,9 @@ TRAINER = [
     Mutation(
         name="the-last-matching-group-wins",
         caught_by="tests/features/test_optimizers.py::test_groups_train_as_in_a_plain_loop",
-        within="ParamGroups.of",
-        old="next(own, _REST)",
-        new="max(own, default=_REST)",
+        within="_place_of",
+        old="next(iter(matching), _REST)",
+        new="max(matching, default=_REST)",
         what="A parameter that matches several groups gets the settings of the wrong one.",
     ),
     Mutation(

@@ -27,9 +27,12 @@ from framework.distributed.sharded import by_mesh
 from framework.engine.observers import check_callback, check_logger
 from framework.engine.sizes import optimizer_state_bytes
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
-from framework.optim.param_groups import Optimizers, ParamGroups
+from framework.optim.optimizer import fused_pays, skip_profiler_mark
+from framework.optim.param_groups import ParamGroups
 from framework.optim.precision import task_modules
-from framework.optim.schedule import Rebuild, Schedule, Schedules, fused_pays, skip_profiler_mark
+from framework.optim.schedule import Schedule, Schedules
+from framework.optim.schedule_replay import Rebuild
+from framework.optim.several import Optimizers
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import chosen
 from framework.system.run_dir import RunDir

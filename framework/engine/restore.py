@@ -26,7 +26,8 @@ from framework.engine.setup import RankSetup
 from framework.engine.weights import load_initial_weights
 from framework.errors import CheckpointError, ConfigError, RunError
 from framework.media import Text
-from framework.optim.schedule import Change, Schedule
+from framework.optim.schedule import Schedule
+from framework.optim.schedule_replay import Change
 from framework.system.rank_log import logger, warn
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer

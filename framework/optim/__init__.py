@@ -1,4 +1,4 @@
-"""Parameter groups, schedules, several optimizers of one task, and precision. Start with `schedule`."""
+"""Parameter groups, schedules, several optimizers of one task, clipping and precision. Start with `schedule`."""
 
 from framework.optim.schedule import cosine
 

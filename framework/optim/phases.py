@@ -20,27 +20,10 @@ class Phases:
 
     def __init__(self, phases: Sequence[Any], *, task: Task, optimizers: Collection[str]) -> None:
         self._phases: tuple[Any, ...] = tuple(phases)
-        kind = type(task).__name__
-        for each in self._phases:
-            if not isinstance(each, Phase) or each.every < 1:
-                raise TargetError(
-                    f"{kind}.phases has {each!r}. Give framework.Phase(name, step, optimizer, every=1, offset=0), with "
-                    "step a method of the task and every at least 1."
-                )
-            if each.optimizer not in optimizers:
-                there = ", ".join(filter(None, optimizers)) or "a single one without a name"
-                raise ConfigError(
-                    f"The phase {each.name!r} of {kind} steps optimizer.{each.optimizer}, and the section optimizer "
-                    f"has {there}.{did_you_mean(nearest(each.optimizer, optimizers))}\n"
-                    f"Give it optimizers by name: optimizer: {{{each.optimizer}: {{_target_: ..., params: ...}}, ...}}"
-                )
-        idle = next((s for s in range(math.lcm(*(each.every for each in self._phases))) if not self.due(s)), None)
-        names = [each.name for each in self._phases]
-        if not names or idle is not None or len(set(names)) < len(names):
-            problem = (
-                "none" if not names else "one name twice" if idle is None else f"none that is due in step {idle + 1}"
-            )
-            raise TargetError(f"{kind}.phases has {problem}. Every step needs a phase, and each has its own name.")
+        task_name = type(task).__name__
+        for phase in self._phases:
+            _check_phase(phase, task_name, optimizers)
+        self._check_every_step_has_one(task_name)
 
     @property
     def all(self) -> tuple[Phase, ...]:
@@ -49,15 +32,50 @@ class Phases:
 
     def due(self, step: int) -> tuple[Phase, ...]:
         """Return the phases to run when `step` steps are done."""
-        return tuple(each for each in self._phases if (step + 1 + each.offset) % each.every == 0)
+        return tuple(phase for phase in self._phases if (step + 1 + phase.offset) % phase.every == 0)
 
     def count(self, optimizer: str, *, steps: int) -> int:
         """Return how often an optimizer steps in the first `steps` steps of the training."""
-        own = [each for each in self._phases if each.optimizer == optimizer]
-        return sum((steps + each.offset) // each.every - each.offset // each.every for each in own)
+        number = 0
+        for phase in self._phases:
+            if phase.optimizer == optimizer:
+                number += (steps + phase.offset) // phase.every - phase.offset // phase.every
+        return number
+
+    def _check_every_step_has_one(self, task_name: str) -> None:
+        """Raise TargetError if there are no phases, two of one name, or a step without any."""
+        names = [phase.name for phase in self._phases]
+        problem = None
+        if not names:
+            problem = "none"
+        elif len(set(names)) < len(names):
+            problem = "one name twice"
+        else:
+            # Which phases are due repeats after so many steps.
+            period = math.lcm(*(phase.every for phase in self._phases))
+            idle_steps = [step + 1 for step in range(period) if not self.due(step)]
+            if idle_steps:
+                problem = f"none that is due in step {idle_steps[0]}"
+        if problem is not None:
+            raise TargetError(f"{task_name}.phases has {problem}. Every step needs a phase, and each has its own name.")
 
 
 def phases_of(task: Any, *, optimizers: Collection[str]) -> Phases | None:
     """Return the task's phases; None if it has a single loss."""
     phases = getattr(task, "phases", None)
     return None if phases is None else Phases(phases, task=task, optimizers=optimizers)
+
+
+def _check_phase(phase: Any, task_name: str, optimizers: Collection[str]) -> None:
+    if not isinstance(phase, Phase) or phase.every < 1:
+        raise TargetError(
+            f"{task_name}.phases has {phase!r}. Give framework.Phase(name, step, optimizer, every=1, offset=0), with "
+            "step a method of the task and every at least 1."
+        )
+    if phase.optimizer not in optimizers:
+        names = ", ".join(filter(None, optimizers)) or "a single one without a name"
+        raise ConfigError(
+            f"The phase {phase.name!r} of {task_name} steps optimizer.{phase.optimizer}, and the section optimizer "
+            f"has {names}.{did_you_mean(nearest(phase.optimizer, optimizers))}\n"
+            f"Give it optimizers by name: optimizer: {{{phase.optimizer}: {{_target_: ..., params: ...}}, ...}}"
+        )

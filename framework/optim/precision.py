@@ -72,4 +72,5 @@ def task_modules(task: Task) -> list[nn.Module]:
     """Return the task's modules: itself if it is one, else those among its attributes, in lists and dicts too."""
     if isinstance(task, nn.Module):
         return [task]
-    return [each for each in tree_leaves(getattr(task, "__dict__", {})) if isinstance(each, nn.Module)]
+    attributes = tree_leaves(getattr(task, "__dict__", {}))
+    return [attribute for attribute in attributes if isinstance(attribute, nn.Module)]

@@ -27,10 +27,11 @@ from framework.distributed.seed import generator_states, restore_generator_state
 from framework.distributed.sharded import has_output, is_model_sharded
 from framework.errors import ConfigError
 from framework.media import Table, Text
-from framework.optim.param_groups import Optimizers
+from framework.optim.optimizer import restore_optimizer
 from framework.optim.phases import Phases
 from framework.optim.precision import PrecisionPlugin
-from framework.optim.schedule import Schedule, Schedules, restore_optimizer
+from framework.optim.schedule import Schedule, Schedules
+from framework.optim.several import Optimizers
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import Trainable, described_change
 from framework.system.rank_log import logger

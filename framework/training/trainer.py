@@ -33,7 +33,7 @@ from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.errors import DiskError
 from framework.launch.plan import MonitorLink
 from framework.monitoring.rank_status import RankPhase
-from framework.optim.schedule import clip_gradients
+from framework.optim.clipping import clip_gradients
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.batchnorm import batchnorm_statistics
 from framework.training.broadcasting import refused_broadcasting
@@ -283,7 +283,7 @@ class Trainer:
         for hook in self._hooks.before_optimizer_step:
             hook(optimizer)
         if needs_norm:
-            norm = clip_gradients(parameters, settings, total_norm=state.strategy.total_norm)
+            norm = clip_gradients(parameters, settings, norm_over_ranks=state.strategy.total_norm)
             if norm is not None:
                 self.logbook.grad_norms[f"{phase.name}/grad_norm".lstrip("/")] = norm
 

@@ -14,7 +14,8 @@ from torch.optim.swa_utils import SWALR
 
 from framework.config.schema import SchedulerConfig
 from framework.errors import ConfigError
-from framework.optim.schedule import Change, Rebuild, Schedule, cosine
+from framework.optim.schedule import Schedule, cosine
+from framework.optim.schedule_replay import Change, Rebuild
 
 Make = Callable[[Optimizer], Any]
 OLD = 0.1

@@ -16,12 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from framework.config.schema import SchedulerConfig
 from framework.errors import ConfigError
-from framework.optim.schedule import (
-    Schedule,
-    cosine,
-    restore_optimizer,
-    skip_profiler_mark,
-)
+from framework.optim.optimizer import restore_optimizer, skip_profiler_mark
+from framework.optim.schedule import Schedule, cosine
 
 
 def sgd(lr: float = 1.0) -> torch.optim.SGD:
