@@ -16,14 +16,11 @@ from framework.errors import CheckpointError, ConfigError
 from framework.system.files import read_json
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_SAFETENSORS = "model.safetensors"
+_PYTORCH = "pytorch_model.bin"
 _INDEX = ".index.json"
-# Of transformers, in the order in which it looks for them.
-_IN_FOLDER = (
-    "model.safetensors",
-    f"model.safetensors{_INDEX}",
-    "pytorch_model.bin",
-    f"pytorch_model.bin{_INDEX}",
-)
+_IN_FOLDER = (_SAFETENSORS, f"{_SAFETENSORS}{_INDEX}", _PYTORCH, f"{_PYTORCH}{_INDEX}")
+"""The files of weights in a folder of transformers, in the order in which it looks for them."""
 
 
 # A checkpoint that is given as a directory
@@ -72,6 +69,8 @@ def describe_others(directory: Path) -> str:
 @final
 @dataclass(frozen=True)
 class LastUndamaged:
+    """The checkpoint to resume from, and those that were passed over."""
+
     # Absolute, without symlinks; None if there never was a checkpoint.
     directory: Path | None
     # (directory, what is wrong with it) of each that would have come before it, the newest first.
@@ -111,8 +110,38 @@ def find(path: Path) -> Path:
             `best`, which may also follow the run directory.
     """
     path = path.expanduser()
-    if not os.path.lexists(path) and os.path.lexists(path.parent / "checkpoints" / path.name):
-        path = path.parent / "checkpoints" / path.name
+    in_checkpoints = path.parent / "checkpoints" / path.name
+    if not os.path.lexists(path) and os.path.lexists(in_checkpoints):
+        path = in_checkpoints
+    _check_directory(path)
+    path = path.resolve()
+
+    is_checkpoint = (path / MANIFEST_NAME).exists() or step_of(path.name) is not None
+    if is_checkpoint:
+        try:
+            read_manifest(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}\n{describe_others(path)}") from error
+        return path
+
+    # A run directory, or its checkpoints folder.
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if os.path.lexists(folder / LAST):
+        return find(folder / LAST)
+    # The symlink is lost: by a kill before the first one was made, or by a copy that skipped symlinks.
+    steps = complete_steps(folder)
+    if not steps:
+        raise CheckpointError(
+            f"There is no complete checkpoint in {folder}: it isn't a run's directory, or the run ended before its "
+            "first checkpoint.\nUse outputs/RECIPE/RUN of a run that has one; init_from also takes a folder with "
+            f"{_SAFETENSORS} or {_PYTORCH}."
+        )
+    newest, _ = steps[max(steps)]
+    return newest
+
+
+def _check_directory(path: Path) -> None:
+    """Raise CheckpointError, naming what is there, if `path` isn't a directory."""
     if path.is_symlink() and not path.exists():
         target = path.parent / path.readlink()
         raise CheckpointError(f"{path} points to {target.name}, which is gone.\n{describe_others(target)}")
@@ -123,24 +152,6 @@ def find(path: Path) -> Path:
         )
     if not path.is_dir():
         raise CheckpointError(f"There is no {path}.\n{_what_is_near(path)}")
-    path = path.resolve()
-    if (path / MANIFEST_NAME).exists() or step_of(path.name) is not None:
-        try:
-            read_manifest(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}\n{describe_others(path)}") from error
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if os.path.lexists(folder / LAST):
-        return find(folder / LAST)
-    # Only if the symlink is lost: by a kill before the first one was made, or a copy that skipped symlinks.
-    if complete := complete_steps(folder):
-        return complete[max(complete)][0]
-    raise CheckpointError(
-        f"There is no complete checkpoint in {folder}: it isn't a run's directory, or the run ended before its first "
-        "checkpoint.\nUse outputs/RECIPE/RUN of a run that has one; init_from also takes a folder with "
-        f"{' or '.join(_IN_FOLDER[::2])}."
-    )
 
 
 def find_weights(path: Path) -> tuple[Path, ...] | None:
@@ -150,7 +161,8 @@ def find_weights(path: Path) -> tuple[Path, ...] | None:
     other file, and for an index with a file that isn't there; ConfigError if safetensors isn't installed.
     """
     path = path.expanduser()
-    file = next((path / name for name in _IN_FOLDER if (path / name).is_file()), path)
+    candidates = [path / name for name in _IN_FOLDER if (path / name).is_file()]
+    file = candidates[0] if candidates else path
     if not file.is_file():
         return None
     is_index = file.name.endswith(_INDEX)
@@ -166,8 +178,10 @@ def find_weights(path: Path) -> tuple[Path, ...] | None:
 
 
 def _indexed(index: Path) -> tuple[Path, ...]:
+    """Return the files that an index of transformers names."""
     try:
-        names = dict.fromkeys(map(str, read_json(index)["weight_map"].values()))
+        weight_map = read_json(index)["weight_map"]
+        names = dict.fromkeys(map(str, weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} can't be read: {error!r}") from error
     missing = [name for name in names if not (index.parent / name).is_file()]
@@ -192,8 +206,10 @@ def _from_last(folder: Path) -> Iterator[Path]:
 
 
 def _what_is_near(path: Path) -> str:
+    """Return what the user may have meant by a path that doesn't exist."""
     folder = next(parent for parent in path.parents if parent.is_dir())
     if (folder / "checkpoints").is_dir():
         folder /= "checkpoints"
-    close = nearest(path.name, sorted(each.name for each in folder.iterdir()))
+    names = sorted(entry.name for entry in folder.iterdir())
+    close = nearest(path.name, names)
     return f"Did you mean {folder / close}?" if close else describe_others(folder / path.name)

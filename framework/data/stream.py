@@ -130,7 +130,8 @@ class StreamReader(Dataset["_WindowSamples | None"]):
     """
 
     def __init__(self, dataset: IterableDataset[Any], plan: StreamPlan) -> None:
-        self._dataset, self._plan = dataset, plan
+        self._dataset = dataset
+        self._plan = plan
         self._windows: Iterator[_WindowSamples] = iter(())
         # The dataset's state before it was first read. It may keep its position after an epoch that was cut short.
         self._initial: Any = None
